@@ -121,7 +121,7 @@ class Several:
 async def test_of_several_processes_one_is_killed_and_all_drain(tmp_path: Path, start_engine: Any) -> None:
     release = asyncio.Event()
     engine = await start_engine()
-    engine.fault = HoldInStream(1, release)
+    engine.fault = HoldInStream(2, release)
     config = tmp_path / "gateway.yaml"
     config.write_text(yaml.safe_dump(gateway_config([engine], listen={"port": 0}, processes=2)))
     gateway = Several(await run("--config", str(config)))

@@ -95,7 +95,7 @@ async def full_gateway(engine: FakeEngine, folder: Path, key: str) -> AsyncItera
     try:
         await asyncio.to_thread(gateway.start)
         await until(gateway, "spillway_gateway_engine_shared_blocks", 2)
-        engine.fault = HoldInStream(1, asyncio.Event())
+        engine.fault = HoldInStream(2, asyncio.Event())
         headers = {"authorization": f"Bearer {CLIENT_KEY}"}
         async with httpx.AsyncClient(base_url=gateway.url, timeout=SECONDS_MAX, headers=headers) as client:
             held = asyncio.create_task(ask(client, engine.model, list(range(8)), stream=True))

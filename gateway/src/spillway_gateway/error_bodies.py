@@ -23,6 +23,21 @@ class Dialect(StrEnum):
     ANTHROPIC = "anthropic"
 
 
+class _Said(msgspec.Struct):
+    """An engine's error."""
+
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _SaidReply(msgspec.Struct):
+    error: _Said
+
+
+_decode_reply = msgspec.json.Decoder(_SaidReply).decode
+_EVENT_NAMES = {Dialect.OPENAI: b"", Dialect.ANTHROPIC: b"event: error\n"}
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -61,20 +76,38 @@ def event_of(
     bytes sent last; the Responses API numbers its events.
     """
     boundary = b"" if at_event_boundary else b"\n\n"
-    if dialect is Dialect.OPENAI:
-        return boundary + b"data: " + body_of(error) + b"\n\n"
+    if dialect is Dialect.RESPONSES:
+        numbers = _SEQUENCE_NUMBER.findall(last_chunk)
+        number = int(numbers[-1]) + 1 if numbers else 0
+        return boundary + _responses_event(error.message, error.param, error.code, number)
+    return boundary + _EVENT_NAMES[dialect] + b"data: " + body_of(error, dialect) + b"\n\n"
+
+
+def event_of_reply(status: int, body: bytes, dialect: Dialect) -> bytes:
+    """An engine's plain error reply as the first event of a stream that has begun with a comment."""
+    said = _error_of(body)
+    message = said.message or f"The engine answered {status}"
+    code = said.code if said.code is not None else status
+    if dialect is Dialect.RESPONSES:
+        return _responses_event(message, said.param, str(code), 0)
     if dialect is Dialect.ANTHROPIC:
-        return boundary + b"event: error\ndata: " + body_of(error, dialect) + b"\n\n"
-    numbers = _SEQUENCE_NUMBER.findall(last_chunk)
-    number = int(numbers[-1]) + 1 if numbers else 0
-    event = {
-        "type": "error",
-        "code": error.code,
-        "message": error.message,
-        "param": error.param,
-        "sequence_number": number,
-    }
-    return boundary + b"event: error\ndata: " + _encode(event) + b"\n\n"
+        kind = said.type or _ANTHROPIC_KINDS.get(status, "api_error")
+        document = _encode({"type": "error", "error": {"type": kind, "message": message}})
+    else:
+        document = error_body(message, said.type or "upstream_error", said.param, code)
+    return _EVENT_NAMES[dialect] + b"data: " + document + b"\n\n"
+
+
+def _responses_event(message: str, param: str | None, code: str | None, number: int) -> bytes:
+    event = {"type": "error", "code": code, "message": message, "param": param, "sequence_number": number}
+    return b"event: error\ndata: " + _encode(event) + b"\n\n"
+
+
+def _error_of(body: bytes) -> _Said:
+    try:
+        return _decode_reply(body).error
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return _Said()
 
 
 def headers_of(error: GatewayError) -> list[tuple[bytes, bytes]]:

@@ -145,7 +145,7 @@ async def test_a_request_refused_for_overload_gives_its_charge_back(start_engine
     settings = auth(tmp_path, requestsPerMinute=1, promptTokensPerMinute=200, tokensPerMinute=500)
     document = gateway_config([fake], auth=settings, admission=admission)
     async with running_gateway(document) as gateway, aiohttp.ClientSession() as http:
-        fake.fault = HoldInStream(1, release)
+        fake.fault = HoldInStream(2, release)
         first = asyncio.create_task(ask(http, gateway.url, "b", stream=True))
         await until(lambda: len(fake.seen) == 1)
         for _ in range(3):
@@ -223,7 +223,7 @@ async def test_a_conversation_that_an_engine_keeps_counts_before_it_is_continued
 
         status, kept = await respond(input="word " * 100)
         assert status == 200 and 400 < kept["usage"]["input_tokens"] < 600
-        fake.fault = HoldInStream(1, release)
+        fake.fault = HoldInStream(2, release)
         more = asyncio.create_task(respond(input="on", previous_response_id=kept["id"], stream=True))
         await until(lambda: len(fake.seen) == 2)
         async with asyncio.timeout(120):  # else it would be held as the second is
@@ -274,7 +274,7 @@ async def test_full_engines_make_requests_wait_and_then_refuse(start_engine: Any
         aiohttp.ClientSession() as http,
     ):
         queue = gateway.gateway.admissions["fake"]
-        fake.fault = HoldInStream(1, release)
+        fake.fault = HoldInStream(2, release)
         first = asyncio.create_task(ask(http, gateway.url, None, stream=True))
         await until(lambda: len(fake.seen) == 1)
         gone = asyncio.create_task(ask(http, gateway.url, None))

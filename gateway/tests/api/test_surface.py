@@ -122,7 +122,7 @@ async def test_streams_pass_and_survive_an_engine_before_the_first_byte(
 @pytest.mark.parametrize("path", STREAMED)
 async def test_a_broken_stream_ends_with_the_apis_own_error(start_engine: Any, client: Any, path: str) -> None:
     engine = await start_engine()
-    engine.fault = DieInStream(2)
+    engine.fault = DieInStream(3)
     body, headers = body_for(path, stream=True)
     async with running_gateway(gateway_config([engine])) as running:
         status, _, whole = await post(client, running.url + path, body, headers)
@@ -136,7 +136,7 @@ async def test_a_broken_stream_ends_with_the_apis_own_error(start_engine: Any, c
     elif path == "/v1/responses":
         assert last.startswith(b"event: error\n")
         event = json.loads(data)
-        assert (event["type"], event["code"], event["sequence_number"]) == ("error", "engine_disconnected", 2)
+        assert (event["type"], event["code"], event["sequence_number"]) == ("error", "engine_disconnected", 3)
     else:
         assert check_shape(path, data)["code"] == "engine_disconnected"
 

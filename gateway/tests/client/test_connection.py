@@ -115,7 +115,7 @@ async def test_a_disconnect_after_a_long_body_is_seen(start_engine: Any) -> None
 async def test_what_is_not_http_does_not_get_into_a_stream(start_engine: Any) -> None:
     engine = await start_engine()
     release = asyncio.Event()
-    engine.fault = HoldInStream(1, release)
+    engine.fault = HoldInStream(2, release)
     async with running_gateway(gateway_config([engine])) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
         writer.write(chat("hello"))

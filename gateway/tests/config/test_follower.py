@@ -51,7 +51,7 @@ async def test_engines_come_and_go_and_no_stream_is_lost(start_engine: Any, tmp_
     only_old = gateway_config([old], **NO_POLL)
     write(path, only_old)
     release = asyncio.Event()
-    old.fault = HoldInStream(1, release)
+    old.fault = HoldInStream(2, release)
     async with (
         running_gateway(only_old, config_path=path) as running,
         aiohttp.ClientSession() as client,

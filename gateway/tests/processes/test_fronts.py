@@ -101,7 +101,7 @@ async def test_routing_sees_the_requests_of_both_processes(start_engine: Any) ->
     release = asyncio.Event()
     engines = [await start_engine(f"fake-{at}") for at in range(2)]
     for engine in engines:
-        engine.fault = HoldInStream(1, release)
+        engine.fault = HoldInStream(2, release)
     async with running_fronts(gateway_config(engines)) as fronts, aiohttp.ClientSession() as http:
         replies = []
         for at in range(8):
@@ -118,7 +118,7 @@ async def test_routing_sees_the_requests_of_both_processes(start_engine: Any) ->
 async def test_limits_hold_over_both_processes_together(start_engine: Any, tmp_path: Path) -> None:
     release = asyncio.Event()
     engine = await start_engine()
-    engine.fault = HoldInStream(1, release)
+    engine.fault = HoldInStream(2, release)
     config = gateway_config([engine], auth=limited(tmp_path, concurrentRequestsMax=5))
     async with running_fronts(config) as fronts, aiohttp.ClientSession() as http:
         replies = await asyncio.gather(*(ask(http, fronts.urls[at % 2], stream=True) for at in range(12)))
@@ -144,7 +144,7 @@ async def test_a_rate_is_one_for_both_processes(start_engine: Any, tmp_path: Pat
 async def test_the_queue_before_full_engines_is_one(start_engine: Any) -> None:
     release = asyncio.Event()
     engine = await start_engine()
-    engine.fault = HoldInStream(1, release)
+    engine.fault = HoldInStream(2, release)
     admission = {"requestsPerEngineMax": 1, "waitingRequestsMax": 2}
     async with running_fronts(gateway_config([engine], admission=admission)) as fronts, aiohttp.ClientSession() as http:
         first = await ask(http, fronts.urls[0], stream=True)
@@ -172,7 +172,7 @@ async def test_a_process_that_dies_gives_back_what_it_held_and_is_started_again(
     async with running_fronts(config) as fronts, aiohttp.ClientSession() as http:
         assert (await status_of(http, fronts.urls[0]))[0] == 200
         await sums(http, fronts, "spillway_gateway_requests_total")  # counts of the first process are sent
-        engine.fault = HoldInStream(1, release)
+        engine.fault = HoldInStream(2, release)
         held = [await ask(http, fronts.urls[0], stream=True) for _ in range(2)]
         other = await ask(http, fronts.urls[1], stream=True)
         assert (await status_of(http, fronts.urls[1]))[0] == 429
@@ -197,7 +197,7 @@ async def test_the_engine_of_a_waiting_request_is_told_its_prefix(start_engine: 
     publisher.stored([1, 2], None, known, 16)
     publisher.stored([1, 2], None, [], 0, medium=store)
     publisher.removed([1, 2])
-    engine.fault = HoldInStream(1, asyncio.Event())
+    engine.fault = HoldInStream(2, asyncio.Event())
     config = gateway_config([engine], admission={"requestsPerEngineMax": 1})
     async with running_fronts(config) as fronts, aiohttp.ClientSession() as http:
         index = fronts.gateway.fleets[0].index
@@ -314,7 +314,7 @@ async def test_operators_ask_any_process_where_there_is_one_port(start_engine: A
 async def test_each_process_drains_its_streams(start_engine: Any) -> None:
     release = asyncio.Event()
     engine = await start_engine()
-    engine.fault = HoldInStream(1, release)
+    engine.fault = HoldInStream(2, release)
     async with running_fronts(gateway_config([engine])) as fronts, aiohttp.ClientSession() as http:
         replies = [await ask(http, url, stream=True) for url in fronts.urls]
         fronts.server.begin_shutdown()

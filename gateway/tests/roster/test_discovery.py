@@ -120,7 +120,7 @@ async def test_a_terminating_pod_keeps_its_streams_and_gets_no_request(api: Fake
     old, new = await start_engine("vllm-0"), await start_engine("vllm-1")
     put(api, old)
     release = asyncio.Event()
-    old.fault = HoldInStream(1, release)
+    old.fault = HoldInStream(2, release)
     async with running_gateway(settings(api)) as running, aiohttp.ClientSession() as client:
         await ready(running, "vllm-0")
         leaving = running.engine("vllm-0")

@@ -127,7 +127,8 @@ async def test_the_answer_goes_on_from_another_engine(
         whole = len(answer.prompt), len(PIECES)
         assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == [whole]
         reason = "disconnected" if fault is DieInStream else "failed"
-        assert await counted(client, running, "continued_answers_total") == {reason: 1.0}
+        begun = path == COMPLETIONS or after > 1  # chat's first event is the role: another engine begins anew
+        assert await counted(client, running, "continued_answers_total") == ({reason: 1.0} if begun else {})
         assert await counted(client, running, "not_continued_answers_total") == {}
         assert_idle(running)
 
@@ -213,7 +214,8 @@ async def test_a_first_silence_is_as_long_as_configured(start_engine: Any, clien
         chosen = await first_choice(client, running, CHAT, engines)
         chosen.fault = HoldInStream(3, asyncio.Event())
         assert contents(await stream(client, running, CHAT))[0] == b"".join(PIECES).decode()
-        assert await counted(client, running, "continued_answers_total") == {"idle_timeout": 1.0}
+        continued = await counted(client, running, "continued_answers_total")
+        assert continued.keys() == {"idle_timeout"}  # more than once where the other engine is slow, too
         assert_idle(running)
 
 
@@ -246,11 +248,11 @@ async def test_a_stall_is_waited_for_where_no_other_engine_is_ready(
         waits = _waits(engine).waits
         for _ in range(2):
             waits.deadline = before = asyncio.get_running_loop().time()
-            waits._patient_until = 0.0
+            waits._put_off = 0.0
             waits._on_timer()
             services = running.gateway.services
             more = services.timeouts.idle_seconds - services.continuation.stall_seconds
-            assert waits.deadline == before + more
+            assert waits.deadline == pytest.approx(before + more)
         release.set()
         assert contents(await answer)[0] == b"".join(PIECES).decode()
 

@@ -132,13 +132,13 @@ async def test_a_stale_connection_is_no_failure(start_engine: Any, client: aioht
 
 
 async def test_twenty_streams_survive_a_killed_engine(start_engine: Any, client: aiohttp.ClientSession) -> None:
-    """Streams without a byte are answered by the other engine; begun ones end with an error event and no [DONE]."""
+    """The other engine answers streams that have not begun; begun ones end with an error event and no [DONE]."""
     engines = await pair(start_engine)
     release = asyncio.Event()
     async with running_gateway(gateway_config(engines)) as running:
         prompts = [[{"role": "user", "content": f"prompt {at}"}] for at in range(20)]
         for engine in engines:
-            engine.fault = HoldInStream(1, release)
+            engine.fault = HoldInStream(2, release)
         begun = [
             await client.post(running.url + CHAT, json=chat(stream=True, messages=prompt)) for prompt in prompts[:10]
         ]
@@ -196,7 +196,7 @@ async def test_a_plain_reply_torn_on_the_only_engine_is_502(start_engine: Any, c
 
 async def test_an_error_object_of_the_engine_passes_as_it_is(start_engine: Any, client: aiohttp.ClientSession) -> None:
     engine = await start_engine()
-    engine.fault = ErrorInStream(1)
+    engine.fault = ErrorInStream(2)
     async with running_gateway(gateway_config([engine])) as running:
         _, _, through = await ask(client, running, stream=True)
     async with client.post(engine.url + CHAT, json=chat(stream=True)) as reply:
@@ -267,7 +267,7 @@ async def test_a_silent_engine_is_retried_elsewhere_after_the_first_byte_timeout
 
 async def test_a_stream_that_falls_silent_ends_with_an_error(start_engine: Any, client: aiohttp.ClientSession) -> None:
     engine = await start_engine()
-    engine.fault = Slow(between_chunks_seconds=60)
+    engine.fault = HoldInStream(2, asyncio.Event())
     async with running_gateway(gateway_config([engine], timeouts={"idleSeconds": 0.2})) as running:
         _, _, body = await ask(client, running, stream=True)
         assert_idle(running)
@@ -330,7 +330,7 @@ async def test_a_client_that_disconnects_in_the_stream_cancels_too(
     start_engine: Any, client: aiohttp.ClientSession
 ) -> None:
     engine = await start_engine()
-    engine.fault = Slow(between_chunks_seconds=60)
+    engine.fault = HoldInStream(2, asyncio.Event())
     async with running_gateway(gateway_config([engine])) as running:
         async with client.post(running.url + CHAT, json=chat(stream=True)) as reply:
             await reply.content.readany()
@@ -388,7 +388,7 @@ async def test_shutdown_ends_what_still_runs_with_an_error_event(
     start_engine: Any, client: aiohttp.ClientSession
 ) -> None:
     engine = await start_engine()
-    engine.fault = Slow(between_chunks_seconds=60)
+    engine.fault = HoldInStream(2, asyncio.Event())
     config = gateway_config([engine], shutdown={"drainTimeoutSeconds": 0.1})
     async with (
         running_gateway(config) as running,
@@ -433,7 +433,7 @@ async def test_streams_of_an_engine_that_shuts_down_end_before_it_does(
     health = {"periodSeconds": 0.05, "endingSeconds": 0.1}
     async with running_gateway(gateway_config(engines, health=health)) as running:
         chosen = await first_choice(client, running, engines)
-        chosen.fault = HoldInStream(1, asyncio.Event())
+        chosen.fault = HoldInStream(2, asyncio.Event())
         async with client.post(running.url + CHAT, json=chat(stream=True)) as reply:
             assert await reply.content.readline()
             chosen.ready = (503, {"ready": False, "reason": "draining"})
@@ -462,6 +462,10 @@ class StalledClient:
     def clear_disconnect_callback(self, callback: Any) -> None: ...
 
     def reply(self, status: int, headers: Any, body: bytes) -> bool:
+        return False
+
+    @property
+    def writable(self) -> bool:
         return False
 
     async def send(self, message: Any) -> None:
@@ -534,7 +538,7 @@ async def test_a_death_inside_an_event_sends_whole_events_alone(
     assert events[-1]["error"]["code"] == "engine_disconnected"
 
 
-@pytest.mark.parametrize("fault", [DieInStream(1), DieInStream(1, inside=True), ErrorInStream(1)])
+@pytest.mark.parametrize("fault", [DieInStream(2), DieInStream(2, inside=True), ErrorInStream(2)])
 async def test_an_engine_whose_streams_break_is_taken_out(
     start_engine: Any, client: aiohttp.ClientSession, fault: Any
 ) -> None:
@@ -631,7 +635,7 @@ async def test_an_error_reply_is_whole_json_however_long(client: aiohttp.ClientS
 
 
 async def test_a_stream_is_one_whatever_the_case_of_its_content_type(client: aiohttp.ClientSession) -> None:
-    event = b'data: {"choices": []}\n\n'
+    event = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
     head = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
     server = await answer_once(head + b"%x\r\n%s\r\n" % (len(event), event))
     async with (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, count_events, is_done, is_last_of_typed
+from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, count_events, is_done
 
 LINE_ENDS = (b"\n", b"\r\n", b"\r")
 
@@ -57,6 +57,3 @@ def test_events_are_counted_by_line_and_not_by_text() -> None:
 def test_the_end_is_an_event_of_its_own(line_end: bytes) -> None:
     assert is_done(b"data: {}\n\ndata: [DONE]" + line_end * 2)
     assert not is_done(b'data: {"text":"data: [DONE]"}' + line_end * 2)
-    assert is_last_of_typed(b"event: message_stop\ndata: {}\n\n")
-    assert is_last_of_typed(b"event: x\ndata: {}\n\nevent: response.completed\ndata: {}\n\n")
-    assert not is_last_of_typed(b'event: x\ndata: {"text":"event: message_stop"}\n\n')

@@ -80,7 +80,7 @@ async def test_an_engine_that_goes_down_ends_it_where_another_could_answer(
 
 @pytest.mark.parametrize(
     ("state", "expected"),
-    [({}, EngineFirstByteTimeout), ({"bytes_sent": True}, EngineIdleTimeout), ({"sending": True}, ClientStalled)],
+    [({}, EngineFirstByteTimeout), ({"begun": True}, EngineIdleTimeout), ({"sending": True}, ClientStalled)],
 )
 async def test_a_passed_deadline_blames_the_side_that_was_waited_for(
     state: dict[str, bool], expected: type[Exception]

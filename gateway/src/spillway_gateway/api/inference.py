@@ -389,7 +389,7 @@ def _request_id(given: bytes | None) -> bytes:
 
 def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path: str, seconds: float) -> AuditLine:
     reply, usage, lease = relay.reply, relay.reply.counts.usage, relay.lease
-    first_byte = reply.first_byte_seconds
+    first_byte = reply.stream.first_byte_seconds
     return AuditLine(
         time=now_text(),
         request_id=outbound.request_id.decode("latin-1"),

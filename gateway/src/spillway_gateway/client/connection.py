@@ -154,6 +154,14 @@ class ClientRequest:
     def clear_disconnect_callback(self, callback: Callable[[], None]) -> None:
         self._connection.clear_disconnect_callback(callback)
 
+    @property
+    def writable(self) -> bool:
+        """Whether bytes that are sent now are written without waiting: the client is there, reads, and lacks the end of
+        its reply."""
+        connection, cycle = self._connection, self._cycle
+        gone = cycle.disconnected or cycle.response_complete or connection.transport.is_closing()
+        return not gone and not connection.flow.write_paused
+
     def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
         """Send a whole reply in one write. headers: names in lower case, values without line breaks; content-length is
         added where it is missing.

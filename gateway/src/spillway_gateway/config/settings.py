@@ -144,8 +144,9 @@ class ModelConfig(CamelSection, frozen=True):
 
 class TimeoutsConfig(CamelSection, frozen=True):
     connect_seconds: Positive = 2.0
-    first_byte_seconds: Positive = 300.0  # streams: request sent -> first body byte; covers queueing and prefill
-    idle_seconds: Positive = 120.0  # streams: between two chunks
+    first_byte_seconds: Positive = 300.0  # streams: request sent -> first part of an answer; covers queue and prefill
+    idle_seconds: Positive = 120.0  # streams: between two events; an engine that works gets plain_seconds
+    keep_alive_seconds: NotNegative = 30.0  # streams: silence after which the client gets a comment; 0: it gets none
     plain_seconds: Positive = 900.0  # plain replies: request sent -> whole reply
     body_read_seconds: Positive = 60.0  # the client's upload; longer where it keeps connections.bodyBytesPerSecondMin
 

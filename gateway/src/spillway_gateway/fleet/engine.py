@@ -136,6 +136,9 @@ class Engine:
         self.on_state: list[Callable[[Engine], None]] = []
         self.failed_at: deque[float] = deque(maxlen=FAILURES_MAX)  # when it last failed requests, monotonic seconds
         self.requests: set[EngineRequest] = set()  # of this gateway, on this engine
+        self.progressed_at = float("-inf")  # when it was last seen to compute; monotonic seconds
+        self.progressed_by: object = None  # the request that showed it; None: its metrics
+        self._computed_tokens: float | None = None  # at the last reading
         self.terminating = False  # reported by discovery
         self.draining = False  # reported by the engine
         self.poll_soon: Callable[[], None] = lambda: None
@@ -224,8 +227,16 @@ class Engine:
         """This gateway's requests on the engine."""
         return OwnWork(self.running_requests)
 
+    def progressed(self, now: float, by: object = None) -> None:
+        """The engine has computed something. by: the request that got it; None: its metrics show it."""
+        self.progressed_at = now
+        self.progressed_by = by
+
     def observed(self, reading: EngineReading, before: OwnWork) -> None:
         """A scrape arrived. before: this gateway's work when it was requested."""
+        if self._computed_tokens not in (None, reading.computed_tokens) and reading.computed_tokens is not None:
+            self.progressed(self._clock())
+        self._computed_tokens = reading.computed_tokens
         self.foreign = foreign_work(reading, before, self.own_work())
         self._kv_usage = reading.kv_usage or 0.0
         self._kv_capacity_tokens = reading.kv_capacity_tokens or 0

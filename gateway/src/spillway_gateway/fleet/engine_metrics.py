@@ -39,6 +39,7 @@ class EngineReading(NamedTuple):
     prefill_tokens_per_second: float | None = None
     cpu_load_tokens_per_second: float | None = None
     shared_load_tokens_per_second: float | None = None
+    computed_tokens: float | None = None  # of prompts and answers, since its start
 
 
 def wanted_lines(page: bytes) -> Generator[None, None, bytes]:
@@ -81,6 +82,10 @@ def read_metrics(page: bytes) -> EngineReading:
     running = _values(page, b"vllm:num_requests_running")
     usage = _values(page, b"vllm:kv_cache_usage_perc")
     prefill = _values(page, b"spillway_prefill_tokens_per_second")
+    computed = [
+        *_values(page, b"vllm:prompt_tokens_total"),
+        *_values(page, b"vllm:generation_tokens_total"),
+    ]
     bytes_per_token = _bytes_per_token(page)
     cpu = shared = None
     if bytes_per_token is not None:
@@ -98,6 +103,7 @@ def read_metrics(page: bytes) -> EngineReading:
         prefill_tokens_per_second=usable_rate(sum(prefill)),
         cpu_load_tokens_per_second=usable_rate(cpu),
         shared_load_tokens_per_second=usable_rate(shared),
+        computed_tokens=sum(computed) if computed else None,
     )
 
 

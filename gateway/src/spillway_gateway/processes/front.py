@@ -243,6 +243,8 @@ class Front:
                 self._known.set()
             case messages.Listed():
                 roster.listed(message)
+            case messages.Progressed():
+                roster.progressed(message)
             case messages.Notice():
                 # After the requests whose engine came with it: they are woken first.
                 asyncio.get_running_loop().call_soon(roster.notice, message)

@@ -180,6 +180,14 @@ class FrontRoster(Roster):
             engine.models_listed(read_listed_models(page.body) if page.body is not None else None)
             engine.adapters = adapters
 
+    def progressed(self, said: messages.Progressed) -> None:
+        """Engines' metrics show that they work."""
+        now = time.monotonic()
+        for serial in said.serials:
+            engine = self._engines.get(serial)
+            if engine is not None:
+                engine.progressed(now)
+
     def notice(self, said: messages.Notice) -> None:
         """For all requests on an engine."""
         engine = self._engines.get(said.serial)

@@ -339,6 +339,12 @@ class Suspected(Message, tag=78, frozen=True):
     until: float
 
 
+class Progressed(Message, tag=79, frozen=True):
+    """Engines whose metrics show that they have computed something lately."""
+
+    serials: tuple[int, ...]
+
+
 FromRouter = (
     Start
     | State
@@ -355,6 +361,7 @@ FromRouter = (
     | Drain
     | Judged
     | Suspected
+    | Progressed
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,11 @@ import msgspec
 from spillway_gateway.config.ranks import RankConfig
 from spillway_gateway.config.settings import EngineConfig
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.processes.messages import EngineSummary, Listed, Message, ModelSummary, State
+from spillway_gateway.processes.messages import EngineSummary, Listed, Message, ModelSummary, Progressed, State
 from spillway_gateway.roster.roster import Roster
 
 LOOK_SECONDS = 0.05
+PROGRESS_SECONDS = 1.0  # between two messages about progress
 
 
 class StatePublisher:
@@ -26,11 +28,13 @@ class StatePublisher:
         self._seen: Any = None
         self._listed: dict[int, bytes | None] = {}  # by the engine's serial
         self._serials: frozenset[int] = frozenset()
+        self._progress_told = time.monotonic()
 
     async def follow(self) -> None:
         """Tell every change, until cancelled."""
         while True:
             self.publish_changes()
+            self.publish_progress(time.monotonic())
             await asyncio.sleep(LOOK_SECONDS)
 
     def publish_changes(self) -> None:
@@ -48,6 +52,16 @@ class StatePublisher:
                 self._tell(Listed(model, engine.serial, body))
         for serial in self._listed.keys() - self._serials:
             del self._listed[serial]
+
+    def publish_progress(self, now: float) -> None:
+        """Of engines that were seen to compute since the last time, PROGRESS_SECONDS ago or more. now: monotonic."""
+        before = self._progress_told
+        if now - before < PROGRESS_SECONDS:
+            return
+        self._progress_told = now
+        serials = tuple(engine.serial for _, engine in self._engines() if engine.progressed_at >= before)
+        if serials:
+            self._tell(Progressed(serials))
 
     def publish_engine(self, engine: Engine) -> None:
         """Before a message that names it: where the fronts do not know it yet."""

@@ -46,6 +46,10 @@ class Client(Protocol):
 
     def give_reply_bytes(self, taken_bytes: int) -> None: ...
 
+    @property
+    def writable(self) -> bool:
+        """Whether bytes that are sent now are written without waiting."""
+
 
 class AttemptTrace(Protocol):
     """The trace of one attempt (tracing/request_trace.py)."""

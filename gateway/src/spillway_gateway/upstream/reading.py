@@ -10,6 +10,7 @@ from spillway_gateway.upstream.outbound import Client
 from spillway_gateway.upstream.sse import EventFramer
 
 ROOM_BYTES_MIN = 64 * 1024  # of a body that are collected in any case: errors are read whole
+ERROR_REPLY_BYTES_MAX = 64 * 1024  # of an error reply that is kept while another engine is tried
 END_OF_REPLY_SECONDS_MAX = 1.0  # from [DONE] to the end of the engine's reply; only then can its connection be reused
 
 

@@ -118,7 +118,7 @@ class Relay:
             finally:
                 place.leave()
         except ClientDisconnected as error:
-            if reply.ended and not isinstance(error, ClientStalled):
+            if reply.stream.ended and not isinstance(error, ClientStalled):
                 return  # SDKs disconnect at [DONE], before the reply's own end
             if self.lease is not None:
                 reply.counts.abandoned(self.lease.engine, perf_counter() - self._chosen_at)
@@ -134,6 +134,7 @@ class Relay:
             self._coalescer.requests -= 1
             self._client.clear_disconnect_callback(waits.client_disconnected)
             waits.close()
+            reply.close()
             if reply.continuing is not None:
                 reply.continuing.sent.close()
             self._record_metrics()
@@ -205,7 +206,7 @@ class Relay:
             if self.reply.continuing is not None and self._waits.bytes_sent:
                 tried = self._left_out(self.reply.continuing, failure, lease.engine, tried)
                 if self.reply.continuing.complete:
-                    await self.reply.complete()
+                    await self.reply.stream.complete()
                     return
                 continue
             tried |= lease.engine.same_process
@@ -311,7 +312,7 @@ class Relay:
             if continuing is not None and continuing.failed_at is not None:
                 connection = await self._join(engine, continuing)
                 self._attempt_status = connection.status
-                await self.reply.relay_continued(lease, connection, self._attempt_trace)
+                await self.reply.stream.relay_continued(lease, connection, self._attempt_trace)
                 return
             connection = await self._exchange(engine, self._request)
             self._attempt_status = connection.status

@@ -1,9 +1,12 @@
-"""An engine's reply on its way to the client: server-sent events as they come, a plain reply whole, an error in the
-dialect of the route.
+"""An engine's reply on its way to the client: server-sent events (stream_relay.py), a plain reply whole, an error in
+the dialect of the route.
 
-Nothing reaches the client before the engine's first body byte (streams) or whole reply (plain), so until then the
+Nothing of an answer reaches the client before its first part (streams) or the whole reply (plain), so until then the
 request can be retried on another engine. A stream that breaks afterwards is continued by another engine where that is
 possible, and ends with an error event and no [DONE] where it is not.
+
+A stream that waits gets comments meanwhile (keep_alive.py). The first one begins the reply with status 200, and an
+error behind it is an event.
 """
 
 from __future__ import annotations
@@ -13,26 +16,26 @@ import logging
 import time
 from time import perf_counter
 
-from spillway_gateway.error_bodies import Dialect, body_of, event_of, headers_of
-from spillway_gateway.errors import EngineDisconnected, EngineFailed, GatewayError, UpstreamError
+from spillway_gateway.error_bodies import body_of, event_of, event_of_reply, headers_of
+from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease
-from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
+from spillway_gateway.upstream.adapter_refusals import require_adapter
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.continuing import Continuing
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
+from spillway_gateway.upstream.keep_alive import COMMENT, KeepAlive
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
-from spillway_gateway.upstream.reading import HeldBytes, collect, next_events, read_to_end
+from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, HeldBytes, collect
 from spillway_gateway.upstream.reply_counts import ReplyCounts
-from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, failure_within, plain_failure, stream_failure
-from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done, is_last_of_typed
-from spillway_gateway.upstream.usage import Usage
+from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, plain_failure
+from spillway_gateway.upstream.stream_relay import EVENT_STREAM, StreamRelay, is_event_stream
 from spillway_gateway.upstream.waits import RequestWaits
 
 logger = logging.getLogger(__name__)
 
-ERROR_REPLY_BYTES_MAX = 64 * 1024  # of a retryable error reply kept while another engine is tried
-IDS_BYTES_MAX = 48  # of an event for each token that its prompt is estimated to have
+_UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_EARLY = ((b"content-type", EVENT_STREAM + b"; charset=utf-8"),)
 
 
 class EngineAnsweredError(UpstreamError):
@@ -63,28 +66,26 @@ class Reply:
     """Of one request, over all its attempts.
 
     status: sent to the client; 499 where it disconnected first, 0 where nothing was sent. error_code: of an error that
-    the gateway itself answered. first_byte_seconds: since the request was received; streams only. overhead_seconds: the
-    gateway's own work so far. ended: the last event was passed on, and a failure afterwards changes nothing.
-    continuing: of an answer that another engine may continue, else None.
+    the gateway itself answered. overhead_seconds: the gateway's own work so far. stream: the part of it that is a
+    stream of events.
     """
 
     __slots__ = (
         "_client",
-        "_engine_failed",
-        "_framer",
-        "_last_chunk",
+        "_comments_over",
+        "_head_sent",
+        "_keep_alive",
         "_model",
         "_request",
         "_send",
         "_services",
+        "_silent_task",
         "_waits",
-        "continuing",
         "counts",
-        "ended",
         "error_code",
-        "first_byte_seconds",
         "overhead_seconds",
         "status",
+        "stream",
     )
 
     def __init__(
@@ -98,208 +99,84 @@ class Reply:
         model: str,
         continuing: Continuing | None = None,
     ) -> None:
-        self.continuing = continuing
         self._request = request
         self._model = model
         self._services = services
         self._waits = waits
         self._client = client
         self._send = send
-        self._framer: EventFramer | None = None  # of a reply that is a stream of events
-        self._engine_failed = False  # the stream held an error event of the engine
-        self._last_chunk = b""
         self.counts = ReplyCounts(request)
-        self.ended = False
+        self._head_sent = False
+        self._comments_over = False
+        self._silent_task: asyncio.Task[None] | None = None
+        self._keep_alive = KeepAlive(services.timeouts.keep_alive_seconds if request.stream else 0, self._is_silent)
+        self.stream = StreamRelay(self, request, services, waits, self.counts, model=model, continuing=continuing)
         self.status = 0
         self.error_code: str | None = None
-        self.first_byte_seconds: float | None = None
         self.overhead_seconds = 0.0
+
+    @property
+    def continuing(self) -> Continuing | None:
+        """Of an answer that another engine may continue, else None."""
+        return self.stream.continuing
+
+    def close(self) -> None:
+        """The request has ended."""
+        self._comments_over = True
+        self._keep_alive.close()
 
     async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
         """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until
         waits.bytes_sent is set it may be retried."""
-        self._framer, self.counts.streams = None, False
+        self.stream.framer, self.counts.streams = None, False
         if connection.status in RETRYABLE_STATUSES:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
             if not connection.complete:
                 raise EngineErrorTooLong(lease.engine, connection.status)
             raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
-        content_type = header(connection.headers, b"content-type") or b""
-        if content_type[:17].lower() == b"text/event-stream":
-            await self._relay_events(lease, connection, trace)
+        if is_event_stream(connection):
+            await self.stream.relay(lease, connection, trace)
         else:
             await self._relay_plain(lease, connection, trace)
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- a stream's ---------------------------------------------------------------------------------------------------
 
-    async def _relay_events(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
-        waits, send, continuing = self._waits, self._send, self.continuing
-        self.counts.streams = True
-        framer = self._framer = EventFramer()
-        if continuing is not None:
-            framer = self._framer = EventFramer(EVENT_BYTES_MAX + IDS_BYTES_MAX * self._request.prompt.prompt_tokens)
-        chunk = await next_events(connection, framer)
-        if (failure := stream_failure(chunk)) is not None:
-            raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
-        idle_seconds = self._services.timeouts.idle_seconds
-        await self._start_events(lease, connection, chunk, idle_seconds, trace)
-        loop_time = asyncio.get_running_loop().time
-        if continuing is not None and connection.status == 200:
-            waits.movable = lambda: continuing.possible(lease.engine)
-            waits.stall_seconds = idle_seconds = min(idle_seconds, continuing.stall_seconds)
-            waits.expect_within(idle_seconds)  # sooner than the timer would look at a deadline
-        while chunk:
-            waits.bytes_sent = True
-            if continuing is not None:
-                chunk = await self._without_ids(lease, continuing, chunk)
-            self._last_chunk = chunk
-            if self._read_events(lease, chunk):
-                await self._finish(chunk)
-                waits.answered = True
-                await read_to_end(connection)
-                return
-            if chunk:
-                waits.sending = True
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                waits.sending = False
-            waits.deadline = loop_time() + idle_seconds
-            chunk = await next_events(connection, framer)
-        if not self._engine_failed and not self.ended:
-            if continuing is not None and continuing.possible(lease.engine):
-                raise EngineDisconnected("it ended the reply early")
-            lease.succeeded()
-        await self._finish(b"")
+    async def start_events(self, status: int, headers: Headers, lease: Lease) -> None:
+        """Send the head of a stream, unless a comment has."""
+        if not self._head_sent:
+            await self._start(status, [*headers, *_UNBUFFERED], lease)
 
-    async def _without_ids(self, lease: Lease, continuing: Continuing, events: bytes) -> bytes:
-        """The events as the client gets them. Raises EngineFailed where the engine reports a failure that another one
-        can make good; what comes before it has then been sent."""
-        sent = continuing.sent
-        passed = sent.take(events)
-        if sent.failure is None:
-            return passed
-        failure, held = sent.failure, sent.held
-        if not continuing.possible(lease.engine):
-            sent.lose("failed")
-            sent.failure = None
-            return passed + held
-        sent.failure = None
-        if passed:
-            self._read_events(lease, passed)
-            await self._send({"type": "http.response.body", "body": passed, "more_body": True})
-        raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
+    async def pass_events(self, events: bytes) -> None:
+        waits = self._waits
+        waits.sending = True
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        waits.sending = False
+        self._keep_alive.sent_at = asyncio.get_running_loop().time()
 
-    async def relay_continued(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
-        """Pass on the rest of an answer, of which the client has the beginning. Raises UpstreamError."""
-        waits, continuing, name = self._waits, self.continuing, lease.engine.name
-        assert continuing is not None and continuing.events is not None
-        answer = continuing.events
-        content_type = header(connection.headers, b"content-type") or b""
-        if self._request.adapter is not None and connection.status in REFUSED:
-            body = await collect(connection, ERROR_REPLY_BYTES_MAX)
-            require_adapter(lease.engine, self._request.adapter, connection.status, body)
-        if connection.status != 200 or content_type[:17].lower() != b"text/event-stream":
-            raise EngineFailed(f"Engine {name} answered {connection.status} to a continuation")
-        framer = self._framer = EventFramer(EVENT_BYTES_MAX + IDS_BYTES_MAX * self._request.prompt.prompt_tokens)
-        events = await next_events(connection, framer)
-        loop_time = asyncio.get_running_loop().time
-        while events:
-            try:
-                passed = answer.take(events)
-            except ValueError as error:
-                raise EngineFailed(f"Engine {name} continued with what is no chunk: {error}") from error
-            if continuing.failed_at is not None and answer.failure is None:
-                self._resumed(lease, continuing, loop_time() - continuing.failed_at, trace)
-            cached_tokens = answer.cached_tokens if answer.done else None
-            self.counts.continued(passed, Usage(continuing.sent.prompt_tokens, answer.tokens, cached_tokens))
-            if answer.done:
-                lease.succeeded()
-                self.ended = True
-                await self._finish(passed)
-                waits.answered = True
-                await read_to_end(connection)
-                return
-            if passed:
-                waits.sending = True
-                await self._send({"type": "http.response.body", "body": passed, "more_body": True})
-                waits.sending = False
-            if answer.failure is not None:
-                raise EngineFailed(f"Engine {name} failed: {answer.failure}")
-            waits.deadline = loop_time() + waits.stall_seconds
-            events = await next_events(connection, framer)
-        raise EngineDisconnected("it ended the reply early")
+    async def comment(self, comment: bytes) -> None:
+        """Send a comment to the client of a stream, and before it the head where none was sent: with status 200, and
+        without what is not known yet."""
+        if not self._head_sent:
+            await self._start(200, [*_EARLY, *_UNBUFFERED], None)
+        await self.pass_events(comment)
 
-    def _resumed(self, lease: Lease, continuing: Continuing, seconds: float, trace: AttemptTrace | None) -> None:
-        """The first events of an engine that continues have come. seconds: since the other's failure."""
-        lease.accepted(time.monotonic())
-        lease.first_byte(time.monotonic(), measures_prefill=True)
-        lease.began()
-        if trace is not None:
-            trace.first_byte()
-        failure, continuing.failed_at = continuing.failure, None
-        assert failure is not None
-        self._waits.joining_seconds = 0.0
-        self._waits.expect_within(self._waits.stall_seconds)
-        self._waits.movable = lambda: continuing.possible(lease.engine)
-        services = self._services
-        services.metrics.continued(self._model, failure.reason).inc()
-        services.metrics.pause(self._model).observe(seconds)
-        services.recent.continued(self._model, seconds)
+    def _is_silent(self) -> None:
+        """The client has got nothing for the time of the keep-alive."""
+        if self._may_comment():
+            self._silent_task = asyncio.get_running_loop().create_task(self._comment_on_silence())
 
-    async def complete(self) -> None:
-        """End an answer whose engine failed after the last token."""
-        continuing = self.continuing
-        assert continuing is not None
-        events = continuing.last_events()
-        self.counts.continued(b"", Usage(continuing.sent.prompt_tokens, len(continuing.sent.tokens), None))
-        self.ended = True
-        await self._finish(events)
-        self._waits.answered = True
+    async def _comment_on_silence(self) -> None:
+        """Does not wait: the client takes bytes. So no other write of this reply comes between."""
+        if self._may_comment():
+            if not self._head_sent:
+                await self._start(200, [*_EARLY, *_UNBUFFERED], None)
+            await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
-    async def _start_events(
-        self,
-        lease: Lease,
-        connection: EngineConnection,
-        first_events: bytes,
-        idle_seconds: float,
-        trace: AttemptTrace | None,
-    ) -> None:
-        """Account for the first byte, and send the head."""
-        services, engine = self._services, lease.engine
-        now = perf_counter()
-        if connection.status < 300:
-            lease.accepted(time.monotonic())
-        lease.first_byte(time.monotonic(), measures_prefill=True)
-        lease.began()
-        self.first_byte_seconds = now - self._request.received_at
-        services.metrics.first_byte(self._model, engine.name).observe(self.first_byte_seconds)
-        services.recent.first_byte(self._model, engine.name, self.first_byte_seconds)
-        if trace is not None:
-            trace.first_byte()
-        self._waits.expect_within(idle_seconds)
-        headers = [
-            pair
-            for pair in reply_headers(connection.headers)
-            if pair[0] not in (b"cache-control", b"x-accel-buffering", b"content-length")
-        ]
-        headers.append((b"cache-control", b"no-cache"))
-        headers.append((b"x-accel-buffering", b"no"))
-        self.overhead_seconds += perf_counter() - now
-        if self._request.on_reply is not None and connection.status == 200:
-            self._request.on_reply(engine.name, first_events)
-        await self._start(connection.status, headers, lease)
-
-    def _read_events(self, lease: Lease, events: bytes) -> bool:
-        """Take usage, errors and the end out of whole events. True when nothing follows them."""
-        self.counts.read_events(lease.engine, events)
-        if not self._engine_failed and failure_within(events):
-            self._engine_failed = True
-            lease.failed(time.monotonic())
-        done = is_done(events)
-        if done or (self._request.dialect is not Dialect.OPENAI and is_last_of_typed(events)):
-            if not self.ended and not self._engine_failed:
-                lease.succeeded()
-            self.ended = True
-        return done
+    def _may_comment(self) -> bool:
+        """Between two events of a client that reads."""
+        framer = self.stream.framer
+        between = framer is None or framer.at_boundary or not self._waits.bytes_sent
+        return between and not self._comments_over and not self._waits.sending and self._client.writable
 
     # -- plain -------------------------------------------------------------------------------------------------------
 
@@ -329,28 +206,43 @@ class Reply:
         self.overhead_seconds += perf_counter() - now
         if self._request.on_reply is not None and status == 200:
             self._request.on_reply(lease.engine.name, body)
+        if self._head_sent:  # a comment has begun a stream
+            await self._answer_in_events(connection, body)
+            _plain_succeeded(lease, status)
+            return
         if connection.complete:
             if status == 200:
                 self.counts.read_plain(lease.engine, body)
             self._complete_headers(status, headers, lease)
+            self._comments_over = True  # no comment may come between
             if not self._client.reply(status, headers, body):
                 await self._send_head(status, headers)
                 waits.bytes_sent = True
-                await self._finish(body)
+                await self.finish(body)
             waits.bytes_sent = True
             _plain_succeeded(lease, status)
             return
+        self._comments_over = waits.bytes_sent = waits.begun = True
         await self._start(status, headers, lease)
         held.give_back()  # from here on the client's own connection counts
         while body:
-            waits.bytes_sent = True
             self.counts.read_part(lease.engine, body)
             waits.sending = True
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             waits.sending = False
             body = await connection.chunk()
         _plain_succeeded(lease, status)
-        await self._finish(b"")
+        await self.finish(b"")
+
+    async def _answer_in_events(self, connection: EngineConnection, body: bytes) -> None:
+        """A plain reply to a request whose client has the beginning of a stream: an error becomes an event. An answer
+        cannot become one."""
+        status = connection.status
+        if status < 400:
+            status, body = 502, b""
+        self.error_code = "engine_bad_reply" if not body else None
+        self._waits.bytes_sent = True
+        await self.finish(event_of_reply(status, body, self._request.dialect))
 
     # -- to the client -----------------------------------------------------------------------------------------------
 
@@ -371,12 +263,14 @@ class Reply:
 
     async def _send_head(self, status: int, headers: Headers) -> None:
         waits = self._waits
+        self._head_sent = True
         waits.sending = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         waits.sending = False
 
-    async def _finish(self, body: bytes) -> None:
+    async def finish(self, body: bytes) -> None:
         waits = self._waits
+        self._comments_over = True
         waits.sending = True  # a client that stops reading here is no failure of the engine
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         waits.sending = False
@@ -385,21 +279,22 @@ class Reply:
         """Answer a request that failed for good: with an error body, or an error event where a stream has begun."""
         request_id = self._request.request_id.decode("latin-1")
         self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
-        if self._waits.bytes_sent:
-            logger.warning("request %s: ended after the first byte: %s", request_id, error.message)
-            if self.ended:
-                await self._finish(b"")
-            elif self._framer is not None:
-                event = event_of(
-                    error,
-                    self._request.dialect,
-                    at_event_boundary=self._framer.at_boundary,
-                    last_chunk=self._last_chunk,
-                )
-                await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        if self._head_sent:
+            logger.warning("request %s: ended after the reply had begun: %s", request_id, error.message)
+            stream, dialect = self.stream, self._request.dialect
+            if stream.ended:
+                await self.finish(b"")
+            elif stream.framer is not None or not self._waits.bytes_sent:
+                whole = stream.framer is None or stream.framer.at_boundary or not self._waits.bytes_sent
+                if isinstance(error, EngineAnsweredError):
+                    event = event_of_reply(error.status, error.reply_body, dialect)
+                else:
+                    event = event_of(error, dialect, at_event_boundary=whole, last_chunk=stream.last_chunk)
+                await self.finish(event)
             # A plain reply that was too long to be held back stays incomplete. The server closes the connection, which
             # is all that tells the client.
             return
+        self._comments_over = True
         if isinstance(error, EngineAnsweredError):
             await self._start(error.status, reply_headers(error.reply_headers), lease)
             await self._send({"type": "http.response.body", "body": error.reply_body, "more_body": False})

@@ -1,6 +1,6 @@
 """Whether a failed attempt may be retried on another engine. Pure decisions and a budget; no I/O.
 
-Nothing is retried once a body byte has reached the client: a second generation would continue another text.
+Nothing is retried once the client has a part of an answer: a second generation would continue another text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from spillway_gateway.errors import (
 )
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
-_ERROR_EVENT = b'data: {"error"'
-_ANTHROPIC_ERROR_EVENT = b"event: error\ndata: "
 # The engine is gone or terminates, and its part of the work is lost. A retry is then no extra load: it does work that
 # was admitted and that no engine does any more. All requests of the engine move at once.
 _ENGINE_GONE = (EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding, EngineFailed)
@@ -44,28 +42,9 @@ class _ErrorBody(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_ErrorBody)
 
 
-def stream_failure(first_chunk: bytes) -> str | None:
-    """The engine's message where a stream begins with a server error instead of a token, else None.
-
-    vLLM answers 200 before it computes, so an error event is all that its server can send when the engine core dies.
-    """
-    if first_chunk.startswith(_ANTHROPIC_ERROR_EVENT):
-        error = error_in(first_chunk.removeprefix(_ANTHROPIC_ERROR_EVENT).partition(b"\n")[0])
-        return error.message if error is not None and error.type == "internal_error" else None
-    if not first_chunk.startswith(_ERROR_EVENT):
-        return None
-    error = error_in(first_chunk.partition(b"\n")[0].removeprefix(b"data: "))
-    return error.message if error is not None and isinstance(error.code, int) and error.code >= 500 else None
-
-
-def failure_within(events: bytes) -> bool:
-    """Whether whole events of a stream that has begun hold a server error of the engine."""
-    at = events.find(_ERROR_EVENT)
-    return at >= 0 and (at == 0 or events[at - 1 : at] == b"\n") and stream_failure(events[at:]) is not None
-
-
 def plain_failure(status: int, body: bytes) -> str | None:
-    """The same for a plain reply. A 500 alone may be the request's fault and is passed on."""
+    """The engine's message where a plain reply says that its core is dead. A 500 alone may be the request's fault and
+    is passed on."""
     error = error_in(body) if status == 500 else None
     return error.message if error is not None and _DEAD_CORE in error.message else None
 

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from spillway_gateway.upstream.stream_events import is_engines_fault
+
 TEXTS_MAX = 48  # chunks with text that are kept, the last ones
 GROWTH_TOKENS = 1024  # between two requests for room
 _TOKEN_BYTES = 4
@@ -293,8 +295,7 @@ class SentAnswer:
 def failure_of(chunk: Chunk) -> str | None:
     """Why the engine ends an answer that it has not finished: the message of its error event, or an abort."""
     if chunk.error is not None:
-        code = chunk.error.get("code")
-        return str(chunk.error.get("message")) if isinstance(code, int) and code >= 500 else None
+        return str(chunk.error.get("message")) if is_engines_fault(chunk.error) else None
     if any(choice.finish_reason == "abort" for choice in chunk.choices):
         return "it aborted the request"
     return None

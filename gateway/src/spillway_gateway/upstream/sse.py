@@ -8,9 +8,6 @@ from __future__ import annotations
 
 EVENT_BYTES_MAX = 1024 * 1024  # a longer event is passed on in parts
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_DONE = b"data: [DONE]"
-# The last events of Anthropic's messages and of Responses.
-_LAST_EVENTS = (b"\nevent: message_stop", b"\nevent: response.completed", b"\nevent: response.incomplete")
 
 
 class EventFramer:
@@ -66,10 +63,6 @@ def count_events(events: bytes) -> int:
 
 
 def is_done(events: bytes) -> bool:
-    """Whether whole events end with [DONE], the end of OpenAI's streams."""
-    return events[-len(_DONE) - 8 :].rstrip().endswith(_DONE)
-
-
-def is_last_of_typed(events: bytes) -> bool:
-    """Whether whole events hold the last one of a reply, in an API whose events have names."""
-    return any(mark in b"\n" + events for mark in _LAST_EVENTS)
+    """Whether whole events end with [DONE], behind which nothing follows."""
+    end = events[-24:].rstrip()
+    return end.endswith(b"[DONE]") and end[:-6].rstrip(b" ").endswith(b"data:")

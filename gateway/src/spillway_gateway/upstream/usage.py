@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from spillway_gateway.upstream.stream_events import data_at
+
 COUNT_MAX = 1 << 31  # tokens; more than any request has
 
 
@@ -66,7 +68,10 @@ def usage_in_events(events: bytes) -> Usage | None:
         start = events.rfind(b"\n", 0, at) + 1
         end = events.find(b"\n", at)
         line = events[start : end if end >= 0 else len(events)]
-        if line.startswith(_DATA) and (usage := _usage_in(line[len(_DATA) :])) is not None:
+        usage = _usage_in(line[len(_DATA) :]) if line.startswith(_DATA) else None
+        if usage is None and (events.count(_DATA) > 1 or b"\r" in events):  # perhaps one line of several of an event
+            usage = _usage_in(data_at(events, at))
+        if usage is not None:
             found = merged(found, usage)
         at = events.find(_MARK, end) if end >= 0 else -1
     return found

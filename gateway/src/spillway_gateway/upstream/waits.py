@@ -30,8 +30,13 @@ class RequestWaits:
     """Of one request; created in the task that serves it, and used on the event loop only.
 
     Set by that task as it proceeds: `engine` (the one that has the request), `sending` (a write to the client is not
-    finished), `bytes_sent` (the client has a byte of the reply's body), `answered` (the client has all of it), and
-    `deadline` (loop time by which the current wait must end).
+    finished), `bytes_sent` (the client has an event of this engine's answer, so that no other one may begin it anew),
+    `begun` (the first part of the answer has come), `answered` (the client has all of it), and `deadline` (loop time by
+    which the current wait must end).
+
+    A begun stream that is silent for longer than the idle timeout ends, unless its engine works meanwhile, as the
+    engine's metrics or its other streams show: a parser may hold the arguments of a tool call back until they are
+    whole. It is then as silent as a plain reply, and has that one's bound.
 
     Of a begun reply that another engine may continue, `movable` tells whether one could do so now, and `stall_seconds`
     is its bound between two events; where none could, the bound of any other stream holds. `joining_seconds`: bound of
@@ -42,13 +47,15 @@ class RequestWaits:
         "_cause",
         "_fleet",
         "_loop",
-        "_patient_until",
+        "_put_off",
         "_services",
+        "_silent_since",
         "_stream",
         "_task",
         "_timer",
         "abortable",
         "answered",
+        "begun",
         "bytes_sent",
         "deadline",
         "disconnected",
@@ -72,12 +79,14 @@ class RequestWaits:
         self.engine: Engine | None = None
         self.sending = False
         self.bytes_sent = False
+        self.begun = False
         self.answered = False
         self.deadline = 0.0
         self.movable: Callable[[], bool] | None = None
         self.stall_seconds = 0.0
         self.joining_seconds = 0.0
-        self._patient_until = 0.0  # a deadline that was put off, because no engine could continue the reply
+        self._put_off = 0.0  # a deadline that was put off
+        self._silent_since = 0.0  # of the silence in which it was
 
     def abort(self, cause: Exception) -> None:
         """End the current wait with `cause`. Does nothing outside an abortable wait."""
@@ -114,10 +123,14 @@ class RequestWaits:
         self.abort(EngineWentDown(f"Engine {engine.name} stopped answering"))
 
     def _halted(self) -> bool:
-        if self.sending:
-            return False
-        bound = self._services.timeouts.idle_seconds if self.deadline == self._patient_until else self.stall_seconds
-        return self._loop.time() - (self.deadline - bound) >= SILENT_SECONDS
+        return not self.sending and self._loop.time() - self._since() >= SILENT_SECONDS
+
+    def _since(self) -> float:
+        """When the last event of a begun stream came, in loop time."""
+        if self.deadline == self._put_off:
+            return self._silent_since
+        idle = self._services.timeouts.idle_seconds
+        return self.deadline - (idle if self.movable is None else min(idle, self.stall_seconds))
 
     def engine_ends(self, engine: Engine) -> None:
         """The engine terminates, and the time for its running requests is over."""
@@ -144,15 +157,23 @@ class RequestWaits:
         elif self.joining_seconds:
             seconds = self.joining_seconds
             self.abort(EngineFirstByteTimeout(f"Engine {name} did not continue the answer within {seconds:g} s"))
-        elif self.bytes_sent:
-            seconds = timeouts.idle_seconds
-            if self.movable is not None and self.stall_seconds < seconds and self.deadline != self._patient_until:
-                if not self.movable():
-                    self.deadline = self._patient_until = self.deadline + seconds - self.stall_seconds
-                    self._timer = self._loop.call_at(self.deadline, self._on_timer)
-                    return
-                seconds = self.stall_seconds
-            self.abort(EngineIdleTimeout(f"Engine {name} sent nothing for {seconds:g} s"))
+        elif self.begun:
+            self._silent(name)
         else:
             seconds = timeouts.first_byte_seconds if self._stream else timeouts.plain_seconds
             self.abort(EngineFirstByteTimeout(f"Engine {name} sent no reply within {seconds:g} s"))
+
+    def _silent(self, name: str) -> None:
+        """A begun stream has reached its deadline. Ends it, or puts the deadline off."""
+        timeouts, since, now = self._services.timeouts, self._since(), self._loop.time()
+        until, seconds = since + timeouts.idle_seconds, timeouts.idle_seconds
+        if self.movable is not None and self.movable():
+            until, seconds = since, min(seconds, self.stall_seconds)
+        elif self.engine is not None and self.engine.progressed_by is not self:
+            until = max(until, min(since + timeouts.plain_seconds, self.engine.progressed_at + timeouts.idle_seconds))
+        if until > now:
+            self._silent_since = since
+            self.deadline = self._put_off = until
+            self._timer = self._loop.call_at(until, self._on_timer)
+        else:
+            self.abort(EngineIdleTimeout(f"Engine {name} sent nothing for {round(max(seconds, now - since), 1):g} s"))

@@ -1,0 +1,41 @@
+"""Comments for a client whose stream is silent: while its request waits for an engine, for the first part of an answer,
+or for arguments of a tool call that a parser holds back. What lies between cuts silent connections, mostly after 60 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+COMMENT = b": keep-alive\n\n"
+
+
+class KeepAlive:
+    """Of one streaming request, from its creation to close(). On the event loop.
+
+    sent_at: loop time of the client's last bytes, set by whoever sends them.
+    """
+
+    __slots__ = ("_comment", "_loop", "_seconds", "_timer", "sent_at")
+
+    def __init__(self, seconds: float, comment: Callable[[], None]) -> None:
+        """seconds: of silence before a comment; 0: none is sent. comment: sends one, if that is possible now."""
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._comment = comment
+        self.sent_at = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self.on_timer) if seconds else None
+
+    def on_timer(self) -> None:
+        """Send a comment where one is due, and look again when the next one may be."""
+        now = self._loop.time()
+        if now - self.sent_at >= self._seconds:
+            self.sent_at = now
+            self._comment()
+        self._timer = self._loop.call_at(self.sent_at + self._seconds, self.on_timer)
+
+    def close(self) -> None:
+        """No comment follows."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

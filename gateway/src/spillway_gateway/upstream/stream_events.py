@@ -1,0 +1,311 @@
+"""What an event of a stream is, in every dialect that engines stream. Pure.
+
+| kind     | chat, completions, generate, audio          | /v1/messages                  | /v1/responses             |
+| -------- | ------------------------------------------- | ----------------------------- | ------------------------- |
+| NOTHING  | comment                                     | comment, `ping`               | comment, `keepalive`      |
+| PREAMBLE | role alone, empty delta                     | `message_start`, block starts | `response.created`, ...   |
+| USAGE    | no choice                                   |                               |                           |
+| PART     | text, ids, reasoning, tool call, finish     | `content_block_delta`, ...    | `*.delta`, `*.done`       |
+| END      | `[DONE]`                                    | `message_stop`                | `response.completed`, ... |
+| REFUSED  | `error` of status 4xx                       | `error` of such a type        | `error`, or `failed`, of  |
+| FAILED   | any other `error`                           | any other `error`             | such a code; of any other |
+
+Failover, figures, learned rates, timeouts, the circuit breaker and continuation all go by these kinds. What no row
+names counts as a part of an answer, so that nothing unknown is held back or sent twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import msgspec
+
+from spillway_gateway.error_bodies import Dialect
+
+
+class Kind(Enum):
+    """REFUSED: the request is at fault, and the engine works. FAILED: the engine is at fault."""
+
+    NOTHING = auto()
+    PREAMBLE = auto()
+    USAGE = auto()
+    PART = auto()
+    END = auto()
+    REFUSED = auto()
+    FAILED = auto()
+
+
+class Event(NamedTuple):
+    """message: of an error. binds: what the client may do next depends on this event, so that it is not held back."""
+
+    kind: Kind
+    message: str = ""
+    binds: bool = False
+
+
+BEFORE_AN_ANSWER = frozenset({Kind.NOTHING, Kind.PREAMBLE, Kind.USAGE})
+_ENDS = frozenset({Kind.END, Kind.REFUSED, Kind.FAILED})
+_NOTHING, _PREAMBLE, _PART, _END = (Event(kind) for kind in (Kind.NOTHING, Kind.PREAMBLE, Kind.PART, Kind.END))
+# An event that ends a stream holds one of these. Quotes inside a JSON string are escaped, so most generated text does
+# not; what does is parsed.
+_MARKS = {
+    Dialect.OPENAI: (b"[DONE]", b'"error"', b"event:"),
+    Dialect.ANTHROPIC: (b"message_stop", b'"error"', b"event: error", b"event:error", b"[DONE]"),
+    Dialect.RESPONSES: (
+        *(b"response." + end for end in (b"completed", b"incomplete", b"cancelled", b"failed", b"error")),
+        b'"error"',
+        b"event: error",
+        b"event:error",
+        b"[DONE]",
+    ),
+}
+_RESPONSES_PREAMBLE = frozenset({"response.created", "response.queued", "response.in_progress"})
+_RESPONSES_END = frozenset({"response.completed", "response.incomplete", "response.cancelled"})
+_PAYLOAD = ("text", "thinking", "data", "input", "content", "arguments", "summary", "encrypted_content", "output",
+            "action", "code", "refusal", "result", "transcript")  # fmt: skip
+# vLLM turns an error of its chat stream into one of its own in /v1/messages, which quotes the first one's end.
+_QUOTED_CODE = re.compile(r"'code': (\d{3})\}\}, input_type=dict")
+# Words for a status of 4xx, lower case, letters alone; besides those that begin with one of the prefixes.
+_CLIENTS = frozenset(
+    {
+        "authenticationerror",
+        "badrequest",
+        "badrequesterror",
+        "billingerror",
+        "contentfilter",
+        "contextlengthexceeded",
+        "insufficientquota",
+        "modelnotfound",
+        "notfound",
+        "notfounderror",
+        "notimplemented",
+        "notimplementederror",
+        "permissiondenied",
+        "permissiondeniederror",
+        "permissionerror",
+        "ratelimiterror",
+        "ratelimitexceeded",
+        "requesttoolarge",
+        "unprocessableentity",
+        "unprocessableentityerror",
+        "validationerror",
+    }
+)
+_CLIENTS_PREFIXES = ("invalid", "unsupported", "image", "emptyimage", "failedtodownloadimage")
+_BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r").finditer
+_NO_LETTER = re.compile(r"[^a-z]").sub
+
+
+class _Choice(msgspec.Struct):
+    delta: Any = None
+    message: Any = None
+    text: Any = None
+    finish_reason: Any = None
+    token_ids: Any = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | msgspec.UnsetType | None = msgspec.UNSET
+    usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    error: Any = None
+    object: Any = None
+    message: Any = None
+    code: Any = None
+    type: Any = None
+
+
+class _Response(msgspec.Struct):
+    status: Any = None
+    error: Any = None
+    background: Any = None
+
+
+class _Typed(msgspec.Struct):
+    type: Any = None
+    error: Any = None
+    code: Any = None
+    message: Any = None
+    delta: Any = None
+    content_block: Any = None
+    item: Any = None
+    part: Any = None
+    response: _Response | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_typed = msgspec.json.Decoder(_Typed).decode
+
+
+def first_event(events: bytes, dialect: Dialect, *, ids_asked: bool = False) -> Event:
+    """The event among these that decides whether an answer has begun: the first that is part of one or ends it. Else
+    one that is held back until then, and NOTHING where all are comments. ids_asked: token ids are not the client's."""
+    found = _NOTHING
+    for name, data in _fields(events):
+        event = _read(name, data, dialect, ids_asked)
+        if event.kind not in BEFORE_AN_ANSWER:
+            return event
+        if event.kind is not Kind.NOTHING and not found.binds:
+            found = event
+    return found
+
+
+def endings(events: bytes, dialect: Dialect) -> list[Event]:
+    """The events among these that end a stream, for good or bad."""
+    if not any(mark in events for mark in _MARKS[dialect]):
+        return []
+    found = [_read(name, data, dialect, ids_asked=False) for name, data in _fields(events)]
+    return [event for event in found if event.kind in _ENDS]
+
+
+def says_nothing(events: bytes, dialect: Dialect) -> bool:
+    """Whether all of them only keep the connection alive."""
+    if b"data:" in events and b"ping" not in events and b"keepalive" not in events:
+        return False
+    return all(_read(name, data, dialect, ids_asked=False).kind is Kind.NOTHING for name, data in _fields(events))
+
+
+def ends_unmarked(last_events: bytes, dialect: Dialect) -> bool:
+    """Whether a stream that ended behind these events, without its mark, was whole: a finish reason or usage was last.
+    In the dialects whose events have names, the last one is always the mark."""
+    if dialect is not Dialect.OPENAI:
+        return False
+    for _, data in _fields(last_events):
+        try:
+            chunk = _decode_chunk(data or b"")
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            continue
+        if not chunk.choices or any(choice.finish_reason is not None for choice in chunk.choices):
+            return True
+    return False
+
+
+def data_at(events: bytes, at: int) -> bytes:
+    """The data of the event that lies at this position, all lines of it."""
+    start = max((blank.end() for blank in _BLANK_LINE(events, 0, at)), default=0)
+    end = next((blank.start() for blank in _BLANK_LINE(events, at)), len(events))
+    return next((data for _, data in _fields(events[start:end]) if data is not None), b"")
+
+
+def is_engines_fault(error: Mapping[str, Any]) -> bool:
+    """Whether an error object of an engine says that the engine failed, not the request. What it does not say counts
+    as the engine's."""
+    code, kind = error.get("code"), error.get("type")
+    if isinstance(code, str) and code.isdecimal():
+        code = int(code[:9])
+    if isinstance(code, int) and not isinstance(code, bool):
+        return not (400 <= code < 500 or code == 501)  # 501: vLLM's NotImplementedError, about the request
+    quoted = _QUOTED_CODE.search(str(error.get("message")))
+    if quoted is not None:
+        return is_engines_fault({"code": int(quoted[1])})
+    return not any(isinstance(word, str) and _is_clients(word) for word in (code, kind))
+
+
+def _is_clients(word: str) -> bool:
+    letters = _NO_LETTER("", word.lower())
+    return letters in _CLIENTS or letters.startswith(_CLIENTS_PREFIXES)
+
+
+def _fields(events: bytes) -> Iterator[tuple[str, bytes | None]]:
+    """Name and data of each event; no data: a comment. The line endings are those that bytes.splitlines knows."""
+    name, data, seen = "", None, False
+    for line in (*events.splitlines(), b""):
+        if not line:
+            if seen:
+                yield name, data
+            name, data, seen = "", None, False
+            continue
+        seen = True
+        field, _, value = line.partition(b":")
+        value = value[1:] if value.startswith(b" ") else value
+        if field == b"data":
+            data = value if data is None else data + b"\n" + value
+        elif field == b"event":
+            name = value.decode("utf-8", "replace")
+
+
+def _read(name: str, data: bytes | None, dialect: Dialect, ids_asked: bool) -> Event:
+    if data is None:
+        return _NOTHING
+    if data.strip() == b"[DONE]":
+        return _END
+    try:
+        if dialect is Dialect.OPENAI:
+            return _chunk(name, _decode_chunk(data), ids_asked)
+        return _typed(name, _decode_typed(data), dialect)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        if name == "error":
+            return Event(Kind.FAILED, data[:500].decode("utf-8", "replace"))
+        # A long one is passed on in parts, and its beginning alone is no JSON.
+        return _PREAMBLE if dialect is Dialect.RESPONSES and name in _RESPONSES_PREAMBLE else _PART
+
+
+def _chunk(name: str, chunk: _Chunk, ids_asked: bool) -> Event:
+    if chunk.error is not None:
+        return _error(chunk.error)
+    if name == "error" or chunk.object == "error":
+        return _error({"message": chunk.message, "code": chunk.code, "type": chunk.type})
+    if chunk.choices is msgspec.UNSET:
+        return _PART if chunk.usage is msgspec.UNSET else Event(Kind.USAGE)
+    if not chunk.choices:
+        return Event(Kind.USAGE)
+    for choice in chunk.choices:
+        delta = choice.delta
+        said = any(value for key, value in delta.items() if key != "role") if isinstance(delta, dict) else delta
+        if said or choice.text or choice.message or choice.finish_reason is not None:
+            return _PART
+        if choice.token_ids and not ids_asked:
+            return _PART
+    return _PREAMBLE
+
+
+def _typed(name: str, event: _Typed, dialect: Dialect) -> Event:
+    kind = name or event.type
+    if kind in ("error", "response.failed", "response.error") or (kind is None and event.error is not None):
+        error = event.response.error if event.response is not None else event.error
+        if error is None:
+            error = {"message": event.message, "code": event.code}
+        return _error(error)
+    if kind in ("ping", "keepalive"):
+        return _NOTHING
+    return _messages(kind, event) if dialect is Dialect.ANTHROPIC else _responses(str(kind), event)
+
+
+def _messages(kind: object, event: _Typed) -> Event:
+    if kind == "message_start":
+        return _PREAMBLE
+    if kind == "content_block_start":
+        return _PART if _has_payload(event.content_block) else _PREAMBLE
+    if kind == "content_block_delta" and isinstance(event.delta, dict):
+        return _PART if any(value for key, value in event.delta.items() if key != "type") else _PREAMBLE
+    return _END if kind == "message_stop" else _PART
+
+
+def _responses(kind: str, event: _Typed) -> Event:
+    response = event.response
+    if kind in _RESPONSES_END:
+        if response is not None and (response.status == "failed" or response.error is not None):
+            return _error(response.error or {})
+        return _END
+    if kind in _RESPONSES_PREAMBLE:
+        # A background response goes on without this connection, and the client asks for it by the id.
+        return Event(Kind.PREAMBLE, binds=response is not None and response.background is True)
+    if kind.endswith(".added"):
+        return _PART if _has_payload(event.item) or _has_payload(event.part) else _PREAMBLE
+    if kind.endswith(".delta") and event.delta is not None:
+        return _PART if event.delta else _PREAMBLE
+    return _PREAMBLE if kind.endswith(".in_progress") else _PART
+
+
+def _has_payload(block: object) -> bool:
+    return isinstance(block, dict) and any(block.get(key) for key in _PAYLOAD)
+
+
+def _error(error: object) -> Event:
+    if not isinstance(error, dict):
+        return Event(Kind.FAILED, str(error))
+    message = error.get("message")
+    text = message if isinstance(message, str) else "no message"
+    return Event(Kind.FAILED if is_engines_fault(error) else Kind.REFUSED, text)
