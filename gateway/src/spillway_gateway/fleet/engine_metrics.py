@@ -20,7 +20,7 @@ LINE_BYTES_MAX = 4096
 RANKS_MAX = 256
 _WANTED = re.compile(
     rb"^(?:vllm:(?:num_requests_(?:waiting|running)|kv_cache_usage_perc|external_prefix_cache_hits_total"
-    rb"|cache_config_info)|spillway_(?:prefill_tokens_per_second|device_copy_(?:seconds|bytes)_total"
+    rb"|cache_config_info|(?:prompt|generation)_tokens_total)|spillway_(?:prefill_tokens_per_second|device_copy_(?:seconds|bytes)_total"
     rb"|tier_(?:load_bytes_per_second|read_bytes_total|written_bytes_total)))[{ ][^\n]*",
     re.MULTILINE,
 )
