@@ -22,7 +22,7 @@ from spillway_gateway.processes.fronts import is_stopped
 from spillway_gateway.processes.messages import Frames, Routed, append_frame, from_router
 from spillway_gateway.testing.faults import HoldInStream, Slow, Status
 from spillway_gateway.testing.kv_publisher import KvPublisher
-from spillway_gateway.testing.running import gateway_config, until
+from spillway_gateway.testing.running import UNTIL_SECONDS_MAX, gateway_config, until
 from spillway_gateway.testing.running_fronts import RunningFronts, running_fronts
 
 KEY = "sk-" + "a" * 40
@@ -287,6 +287,9 @@ async def test_a_changed_configuration_reaches_all_processes(start_engine: Any, 
         document = gateway_config(engines[1:], aliases=["new"], reload={"periodSeconds": 0.05})
         path.write_text(yaml.safe_dump({**document, "processes": 2}))
         await until(lambda: all("new" in front._gateway.models for front in fronts.started))
+        async with asyncio.timeout(UNTIL_SECONDS_MAX):
+            while (await status_of(http, fronts.urls[0], model="new"))[0] == 503:  # the new engine was not asked yet
+                await asyncio.sleep(0.01)
         for url in fronts.urls:
             status, headers = await status_of(http, url, model="new")
             assert (status, headers["x-spillway-engine"]) == (200, "fake-1")

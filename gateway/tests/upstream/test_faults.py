@@ -464,6 +464,11 @@ class StalledClient:
     def reply(self, status: int, headers: Any, body: bytes) -> bool:
         return False
 
+    def take_reply_bytes(self, more_bytes: int) -> bool:
+        return True
+
+    def give_reply_bytes(self, taken_bytes: int) -> None: ...
+
     @property
     def writable(self) -> bool:
         return False

@@ -110,7 +110,10 @@ def test_edits_touch_nothing_else(body: bytes, value: str) -> None:
     walk = walked(body, 7)
     members = walk.members.get("model")
     done = edited(
-        body, replacements(members, value) if members else [insertion(Opening(walk.inside, walk.empty), "model", value)]
+        body,
+        replacements(body, members, value)
+        if members
+        else [insertion(Opening(walk.inside, walk.empty), "model", value)],
     )
 
     others = [(key, value) for key, value in pairs_of(body) if key != "model"]

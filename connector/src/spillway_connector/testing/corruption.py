@@ -394,6 +394,7 @@ def mislead_once(shelf: SlabShelf, lots: random.Random, outcomes: Outcomes) -> N
     shelf.index.put("bucket_slot", entries[1], slots[0] + 1)
     if both:
         shelf.index.put("bucket_slot", entries[0], slots[1] + 1)
+    shelf.index.announce()
     for block in (one, other):
         outcomes[shelf.name, STALE_INDEX, outcome_of(shelf, block)] += 1
     for name in names:
@@ -401,6 +402,7 @@ def mislead_once(shelf: SlabShelf, lots: random.Random, outcomes: Outcomes) -> N
             shelf.index.put(name, slot, value)
     for entry, slot in zip(entries, slots, strict=True):
         shelf.index.put("bucket_slot", entry, slot + 1)
+    shelf.index.announce()
 
 
 def run(on: list[Shelf], count: int, seed: int, report: Callable[[int], object] = lambda done: None) -> Outcomes:

@@ -130,8 +130,9 @@ class TransferParamsFilter:
             self._blanked = len(value)
         elif done:
             passed.append(value)  # too short to say anything: {} or []
-        else:
+        else:  # read once more from its beginning when more of it has come
             self._held = value
+            self._depth, self._text, self._escaped = 0, False, False
         if done:
             self._at = _At.ANYTHING
         return at

@@ -78,8 +78,8 @@ class Scripted:
     Faults apply to it."""
 
     document: dict[str, Any] = field(default_factory=dict)
-    status: int = 200  # of the document
     events: list[dict[str, Any]] = field(default_factory=list)
+    status: int = 200  # of the document
 
 
 Script = Callable[[str, dict[str, Any]], Scripted | None]  # of path and body; None: the engine's own reply
