@@ -18,6 +18,8 @@ from spillway_gateway.access.keys import hash_key
 from spillway_gateway.config.settings import AuthConfig
 from spillway_settings.typed import read_settings
 
+PASSWORD = "not-for-your-eyes"
+
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     try:
@@ -48,7 +50,7 @@ def test_every_help_has_examples_and_exit_statuses(capsys: pytest.CaptureFixture
         (("status", "--nvme", "/etc/hostname"), "Not a directory"),
         (("status", "--nvme", "/x", "--redis", "redis://y"), "not allowed with"),
         (("status", "--redis", "http://cache:6379"), "redis://HOST:PORT/DB"),
-        (("status", "--redis", "redis://me:secret@cache:6379"), "must not carry a user or password"),
+        (("status", "--redis", f"redis://me:{PASSWORD}@cache:6379"), "must not carry a user or password"),
         (("status", "--nvme", "/x", "--password-env", "Y"), "--password-env is for Redis"),
         (("status", "--redis", "redis://cache", "--password-env", "SURELY_UNSET"), "SURELY_UNSET"),
         (("status", "--config", "/nowhere.yaml"), "give a readable YAML file"),
@@ -71,7 +73,7 @@ def test_mistakes_are_one_sentence_with_a_remedy(
     arguments: tuple[str, ...], remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sentence = refused(capsys, "tier", *arguments)
-    assert remedy in sentence and "secret" not in sentence
+    assert remedy in sentence and PASSWORD not in sentence
 
 
 def test_a_server_that_is_away_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
