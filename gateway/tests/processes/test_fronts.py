@@ -288,7 +288,8 @@ async def test_a_changed_configuration_reaches_all_processes(start_engine: Any, 
         path.write_text(yaml.safe_dump({**document, "processes": 2}))
         await until(lambda: all("new" in front._gateway.models for front in fronts.started))
         async with asyncio.timeout(UNTIL_SECONDS_MAX):
-            while (await status_of(http, fronts.urls[0], model="new"))[0] == 503:  # the new engine was not asked yet
+            # Until the new engine was asked for its state, which nothing announces.
+            while (await status_of(http, fronts.urls[0], model="new"))[0] == 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for url in fronts.urls:
             status, headers = await status_of(http, url, model="new")

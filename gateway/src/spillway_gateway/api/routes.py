@@ -59,7 +59,7 @@ class ApiRoute:
         if self.salting is not Salting.FIELD or vllm >= SALTS_ALL:
             return self.salting
         # Second turns after a tool of the engine's own, and embeddings of inputs that are computed in pieces.
-        in_pieces = tokens_max is not None and parsed.longest_tokens > tokens_max
+        in_pieces = self.body is PoolingBody and tokens_max is not None and parsed.longest_tokens > tokens_max
         dropped = vllm < self.salted_since or (parsed.server_tools and self.keeps_responses) or in_pieces
         return Salting.UNKNOWN if dropped else Salting.FIELD
 
