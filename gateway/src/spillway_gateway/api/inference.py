@@ -296,10 +296,9 @@ async def serve(
         if trace is not None:
             trace.end(499, None)
         return
-    except GatewayError as failure:
-        error = failure
-        if tenant is not None and outbound is None and failure.status < 500:
-            error = await _count_failed(context.gatekeeper, tenant) or failure
+    except GatewayError as error:  # under no other name: its traceback holds the body, and would outlive the request
+        if tenant is not None and outbound is None and error.status < 500:
+            error = await _count_failed(context.gatekeeper, tenant) or error
         await send_error(send, error, request_id, dialect)
         if trace is not None:
             trace.end(error.status, error.code)
