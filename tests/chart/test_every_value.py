@@ -113,6 +113,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.accelerator.npuSmiPath": nested("engine.accelerator.driverMounts", True),
     "engine.accelerator.memoryMiB": nested("engine.accelerator.preset", "hami"),
     "engine.hugePages": nested("engine.hugePages.amount", "4GiB"),
+    "engine.podDisruptionBudget.maxUnavailable": nested("engine.replicas", 3),  # all at once would be refused
     "engine.offload.copyTable": nested("engine.accelerator.preset", "cuda"),
     "engine.offload.cpuBytes": nested("engine.offload", {"numCpuBlocks": None, "cpuBytes": "20GiB"}),
     "engine.offload.enabled": laid_over(
@@ -139,6 +140,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "gateway.autoscaling.enabled": {},
     "gateway.continuation": nested("gateway.continuation.enabled", True),
     "gateway.continuation.enabled": {},
+    "gateway.podDisruptionBudget.maxUnavailable": nested("gateway.replicas", 3),
     "gateway.service.nodePort": nested("gateway.service.type", "NodePort"),
     "gateway.service.externalTrafficPolicy": nested("gateway.service.type", "NodePort"),
     "gateway.service.loadBalancerClass": nested("gateway.service.type", "LoadBalancer"),
@@ -151,6 +153,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         "gateway",
         {"audit": {"file": None}, "extraVolumes": [{"name": name, "emptyDir": {}} for name in ("audit", "v")]},
     ),
+    "monitoring.serviceMonitor.enabled": nested("monitoring.alerts.enabled", False),  # alerts need its series
     "redis.extraVolumeMounts": laid_over(EMBEDDED, nested("redis.extraVolumes", [{"name": "v", "emptyDir": {}}])),
     "redis": EMBEDDED,
     "redis.enabled": laid_over(EMBEDDED, nested("redis.enabled", False)),
