@@ -141,7 +141,7 @@ def write_new(path: AnyPath, depth: int, contents: bytes) -> None:
 
 
 def status_of(path: AnyPath, depth: int) -> os.stat_result:
-    """Of what has that name; of a link itself. Raises NotOwn, OSError."""
+    """Status of what has that name; a link is not followed. Raises NotOwn, OSError."""
     with folder_of(path, depth) as (folder, name):
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
 

@@ -7,11 +7,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from spillway_gateway.access.keys import hash_key
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.testing.fake_documents import (
     completion_events,
@@ -29,6 +31,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 GENERATE = "/inference/v1/generate"
 COMMENT = b": keep-alive\n\n"
+KEY = "sk-" + "a" * 40
 DONE = b"data: [DONE]\n\n"
 MESSAGE = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -60,7 +63,7 @@ REFUSALS: dict[str, bytes] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one engine, as it sends it."""
+    """One engine's answer, as it sends it."""
 
     preamble: bytes
     parts: bytes
@@ -325,15 +328,22 @@ async def test_the_id_of_a_background_response_comes_at_once(client: aiohttp.Cli
 
 
 @pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("tenant", [False, True])  # whose replies pass through a filter
 async def test_a_silent_stream_gets_comments_and_then_its_answer(
-    client: aiohttp.ClientSession, start: Any, path: str
+    client: aiohttp.ClientSession, start: Any, tmp_path: Path, path: str, tenant: bool
 ) -> None:
+    sections: dict[str, Any] = {}
+    if tenant:
+        (tmp_path / "keys.yaml").write_text(json.dumps({"tenants": [{"name": "a", "keys": [hash_key(KEY)]}]}))
+        (tmp_path / "salt").write_text("s" * 32)
+        files = {"keysFile": str(tmp_path / "keys.yaml"), "saltSecretFile": str(tmp_path / "salt")}
+        sections["auth"] = {**files, "unsaltedRoutes": "allow"}
     steps = [asyncio.Event() for _ in range(2)]
     parts = answer(path, "a")
     engine = await start("a", lambda path: [parts.preamble, steps[0], parts.parts, steps[1], parts.end])
     async with (
-        running_gateway(config(engine, timeouts={"keepAliveSeconds": 0.02})) as running,
-        client.post(running.url + path, json=BODIES[path]) as reply,
+        running_gateway(config(engine, timeouts={"keepAliveSeconds": 0.02}, **sections)) as running,
+        client.post(running.url + path, json=BODIES[path], headers={"authorization": f"Bearer {KEY}"}) as reply,
     ):
         assert reply.headers["content-type"].startswith("text/event-stream")
         assert await reply.content.readexactly(len(COMMENT)) == COMMENT

@@ -205,7 +205,7 @@ def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def version_facts() -> dict[str, str]:
-    """Of what computes: vLLM, torch, transformers (models without vLLM's own code, processors), and whatever is
+    """Versions of what computes: vLLM, torch, transformers (models without vLLM's own code, processors), and what is
     plugged into vLLM. Spillway's own does not count."""
     import vllm
 
@@ -220,7 +220,7 @@ def version_facts() -> dict[str, str]:
 
 
 def media_versions() -> dict[str, str]:
-    """Of what turns images, video and sound into a model's input: a block's key holds what the client sent."""
+    """Versions of what decodes images, video and sound for a model: a block's key holds only what the client sent."""
     return _versions_of(*_MEDIA_PACKAGES)
 
 

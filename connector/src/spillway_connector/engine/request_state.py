@@ -43,7 +43,7 @@ class RequestFields(RequestOffloadState):
         self._offload_tokens_max = tokens
 
     def chunk_hashes(self) -> Sequence[bytes]:
-        """Of the request's blocks, as every engine has them that has the adapter's weights, however it came by them."""
+        """Hashes of the request's blocks that are equal on all engines with these adapter weights, reloaded or not."""
         if self.adapter is None or not self.adapter.number:
             return cast(Sequence[bytes], self.req.block_hashes)
         if self._first_load is None:

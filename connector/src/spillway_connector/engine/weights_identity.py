@@ -66,7 +66,7 @@ def weights_facts(vllm_config: VllmConfig, *, pinned: bool) -> dict[str, Any]:
 
 
 def drafter_identity(vllm_config: VllmConfig, pinned: bool) -> str | None:
-    """Of a speculative model that is not part of the target's own weights. Raises WeightsUnknown."""
+    """Identity of a speculative model that is not part of the target's own weights. Raises WeightsUnknown."""
     target, speculative = vllm_config.model_config, vllm_config.speculative_config
     drafter = getattr(speculative, "draft_model_config", None)
     if drafter is None or (drafter.model, drafter.revision) == (target.model, target.revision):
@@ -88,7 +88,7 @@ class _Places:
         self._pinned = pinned
 
     def identity_of(self, name: str) -> str:
-        """Of a folder, a file or a hub's name. Raises WeightsUnknown."""
+        """Identity of the weights in a folder, in a file or under a hub's name. Raises WeightsUnknown."""
         if self._elsewhere is not None:
             raise WeightsUnknown(
                 f"model {name!r}: {self._elsewhere}, so its weights cannot be distinguished from others' and its KV "
@@ -186,7 +186,7 @@ def _code(model: Any) -> dict[str, str]:
 
 
 def _repositories(config: Mapping[str, Any]) -> Iterator[str]:
-    """Of `auto_map` at any depth: `owner/name--module.Class` is taken from another repository."""
+    """Repositories that `auto_map` names at any depth: `owner/name--module.Class` is taken from another one."""
     for name, value in config.items():
         if name == "auto_map" and isinstance(value, Mapping):
             for entry in value.values():

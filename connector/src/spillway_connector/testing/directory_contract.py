@@ -51,7 +51,7 @@ class Victims:
         return path
 
     def seen(self) -> dict[str, tuple[object, ...]]:
-        """Of everything there: kind, mode, times and contents, but not how many names it has."""
+        """Kind, mode, times and contents of everything there, but not how many names it has."""
         found: dict[str, tuple[object, ...]] = {}
         for path in [self.folder, *sorted(self.folder.rglob("*"))]:
             status = path.lstat()
@@ -205,7 +205,7 @@ class DirectoryContract:
 
 
 def _bytes_below(root: Path) -> int:
-    """Of what a bound counts in either layout: frames, chunks and what lies beside chunks."""
+    """Bytes that a bound counts in either layout: frames, chunks and what lies beside chunks."""
     kinds = (".kv", ".slab")
     return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in kinds or "slab" in path.parts)
 

@@ -59,7 +59,7 @@ def choices_of(n: object, prompts: int = 1) -> int:
 
 
 def reply_length(choices: int, *given: object) -> int | None:
-    """Of all choices, by the first length that is given."""
+    """Tokens that all choices may have, by the first length that is given; None if none is."""
     length = next((each for each in given if type(each) is int and each > 0), None)
     return None if length is None else choices * length
 

@@ -36,7 +36,7 @@ class _At(Enum):
 
 
 class TransferParamsFilter:
-    """Of one reply."""
+    """Filters one reply."""
 
     def __init__(self) -> None:
         self._at = _At.ANYTHING
@@ -168,6 +168,10 @@ class PrivateReply:
         self.clear_disconnect_callback = client.clear_disconnect_callback
         self.take_reply_bytes = client.take_reply_bytes
         self.give_reply_bytes = client.give_reply_bytes
+
+    @property
+    def writable(self) -> bool:
+        return self._client.writable
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool:
         return self._client.reply(status, _without_time(headers), TransferParamsFilter().feed(body, last=True))

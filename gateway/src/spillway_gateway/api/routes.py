@@ -55,7 +55,7 @@ class ApiRoute:
     salted_since: Version = OLDEST
 
     def salting_of(self, parsed: ParsedBody, vllm: Version, tokens_max: int | None) -> Salting:
-        """Of one request, on engines of this vLLM or newer, which take prompts of so many tokens."""
+        """How one request is salted by engines of this vLLM or newer, which take prompts of up to `tokens_max`."""
         if self.salting is not Salting.FIELD or vllm >= SALTS_ALL:
             return self.salting
         # Second turns after a tool of the engine's own, and embeddings of inputs that are computed in pieces.

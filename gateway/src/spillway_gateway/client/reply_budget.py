@@ -13,7 +13,7 @@ ENDED_PER_TICK = 32  # closing thousands at once would stop the event loop
 
 
 class ReplyBudget:
-    """Of one gateway process. bytes_max: limits.repliesBytesMax, which may change while it runs."""
+    """The budget of one gateway process. bytes_max: limits.repliesBytesMax, which may change while it runs."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max

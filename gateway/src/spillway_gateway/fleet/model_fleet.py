@@ -219,7 +219,7 @@ class ModelFleet:
 
     @property
     def oldest_vllm(self) -> Version:
-        """Of all engines that have said theirs; of those before them while none has."""
+        """The oldest version that an engine reports; while none does, the last one that engines reported."""
         known = [engine.vllm for engine in self.engines.values() if engine.vllm is not None]
         if known:
             self._oldest_vllm = min(known)

@@ -76,8 +76,8 @@ def bind_shared(host: str, port: int) -> socket.socket:
 
 
 def _bound_unsent(listener: socket.socket) -> None:
-    """Of the connections that it accepts. Otherwise the kernel takes megabytes of each reply that a client does not
-    read, which count in a pod's memory, and no budget of the gateway sees them."""
+    """Bound what the kernel takes of a reply on connections that this socket accepts. Otherwise it takes megabytes of
+    each reply that a client does not read, which count in a pod's memory and in no budget of the gateway."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 

@@ -54,7 +54,7 @@ class StatePublisher:
             del self._listed[serial]
 
     def publish_progress(self, now: float) -> None:
-        """Of engines that were seen to compute since the last time, PROGRESS_SECONDS ago or more. now: monotonic."""
+        """Publish which engines have computed since the last time, PROGRESS_SECONDS ago or more. now: monotonic."""
         before = self._progress_told
         if now - before < PROGRESS_SECONDS:
             return

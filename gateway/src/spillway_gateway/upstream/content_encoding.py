@@ -14,7 +14,7 @@ _WINDOW = 32 + zlib.MAX_WBITS  # gzip's header or zlib's
 
 
 class Inflater:
-    """Of one body: feed() what has arrived, then more() while it is pending, and end() at the body's end."""
+    """Unpacks one body: feed() what has arrived, then more() while it is pending, and end() at the body's end."""
 
     __slots__ = ("_decompressor", "_input")
 

@@ -11,7 +11,7 @@ COMMENT = b": keep-alive\n\n"
 
 
 class KeepAlive:
-    """Of one streaming request, from its creation to close(). On the event loop.
+    """Times the comments of one streaming request, from its creation to close(). On the event loop.
 
     sent_at: loop time of the client's last bytes, set by whoever sends them.
     """

@@ -46,7 +46,7 @@ async def collect(connection: EngineConnection, bytes_max: int, held: HeldBytes 
 
 
 class HeldBytes:
-    """Of a reply that is collected, in the budget for replies."""
+    """What a reply that is collected takes of the budget for replies."""
 
     __slots__ = ("_client", "_taken")
 

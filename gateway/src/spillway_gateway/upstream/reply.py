@@ -117,7 +117,7 @@ class Reply:
 
     @property
     def continuing(self) -> Continuing | None:
-        """Of an answer that another engine may continue, else None."""
+        """State of an answer that another engine may continue, else None."""
         return self.stream.continuing
 
     def close(self) -> None:

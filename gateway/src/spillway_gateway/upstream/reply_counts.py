@@ -27,7 +27,7 @@ ABANDONED_TOKENS_PER_SECOND = 100  # of one answer
 
 
 class ReplyCounts:
-    """Of one request, over all its attempts."""
+    """Counts of one request, over all its attempts."""
 
     __slots__ = ("_bytes", "_events", "_given_up", "_reader", "_request", "_usage", "streams")
 

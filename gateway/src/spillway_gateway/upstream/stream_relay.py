@@ -59,7 +59,7 @@ def is_event_stream(connection: EngineConnection) -> bool:
 
 
 class StreamRelay:
-    """Of one request, over all its attempts.
+    """Relays the stream of one request, over all its attempts.
 
     ended: the last event was passed on, and a failure afterwards changes nothing. last_chunk: what the client got last.
     framer: of the present attempt; None before one whose reply is a stream. continuing: of an answer that another

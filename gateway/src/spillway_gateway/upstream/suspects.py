@@ -41,7 +41,7 @@ class Fingerprint(NamedTuple):
 
 
 async def fingerprint_of(request: OutboundRequest) -> Fingerprint:
-    """Of tenant, route and body as an engine gets them, so that one tenant's suspects are no other's."""
+    """Digest of tenant, route and body as an engine gets them, so that tenants share no suspects."""
     body = request.body
     hashed = blake2b(request.tenant.encode() + b"\0" + request.path + b"\0", digest_size=16)
     for at in range(0, len(body), HASHED_BYTES_PER_STEP):

@@ -20,7 +20,7 @@ COUNT_MAX = 1 << 31  # tokens; more than any request has
 
 
 class _Usage(msgspec.Struct):
-    """Of any values: one that is no count leaves the others."""
+    """Fields take any value: one that is no count leaves the others readable."""
 
     prompt_tokens: Any = None
     completion_tokens: Any = None

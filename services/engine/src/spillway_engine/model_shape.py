@@ -173,7 +173,7 @@ def _config_from_hub(name: str, names: SettingNames) -> Path:
 
 
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
-    """Of all layers. Every n-th sees all of the prompt where a pattern of n stands for the list."""
+    """Types of all layers. If a pattern of n stands for the list, every n-th layer sees all of the prompt."""
     if isinstance(listed := config.get("layer_types"), list) and listed:
         return [str(kind) for kind in listed]
     pattern = config.get("sliding_window_pattern")

@@ -167,7 +167,7 @@ class PoolShape:
 
     @property
     def changes_bytes(self) -> int:
-        """Of the file with these changes, see change_log.py."""
+        """Size of the file with these changes, see change_log.py."""
         return CHANGES_HEAD_BYTES + 16 * self.records
 
     @property
