@@ -36,8 +36,10 @@ from spillway_connector.testing.tier_contract import (
 )
 from spillway_connector.tiers.disk.clock import boot_tag
 from spillway_connector.tiers.disk.slab.chunks import CachedFrame
+from spillway_connector.tiers.disk.slab.columns import Columns
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex, tenant_place
+from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.disk.slab.layout import COLUMNS, chunk_name
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import EvictionReason, StoreOutcome
@@ -556,6 +558,55 @@ def test_a_slot_overwritten_while_it_is_read_is_a_miss(make_tier: MakeTier) -> N
     pool.chunks.read = read_after_others  # type: ignore[method-assign]
     pool.chunks.cached = cached_before_others  # type: ignore[method-assign]
     assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
+
+
+def _purged(medium: SlabMedium, other: SlabTier) -> None:
+    inspector = SlabInspector(medium.root)
+    assert inspector.remove(list(inspector.frames(headers=False)), only_unused=False).frames == 1
+    inspector.close()
+
+
+def _discarded(medium: SlabMedium, other: SlabTier) -> None:
+    other.discard(key_of(1), soon())
+
+
+def _dropped(medium: SlabMedium, other: SlabTier) -> None:
+    with other._claims.locked(soon()) as pool:
+        assert other._space.drop_stalest(None, also=pool) > 0
+
+
+@pytest.mark.parametrize("remove", [_purged, _discarded, _dropped])
+def test_a_frame_that_is_gone_before_its_removal_is_announced_is_a_miss(
+    make_tier: MakeTier,
+    medium: SlabMedium,
+    monkeypatch: pytest.MonkeyPatch,
+    remove: Callable[[SlabMedium, SlabTier], None],
+) -> None:
+    answers: list[object] = []
+    removing = False
+    announce = Columns.announce
+
+    def announce_after_a_load(columns: Columns) -> None:
+        if removing:
+            answers.append(error_of(lambda: load(tier, key_of(1))))
+            if held is not None:
+                assert not held.copy_to(memoryview(bytearray(PAYLOAD_BYTES)))
+        announce(columns)
+
+    monkeypatch.setattr(Columns, "announce", announce_after_a_load)
+    tier, other = make_tier(), make_tier()
+    tier.store(key_of(1), payload_of(1), soon())
+    other.prepare(soon())
+    assert load(tier, key_of(1)) == payload_of(1)  # which reads all that was announced so far
+    held = tier.in_memory(key_of(1), soon())
+    removing = True
+    remove(medium, other)
+    removing = False
+    assert answers and all(isinstance(answer, TierMiss) for answer in answers)
+    assert not tier._pool.suspected  # else its next store would compare all of the index and the files
+    assert tier.contains([key_of(1)], soon()) == [False]
+    assert tier.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
+    assert load(tier, key_of(1)) == load(other, key_of(1)) == payload_of(1)
 
 
 def test_a_killed_holder_of_the_lock_leaves_no_trace(make_tier: MakeTier, medium: SlabMedium) -> None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -158,14 +158,21 @@ class Columns:
 
     def fresh(self, name: str, position: int) -> int:
         """One element as it is in the file: others count hits without the lock. As in the copy, where it fails."""
-        offset, item_bytes, view = self._places[name]
-        try:
-            raw = os.pread(self._descriptor, item_bytes, offset + position * item_bytes)
-        except OSError:
-            raw = b""
-        if len(raw) == item_bytes:
-            view[position] = int.from_bytes(raw, "little")
+        view = self._places[name][2]
+        with suppress(OSError):
+            found = self.in_file(name, position)
+            if found is not None:
+                view[position] = found
         return view[position]
+
+    def in_file(self, name: str, position: int) -> int | None:
+        """One element as it is in the file, announced or not; None where the file was cut. The copy stays as it is.
+
+        Raises OSError.
+        """
+        offset, item_bytes, _ = self._places[name]
+        raw = os.pread(self._descriptor, item_bytes, offset + position * item_bytes)
+        return int.from_bytes(raw, "little") if len(raw) == item_bytes else None
 
     def refresh(self, name: str) -> None:
         """Read a column again. Raises OSError."""

@@ -142,6 +142,16 @@ class SlabIndex:
                 self.put("frequency", slot, hits + 1)
             self.put("used_s", slot, now_s)
 
+    def still_holds(self, slot: int, key: tuple[int, int], generation: int) -> bool:
+        """Whether a slot has the LIVE entry of ``key`` that was found in it, by the file and not the copy.
+
+        Who removes an entry announces that after the frame has been overwritten or cut off, so a copy may be late.
+        Raises OSError.
+        """
+        # The state comes first: a slot that is LIVE again by then has another generation after that.
+        entry = (("state", LIVE), ("generation", generation), ("key_low", key[0]), ("key_high", key[1]))
+        return all(self._columns.in_file(name, slot) == value for name, value in entry)
+
     def tenant_bytes_at_most(self, tenant: int) -> int:
         """Bytes in use by ``tenant`` and the tenants that share its place in the table."""
         return int(self._arrays["tenant_used"][tenant_place(tenant)]) * self.shape.slot_bytes

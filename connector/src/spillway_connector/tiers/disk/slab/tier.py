@@ -15,7 +15,7 @@ up without a lock, read header and payload in one call, verify. Transfers are di
 goes through the page cache and leaves its frame there; a load takes from there what it finds (page_cache.py).
 
 Writers do not wait for readers: a slot may be overwritten during a read, and then the key or a checksum in the frame
-does not match. The slot's generation tells this miss from damage.
+does not match. The slot's entry in the index file tells this miss from damage.
 
 No journal and no fsync. After a crash or power failure the index may be wrong, but a frame is served only if its key
 and both checksums match.
@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,10 +65,11 @@ MAINTENANCE_DEADLINE_SECONDS = 10.0  # for the maintenance thread to get the loc
 
 
 class _Entry(NamedTuple):
-    """What the index says of a key: its slot, the slot's generation then, and the epoch of the slot's chunk."""
+    """What the index says of the key with this fingerprint: slot, the slot's generation then, epoch of its chunk."""
 
     pool: Pool
     slot: int
+    fingerprint: tuple[int, int]
     generation: int
     epoch: int
 
@@ -230,7 +230,8 @@ class SlabTier:
                 raise TierMiss("the entry was evicted while it was read") from None
             raise
         except (FileNotFoundError, NotOwn) as gone:
-            self._pool.suspect()
+            if not self._changed_hands(entry):
+                self._pool.suspect()
             raise TierMiss(f"the chunk has been dropped, or replaced: {gone.strerror}") from None
         except OSError as error:
             raise tier_error(error, f"{self._folder}: reading a frame") from error
@@ -274,15 +275,16 @@ class SlabTier:
             raise TierMiss
         if self._claims.expired(index, slot):
             raise TierMiss("the entry has expired")
-        return _Entry(pool, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
+        return _Entry(pool, slot, fingerprint, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
 
     def _changed_hands(self, entry: _Entry) -> bool:
-        index, slot = entry.pool.index, entry.slot
-        with suppress(OSError):
-            index.follow()
-        return (
-            int(index.generation[slot]) != entry.generation or index.state[slot] != LIVE or self._pool.replaced(index)
-        )
+        """Whether a frame that was not found in its slot was removed since. Raises TierError."""
+        index = entry.pool.index
+        try:
+            held = index.still_holds(entry.slot, entry.fingerprint, entry.generation)
+        except OSError as error:
+            raise tier_error(error, f"{self._folder}: reading the index") from error
+        return not held or self._pool.replaced(index)
 
     def _note_hit(self, entry: _Entry) -> None:
         try:
