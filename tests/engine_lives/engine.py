@@ -275,6 +275,7 @@ class Engine:
             return
         pool, cpu_tier = self.scheduler.kv_cache_manager.block_pool, self._scheduler_half.manager.primary_tier
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=with_connector)
+        assert not self.scheduler._inflight_prefills, "a reset left blocks reserved for requests that hold none"
         assert not len(pool.cached_block_hash_to_block), "a reset left blocks in the device's prefix cache"
         assert not (with_connector and cpu_tier.resident), "a reset left chunks in the CPU tier"
         self.figures.resets_of_all += 1

@@ -179,6 +179,9 @@ class ResettableHalf(OffloadingConnectorScheduler):
             if request.is_finished():
                 continue
             request.num_computed_tokens = 0
+            # vLLM reserves blocks for requests that it has admitted, as it assumes that they keep what they hold; those
+            # that lose it would wait for each other.
+            scheduler._inflight_prefills.discard(request)
             if waits_for_load:
                 scheduler.failed_recving_kv_req_ids.add(request_id)  # then vLLM frees the blocks when it has ended
             if request_id not in loading or load_has_ended:

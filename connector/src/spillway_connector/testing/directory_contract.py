@@ -206,8 +206,18 @@ class DirectoryContract:
 
 def _bytes_below(root: Path) -> int:
     """Bytes that a bound counts in either layout: frames, chunks and what lies beside chunks."""
-    kinds = (".kv", ".slab")
-    return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in kinds or "slab" in path.parts)
+    return sum(sizes_below(root, lambda path: path.suffix in (".kv", ".slab") or "slab" in path.parts))
+
+
+def sizes_below(root: Path, counts: Callable[[Path], bool]) -> list[int]:
+    """Bytes of each file now; a maintenance thread may remove files and folders meanwhile."""
+    sizes = []
+    for folder, _, names in os.walk(root):
+        for path in (Path(folder, name) for name in names):
+            if counts(path):
+                with suppress(FileNotFoundError):
+                    sizes.append(path.lstat().st_size)
+    return sizes
 
 
 def _filled(make_tier: MakeTier, medium: DirectoryMedium) -> Tier:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import os
 import resource
@@ -18,7 +17,7 @@ import pytest
 from spillway_connector.errors import RefusedReason, TierMiss, TierTimeout, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.directory_contract import DirectoryContract
+from spillway_connector.testing.directory_contract import DirectoryContract, sizes_below
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -41,6 +40,10 @@ FRAME_BYTES = 4096 * 5  # header page, three whole pages, one padded page
 MakeTier = Callable[..., FileTier]
 
 
+def _is_frame(path: Path) -> bool:
+    return path.suffix == ".kv"
+
+
 class _FileMedium:
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -60,26 +63,13 @@ class _FileMedium:
         (self.root / namespace.hex / "namespace.json").write_bytes(document)
 
     def frame_count(self) -> int:
-        return len(_sizes(self.root, ".kv"))
+        return len(sizes_below(self.root, _is_frame))
 
     def partial_files(self) -> list[Path]:
         return [path for path in self.root.glob("*/partial/*") if path.is_file()]
 
     def bytes_on_disk(self) -> int:
-        return sum(_sizes(self.root, ".kv")) + sum(path.stat().st_size for path in self.partial_files())
-
-
-def _sizes(root: Path, suffix: str) -> list[int]:
-    """Of the files there now; some may vanish meanwhile."""
-    sizes = []
-    for folder, _, names in os.walk(root):
-        for name in names:
-            if name.endswith(suffix):
-                try:
-                    sizes.append(os.stat(os.path.join(folder, name)).st_size)
-                except FileNotFoundError:
-                    pass
-    return sizes
+        return sum(sizes_below(self.root, _is_frame)) + sum(path.stat().st_size for path in self.partial_files())
 
 
 @pytest.fixture
@@ -494,6 +484,7 @@ def test_short_counts_are_continued_from_where_they_ended(tmp_path: Path) -> Non
 _CHILD = """
 import json, os, sys
 from pathlib import Path
+from spillway_connector.testing.directory_contract import sizes_below
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.errors import TierMiss
@@ -506,7 +497,7 @@ sys.stdin.readline()
 for step in range(150):
     seed = first + step % 40
     tier.store(key_of(seed), payload_of(seed), soon())
-    highest = max(highest, sum(_sizes(root, '.kv')))
+    highest = max(highest, sum(sizes_below(root, lambda path: path.suffix == '.kv')))
     for other in (seed, first + 20 - step % 20):
         try:
             tier.load(key_of(other), target, soon())
@@ -524,7 +515,7 @@ def _child(root: Path, max_bytes: int, first: int) -> subprocess.Popen[str]:
         [
             sys.executable,
             "-c",
-            "from pathlib import Path\n" + inspect.getsource(_sizes) + _CHILD,
+            _CHILD,
             str(root),
             str(max_bytes),
             str(first),
