@@ -17,7 +17,8 @@ from spillway_ctl.options import parser
 PAGES = tuple(
     path
     for path in tracked_files()
-    if path in ("README.md", "charts/spillway/README.md", "charts/spillway/templates/NOTES.txt")
+    if path in ("CONTRIBUTING.md", "README.md", "SECURITY.md")
+    or path in ("charts/spillway/README.md", "charts/spillway/templates/NOTES.txt")
     or re.fullmatch(r"docs/.*\.md", path)
 )
 FENCED = re.compile(r"^([ \t]*)```[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
@@ -30,7 +31,7 @@ RUN = re.compile(rf"(?:^|\$ |\| |-- |\$\()(?:[A-Z_]+=\S+ )*{PROGRAM} (?!-)([^|;&
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 # Strings in sealed payloads (docs/formats.md).
 NO_COMMANDS = {"spillway sealed block 1", "spillway blocks", "spillway key check"}
-FOREIGN = ("vllm.", "pytest")  # modules of other projects
+FOREIGN = ("vllm.", "pytest", "cProfile")  # modules of other projects
 
 
 def lines_of_code(text: str) -> Iterator[str]:
