@@ -1,8 +1,9 @@
-"""Links, modules and make targets that the documentation names exist, and its prose is as wide as the code."""
+"""Links, modules, make targets and import arrows that the pages name exist, and prose is as wide as the code."""
 
 from __future__ import annotations
 
 import re
+import runpy
 
 import pytest
 from lanes.rules import ROOT
@@ -87,3 +88,42 @@ def test_what_does_not_exist_is_found() -> None:
     assert missing_modules(text) == ["plan/no.py"]
     assert missing_targets(text) == ["no"]
     assert len(PAGES) > 10
+
+
+def architecture_table(text: str) -> dict[str, set[str]]:
+    """Gateway room -> rooms that docs/architecture.md says it may import."""
+    chapter = text.split("\n## Gateway\n", 1)[1]
+    rows = re.findall(r"^\| (`[^|]*/`) \| ([^|]*) \|$", chapter.split("| room | may import |", 1)[1], re.MULTILINE)
+    return {room: set(re.findall(r"`(\w+)/`", cell)) for names, cell in rows for room in re.findall(r"`(\w+)/`", names)}
+
+
+def test_the_architecture_page_lets_each_room_of_the_gateway_import_what_its_test_allows() -> None:
+    allowed: dict[str, set[str]] = runpy.run_path(str(ROOT / "gateway/tests/test_import_arrows.py"))["ALLOWED"]
+    source = ROOT / "gateway/src/spillway_gateway"
+    rooms = {name for name in allowed if (source / name).is_dir()} - {"processes", "testing"}
+    stated = architecture_table((ROOT / "docs/architecture.md").read_text())
+    assert stated == {room: allowed[room] & rooms for room in rooms}
+
+
+@pytest.mark.parametrize("package", ["connector/src/spillway_connector", "gateway/src/spillway_gateway"])
+def test_the_architecture_page_names_every_room_and_root_module(package: str) -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    inside = {path.removeprefix(f"{package}/") for path in tracked_files() if path.startswith(f"{package}/")}
+    names = {f"{name.split('/')[0]}/" if "/" in name else name for name in inside} - {"__init__.py", "py.typed"}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if name not in page] == []
+
+
+QUOTED_CHAPTER = re.compile(r"docs/operations\.md, \"([^\"]+)\"")
+
+
+def test_chapters_of_operations_that_other_files_quote_exist() -> None:
+    headings = re.findall(r"^#+ +(.*)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    quoted = {
+        chapter
+        for path in tracked_files()
+        if path.startswith("charts/") and path.endswith((".yaml", ".tpl", ".txt"))
+        for chapter in QUOTED_CHAPTER.findall(re.sub(r"\s+(?:# )?", " ", (ROOT / path).read_text()))
+    }
+    assert len(quoted) >= 4
+    assert quoted <= set(headings)
