@@ -114,6 +114,13 @@ def test_the_architecture_page_names_every_room_and_root_module(package: str) ->
     assert [name for name in sorted(names) if name not in page] == []
 
 
+def test_the_architecture_page_lists_every_design_note() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    notes = [path.removeprefix("docs/") for path in tracked_files() if path.startswith("docs/design/")]
+    assert len(notes) >= 10
+    assert [note for note in notes if f"]({note})" not in page] == []
+
+
 QUOTED_CHAPTER = re.compile(r"docs/operations\.md, \"([^\"]+)\"")
 
 
