@@ -28,6 +28,7 @@ from spillway_connector.testing.tier_contract import (
 from spillway_connector.tiers.disk.slab import change_log
 from spillway_connector.tiers.disk.slab import tier as slab_tier
 from spillway_connector.tiers.disk.slab.change_log import EVERYTHING, ChangeLog, apply, place
+from spillway_connector.tiers.disk.slab.columns import FileCut
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import PoolShape
 from spillway_connector.tiers.disk.slab.tier import SlabTier
@@ -128,6 +129,21 @@ def test_a_file_that_is_lost_under_a_running_engine_costs_misses_at_most(
         for seed in range(100, 104):
             each.store(key_of(seed), payload_of(seed), soon())
             assert load(each, key_of(seed)) == payload_of(seed)
+
+
+def test_zeros_are_not_taken_for_an_index_without_chunks(make_tier: MakeTier, pool: Path) -> None:
+    tier = make_tier()
+    fill(tier)
+    opened = tier._pool.last_used()
+    assert opened is not None
+    used = opened.index.used
+    made_sparse(pool / "index")
+    with pytest.raises(FileCut):
+        opened.index._columns.reload()
+    assert opened.index.used == used
+    assert tier.store(key_of(50), payload_of(50), soon()) is StoreOutcome.STORED
+    for seed in [*range(COUNT), 50]:
+        assert load(tier, key_of(seed)) == payload_of(seed)
 
 
 def test_an_index_that_was_cut_is_made_anew_from_the_header_table(make_tier: MakeTier, pool: Path) -> None:

@@ -26,16 +26,21 @@ _RENEWED_EVERY = 32  # changes under the lock, between two looks whether the rin
 _KINDS: dict[int, Literal["B", "I", "Q"]] = {1: "B", 4: "I", 8: "Q"}
 
 
-class FileCut(Exception):
+class FileCut(OSError):
     """The file has not its size or header any more."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EIO, "the index was cut or overwritten")
 
 
 class Columns:
     """The columns of one index file, by their names in ``columns``. Takes over ``descriptor``.
 
-    log: of the changes of this file; None while it belongs to this process alone. Raises OSError where the file cannot
-    be read. The index, its hash table and its policy refer to it, and it to none of them: with a reference cycle, the
-    file and the copy of an index that was replaced would stay until a garbage collection, which engines rarely run.
+    log: of the changes of this file; None while it belongs to this process alone. header: what the file begins with;
+    another beginning is never taken over, because the zeros of a file that was cut read as an index without chunks.
+    Raises OSError (FileCut) if the file cannot be read. The index, its hash table and its policy refer to it, and it to
+    none of them: with a reference cycle, the file and the copy of an index that was replaced would stay until a garbage
+    collection, which engines rarely run.
     """
 
     def __init__(
@@ -44,8 +49,10 @@ class Columns:
         descriptor: int,
         columns: Sequence[Column] = COLUMNS,
         log: ChangeLog | None = None,
+        header: bytes = b"",
     ) -> None:
         self._descriptor = descriptor
+        self._header = header
         self._log = log
         self._offsets, self._file_bytes = shape.offsets(columns)
         # mmap for its page alignment; anonymous, so no file is behind it.
@@ -75,15 +82,17 @@ class Columns:
     # --- the copy and the file --------------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Read all of the file. Raises OSError (EIO, where it was cut)."""
+        """Read all of the file. Raises OSError (FileCut)."""
         if self._log is not None:
             self._log.skip()
+        self.require_whole()
         done = 0
         while done < self._file_bytes:
             count = os.preadv(self._descriptor, [self._view[done:]], done)
             if not count:
-                raise OSError(errno.EIO, f"the index was cut to {done} bytes; it has {self._file_bytes}")
+                raise FileCut
             done += count
+        self.require_whole()  # it may have been cut meanwhile
 
     def follow(self, *, reload: bool = True) -> bool:
         """Take over what other processes have changed. Without a lock.
@@ -110,19 +119,18 @@ class Columns:
         return reload
 
     @contextmanager
-    def changing(self, header: bytes | None = None) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """Under the root's lock: the copy is what the file holds, and what is changed is announced.
 
-        header: what the file begins with; None: it is not looked at. Raises FileCut, OSError.
+        Raises OSError (FileCut).
         """
         with self._updating:
+            self.require_whole()
             self._changings += 1
             differs = self._log is None or not self._log.news_apply(self._memory) or self._differs()
             if self._log is not None and (differs or self._changings % _RENEWED_EVERY == 1):
                 self._log.renew()
             if differs:
-                if header is not None and not self.is_whole(header):
-                    raise FileCut
                 self.reload()
             try:
                 yield
@@ -140,10 +148,12 @@ class Columns:
         first, end = self._counters[0], self._counters[-1] + 8
         return os.pread(self._descriptor, end - first, first) != self._view[first:end]
 
-    def is_whole(self, header: bytes) -> bool:
-        """Whether the file still has its size, and begins with ``header``. Raises OSError."""
-        same_size = os.fstat(self._descriptor).st_size == self._file_bytes
-        return same_size and os.pread(self._descriptor, len(header), 0) == header
+    def require_whole(self) -> None:
+        """The file still has its size and header. Raises OSError (FileCut)."""
+        if os.fstat(self._descriptor).st_size != self._file_bytes:
+            raise FileCut
+        if os.pread(self._descriptor, len(self._header), 0) != self._header:
+            raise FileCut
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class SlabIndex:
         self.writable = writable
         status = os.fstat(descriptor)
         self.identity = (status.st_dev, status.st_ino)
-        columns = Columns(shape, descriptor, log=log)
+        columns = Columns(shape, descriptor, log=log, header=shape.pack())
         self.buckets = BucketTable(shape, columns)
         # Bound here once: these are called for every lookup and every change.
         self.put, self.put_all, self.put_at = columns.put, columns.put_all, columns.put_at
@@ -158,12 +158,11 @@ class SlabIndex:
 
     def changing(self) -> AbstractContextManager[None]:
         """See Columns.changing."""
-        return self._columns.changing(self.shape.pack())
+        return self._columns.changing()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the file still has its size and header. Raises OSError."""
-        return self._columns.is_whole(self.shape.pack())
+    def require_whole(self) -> None:
+        """See Columns.require_whole."""
+        self._columns.require_whole()
 
     @property
     def used(self) -> int:

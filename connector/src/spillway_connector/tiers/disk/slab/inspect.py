@@ -307,8 +307,8 @@ def _opened(folder: Path) -> Iterator[IndexReader | None]:
 def _cut_is_an_error(folder: Path) -> Iterator[None]:
     try:
         yield
-    except FileCut:
-        raise OSError(errno.EIO, f"{folder / INDEX_NAME} was cut; the next engine to store makes it anew") from None
+    except FileCut as cut:
+        raise OSError(cut.errno, f"{folder / INDEX_NAME} was cut; the next engine to store makes it anew") from None
 
 
 def _frames(

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -153,10 +153,11 @@ class SlabPool:
         """Take over other processes' changes; False where the index was cut. Raises TierError."""
         try:
             pool.index.follow()
+        except FileCut as cut:
+            if pool.index.writable:
+                return False
+            raise tier_error(cut, f"{self._folder}: reading the index") from cut
         except OSError as error:
-            with suppress(OSError):
-                if pool.index.writable and not pool.index.is_whole:
-                    return False
             raise tier_error(error, f"{self._folder}: reading the index") from error
         return True
 
@@ -293,25 +294,36 @@ class SlabPool:
             with self._lock.held(deadline):
                 pool = self._pool
                 if pool is not None and pool.index.writable and not self.replaced(pool.index):
-                    index = pool.index
-                    try:
-                        with index.changing():
-                            if index.counter("dirty") or self._suspected:
-                                self._suspected = False
-                                self._repair(pool)
-                            index.put("dirty", 0, 1)
-                            try:
-                                yield pool
-                            except TierError:
-                                index.put("dirty", 0, 0)
-                                raise  # after any other exception the mark stays: the next holder repairs the index
-                            index.put("dirty", 0, 0)
+                    with ExitStack() as changing:
+                        if self._begin_changing(pool.index, changing):
+                            yield from self._marked(pool)
                             return
-                    except FileCut:
-                        self._unlink_index()
             if self._clock() >= deadline:
                 raise TierTimeout(f"{self._folder}: the index kept being replaced")
             self.writable(deadline)
+
+    def _begin_changing(self, index: SlabIndex, changing: ExitStack) -> bool:
+        """Enter ``index.changing``; an index that was cut is removed instead. Raises OSError."""
+        try:
+            changing.enter_context(index.changing())
+        except FileCut:
+            self._unlink_index()
+            return False
+        return True
+
+    def _marked(self, pool: Pool) -> Iterator[Pool]:
+        """Yield the pool, repaired if needed. While its holder changes it, it is marked for the next one to repair."""
+        index = pool.index
+        if index.counter("dirty") or self._suspected:
+            self._suspected = False
+            self._repair(pool)
+        index.put("dirty", 0, 1)
+        try:
+            yield pool
+        except TierError:
+            index.put("dirty", 0, 0)
+            raise  # after any other exception the mark stays
+        index.put("dirty", 0, 0)
 
     def close(self) -> None:
         """Release lock and lease. Files and mapping are closed when the last thread that uses them is done."""

@@ -90,7 +90,7 @@ def open_sessions(folder: Path, index: SlabIndex) -> OpenSessions | None:
         os.close(descriptor)
         return None
     log = ChangeLog(folder / SESSION_CHANGES_NAME, shape, writable=True)
-    columns = Columns(shape, descriptor, SESSION_COLUMNS, log)
+    columns = Columns(shape, descriptor, SESSION_COLUMNS, log, shape.pack(SESSIONS_MAGIC))
     arrays = SessionArrays(**columns.arrays)
     entries = EntryArrays(index.state, index.tenant, index.generation, index.order)
     return OpenSessions(SessionOrder(arrays, entries, columns.put), columns)
