@@ -82,7 +82,7 @@ def held(core: dict[str, str] = CORE, *workers: dict[str, str]) -> str:
 
 
 def engine(page: str = "", before: str | None = None, settings: str | None = None, **fields: Any) -> EngineReading:
-    """A healthy one, whose counters stand still, with another page where one is given."""
+    """A healthy engine whose counters stand still; with another page if one is given."""
     shown = page or PAGE
     after = shown + (held() if settings is None else settings)
     healthy = {
@@ -104,7 +104,7 @@ def gateway(page: str = GATEWAY_PAGE, before: str = GATEWAY_PAGE, **fields: Any)
 
 
 def found(check: str, *engines: EngineReading, front: GatewayReading | None = None) -> Finding:
-    """Of the engines, or of what they have together."""
+    """The one finding of this check about an engine, or about all engines together."""
     findings = judge(front or gateway(), engines, 5.0)
     [finding] = [each for each in findings if each.check == check and each.where != "gateway"]
     return finding

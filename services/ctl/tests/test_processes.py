@@ -19,7 +19,7 @@ from ctl_media import ONE, FileMedium, SlabMedium, fill, left, soon
 from spillway_ctl.command import main
 
 COMMAND = [sys.executable, "-m", "spillway_ctl", "tier"]
-WAIT_SECONDS = 60.0  # never waited out where all is well
+WAIT_SECONDS = 60.0  # never waited out if all is well
 
 WRITER = """
 import json, sys, threading

@@ -42,8 +42,8 @@ def client_salt(given: str) -> str:
 
 
 def account_of(cache_salt: str) -> str:
-    """What a tier counts the blocks of a salt under: the tenant where the gateway names one, or the salt itself, as
-    its client wrote it."""
+    """The account under which a tier counts the blocks of a salt: the tenant if the gateway names one, else the salt
+    itself as its client wrote it."""
     whose = _tenant(cache_salt)
     return whose[0] if whose is not None else cache_salt.removeprefix(CLIENT_PREFIX)
 

@@ -58,7 +58,7 @@ def read_settings(kind: type[Settings], document: object, hook: Hook | None = No
 
 
 def unknown_setting(path: str, key: object, known: list[str]) -> WrongSetting:
-    """A key that is no setting below `path`, with the one that it may have been meant for."""
+    """The refusal of a key that is no setting below `path`; it names the setting that may have been meant."""
     plain = {name.lower(): name for name in known}
     [near] = difflib.get_close_matches(str(key).lower().replace("_", ""), plain, n=1, cutoff=0.0) or [""]
     remedy = f"did you mean {plain[near]!r}? " if near else ""
@@ -119,7 +119,7 @@ def _meant(node: types.Type, value: object) -> types.Type:
 
 
 def _accepted(node: types.Type, value: object) -> bool:
-    """Whether a value of a mapping is one: text or a number with bounds."""
+    """Whether `value` may stand in a mapping of this type: a text or a number within the type's bounds."""
     if isinstance(node, types.StrType):
         return isinstance(value, str) and len(value) >= (node.min_length or 0)
     if isinstance(node, types.FloatType):
@@ -136,7 +136,7 @@ def _in_bounds(node: types.FloatType, value: float) -> bool:
 
 
 def _needed(node: types.Type) -> str:
-    """The description of the type where it has one, else what its bounds say."""
+    """The type's description if it has one, else what its bounds say."""
     if isinstance(node, types.Metadata):
         return str((node.extra_json_schema or {}).get("description") or _needed(node.type))
     if isinstance(node, types.IntType | types.FloatType):

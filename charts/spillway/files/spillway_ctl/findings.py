@@ -21,7 +21,7 @@ NO_REPORT = "the engine's processes have not said it: an earlier release, offloa
 
 
 def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], window_seconds: float) -> list[Finding]:
-    """gateway: None where none was named."""
+    """gateway: None if none was named."""
     findings = [*_gateway(gateway)]
     for engine in engines:
         if engine.problem is not None:
@@ -31,7 +31,7 @@ def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], wind
                     engine.name,
                     Verdict.FAILED,
                     engine.problem,
-                    "look at its log; where it is only out of reach from here, forward its port and give --engine",
+                    "look at its log; if it is only out of reach from here, forward its port and give --engine",
                 )
             )
             continue
@@ -357,7 +357,7 @@ def _events(engine: EngineReading, gateway: GatewayReading | None, window_second
 
 
 def _together(gateway: GatewayReading | None, engines: Sequence[EngineReading]) -> Iterator[Finding]:
-    """What engines and gateway must agree on, model by model."""
+    """Findings about what engines and gateway must agree on, model by model."""
     answering = [engine for engine in engines if engine.problem is None]
     for model in dict.fromkeys(engine.model for engine in answering):
         of_model = [engine for engine in answering if engine.model == model]

@@ -27,7 +27,7 @@ _CELL_MAX = 40  # of CHECK and WHERE
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """gateway_url: None where no gateway is asked. engine_urls: empty: those that the gateway names.
+    """gateway_url: None if no gateway is asked. engine_urls: empty: those that the gateway names.
 
     tier: to be measured from here; None: none is named. no_tier: why there is none to measure.
     """
@@ -106,7 +106,7 @@ def _tier(patient: Patient, engines: Sequence[EngineReading], answer_seconds: fl
     needed = [each for engine in engines if (each := break_even(engine)) is not None]
     if needed and read < max(needed):
         found = f"{found}; computing a prefix is as fast as {format_bytes(max(needed))}/s"
-        change = "a faster disk or network, or sharedTier.type: none; ioThreads help where one thread is the limit"
+        change = "a faster disk or network, or sharedTier.type: none; ioThreads help if one thread is the limit"
         return Finding(CHECK, where, Verdict.WARNING, found, change)
     return Finding(CHECK, where, Verdict.OK, found)
 

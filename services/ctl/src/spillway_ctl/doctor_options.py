@@ -48,9 +48,9 @@ def add_doctor(areas: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--stack", type=Path, metavar="FOLDER", help="of `make up` (default: .run, where nothing else is named)"
+        "--stack", type=Path, metavar="FOLDER", help="of `make up` (default: .run, if nothing else is named)"
     )
-    parser.add_argument("--gateway", metavar="URL", help="its operations port, or the clients' where it has none")
+    parser.add_argument("--gateway", metavar="URL", help="its operations port, or the clients' port if it has none")
     parser.add_argument(
         "--engine", metavar="URL", action="append", default=[], help="of one engine; default: those the gateway names"
     )

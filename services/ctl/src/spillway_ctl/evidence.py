@@ -26,7 +26,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """found: the value, or why it is unknown. change: what to do; empty where nothing is."""
+    """found: the value, or why it is unknown. change: what to do; empty if nothing has to be done."""
 
     check: str
     where: str
@@ -61,7 +61,7 @@ class Exposition:
         ]
 
     def total(self, name: str, **labels: str) -> float | None:
-        """None: there is no such series."""
+        """None if there is no such series."""
         found = self.series(name, **labels)
         return sum(value for _, value in found) if found else None
 
@@ -110,7 +110,7 @@ class EngineReading:
         return str((self.config or {}).get("servedName", "?"))
 
     def setting(self, *path: str) -> Any:
-        """As it was started with; None: it does not say."""
+        """The value that the engine was started with; None if it does not say."""
         return at(self.config or {}, "settings", *path)
 
     @property
@@ -121,11 +121,11 @@ class EngineReading:
 
     @property
     def routed_names(self) -> list[str]:
-        """What the gateway calls it, or each of its data parallel ranks."""
+        """The gateway's names of this engine: one, or one for each of its data parallel ranks."""
         return [self.name] if self.ranks == 1 else [f"{self.name}/dp{rank}" for rank in range(self.ranks)]
 
     def held(self, setting: str, process: str = "") -> dict[str, str]:
-        """By process: the value of a setting as that process holds it. Of one name only where `process` gives it.
+        """By process: the value of a setting as that process holds it. `process`: only processes of this name.
 
         Processes of data parallel ranks have the same names, so the rank is added: `worker-0 of rank 1`.
         """
@@ -152,7 +152,7 @@ def by_process(values: Mapping[str, str | None], prefix: str = "") -> str:
 
 
 def at(tree: Any, *path: str) -> Any:
-    """None where the tree lacks it."""
+    """None if the tree lacks it."""
     for name in path:
         if not isinstance(tree, Mapping):
             return None
@@ -167,7 +167,7 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
 def clock_skew(date: str | None, sent: float, received: float) -> float | None:
     """Seconds that another clock is ahead, by the date of its answer; None: it carries none.
 
-    0 where both clocks may agree: a date is cut to a whole second, and was written at some time in between.
+    0 if both clocks may agree: a date is cut to a whole second, and was written at some time in between.
     """
     try:
         theirs = parsedate_to_datetime(date or "").timestamp()

@@ -25,7 +25,7 @@ _REMEDY = "give the path of an engine's NVMe tier (offload.sharedTier.nvme.path)
 class NvmeStore:
     """See store.Store. ``root`` is looked at, never made.
 
-    max_bytes: the bound that engines were given, where it is known.
+    max_bytes: the bound that engines were given, if it is known.
     """
 
     kind = "nvme"
@@ -48,7 +48,7 @@ class NvmeStore:
         return " and ".join(name for name, part in (("files", self._files), ("slab", self._slabs)) if part.exists())
 
     def now_s(self) -> float:
-        """By the clock of this node's engines, where they have set one; nothing is written if they have not."""
+        """By the clock of this node's engines, if they have set one; nothing is written if they have not."""
         ages = AgeClock(self._root, self._clock, time.time)
         if (self._root / f"{CLOCK_PREFIX}{boot_tag()}").exists():
             ages.share()
@@ -123,7 +123,7 @@ class NvmeStore:
         """Nothing: the document, a few hundred bytes, stays for an engine that may be using it."""
 
     def _bytes(self) -> tuple[int, int]:
-        """Of frames in use, and of all files with the slots that are free."""
+        """The bytes of frames in use, and the bytes of all files, which include free slots."""
         _, in_slots, disk_bytes = self._slabs.frames_in_use()
         in_files = self._files.stored_bytes() or 0
         return in_files + in_slots, in_files + disk_bytes

@@ -24,7 +24,7 @@ def plan(
     as_json: bool,
     out: TextIO | None = None,
 ) -> int:
-    """Print the figures of every group; a rate that the values give is used where none is in `rates`."""
+    """Print the figures of every group; a rate that the values give is used if `rates` has none."""
     out = out if out is not None else sys.stdout
     documents = [_document(group, rates, prompts) for group in engines]
     if as_json:
@@ -128,7 +128,7 @@ def _verdict(rate: float, break_even: float) -> str:
 
 
 def _ranks(memory: dict[str, Any]) -> str:
-    """Empty where an engine has one engine core."""
+    """Empty if an engine has one engine core."""
     ranks = memory.get("dataParallelRanks", 1)
     return f"{ranks} data parallel ranks x " if ranks > 1 else ""
 

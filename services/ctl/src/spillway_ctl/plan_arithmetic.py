@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one engine; None: not given, so figures that need it are left out."""
+    """The measured rates of one engine. A rate is None if it was not given; figures that need it are left out."""
 
     prefill_tokens_per_second: float | None = None
     device_copy_bytes_per_second: float | None = None  # CPU tier -> device

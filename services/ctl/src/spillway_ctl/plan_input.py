@@ -15,7 +15,7 @@ from spillway_ctl.errors import CommandError
 
 HELM_SECONDS = 60.0
 _TEMPLATE = "templates/engine-configmap.yaml"
-# Kinds that the chart makes only where a cluster has them; planning asks no cluster.
+# Kinds that the chart makes only if a cluster has them; planning asks no cluster.
 CUSTOM_KINDS = (
     "keda.sh/v1alpha1/ScaledObject",
     "monitoring.coreos.com/v1/PodMonitor",

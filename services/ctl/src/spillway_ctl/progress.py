@@ -1,4 +1,4 @@
-"""The progress of a walk in one line on a terminal's stderr; nothing where stderr is a file or a pipe."""
+"""The progress of a walk in one line on a terminal's stderr; nothing if stderr is a file or a pipe."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def purge(run: Run, *, dry_run: bool, yes: bool, ask: Callable[[str], bool] | No
 
 
 def asker() -> Callable[[str], bool] | None:
-    """Asks on the terminal; None where standard input is none."""
+    """The function that asks on the terminal; None if standard input is no terminal."""
     if not sys.stdin.isatty():
         return None
 

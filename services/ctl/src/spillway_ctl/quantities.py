@@ -60,7 +60,7 @@ def format_age(now_s: float, then_s: float) -> str:
 
 
 def format_share(part: float, whole: float) -> str:
-    """`62%`; `<1%` where it is not nothing."""
+    """`62%`; `<1%` if it is less but not zero."""
     share = part / whole if whole else 1.0
     return "<1%" if 0 < share < 0.01 else f"{share:.0%}"
 

@@ -26,7 +26,7 @@ TEXT = "Once upon a time,  there were 3 tokenizers:\n\tλ, β and 🙂."
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Keys are empty where none is needed. makes_requests: short completions of each engine and rank."""
+    """Keys are empty if none is needed. makes_requests: short completions of each engine and rank."""
 
     answer_seconds: float
     window_seconds: float
@@ -160,7 +160,7 @@ def _event_lag(
 
 
 def _batches(gateway: GatewayReading | None, name: str, questions: Questions) -> float | None:
-    """Of the KV events of one engine or rank, as the gateway calls it: those that it has applied."""
+    """KV event batches that the gateway has applied of one engine or rank. name: the gateway's own for it."""
     if gateway is None or gateway.problem is not None:
         return None
     page = _page(gateway.url, questions.gateway_key, questions.answer_seconds)
@@ -204,7 +204,7 @@ def ask(
     body: Mapping[str, Any] | None = None,
     more: Mapping[str, str] | None = None,
 ) -> Answer:
-    """GET, or POST where there is a body; `more` are headers.
+    """GET, or POST if there is a body; `more` are headers.
 
     Raises NoAnswer: the address, and why there is none of status 200.
     """

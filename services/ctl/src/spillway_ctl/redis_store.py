@@ -162,7 +162,7 @@ def _block_of(frame: StoredFrame) -> StoredBlock:
 
 
 def _memory(connection: RedisConnection, deadline: float) -> dict[str, int]:
-    """The numbers of INFO memory. Where the login may not ask, none."""
+    """The numbers of INFO memory; empty if the login may not ask for them."""
     try:
         fields = read_info(connection, b"memory", deadline)
     except TierRefused:

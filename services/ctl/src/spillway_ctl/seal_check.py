@@ -15,7 +15,7 @@ class SealCheck:
     """Opens payloads of the namespaces whose key it has; others pass. A inspection.CheckPayload."""
 
     def __init__(self, namespaces: Sequence[StoredNamespace], key_file: Path | None, key_env: str | None) -> None:
-        """Raises ConfigError where there is no key to be had, CommandError where it is no namespace's key."""
+        """Raises ConfigError if no key can be read, CommandError if the key is no namespace's."""
         self.opens: set[bytes] = set()
         self._keys: dict[bytes, tuple[SealedNamespace, SealKey]] = {}
         self._seals: dict[tuple[bytes, int], PayloadSeal] = {}

@@ -44,7 +44,7 @@ class Store(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises TierError where this is no store of Spillway's and will not become one by itself."""
+        """Raises TierError if this is no store of Spillway's and will not become one by itself."""
         ...
 
     def notes(self) -> list[str]:

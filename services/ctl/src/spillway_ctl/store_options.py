@@ -22,7 +22,7 @@ _LOGIN = {
     "username_env": ("NAME", "environment variable with the user"),
     "password_env": ("NAME", "environment variable with the password"),
     "password_file": ("FILE", "file with the password"),
-    "tls_ca_file": ("FILE", "authorities to trust, where not the system's"),
+    "tls_ca_file": ("FILE", "authorities to trust in place of the system's"),
     "tls_certificate_file": ("FILE", "this client's certificate, with --tls-key-file"),
     "tls_key_file": ("FILE", "its key"),
 }

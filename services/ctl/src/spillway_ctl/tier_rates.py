@@ -1,4 +1,4 @@
-"""How fast a shared tier is from here, measured with a few megabytes that nobody else sees and that do not stay.
+"""How fast a shared tier is from here, measured with a few megabytes that no engine sees and that are removed.
 
 One thread and plain calls: engines with several threads, or direct I/O, are faster. What it finds out is whether the
 store can be written and read at all, and its order of magnitude.
@@ -22,7 +22,7 @@ from spillway_connector.tiers.redis.names import KEY_PREFIX
 PIECE_BYTES = 1 << 20
 PIECES = 32
 SECONDS_MAX = 3.0  # of writing; then what was written is read
-EXPIRES_MS = 60_000  # where this process ends before it removes them
+EXPIRES_MS = 60_000  # if this process ends before it removes them
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Settings(CamelSection, frozen=True):
     max_running: Count = 256
     max_batched_tokens: Count = 8_192
     max_model_tokens: Count = 32_768
-    answer_tokens: Count = 64  # where the request's own limit is larger, and it does not ignore the end
+    answer_tokens: Count = 64  # if the request's own limit is larger, and it does not ignore the end
 
     @property
     def shape(self) -> EngineShape:

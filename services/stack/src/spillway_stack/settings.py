@@ -90,7 +90,7 @@ class StackSettings:
 
     @property
     def data_parallel_size(self) -> int:
-        """Of ENGINE_SET, which the engine service checks; 1 where it says none that could be one."""
+        """The value that ENGINE_SET gives; the engine service checks it. 1 if it gives none that could be one."""
         given = [text for key, _, text in (word.partition("=") for word in self.engine_overrides) if key == RANKS_KEY]
         return (
             int(given[-1]) if given and given[-1].isdecimal() and 0 < int(given[-1]) <= DATA_PARALLEL_RANKS_MAX else 1
@@ -107,7 +107,7 @@ class StackSettings:
         return self.port + 100 + index
 
     def events_port(self, index: int) -> int:
-        """Of the first data parallel rank; the others' follow."""
+        """The port of the first data parallel rank's events; those of the other ranks follow."""
         return self.port + 200 + index * self.data_parallel_size
 
     def replay_port(self, index: int) -> int:
@@ -149,7 +149,7 @@ def _choice(environment: Mapping[str, str], name: str, default: str, choices: tu
 
 
 def vllm_versions(text: str) -> tuple[str, ...]:
-    """What VLLM= lists; this environment's where it is empty. Raises StackError for one without an environment."""
+    """The versions that VLLM= lists; this environment's if it is empty. Raises StackError for an unknown one."""
     versions = tuple(word.strip() for word in text.split(",") if word.strip()) or (VLLM_HERE,)
     for version in versions:
         if version not in VLLM_VERSIONS:

@@ -113,13 +113,13 @@ def test_prompt_tokens_are_counted_with_the_chat_template(engine: Engine) -> Non
 
 
 def test_blocks_are_taken_by_answers_of_one_request(engine: Engine) -> None:
-    """Of several requests the first could have ended when the last arrives."""
+    """One request, because the first of several could have ended when the last arrives."""
     take_blocks(engine.port, "m", 40)
     (body,) = engine.bodies
     assert (body["n"], body["max_tokens"] > 1) == (40, True)
 
 
 def test_a_gateway_that_does_not_say_so_is_an_error(engine: Engine) -> None:
-    """Of an older release, or behind a key."""
+    """An engine of an older release, or behind a key, does not say so."""
     with pytest.raises(StackError, match="status 404"):
         is_in_slow_start(engine.port)

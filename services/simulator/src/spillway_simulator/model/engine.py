@@ -39,7 +39,7 @@ class EngineShape:
     max_batched_tokens: int = 8_192
     max_model_tokens: int = 131_072
     announce_shared: bool = True  # events for the shared tier, as engines with Spillway's connector send them
-    whole_decodes: bool = True  # report runs of decode steps at once: for virtual time, where no client reads tokens
+    whole_decodes: bool = True  # report runs of decode steps at once: for virtual time, in which no client reads tokens
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class LoadLink:
 class SharedTier:
     """The tier that all engines of a process read and write. Each block has one owner, which announces its removal.
 
-    link: the one that all engines' loads share, where the store is the limit; None: every engine has its own.
+    link: the one that all engines' loads share, if the store is the limit; None: every engine has its own.
     """
 
     def __init__(self, capacity: int, link: LoadLink | None = None) -> None:

@@ -24,7 +24,7 @@ class Handler(Protocol):
 
 
 class HttpConnection(asyncio.Protocol):
-    """connections: where this one is listed while it is open."""
+    """connections: the set that lists this one while it is open."""
 
     def __init__(self, handler: Handler, connections: set[HttpConnection]) -> None:
         self._handler = handler

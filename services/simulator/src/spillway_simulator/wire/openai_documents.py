@@ -45,8 +45,8 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiEnvelope:
-    """Chat and completions. prompt: where the client asked for token ids (`return_token_ids`, of streams alone); its
-    events hold them as vLLM's do."""
+    """Documents of chat and completions. prompt: its token ids if the client asked for them (`return_token_ids`, in
+    streams alone); events hold them as vLLM's do."""
 
     id: str
     model: str

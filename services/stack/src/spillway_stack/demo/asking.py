@@ -39,7 +39,7 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
         "stop": list(STOP),
         "stream": True,
         "stream_options": {"include_usage": True},
-        "return_token_ids": True,  # text can agree where tokens do not
+        "return_token_ids": True,  # texts can agree though tokens do not
         "logprobs": True,
         "top_logprobs": 2,
     }

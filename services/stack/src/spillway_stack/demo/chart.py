@@ -15,7 +15,7 @@ from spillway_stack.demo.phases import COMPUTED, CPU, DEVICE
 from spillway_stack.demo.report import Row
 from spillway_stack.demo.table import duration
 
-# The axis starts at zero; it is logarithmic only where short bars would vanish beside the cold one.
+# The axis starts at zero; it is logarithmic only if short bars would vanish beside the cold one.
 LOG_SCALE_FROM_RATIO = 200.0
 WIDTH_INCHES, ROW_INCHES, TOP_INCHES, BOTTOM_INCHES = 10.0, 0.55, 0.95, 0.65
 _COLOURS = {COMPUTED: "#6b7280", DEVICE: "#0f766e", CPU: "#2563eb"}

@@ -28,7 +28,7 @@ class Row:
     ttft_seconds: float
     ratio_to_recompute: float  # how many times faster than the cold phase
     identical: bool  # token for token, to `reference`
-    reference: str  # the answer compared with: "cold", or "device hit" where that one rounds differently from cold
+    reference: str  # the answer compared with: "cold", or "device hit" if that one rounds differently from cold
     identical_to_cold: bool
     differs_by_rounding: bool  # from `reference`, and only from a token on that was a near tie
     served_as_planned: bool
@@ -49,7 +49,7 @@ def summarise(samples: Sequence[Sample], everything: Sequence[Sample], limits: E
     """One row of the `samples` of one phase; `everything` so far holds the references, itself included.
 
     Every document's answer is compared with its cold one. A full prefill multiplies matrices of other shapes than the
-    short rest after a hit, and a kernel may then round differently; where that already makes a document's device hit
+    short rest after a hit, and a kernel may then round differently; if that already makes a document's device hit
     differ from cold, its tier hits are compared with its device hit, the computation of equal length.
     """
     phase = samples[0].phase

@@ -106,7 +106,7 @@ class Demo:
 
     @property
     def question(self) -> tuple[str, str]:
-        """Of the first document, with the answer that was given cold."""
+        """The first document's question, with the answer that was given cold."""
         return self._books[0].question, self._samples[0].answer.text.strip()
 
     @property

@@ -33,7 +33,7 @@ class EngineLimits:
         return (self.device_blocks - 1) * self.block_size
 
     def reusable_tokens(self, prompt_tokens: int) -> int:
-        """Of a prompt seen before: whole chunks, and never the last token, which is always computed."""
+        """Tokens of a prompt that a hit can reuse: whole chunks, and never the last token, which is always computed."""
         return (prompt_tokens - 1) // self.chunk_tokens * self.chunk_tokens
 
 
