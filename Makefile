@@ -78,7 +78,7 @@ down: ## End everything
 test: $(STAMP) $(if $(TESTS),$(ENGINE_STAMP),$(foreach version,$(TESTED_VLLM),$(call installed,$(version)))) ## Every test, engines included; the slowest 30 at the end
 ##+ TESTS=path narrows it; then VLLM=0.32 runs it in the environment of that vLLM
 ifeq ($(TESTS),)
-	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick engine full $(if $(TESTED_VLLM),other-vllm --vllm $(TESTED_VLLM))
+	@PYTHONPATH=tests $(BIN)/python -m lanes unit quick engine full $(if $(TESTED_VLLM),other-vllm --vllm $(TESTED_VLLM))
 else
 	@$(if $(filter $(VLLM_ENVIRONMENTS),$(VLLM)),.venv/vllm-$(VLLM)/bin/python,$(BIN)/python) -m pytest $(TESTS)
 endif
@@ -117,7 +117,8 @@ test-adapters: $(STAMP) ## LoRA adapters that two engines load and unload at run
 	@TEST_ADAPTERS=1 $(BIN)/python -m pytest tests/e2e/test_adapters.py -n 0
 
 .PHONY: test-random
-test-random: $(STAMP) ## 100,000 random copies, and 10,000 random schedules of each shape
+test-random: $(STAMP) ## 100,000 random copies, 10,000 random schedules of each shape, and four times the examples of every property test
+	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m random_plans
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_lives
 
