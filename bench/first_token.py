@@ -80,7 +80,7 @@ class Engines:
 
     @property
     def prefix(self) -> str:
-        """Of keys in the report."""
+        """The prefix of these engines' keys in the report."""
         if self == Engines(VLLM_HERE):
             return ""
         return f"vllm_{self.vllm.replace('.', '_')}_" + ("stock_" if self.stock else "")

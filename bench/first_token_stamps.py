@@ -66,7 +66,7 @@ class Stamp(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Of one request. ``processor_ms``: by process."""
+    """The stamps of one request. ``processor_ms``: by process."""
 
     sent_at: float
     first_token_ms: float
@@ -154,7 +154,7 @@ def server_pid(port: int) -> int:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all threads that run now."""
+    """The processor time of all threads of the process that run now."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 

@@ -126,7 +126,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Of one stack: the first engine computes, the second is measured."""
+    """The two engines of one stack: the first computes, the second is measured."""
 
     first: Engine
     second: Engine

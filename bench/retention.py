@@ -82,7 +82,7 @@ _made_keys: dict[str, list[OffloadKey]] = {}
 
 
 def _keys(name: str, count: int) -> list[OffloadKey]:
-    """Of a prefix; as long as vLLM's, and made once."""
+    """The keys of a prefix, which are as long as vLLM's and made once."""
     made = _made_keys.setdefault(name, [])
     made += [OffloadKey(blake3(f"{name}/{chunk}".encode()).digest()) for chunk in range(len(made), count)]
     return made[:count]
@@ -472,7 +472,7 @@ def opened(policy: str, chunks_max: int) -> Iterator[Cache]:
 
 
 def hit_ratio(cache: Cache, requests: Sequence[Request]) -> float:
-    """Of all requests; answers end in the order of time among the starts."""
+    """The hit ratio of all requests. Answers end in the order of time among the starts."""
     running: list[tuple[float, int]] = []
     hit_tokens = 0
     for number, request in enumerate(requests):

@@ -43,7 +43,7 @@ class Texts:
         self._chinese, self._frequencies = _frequent_words(words)
 
     def passage(self, language: Language, tokens: int, draw: random.Random) -> str:
-        """Of so many tokens, or one or two fewer: it ends before a character of several tokens."""
+        """A text of so many tokens, or of one or two fewer: it ends before a character of several tokens."""
         chars = tokens * CHARS_PER_TOKEN[language] + PASSAGE_CHARS_MIN
         text = self.draw(language, chars, draw)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)

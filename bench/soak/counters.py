@@ -41,7 +41,7 @@ class Counters:
             self._last[engine, series] = sample.value
 
     def total(self, name: str) -> float:
-        """Of all series of one metric, whatever their labels."""
+        """The sum of all series of one metric, whatever their labels."""
         return sum(total for series, total in self.totals.items() if series == name or series.startswith(f"{name}_"))
 
 

@@ -229,7 +229,7 @@ def _settings_of(tier: str, settings: SoakSettings, *, engines: int, gateway: bo
 
 
 def _frame_bytes(dtype: str) -> int:
-    """Of the bundled model: 30 layers, 3 KV heads of 64, keys and values, blocks of 128 tokens; and a header page."""
+    """A frame of the bundled model: 30 layers, 3 KV heads of 64, keys and values, 128 tokens; and a header page."""
     return 30 * 2 * 3 * 64 * 128 * (4 if dtype == "float32" else 2) + 4096
 
 

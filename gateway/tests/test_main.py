@@ -97,7 +97,7 @@ class Several:
         self.port = 0
 
     async def next_pid(self) -> int:
-        """Of the next process that says that it serves."""
+        """The pid of the next process that says that it serves."""
         assert self.process.stderr is not None
         while line := (await self.process.stderr.readline()).decode():
             if found := re.search(r"will listen on http://127.0.0.1:(\d+)", line):

@@ -157,7 +157,7 @@ def pod_spec(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the first container: name -> value, or the source of the value."""
+    """The variables of the first container: name -> value, or the source of the value."""
     entries = pod_spec(workload)["containers"][0].get("env", [])
     assert len({entry["name"] for entry in entries}) == len(entries), "one name twice"
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}

@@ -28,7 +28,7 @@ SERIES = re.compile(r"\b((?:spillway_|vllm:)[a-z_]+)")
 
 @pytest.fixture(scope="module")
 def own_series(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Of a histogram its buckets alone."""
+    """The names of all series that gateway and connector export; of a histogram its buckets alone."""
     config = parse_config({"models": [{"name": "m", "engines": [{"name": "e", "url": "http://127.0.0.1:1"}]}]})
     text = Gateway(config, tmp_path_factory.mktemp("gateway") / "gateway.yaml").metrics.exposition().decode()
     suffixes = {"counter": "_total", "histogram": "_bucket"}

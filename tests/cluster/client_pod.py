@@ -85,7 +85,7 @@ class ClientPod:
         return json.loads(self._kubernetes.execute(NAME, "python3", "/lane/load.py", "once", self.url, self.model))
 
     def status_of(self, model: str) -> int:
-        """Of one chat with this model; it may have to wait until an engine has started."""
+        """The status of one chat with this model, which may have to wait until an engine has started."""
         body = {
             "model": model,
             "max_tokens": 4,

@@ -172,7 +172,7 @@ def new_namespace(kubernetes: Kubernetes) -> Callable[..., Kubernetes]:
 
 @pytest.fixture(scope="module")
 def namespace(request: pytest.FixtureRequest, kubernetes: Kubernetes, new_namespace) -> Iterator[Kubernetes]:
-    """Of this module, with restricted Pod Security enforced; removed with everything in it."""
+    """This module's namespace, with restricted Pod Security enforced; removed with everything in it."""
     name = request.module.__name__.rsplit(".", 1)[-1].removeprefix("test_").replace("_", "-")
     yield new_namespace(name)
     kubernetes.kubectl("delete", "namespace", name, "--wait", seconds=180)

@@ -59,7 +59,7 @@ class Kubernetes:
         return items
 
     def pods(self, component: str) -> list[Object]:
-        """Of the chart, those being deleted left out."""
+        """The chart's pods of this component, without those being deleted."""
         found = self.pods_labelled(f"app.kubernetes.io/component={component}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 

@@ -86,7 +86,7 @@ class LocalCluster:
         return (self.folder / "run" / "admin.kubeconfig").exists()
 
     def environment(self) -> dict[str, str]:
-        """Of kubectl and Helm."""
+        """The environment of kubectl and Helm."""
         exports = self._do("env").removeprefix("export ")
         return dict(word.split("=", 1) for word in shlex.split(exports.replace("$PATH", os.environ["PATH"])))
 

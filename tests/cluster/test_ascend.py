@@ -114,7 +114,7 @@ def address_of(namespace: Kubernetes) -> str:
 
 
 def mode_in_use(namespace: Kubernetes, client: ClientPod) -> str:
-    """Of the one ready engine; empty while there is none, or it ends just now."""
+    """The copy mode of the one ready engine; empty while there is none, or if it ends just now."""
     address = address_of(namespace)
     try:
         return client.get(f"{address}/spillway/config")["settings"]["offload"]["batchMemcpy"] if address else ""

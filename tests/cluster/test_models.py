@@ -100,7 +100,7 @@ def scale(namespace: Kubernetes, replicas: int) -> None:
 
 
 def waiting_requests(namespace: Kubernetes, client: ClientPod) -> int:
-    """Of the model that is away, over all gateways, as Prometheus would add them up."""
+    """Waiting requests of the model that is away, over all gateways, as Prometheus would add them up."""
     total = 0.0
     for pod in namespace.ready_pods("gateway"):
         page = client.get_text(f"http://{pod['status']['podIP']}:{OPERATIONS_PORT}/metrics")

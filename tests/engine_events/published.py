@@ -120,7 +120,7 @@ def _cpu_tier_events(hashes: list[bytes]) -> Iterator[BlockStored]:
 
 
 def version() -> str:
-    """Of this vLLM, without the suffix of its build."""
+    """The version of this vLLM, without the suffix of its build."""
     return vllm.__version__.partition("+")[0]
 
 

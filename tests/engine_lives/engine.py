@@ -243,7 +243,7 @@ class Engine:
             gate.load_rate = RateMeter(1.0, pinned=loaded)
 
     def set_clock(self, clock: Callable[[], float]) -> None:
-        """Of the prompts that are computed while their end is loaded."""
+        """Sets the clock that prompts go by which are computed while their end is loaded."""
         self._scheduler_half.meetings._clock = clock
 
     @property
@@ -299,7 +299,7 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> bool:
-        """Of device and connector: both drop everything, or neither does."""
+        """Resets the caches of device and connector: both drop everything, or neither does."""
         half = self._scheduler_half
         pool, cpu_tier = self.scheduler.kv_cache_manager.block_pool, half.manager.primary_tier
         before = dict(cpu_tier._rows), set(cpu_tier.ready), set(half._jobs), len(pool.cached_block_hash_to_block)
@@ -567,7 +567,7 @@ class Engine:
                 assert tier._shared.drain(60.0)
 
     def _await_answers(self) -> None:
-        """Of the NVMe tier's lookups, for a while: steps until its thread has answered would change nothing."""
+        """Waits a while for answers of the NVMe tier's lookups: steps before its thread has answered change nothing."""
         for tier in self._scheduler_half.manager.secondary_tiers:
             if isinstance(tier, SharedTierBase):
                 lookups = tier._shared._lookups
@@ -645,7 +645,7 @@ class Engine:
 
 
 def _continued(digests: list[int], tokens: list[int]) -> list[int]:
-    """Of each token with all tokens before it."""
+    """The digests, continued by that of each token with all tokens before it."""
     longer = list(digests)
     for token in tokens:
         before = longer[-1] if longer else 0

@@ -38,7 +38,7 @@ class _EverySecondLoadFails(ChangedLoads):
 
 
 class _EverySeventhCopyIsRefused(ChangedLoads):
-    """Of a load that goes layer by layer in several copies: one in the middle of it."""
+    """Refuses a copy in the middle of a load that goes layer by layer in several copies."""
 
     def __init__(self, inner: Copier) -> None:
         super().__init__(inner, _SPOILT)

@@ -33,7 +33,7 @@ _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
 def ports() -> tuple[int, int, int]:
-    """Of HTTP, and the first of each rank's for events and replays."""
+    """The port of HTTP, and the first of the ranks' ports for events and for replays."""
     found: list[int] = []
     while len(found) < 3:
         port = free_port()
@@ -132,7 +132,7 @@ class RankEngine:
         return self._http.post("/spillway/promote", json=hint, headers=headers).status_code
 
     def counter(self, name: str, rank: int, **labels: str) -> float:
-        """Of one rank, as vLLM shows it; 0 where it has not appeared."""
+        """A counter of one rank, as vLLM shows it; 0 if it has not appeared."""
         page = self._http.get("/metrics").text
         wanted = {"engine": str(rank), **labels}.items()
         return sum(

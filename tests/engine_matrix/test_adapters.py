@@ -21,7 +21,7 @@ def ask(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Of the logprobs of the likeliest tokens. A rounding may swap the last of them, not most of them."""
+    """The largest difference of the likeliest tokens' logprobs. Rounding may swap the last of them, not most."""
     left, right = one["logprobs"], other["logprobs"]
     both = left.keys() & right.keys()
     return max(abs(left[token] - right[token]) for token in both) if len(both) > 0.8 * len(left) else float("inf")

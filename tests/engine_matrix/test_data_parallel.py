@@ -24,7 +24,7 @@ COMPUTED_BY = {"a": 0, "b": 0, "c": 1}
 
 
 def stored_tokens(batches: dict[int, Any]) -> set[tuple[int, ...]]:
-    """Of every event of stored blocks that names tokens: those of the device."""
+    """The tokens of every event of stored blocks that names them, which are those of the device."""
     events = [_kind_and_tokens(event) for _, events, *_ in batches.values() for event in events]
     return {tuple(tokens) for kind, tokens in events if kind == "BlockStored" and tokens}
 

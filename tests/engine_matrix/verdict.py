@@ -24,7 +24,7 @@ SAME = ("cpu", "chunks", "nvme", "nvme-other", "redis", "early", "failing", "npu
 
 @dataclass
 class Outcome:
-    """Of one model."""
+    """The outcome of one model."""
 
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by case
     refusals: dict[str, str] = field(default_factory=dict)  # case -> the engine's error

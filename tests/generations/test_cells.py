@@ -85,7 +85,7 @@ def test_lora(tmp_path: Path) -> None:
 
 
 def test_reset(lifecycle: dict[str, Any]) -> None:
-    """Of the device alone, the CPU tier keeps the prompt; of all caches, nothing does. The answer stays."""
+    """After a reset of the device alone the CPU tier has the prompt, after one of all caches nothing. Answers stay."""
     answers = lifecycle["answers"]
     assert answers["first"]["cached"] == 0
     assert answers["device reset"]["cached"] > 0

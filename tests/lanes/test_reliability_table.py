@@ -25,7 +25,7 @@ class Row:
 
 
 def rows(text: str) -> Iterator[Row]:
-    """Of the tables whose last columns are `test` and `lane`."""
+    """The rows of the tables whose last columns are `test` and `lane`."""
     header: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.startswith("|"):

@@ -98,7 +98,7 @@ def wrong_make(line: str) -> list[str]:
 
 @cache
 def own_commands() -> dict[str, set[str]]:
-    """Of `spillway`: "tier ls" -> its options."""
+    """The commands of `spillway`: "tier ls" -> its options."""
 
     def walk(name: str, node: argparse.ArgumentParser) -> Iterator[tuple[str, set[str]]]:
         yield name, {option for action in node._actions for option in action.option_strings}

@@ -21,7 +21,7 @@ FOREIGN = {"platform.py", "set_env.sh"}
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub derives them."""
+    """The anchors of the headings, as GitHub derives them."""
     headings = re.findall(r"^#+ +(.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -63,7 +63,7 @@ class EngineClient:
         )
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[Any]:
-        """Of a token prompt, one entry per token; the first has none."""
+        """The log-probabilities of a token prompt, one entry per token; the first has none."""
         body = {"model": self._model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
         choice = self._post("/v1/completions", body)["choices"][0]
         return list(choice["prompt_logprobs"])

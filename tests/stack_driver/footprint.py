@@ -26,7 +26,7 @@ class Footprint:
 
     @classmethod
     def of(cls, folder: StateFolder) -> Footprint:
-        """Of the stack that runs in `folder`."""
+        """The footprint of the stack that runs in `folder`."""
         state = folder.read_state()
         assert state is not None, f"nothing was started in {folder.root}"
         records = state["components"]

@@ -59,7 +59,7 @@ class CpuWorker(OffloadingWorker):
         return True
 
     def _spans(self, ref: Any, page: torch.Tensor, cell: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of a block on the device and its place in a row, what goes where."""
+        """Pairs of what is copied between a block on the device and its place in a row."""
         if not self._canonical:
             return [(page, cell)]
         return [

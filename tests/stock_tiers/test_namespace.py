@@ -74,7 +74,7 @@ def test_how_rows_are_filled_is_in_it(parts: Parts, changed: dict[str, Any]) -> 
 
 
 def test_canonical_rows_are_those_of_any_number_of_ranks(model: Path) -> None:
-    """Of one rank with two heads and of two with a head each: vLLM writes them alike then, and only then."""
+    """One rank with two heads and two with a head each: vLLM writes their rows alike then, and only then."""
     for canonical in (True, False):
         extra = EXTRA | ({"canonical_layout": True} if canonical else {})
         one, two = Parts(model, extra), Parts(model, extra, heads=HEADS // 2, **TWO_RANKS)
@@ -83,7 +83,7 @@ def test_canonical_rows_are_those_of_any_number_of_ranks(model: Path) -> None:
 
 
 def test_ranks_that_hold_the_same_heads_have_rows_of_their_own_size(model: Path) -> None:
-    """Of four ranks two each hold the same head, and vLLM's row keeps room for all four."""
+    """Two each of four ranks hold the same head, and vLLM's row keeps room for all four."""
     extra = EXTRA | {"canonical_layout": True}
     four = Parts(model, extra, heads=1, **TWO_RANKS | {"tensor_parallel_size": 4})
     assert four.offloading.parallel.is_parallelism_agnostic

@@ -38,7 +38,7 @@ class Cases(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of the cases of one file."""
+    """The outcome of the cases of one file."""
 
     passed: int
     not_passed: tuple[str, ...]  # names, with the reason of those that were skipped

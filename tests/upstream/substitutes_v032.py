@@ -108,7 +108,7 @@ class NvmeTier(SpillwayNvmeTier):
 
 
 def lookup_and_wait(tier: NvmeTier, keys: list[Any], ctx: Any = _CONTEXT, timeout: float = 1.0) -> list[LookupResult]:
-    """Of vLLM's test, which reads the queue of its tier's lookups."""
+    """Stands in for a function of vLLM's test, which reads the queue of its tier's lookups."""
     return [tier.lookup(key, ctx) for key in keys]
 
 

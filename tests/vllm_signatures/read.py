@@ -14,7 +14,7 @@ FEATURES = ("vllm.v1.kv_offload.worker.worker", "vllm.v1.kv_offload.config")
 
 
 class Sample(NamedTuple):
-    """Of one wheel; JSON values.
+    """What was read from one wheel, as JSON values.
 
     features: which of FEATURES it has. names: those of the seams that it has, by module. methods: their parameters, by
     module, class and method.
@@ -64,7 +64,7 @@ def _bound(wheel: Path, module: str) -> Iterator[str]:
 
 
 def _method(wheel: Path, module: str, cls: str, method: str) -> ast.FunctionDef | None:
-    """Of the class, or of the first of its bases that has it."""
+    """The method of the class, or of the first of its bases that has it."""
     tree = _tree(wheel, module)
     node = next((one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == cls), None)
     if node is None:

@@ -101,7 +101,7 @@ def read_gateway(gateway: Mapping[str, Any], auth: Mapping[str, Any]) -> Gateway
 
 
 def read_engines(models: list[dict[str, Any]], pages: Mapping[str, Exposition | None]) -> list[EngineReading]:
-    """Of those that are ready: which are not, other checks have said."""
+    """Readings of the engines that are ready; other checks report those that are not."""
     readings = []
     for model in models:
         key = os.environ.get(model.get("apiKeyEnv", ""), "")
@@ -334,7 +334,7 @@ def long_prompt(model: Mapping[str, Any]) -> str:
 
 
 def complete(engine: str, model: Mapping[str, Any], key: str, prompt: str) -> None:
-    """Of an engine with data parallel ranks always the first: each counts and reports for itself."""
+    """Asks for one token. An engine with data parallel ranks is asked at the first one, as each counts for itself."""
     rank = {"x-data-parallel-rank": "0"} if model["settings"].get("dataParallelSize", 1) > 1 else {}
     ask(f"{engine}/v1/completions", key, {"model": model["name"], "prompt": prompt, "max_tokens": 1}, rank)
 

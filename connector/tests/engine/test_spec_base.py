@@ -66,7 +66,7 @@ def region():
 
 
 class _Spec(SpillwayOffloadingSpec):
-    """Of this vLLM's generation, without the engine that vLLM's constructor reads."""
+    """The spec of this vLLM's generation, without the engine that vLLM's constructor reads."""
 
     def __init__(self, region: HostRegion, tiers: int) -> None:
         self.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": [{}] * tiers}

@@ -37,7 +37,7 @@ class Asked:
         self.source = DnsSource(DnsDiscovery(**settings), self.status, self.published.append)
 
     async def urls(self) -> list[str]:
-        """Of the engines known after one more resolution."""
+        """The URLs of the engines that are known after one more resolution."""
         await self.source.ask_once()
         return [engine.config.url for engine in self.published[-1]]
 

@@ -25,7 +25,7 @@ BLOCK = 16
 
 @pytest.fixture
 def publishers() -> Iterator[list[KvPublisher]]:
-    """Of ranks 0 and 1, at ports that follow each other, as vLLM's do."""
+    """The publishers of ranks 0 and 1, at ports that follow each other, as vLLM's do."""
     made: list[KvPublisher] = []
     while len(made) < 2:
         with socket.create_server(("127.0.0.1", 0)) as free:

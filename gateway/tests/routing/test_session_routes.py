@@ -90,7 +90,7 @@ def test_of_equal_engines_the_sessions_own_is_chosen(spread_key: int, last: str,
 
 
 def chosen(*engines: EngineView) -> str:
-    """Of engines, the first of which served the session last."""
+    """The engine that is chosen; the first one given served the session last."""
     request = RouteRequest(2_000, 1, in_session=True, session_engine=engines[0].name)
     decision = plan_route(request, FleetView(engines), FACTOR)
     assert decision is not None

@@ -46,7 +46,7 @@ def threads() -> Iterator[FairThreads]:
 
 
 def words(seed: int, count: int) -> str:
-    """Of ten letters each, as tokenizers split letters from digits."""
+    """Random words of ten letters each, as tokenizers split letters from digits."""
     made = random.Random(seed)
     return " ".join(f"{made.getrandbits(40):010x}" for _ in range(count)).translate(LETTERS)
 

@@ -23,7 +23,7 @@ NO_METADATA = SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=CUDAGra
 
 
 class ScriptedHandler:
-    """Of three groups of two layers each."""
+    """A handler of three groups of two layers each."""
 
     def __init__(self) -> None:
         self.layers = SimpleNamespace(layouts=(0, 1, 2), group_of={f"layer.{n}": n // 2 for n in range(6)})

@@ -196,7 +196,7 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("killed", [False, True], ids=["runs on", "killed"])
 def test_a_process_evicts_by_what_another_ones_sessions_said(tmp_path: Path, killed: bool):
-    """Of one that runs, and of one that was killed: what it noted is in the node's file."""
+    """The other process runs, or was killed: what it noted is in the node's file."""
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(tmp_path / "kv"), str(MAX_BYTES)],
         stdin=subprocess.PIPE,
