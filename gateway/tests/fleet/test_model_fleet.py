@@ -58,6 +58,28 @@ def test_counters_are_exact_and_never_negative(steps: list[tuple[int, int, int]]
     assert all((engine.running_requests, engine.queued_tokens) == (0, 0) for engine in fleet.engines.values())
 
 
+@pytest.mark.parametrize("seconds_to_find_out", [0.0, 4.9, 60.0])
+def test_requests_that_failed_together_were_not_alone_however_long_it_takes_to_find_out(
+    seconds_to_find_out: float,
+) -> None:
+    """A look at an engine takes seconds, on a busy machine more, and its requests are judged one after another."""
+    now = [100.0]
+    fleet = fleet_of(["a"], clock=lambda: now[0])
+    first, last = (fleet.choose(PromptBlocks([], 4, 10, 10), frozenset()) for _ in range(2))
+    for lease in (first, last):
+        lease.failed(now[0])
+        now[0] += 1.0
+    now[0] += seconds_to_find_out
+    assert not fleet.served_alone(first)
+    first.close()
+    assert not fleet.served_alone(last)
+    last.close()
+    alone = fleet.choose(PromptBlocks([], 4, 10, 10), frozenset())
+    now[0] += 10.0
+    alone.failed(now[0])
+    assert fleet.served_alone(alone)
+
+
 def test_the_next_request_sees_the_one_before() -> None:
     """On engines that compute without pause, equal prompts sent together wait for one computation."""
     fleet = fleet_of(["a", "b"])

@@ -36,7 +36,18 @@ class Lease:
     On the event loop only. now: monotonic seconds. routed: the prompt's blocks, None if it has none.
     """
 
-    __slots__ = ("_ahead_tokens", "_closed", "_held", "_probe", "_queued", "_routed", "_started", "decision", "engine")
+    __slots__ = (
+        "_ahead_tokens",
+        "_closed",
+        "_held",
+        "_probe",
+        "_queued",
+        "_routed",
+        "_started",
+        "decision",
+        "engine",
+        "failed_at",
+    )
 
     def __init__(self, engine: Engine, decision: Decision, now: float, routed: RoutedBlocks | None = None) -> None:
         self.engine = engine
@@ -48,6 +59,7 @@ class Lease:
         self._probe = engine.breaker.sent()
         self._started = now
         self._closed = False
+        self.failed_at: float | None = None  # monotonic seconds; None: its engine has not failed
         engine.running_requests += 1
         engine.queued_tokens += self._queued
         engine.resident_tokens += self._queued
@@ -95,6 +107,7 @@ class Lease:
 
     def failed(self, now: float) -> None:
         """The engine failed, not the request."""
+        self.failed_at = now
         self.engine.breaker.failed(now)
         self.engine.failed_at.append(now)
 
@@ -347,10 +360,11 @@ class ModelFleet:
             views.append(view)
         return FleetView(tuple(views))
 
-    def served_alone(self, engine: Engine) -> bool:
-        """Whether a request that has just failed on this engine, and still counts there, had its process to itself.
-        Requests that fail with it have left one after another by now."""
-        together = self._clock() - FAILED_TOGETHER_SECONDS
+    def served_alone(self, lease: Lease) -> bool:
+        """Whether a request that its engine has failed, and that still counts there, had its process to itself.
+        Requests that failed with it may have left by now, however long it took to find out whether the engine lives."""
+        engine, failed_at = lease.engine, lease.failed_at
+        together = (self._clock() if failed_at is None else failed_at) - FAILED_TOGETHER_SECONDS
         process = {engine, *(self.engines[name] for name in engine.same_process if name in self.engines)}
         others = sum(each.running_requests + each.foreign.requests for each in process) - 1
         failed = sum(at >= together for each in process for at in each.failed_at) - 1

@@ -56,7 +56,7 @@ class _Place:
     def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
         """Its engine has ended."""
         fingerprint = Fingerprint(asked.digest, asked.body_bytes)
-        alone = self.lease is not None and self._fleet.served_alone(self.lease.engine)
+        alone = self.lease is not None and self._fleet.served_alone(self.lease)
         return suspects.judge(fingerprint, alone=alone, again=asked.again, begun=asked.begun)
 
     def close(self, now: float | None) -> None:
