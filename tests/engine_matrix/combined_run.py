@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_matrix.engine_run import prompts, transfer_config
+from engine_matrix.engine_run import prepare, prompts, transfer_config
 from engine_matrix.lifecycle_run import TOP_TOKENS, Events
 from engine_matrix.models import BLOCK_TOKENS, engine_settings, model
 
@@ -124,14 +124,7 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # of halve_weights
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        HF_HUB_OFFLINE="1",
-        PYTHONHASHSEED="0",
-        TORCH_COMPILE_DISABLE="1",
-    )
+    prepare([model("llama")])
+    # An EngineCore of its own, and functions as RPCs: halve_weights.
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     run(Path(sys.argv[1]))

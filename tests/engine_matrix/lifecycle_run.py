@@ -8,13 +8,12 @@ published events say about its blocks.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from engine_matrix.engine_run import prompts, transfer_config
+from engine_matrix.engine_run import prepare, prompts, transfer_config
 from engine_matrix.models import BLOCK_TOKENS, engine_settings, model
 
 TOP_TOKENS = 20
@@ -118,13 +117,5 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        HF_HUB_OFFLINE="1",
-        PYTHONHASHSEED="0",
-        TORCH_COMPILE_DISABLE="1",
-    )
+    prepare([model("llama")])
     run(Path(sys.argv[1]))

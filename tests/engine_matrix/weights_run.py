@@ -9,13 +9,12 @@ tokens, and the logprobs of the tokens that may follow the prompt.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import sys
 from pathlib import Path
 
-from engine_matrix.engine_run import PROMPT_BLOCKS, transfer_config
+from engine_matrix.engine_run import PROMPT_BLOCKS, prepare, transfer_config
 from engine_matrix.models import BLOCK_TOKENS, VOCABULARY, Model, build, engine_settings, model
 
 TOP_TOKENS = 20
@@ -135,13 +134,5 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        HF_HUB_OFFLINE="1",
-        PYTHONHASHSEED="0",
-        TORCH_COMPILE_DISABLE="1",
-    )
+    prepare([model("llama")])
     run(Path(sys.argv[1]))
