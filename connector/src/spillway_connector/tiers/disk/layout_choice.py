@@ -11,7 +11,7 @@ from spillway_connector.tiers.inspection import is_namespace_name
 
 Mode = Literal["slab", "files"]
 
-# Slabs need locks and mapped files that all users of the directory see at once: one kernel. These are mounted by one.
+# Slabs need locks and changes that all users of the directory see at once: one kernel. These are mounted by one.
 LOCAL_FILE_SYSTEMS = frozenset(
     {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "reiserfs", "tmpfs", "xfs", "zfs"}
 )
