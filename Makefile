@@ -116,6 +116,11 @@ endif
 test-adapters: $(STAMP) ## LoRA adapters that two engines load and unload at run time, behind a gateway. About 3 minutes
 	@TEST_ADAPTERS=1 $(BIN)/python -m pytest tests/e2e/test_adapters.py -n 0
 
+.PHONY: test-real-engines
+test-real-engines: $(STAMP) $(foreach version,$(TESTED_VLLM),$(call installed,$(version))) ## Poisoned requests, kills, pauses, changed weights, a lost index and quotas on real engines of 0.23 and 0.32; build/real-engines.json. About 40 minutes
+##+ REAL_ENGINES="0.32 --parts poisoned failover" narrows it
+	@PYTHONPATH=tests $(BIN)/python -m real_engines $(REAL_ENGINES)
+
 .PHONY: test-random
 test-random: $(STAMP) ## 100,000 random copies, 10,000 random schedules of each shape, and four times the examples of every property test
 	@PYTHONPATH=tests $(BIN)/python -m lanes --profile full unit quick

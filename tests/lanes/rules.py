@@ -205,6 +205,7 @@ BY_HAND: dict[str, str] = {
     "make test-experts": "by hand",
     "make test-models": "by hand",
     "make test-random": "by hand",
+    "make test-real-engines": "by hand",
     "make test-selfcheck": "by hand",
     "make bench-gpu": "by hand on CUDA",
     "make test-models PLATFORM=cuda": "by hand on CUDA",
