@@ -17,7 +17,7 @@ PATHS = {
     MESSAGES: "/v1/messages",
     RESPONSES: "/v1/responses",
 }
-REQUEST_SECONDS = 300.0
+REQUEST_SECONDS = 300.0  # without a part of any reply
 _ENDS = {"message_stop", "response.completed", "response.incomplete"}
 
 
@@ -78,9 +78,15 @@ class Crowd:
         return exchange
 
     def join(self) -> list[Exchange]:
+        seen = self._progress()
         for exchange in self.exchanges:
-            assert exchange.ended.wait(REQUEST_SECONDS), f"still running: {exchange}"
+            while not exchange.ended.wait(REQUEST_SECONDS):
+                before, seen = seen, self._progress()
+                assert seen > before, f"still running: {exchange}"
         return self.exchanges
+
+    def _progress(self) -> int:
+        return sum(exchange.parts + exchange.ended.is_set() for exchange in self.exchanges)
 
     def _run(self, exchange: Exchange, body: dict[str, Any]) -> None:
         try:

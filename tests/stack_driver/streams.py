@@ -11,7 +11,7 @@ import httpx
 
 from .prompts import Prompt
 
-JOIN_SECONDS = 240.0
+JOIN_SECONDS = 240.0  # without a token of any stream, however long all of them take on a busy machine
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Stream:
 
 
 class StreamCrowd:
-    """Starts every stream at once; `join` collects them."""
+    """Starts every stream at once; `join` collects them, for as long as any of them goes on."""
 
     def __init__(self, url: str, model: str, prompts: list[Prompt], answer_tokens: int) -> None:
         self.streams = [Stream(prompt) for prompt in prompts]
@@ -55,9 +55,15 @@ class StreamCrowd:
             thread.start()
 
     def join(self) -> list[Stream]:
+        seen = self._progress()
         for stream in self.streams:
-            assert stream.ended.wait(JOIN_SECONDS), f"still running: {stream}"
+            while not stream.ended.wait(JOIN_SECONDS):
+                before, seen = seen, self._progress()
+                assert seen > before, f"still running: {stream}"
         return self.streams
+
+    def _progress(self) -> int:
+        return sum(stream.tokens + stream.ended.is_set() for stream in self.streams)
 
     def _run(self, stream: Stream) -> None:
         try:
