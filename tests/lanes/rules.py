@@ -118,6 +118,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/lanes": (NOTHING,),
     "tests/promotion_hints": ("servers",),
     "tests/random_plans": ("vllm",),
+    "tests/real_engines": (NOTHING,),
     "tests/reference_answers": (NOTHING,),
     "tests/reference_answers/test_float32.py": ("engine",),
     "tests/repository": (NOTHING,),

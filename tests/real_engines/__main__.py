@@ -16,15 +16,13 @@ from pathlib import Path
 
 from lanes.rules import LOCAL_VLLM, ROOT
 
-from . import failover, lost_index, pauses, poisoned, tenants, weights
+from . import failover, poisoned, weights
 from .fleet import Fleet, fleet
 from .rows import Row, render
 
 VERSIONS = (LOCAL_VLLM, "0.32")
 OUTPUT = ROOT / "build" / "real-engines.json"
-PARTS: dict[str, Callable[[Fleet], None]] = {
-    part.PART: part.run for part in (poisoned, tenants, lost_index, pauses, weights, failover)
-}
+PARTS: dict[str, Callable[[Fleet], None]] = {part.PART: part.run for part in (poisoned, weights, failover)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

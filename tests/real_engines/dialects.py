@@ -104,14 +104,14 @@ class Crowd:
             if exchange.stream and reply.status_code == 200:
                 for line in reply.iter_lines():
                     if line.startswith("data:"):
-                        _take_event(exchange, line[5:].strip())
+                        take_event(exchange, line[5:].strip())
                     if exchange.left:
                         return
             else:
-                _take_reply(exchange, json.loads(reply.read()))
+                take_reply(exchange, json.loads(reply.read()))
 
 
-def _take_reply(exchange: Exchange, document: dict[str, Any]) -> None:
+def take_reply(exchange: Exchange, document: dict[str, Any]) -> None:
     exchange.error = document.get("error")
     if exchange.error is not None or exchange.status != 200:
         return
@@ -127,7 +127,7 @@ def _take_reply(exchange: Exchange, document: dict[str, Any]) -> None:
         exchange.text = "".join(part.get("text", "") for part in content)
 
 
-def _take_event(exchange: Exchange, data: str) -> None:
+def take_event(exchange: Exchange, data: str) -> None:
     if data == "[DONE]":
         exchange.whole = exchange.error is None
         return

@@ -24,9 +24,8 @@ from spillway_stack.processes import ProcessIdentity
 
 from .rows import Rows
 
-TENANT_BYTES = 40 * 6 * 1024 * 1024  # forty blocks of the model in float32
 # Starts are many, and what the start-up check finds is shown elsewhere.
-OVERRIDES = (f"offload.sharedTier.nvme.tenantMaxBytes={TENANT_BYTES}", "lifecycle.selfCheck=off")
+OVERRIDES = ("lifecycle.selfCheck=off",)
 _WORDS = ("river", "stone", "lamp", "glass", "wind", "copper", "field", "paper", "salt", "winter", "signal", "garden")
 
 

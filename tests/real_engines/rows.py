@@ -20,7 +20,7 @@ class Row:
 
 @dataclass
 class Rows:
-    """Of one vLLM. Prints each row as it comes: a run takes minutes."""
+    """The rows of one vLLM, each printed as it comes: a run takes minutes."""
 
     vllm: str
     rows: list[Row] = field(default_factory=list)
