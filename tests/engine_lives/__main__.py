@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures.steps_taken_back} steps taken back, {engine.jumps} jumps to what was loaded meanwhile, "
             f"{figures.resets} resets, {figures.resets_refused} refused, "
             f"{figures.resets_of_all} of all, {figures.pauses} pauses, "
-            f"{figures.resets_forced} for new weights, {figures.rows_kept_back} rows kept back; "
+            f"{figures.resets_forced} for new weights, {figures.rows_kept_back} rows kept back, "
+            f"{figures.kept_for_waiting} times a chunk was kept for a request that waited; "
             f"{time.monotonic() - started:.0f} s",
             flush=True,
         )

@@ -48,6 +48,7 @@ from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.prefix_tier import SharedTierBase
 from spillway_connector.plan.load_cost import RateMeter
 from spillway_connector.plan.meeting import MeetingOutcome
+from spillway_connector.plan.waiting import KEPT_SHARE_MAX
 
 SINCE_0_30 = generation() is not Generation.V023
 BLOCK_TOKENS = 32 if SINCE_0_30 else 16  # the smallest block of vLLM's CPU platform
@@ -171,6 +172,7 @@ class Figures:
     resets_of_all: int = 0  # which preempt what runs
     pauses: int = 0
     rows_kept_back: int = 0
+    kept_for_waiting: int = 0  # chunks of the CPU tier, summed over the steps
     finished: int = 0
     aborted: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)  # of each request's prompt, when it began last
@@ -344,8 +346,18 @@ class Engine:
         self.last_step = dict(output.num_scheduled_tokens)
         self.figures.steps += 1
         self._record_step(output, output.kv_connector_metadata)
+        self._require_kept_for_waiting()
         self.figures.early_loads += sum(piece.last for piece in getattr(output.kv_connector_metadata, "pieces", ()))
         self.figures.step_loads += len(getattr(output.kv_connector_metadata, "step_loads", ()))
+
+    def _require_kept_for_waiting(self) -> None:
+        """The CPU tier keeps at most its share, for requests that have no blocks alone."""
+        tier = self._scheduler_half.manager.primary_tier
+        assert len(tier.waiting.kept) <= self.shape.cpu_rows * KEPT_SHARE_MAX
+        for name in tier.waiting._waiting:
+            status = self.scheduler.requests[name].status
+            assert status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{name} is {status.name}"
+        self.figures.kept_for_waiting += len(tier.waiting.kept)
 
     def _run(self, output: SchedulerOutput) -> None:
         meta: Any = output.kv_connector_metadata
@@ -603,6 +615,7 @@ class Engine:
         assert pool.get_num_free_blocks() == self.shape.device_blocks - 1, "device blocks leaked"
         assert not self.scheduler.requests
         half = self._scheduler_half
+        tier = half.manager.primary_tier
         held_by_scheduler = (
             "_jobs",
             "_req_status",
@@ -613,13 +626,13 @@ class Engine:
         for held in (*held_by_scheduler, "_early_loads"):
             assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
         assert not half._recompute_only
+        assert not half.waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for nobody"
         if self.shape.meetings:
             assert half.meetings.idle, vars(half.meetings)
             ended = self.meetings[MeetingOutcome.MET] + self.meetings[MeetingOutcome.ABANDONED]
             assert self.meetings[MeetingOutcome.PLANNED] == ended, self.meetings
         if self.shape.layerwise:
             assert not half._step_loads and not half._step_requests and not half._planned
-        tier = half.manager.primary_tier
         assert not tier._readers, "rows are still pinned"
         assert tier.ready == set(tier.resident), "rows are still being written"
         rows = list(tier._rows.values()) + list(tier._free_list)

@@ -33,6 +33,8 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert re.findall(rf"^(\S+): {COUNT} schedules", done.stdout, re.M) == list(SHAPES)
+    kept = re.findall(r"(\d+) times a chunk was kept", done.stdout)
+    assert len(kept) == len(SHAPES) and all(map(int, kept)), "no chunk was kept for a request that waited"
     assert re.findall(rf"^(\S+): {RACES} races", done.stdout, re.M) == [
         "store-that-began-before",
         "load-under-way",

@@ -40,7 +40,7 @@ HOST_MEMORY_PINNED = Metric(
 CPU_TIER_BLOCKS = Metric(
     "spillway_cpu_tier_blocks",
     Kind.GAUGE,
-    "Chunks of the CPU tier: used, of these retained for sessions that go on, and in total.",
+    "Chunks of the CPU tier: used, of these retained for sessions that go on or kept for waiting requests, in total.",
     ("state",),
 )
 CPU_TIER_SESSIONS_ENDED = Metric(

@@ -16,6 +16,7 @@ from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.tenancy import TenantContext
 from spillway_connector.plan.sessions import SessionHint
+from spillway_connector.plan.waiting import KEPT_SHARE_MAX, Turn
 from spillway_connector.testing.generation import HIT, MISS, make_cpu_tier
 
 ROWS = 6
@@ -200,3 +201,129 @@ def test_a_store_that_failed_and_a_reset_leave_nothing_retained(region: HostRegi
     assert sessions.tier.retained_rows() == 1
     sessions.tier.reset_cache()
     assert sessions.tier.retained_rows() == 0
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def filled(region: HostRegion, order: list[int]) -> CpuTier:
+    """A tier that holds these chunks, the first of them the oldest."""
+    tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
+    for number in order:
+        tier.prepare_store([key(number)], CONTEXT)
+        tier.complete_store([key(number)], CONTEXT)
+    return tier
+
+
+def evicted_by(tier: CpuTier, wanted: list[bytes], context: ReqContext = CONTEXT) -> list[int] | None:
+    output = tier.prepare_store(wanted, context)
+    if output is None:
+        return None
+    tier.complete_store(output.keys_to_store, context)
+    return [one[0] for one in output.evicted_keys]
+
+
+def test_what_a_waiting_request_needs_leaves_last_until_its_end(region: HostRegion):
+    tier = filled(region, [0, 1, 2, 3, 4, 5])
+    tier.waiting.begin("waits", b"", Turn(0, 1), keys(2, 1, 0), 0.0)
+    assert [evicted_by(tier, keys(number)) for number in (6, 7, 8)] == [[3], [4], [5]]
+    assert tier.ready >= set(keys(0, 1, 2))
+
+    tier.waiting.end("waits")
+    assert {0, 1, 2} <= set(evicted_by(tier, keys(9, 10, 11, 12, 13, 14)) or ())
+
+
+def test_at_most_a_share_of_the_tier_is_kept(region: HostRegion):
+    tier = filled(region, [5, 4, 3, 2, 1, 0])
+    tier.waiting.begin("waits", b"", Turn(0, 1), keys(0, 1, 2, 3, 4, 5), 0.0)
+    assert len(tier.waiting.kept) == ROWS * KEPT_SHARE_MAX == 3
+    assert evicted_by(tier, keys(6, 7, 8)) == [5, 4, 3]
+
+
+def test_where_nothing_else_can_leave_the_last_turn_gives_way(region: HostRegion):
+    tier = filled(region, [0, 1, 2, 3, 4, 5])
+    tier.waiting.begin("first", b"", Turn(0, 1), keys(0), 0.0)
+    tier.waiting.begin("last", b"", Turn(0, 2), keys(1, 2), 0.0)
+    tier.prepare_load(keys(3, 4, 5), CONTEXT)
+    assert evicted_by(tier, keys(6)) == [2]
+    tier.prepare_load(keys(6), CONTEXT)
+    assert evicted_by(tier, keys(7, 8)) == [1, 0]
+
+
+def test_sessions_give_up_nothing_that_a_waiting_request_needs(region: HostRegion):
+    sessions = Sessions(region)
+    sessions.turn("soon", [0, 1, 2], 5.0)
+    sessions.turn("late", [3, 4, 5], 500.0)
+    sessions.tier.waiting.begin("waits", b"", Turn(0, 1), keys(3, 4, 5), 0.0)
+    assert sessions.turn("new", [6]) == [2]
+
+    sessions.tier.prepare_load(keys(0, 1, 6), CONTEXT)
+    assert sessions.turn("other", [7]) == [5], "the tier must evict where only these can leave"
+
+
+def test_a_reset_keeps_nothing(region: HostRegion):
+    tier = filled(region, [0, 1, 2])
+    tier.waiting.begin("waits", b"", Turn(0, 1), keys(0, 1, 2), 0.0)
+    tier.reset_cache()
+    assert not tier.waiting.kept
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(
+                st.sampled_from(["touch", "store", "written", "lost", "read", "let go", "retire"]),
+                st.lists(st.integers(0, 11), unique=True, min_size=1, max_size=4),
+            ),
+            st.tuples(st.sampled_from(["wait 1", "wait 2"]), st.lists(st.integers(0, 11), unique=True, max_size=6)),
+            st.tuples(st.sampled_from(["end 1", "end 2"]), st.just([])),
+        ),
+        max_size=60,
+    ),
+    named=st.booleans(),
+)
+def test_a_store_finds_room_exactly_where_it_would_if_nobody_waited(
+    region: HostRegion, steps: list[tuple[str, list[int]]], named: bool
+):
+    """`named`: the stores are of sessions, whose order of eviction is another."""
+    tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
+    context = TenantContext("r", session=SessionHint(b"one", return_seconds=5.0)) if named else CONTEXT
+    writing: set[bytes] = set()
+    reading: list[bytes] = []
+    for number, (action, numbers) in enumerate(steps):
+        chosen = keys(*numbers)
+        if action == "store":
+            wanted = [one for one in chosen if one not in tier.resident]
+            free_rows = tier.free_rows()
+            may_leave = tier.ready - set(reading) - set(chosen)
+            kept = set(tier.waiting.kept)
+            stored = tier.prepare_store(chosen, context)
+            assert (stored is not None) == (len(wanted) <= free_rows + len(may_leave))
+            if stored is not None:
+                evicted = set(stored.evicted_keys)
+                assert evicted <= may_leave
+                assert not evicted & kept or may_leave - kept <= evicted, "kept chunks left before others"
+                writing.update(stored.keys_to_store)
+        elif action in ("written", "lost"):
+            done = [one for one in chosen if one in writing]
+            writing.difference_update(done)
+            tier.complete_store(done, context, action == "written")
+        elif action == "read":
+            ready = [one for one in chosen if one in tier.ready]
+            tier.prepare_load(ready, context)
+            reading += ready
+        elif action == "let go":
+            done = [one for one in chosen if one in reading]
+            for one in done:
+                reading.remove(one)
+            tier.complete_load(done, context)
+        elif action == "touch":
+            tier.touch(chosen, context)
+        elif action == "retire":
+            tier.retire(chosen)
+        elif action.startswith("wait"):
+            tier.waiting.begin(action[-1], b"", Turn(0, number), chosen, 0.0)
+        else:
+            tier.waiting.end(action[-1])

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -34,6 +34,7 @@ from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.tenancy import session_of_context
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.plan.retention import Retention
+from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
 
 _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
 
@@ -43,7 +44,8 @@ class CpuTier(OffloadingManager):
 
     ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those
     that were added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still read
-    or write them, and by how many jobs; a row is reused when the last of these jobs has ended.
+    or write them, and by how many jobs; a row is reused when the last of these jobs has ended. waiting: what the
+    requests in the queue are about to use, which leaves last.
 
     load and store are copies to and from the device, read and write copies to and from shared tiers.
     """
@@ -53,11 +55,13 @@ class CpuTier(OffloadingManager):
     changed_chunks: ChangeLog[OffloadKey]
     quarantine: Counter[int]
     events: list[OffloadingEvent] | None
+    waiting: WaitingChunks[OffloadKey]
 
     def __init__(self, region: HostRegion, enable_events: bool) -> None:
         self.ready = set()
         self.changed_chunks = ChangeLog()
         self.quarantine = Counter()
+        self.waiting = WaitingChunks(0, frozenset())
         self.events = [] if enable_events else None
         self._region = region
         self._view = region.create_kv_memoryview()
@@ -107,6 +111,7 @@ class CpuTier(OffloadingManager):
         self.quarantine += self._rows_in_use()
         rows = self._drop_all()
         self.ready.clear()
+        self.waiting.clear()
         # Handed out from the end, so from row 0 on as in a new tier: rows side by side are copied in one run.
         self._free_list = [row for row in reversed(range(rows)) if row not in self.quarantine]
         self.changed_chunks.add_all()
@@ -139,7 +144,8 @@ class CpuTier(OffloadingManager):
 
 
 class LruRows(CpuTier):
-    """Evicts the least recently used ready chunk that no job reads, or the one that a session gives in its place."""
+    """Evicts the least recently used ready chunk that no job reads and no waiting request needs, or the one that a
+    session gives in its place. A policy of upstream's decides without waiting requests."""
 
     def __init__(
         self,
@@ -157,6 +163,7 @@ class LruRows(CpuTier):
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
         self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
         self.resident = self._rows.keys()
+        self.waiting = WaitingChunks(int(num_rows * KEPT_SHARE_MAX), self.resident)
 
     def retire(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
@@ -277,35 +284,57 @@ class LruRows(CpuTier):
             return []
         if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
-        kept = set(protected)
+        kept, waiting = set(protected), self.waiting.kept
         if not self._retention.is_idle:
             return self._evict_with_sessions(count, kept, req_context)
         victims: list[OffloadKey] = []
+        spared: list[OffloadKey] = []
         oldest_first = iter(self._rows)
-        while len(victims) < count:
-            batch = list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))
-            if not batch:
-                return None
+        while len(victims) < count and (batch := list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))):
+            if waiting and not waiting.isdisjoint(batch):
+                spared += filter(waiting.__contains__, batch)
+                batch = [key for key in batch if key not in waiting]
             unread = self._readers.keys().isdisjoint(batch)
             if unread and self.ready.issuperset(batch) and kept.isdisjoint(batch):
                 victims += batch
                 continue
-            victims += [key for key in batch if key not in self._readers and key in self.ready and key not in kept]
-        return victims[:count]
+            victims += [key for key in batch if self._may_leave(key, kept)]
+        del victims[count:]
+        if len(victims) < count:
+            last_first = dict.fromkeys(key for key in self.waiting.last_first() if self._may_leave(key, kept))
+            victims += islice(last_first, count - len(victims))
+            if len(victims) < count:
+                return None
+        # They are not looked at again before every other chunk was.
+        deque(map(self._rows.move_to_end, spared), maxlen=0)
+        return victims
+
+    def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
+        return key in self.ready and key not in self._readers and key not in kept
 
     def _evict_with_sessions(
         self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext
     ) -> list[OffloadKey] | None:
+        waiting = self.waiting.kept
+        passed: list[OffloadKey] = []
+
         def may_leave(key: OffloadKey) -> bool:
-            return key not in self._readers and key in self.ready and key not in kept
+            if key in waiting:
+                passed.append(key)
+                return False
+            return self._may_leave(key, kept)
 
         named = session_of_context(req_context)
         asking = None if named is None else (named[0], named[1].session)
-        plan = self._retention.plan_eviction(count, self._rows, may_leave, self._clock(), asking)
+        now = self._clock()
+        plan = self._retention.plan_eviction(count, self._rows, may_leave, now, asking)
+        if plan is None and waiting:
+            passed.clear()
+            plan = self._retention.plan_eviction(count, self._rows, lambda key: self._may_leave(key, kept), now, asking)
         if plan is None:
             return None
         victims, spared = plan
-        deque(map(self._rows.move_to_end, spared), maxlen=0)
+        deque(map(self._rows.move_to_end, chain(passed, spared)), maxlen=0)
         return victims
 
 

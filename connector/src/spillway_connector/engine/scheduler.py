@@ -34,6 +34,7 @@ from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.transfer_params import accepted
+from spillway_connector.engine.waiting import WaitingRequests
 from spillway_connector.engine.written_blocks import written_blocks
 from spillway_connector.plan.load_cost import PrefillTimer
 
@@ -79,6 +80,7 @@ class SchedulerHalf(ResettableHalf):
         self.adapters = AdapterRegistry()
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
+        self.waiting = WaitingRequests(self.manager)
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
         self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
 
@@ -122,6 +124,7 @@ class SchedulerHalf(ResettableHalf):
         if not self._hash_bytes and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
         self.ahead.add(request.request_id, status)
+        self.waiting.add(request.request_id, status)
 
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
         """See engine/hints.py. The request is in no queue, and perhaps never will be."""
@@ -249,6 +252,7 @@ class SchedulerHalf(ResettableHalf):
             prefix.matched = None
         others = set(self._current_batch_allocated_block_ids)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.waiting.leave(request.request_id)
         if not num_external_tokens:
             return
         if self._one_prefix:  # the blocks before those that it loads are only read
@@ -275,6 +279,7 @@ class SchedulerHalf(ResettableHalf):
         # it hold all blocks, loaded and ready to run, and nothing computes or copies, none of them would be scheduled.
         self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
         self.ahead.end_step()
+        self.waiting.end_step(scheduler_output.preempted_req_ids or (), self._req_status)
         metadata = super().build_connector_meta(scheduler_output)
         pieces = self._due_pieces() if self._early_loads else []
         if not pieces:
@@ -363,6 +368,7 @@ class SchedulerHalf(ResettableHalf):
         self._recompute_only.discard(request.request_id)
         self._loaded.discard(request.request_id)
         self.ahead.ended(request.request_id)
+        self.waiting.leave(request.request_id)
         if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)

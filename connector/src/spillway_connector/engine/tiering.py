@@ -79,9 +79,10 @@ class TieringManager(PrefixLookupManager):
         # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
         self._request_level_tiers: dict[str, list[SecondaryTierManager]] = {}
         self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
-        self._reported_state: tuple[int, float | None] | None = None
+        self._reported_state: tuple[int, float | None, int] | None = None
         self._reported_rows = -1
         self._reported_retained = -1
+        self._reported_kept = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._resets = {"done": 0, "refused": 0}
         self._ahead = dict.fromkeys(AheadOutcome, 0)
@@ -314,7 +315,8 @@ class TieringManager(PrefixLookupManager):
 
     def take_samples(self) -> Samples | None:
         """What happened since the last call; None where nothing did. Called once per engine step."""
-        changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at
+        kept = len(self.primary_tier.waiting.kept)
+        changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at, kept
         if (
             changed == self._reported_state
             and not self._unreported
@@ -331,6 +333,9 @@ class TieringManager(PrefixLookupManager):
         if (retained := self.primary_tier.retained_rows()) != self._reported_retained:
             self._reported_retained = retained
             stats.add(metrics.CPU_TIER_BLOCKS, retained, "retained")
+        if kept != self._reported_kept:
+            self._reported_kept = kept
+            stats.add(metrics.CPU_TIER_BLOCKS, kept, "waiting")
         if ended := self.primary_tier.take_ended_sessions():
             stats.add(metrics.CPU_TIER_SESSIONS_ENDED, ended)
         if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):

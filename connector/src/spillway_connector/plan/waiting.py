@@ -1,0 +1,270 @@
+"""Which chunks leave a tier last: those that waiting requests are about to use.
+
+A chunk that was used long ago is the next that LRU evicts, and in a closed loop its session's next request is already
+in the queue. So the chunks of requests that wait are kept while others can leave:
+
+- Requests keep chunks in the order of their turns, each from its first chunk on, until `chunks_max` are kept: where
+  they do not fit for all, the ones whose turn comes first keep theirs. Chunks that several use count once.
+- A tenant whose requests want more keeps an equal share of `chunks_max` at least, whoever came first.
+- A request keeps nothing from its end on, which is the caller's to say, or SECONDS_MAX after it began to wait.
+
+A kept chunk is not pinned: where nothing else can leave, the one whose request's turn is last does.
+
+Pure: no clock, no lock; the time is an argument, in seconds. Everything here belongs to one thread, the scheduler's.
+The cost of a request is that of its chunks, once when it begins to keep them and once when it ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator, KeysView, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+KEPT_SHARE_MAX = 0.5  # of the tier: the rest is there for what runs, and for other tenants' idle sessions
+SECONDS_MAX = 60.0  # as long as the gateway lets a request wait by default
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Turn(NamedTuple):
+    """When a request's turn comes: the least first. number: differs between requests of one priority."""
+
+    priority: float
+    number: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[_Key]):
+    """held: positions of the keys that it keeps. position: of the first key that it has not looked at."""
+
+    tenant: _Tenant[_Key]
+    turn: Turn
+    keys: Sequence[_Key]
+    ends_at: float
+    held: list[int] = field(default_factory=list)
+    position: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        return self.position < len(self.keys)
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant(Generic[_Key]):
+    """holding: its requests that keep something. short: those that would keep more. Both in order of their turns."""
+
+    name: bytes
+    requests: int = 0
+    chunks: int = 0  # kept
+    holding: list[_Waiting[_Key]] = field(default_factory=list)
+    short: list[_Waiting[_Key]] = field(default_factory=list)
+
+
+class WaitingChunks(Generic[_Key]):
+    """The requests that wait for what one tier holds.
+
+    chunks_max: how many chunks may be kept. here: those that are in the tier, as they are at each call. kept: those
+    that leave last.
+    """
+
+    def __init__(self, chunks_max: int, here: AbstractSet[_Key]) -> None:
+        self._chunks_max = chunks_max
+        self._here = here
+        self._users: dict[_Key, int] = {}  # by kept chunk: the requests that keep it
+        self.kept: KeysView[_Key] = self._users.keys()
+        self._waiting: dict[str, _Waiting[_Key]] = {}  # the one that has waited longest first
+        self._tenants: dict[bytes, _Tenant[_Key]] = {}
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._waiting
+
+    def chunks_of(self, request: str) -> int:
+        """How many chunks the request keeps."""
+        waiting = self._waiting.get(request)
+        return 0 if waiting is None else len(waiting.held)
+
+    def begin(self, request: str, tenant: bytes, turn: Turn, keys: Sequence[_Key], now: float) -> None:
+        """A request waits that will use these chunks, in the order of its prefix; those that are not here are nobody's.
+
+        One that waits already begins anew.
+        """
+        self.end(request)
+        owner = self._tenants.get(tenant)
+        if owner is None:
+            owner = self._tenants[tenant] = _Tenant(tenant)
+        owner.requests += 1
+        waiting = self._waiting[request] = _Waiting(owner, turn, tuple(keys), now + SECONDS_MAX)
+        self._keep(waiting)
+
+    def look_again(self, request: str) -> None:
+        """Chunks of the request have come since it began to wait."""
+        waiting = self._waiting.get(request)
+        if waiting is not None:
+            self._release(waiting)
+            waiting.position = 0
+            self._keep(waiting)
+            self._fill()
+
+    def end(self, request: str) -> None:
+        """The request has been admitted, has ended or has moved; nothing happens where it does not wait."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is None:
+            return
+        self._release(waiting)
+        waiting.tenant.requests -= 1
+        if not waiting.tenant.requests:
+            del self._tenants[waiting.tenant.name]
+        self._fill()
+
+    def end_old(self, now: float) -> None:
+        """End those that have waited for SECONDS_MAX."""
+        while self._waiting:
+            request, waiting = next(iter(self._waiting.items()))
+            if now < waiting.ends_at:
+                return
+            self.end(request)
+
+    def last_first(self) -> Iterator[_Key]:
+        """The kept chunks, some of them repeatedly, in the order in which they leave where nothing else can."""
+        holding = [waiting for tenant in self._tenants.values() for waiting in tenant.holding]
+        holding.sort(key=_turn_of, reverse=True)
+        for waiting in holding:
+            for position in reversed(waiting.held):
+                yield waiting.keys[position]
+
+    def clear(self) -> None:
+        """The tier is empty: nobody keeps anything."""
+        self._users.clear()
+        self._waiting.clear()
+        self._tenants.clear()
+
+    def _keep(self, waiting: _Waiting[_Key]) -> None:
+        """Keep as many chunks as there is room for; the request is in its tenant's lists then."""
+        if self._keep_all_or_none(waiting):
+            return
+        keys, users, held, tenant = waiting.keys, self._users, waiting.held, waiting.tenant
+        held_before = bool(held)
+        position = waiting.position
+        while position < len(keys):
+            key = keys[position]
+            count = users.get(key, 0)
+            if not count:
+                if key not in self._here:
+                    position += 1
+                    continue
+                if len(users) >= self._chunks_max and not self._make_room(waiting):
+                    break
+                tenant.chunks += 1
+            users[key] = count + 1
+            held.append(position)
+            position += 1
+        waiting.position = position
+        if held and not held_before:
+            insort(tenant.holding, waiting, key=_turn_of)
+        if waiting.is_short:
+            _insert(tenant.short, waiting)
+        else:
+            _remove(tenant.short, waiting)
+
+    def _keep_all_or_none(self, waiting: _Waiting[_Key]) -> bool:
+        """The usual requests, without a loop: all of its chunks are here, used by nobody else and fit, or none is here.
+
+        False, and nothing has changed, for others.
+        """
+        keys = waiting.keys
+        if waiting.position:
+            return False
+        if self._here.isdisjoint(keys):
+            waiting.position = len(keys)
+            _remove(waiting.tenant.short, waiting)
+            return True
+        new = dict.fromkeys(keys, 1)
+        if (
+            len(new) < len(keys)
+            or len(self._users) + len(new) > self._chunks_max
+            or not self.kept.isdisjoint(new)
+            or not self._here >= new.keys()
+        ):
+            return False
+        self._users.update(new)
+        waiting.tenant.chunks += len(new)
+        waiting.held.extend(range(len(keys)))
+        waiting.position = len(keys)
+        insort(waiting.tenant.holding, waiting, key=_turn_of)
+        _remove(waiting.tenant.short, waiting)
+        return True
+
+    def _make_room(self, asking: _Waiting[_Key]) -> bool:
+        """Room for a chunk that is this request's by right, taken from another; False where there is none."""
+        tenant = asking.tenant
+        share = self._chunks_max // len(self._tenants)
+        while len(self._users) >= self._chunks_max:
+            giving = tenant
+            if not (tenant.holding and tenant.holding[-1].turn > asking.turn):
+                if tenant.chunks >= share:
+                    return False
+                giving = max(self._tenants.values(), key=_chunks_of)
+                if giving.chunks <= share:
+                    return False
+            self._take_last(giving.holding[-1])
+        return True
+
+    def _take_last(self, waiting: _Waiting[_Key]) -> None:
+        """Take the last of the chunks that a request keeps."""
+        waiting.position = waiting.held.pop()
+        self._leave(waiting, waiting.keys[waiting.position])
+        if not waiting.held:
+            _remove(waiting.tenant.holding, waiting)
+        _insert(waiting.tenant.short, waiting)
+
+    def _release(self, waiting: _Waiting[_Key]) -> None:
+        for position in waiting.held:
+            self._leave(waiting, waiting.keys[position])
+        waiting.held.clear()
+        _remove(waiting.tenant.holding, waiting)
+        _remove(waiting.tenant.short, waiting)
+
+    def _leave(self, waiting: _Waiting[_Key], key: _Key) -> None:
+        left = self._users[key] - 1
+        if left:
+            self._users[key] = left
+        else:
+            del self._users[key]
+            waiting.tenant.chunks -= 1
+
+    def _fill(self) -> None:
+        """Give the room that there is now to those that want more, the first turn first."""
+        wanting = sorted((tenant.short[0].turn, tenant.name) for tenant in self._tenants.values() if tenant.short)
+        for _, name in wanting:
+            short = self._tenants[name].short
+            while short:
+                waiting = short[0]
+                self._keep(waiting)
+                if waiting.is_short:
+                    break
+
+
+def _turn_of(waiting: _Waiting[_Key]) -> Turn:
+    return waiting.turn
+
+
+def _chunks_of(tenant: _Tenant[_Key]) -> int:
+    return tenant.chunks
+
+
+def _insert(ordered: list[_Waiting[_Key]], waiting: _Waiting[_Key]) -> None:
+    at = bisect_left(ordered, waiting.turn, key=_turn_of)
+    if at == len(ordered) or ordered[at] is not waiting:
+        ordered.insert(at, waiting)
+
+
+def _remove(ordered: list[_Waiting[_Key]], waiting: _Waiting[_Key]) -> None:
+    at = bisect_left(ordered, waiting.turn, key=_turn_of)
+    if at < len(ordered) and ordered[at] is waiting:
+        del ordered[at]
