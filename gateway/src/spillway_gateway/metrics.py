@@ -119,6 +119,12 @@ class GatewayMetrics:
             ("model",),
             registry=self.registry,
         )
+        self._missing_tokens = Counter(
+            "spillway_gateway_missing_cached_tokens",
+            "Prompt tokens by which requests found less than routing had expected for them.",
+            ("model",),
+            registry=self.registry,
+        )
         self.event_batches = Counter(
             "spillway_gateway_event_batches", "KV event batches applied.", ("engine",), registry=self.registry
         )
@@ -174,6 +180,7 @@ class GatewayMetrics:
         self.pause = cache(self._pause.labels)
         self.predicted_tokens = cache(self._predicted_tokens.labels)
         self.actual_tokens = cache(self._actual_tokens.labels)
+        self.missing_tokens = cache(self._missing_tokens.labels)
 
     def remove_engine(self, engine: str) -> None:
         """Drop every series of an engine that is gone for good: pod names are never reused, and would accumulate."""

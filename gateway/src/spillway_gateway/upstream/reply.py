@@ -326,6 +326,7 @@ class Reply:
         metrics.predicted_tokens(self._model, "cpu").inc(held.cpu_tokens)
         metrics.predicted_tokens(self._model, "shared").inc(held.shared_tokens)
         metrics.actual_tokens(self._model).inc(cached or 0)
+        metrics.missing_tokens(self._model).inc(max(0, held.total_tokens - (cached or 0)))
         self._services.recent.reported(self._model, held.total_tokens, cached or 0)
 
 
