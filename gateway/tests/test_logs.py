@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from spillway_gateway.logs import OneLineFormatter
+from spillway_gateway.logs import LINE_CHARS_MAX, OneLineFormatter
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
 
@@ -26,6 +26,15 @@ def test_control_characters_in_a_message_are_escaped_and_a_traceback_keeps_its_l
     first, *rest = stream.getvalue().splitlines()
     assert first == "ERROR a\\u0085b\\u2028c\\u000ad e\\u001b[0m"
     assert rest[0].startswith("Traceback") and len(rest) > 2
+
+
+def test_a_line_is_bounded_whatever_an_engine_or_client_wrote_into_it() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "engine %s: %s", ("e", "\n" * 1_000_000), None)
+
+    line = OneLineFormatter("%(message)s").format(record)
+
+    assert len(line) < 6 * LINE_CHARS_MAX + 100 and line.startswith("engine e: \\u000a")
+    assert line.endswith("... (1000010 characters)")
 
 
 async def test_a_request_id_is_taken_as_far_as_it_is_visible_ascii(start_engine: Any) -> None:

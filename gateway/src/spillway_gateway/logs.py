@@ -10,14 +10,19 @@ from spillway_gateway.config.settings import LogConfig
 
 # C0, DEL, C1 (U+0085 among them) and the line and paragraph separators: viewers break a line at each of them.
 _LINE_BREAKING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+LINE_CHARS_MAX = 8192  # engines and clients write parts of it
 _REQUESTS = "spillway_gateway.upstream.relay"  # logs one line per request at DEBUG
 
 
 class OneLineFormatter(logging.Formatter):
-    """Escapes control characters in the message, which may quote a client's text; a traceback keeps its lines."""
+    """Escapes control characters in the message, which may quote a client's or an engine's text, and cuts a long one; a
+    traceback keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _LINE_BREAKING.sub(lambda found: f"\\u{ord(found[0]):04x}", super().formatMessage(record))
+        line = super().formatMessage(record)
+        if len(line) > LINE_CHARS_MAX:
+            line = f"{line[:LINE_CHARS_MAX]}... ({len(line)} characters)"
+        return _LINE_BREAKING.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 def set_up(config: LogConfig, *, with_pid: bool = False) -> None:

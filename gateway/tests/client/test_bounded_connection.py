@@ -6,13 +6,14 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spillway_gateway.client import bounded_connection
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import HoldInStream
@@ -69,6 +70,14 @@ async def bounded(start_engine: Any, **connections: Any) -> AsyncIterator[tuple[
     config = gateway_config([engine], connections={**BOUNDS, **connections}, timeouts={"bodyReadSeconds": 10})
     async with running_gateway(config) as running:
         yield running, engine
+
+
+def write_pair(folder: Path) -> dict[str, str]:
+    """A certificate and its key, as `listen.tls` names them."""
+    certificate, key = make_pair("gateway")
+    (folder / "tls.crt").write_bytes(certificate)
+    (folder / "tls.key").write_bytes(key)
+    return {"certFile": str(folder / "tls.crt"), "keyFile": str(folder / "tls.key")}
 
 
 UPGRADES = {
@@ -301,10 +310,7 @@ async def test_pipelined_requests_in_pieces_are_answered_in_order(start_engine: 
 
 
 async def test_a_handshake_that_does_not_end_counts_as_a_connection(start_engine: Any, tmp_path: Path) -> None:
-    certificate, key = make_pair("gateway")
-    (tmp_path / "tls.crt").write_bytes(certificate)
-    (tmp_path / "tls.key").write_bytes(key)
-    tls = {"certFile": str(tmp_path / "tls.crt"), "keyFile": str(tmp_path / "tls.key")}
+    tls = write_pair(tmp_path)
     config = gateway_config(
         [await start_engine()], connections={**BOUNDS, "openMax": 1}, listen={"port": 0, "tls": tls}
     )
@@ -312,7 +318,7 @@ async def test_a_handshake_that_does_not_end_counts_as_a_connection(start_engine
         table = running.gateway.open_connections
         async with client_of(running) as silent:
             await until(lambda: len(table) == 1)
-            trust = ssl.create_default_context(cadata=certificate.decode())
+            trust = ssl.create_default_context(cafile=tls["certFile"])
             port = int(running.url.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, server_hostname="127.0.0.1")
             assert await silent.ended() == b""
@@ -384,3 +390,84 @@ async def test_a_client_of_http_1_0_gets_no_chunks(start_engine: Any, stream: bo
         assert body.endswith(b"data: [DONE]\n\n")
     else:
         assert json.loads(body)["object"] == "chat.completion"
+
+
+def upload(head: bytes, part: bytes, count: int = 8) -> Callable[[socket.socket], bytes]:
+    """A blocking client that reads nothing before it has sent `part` so many times: the first line of its answer."""
+
+    def sent(connection: socket.socket) -> bytes:
+        connection.sendall(head)
+        for _ in range(count):
+            connection.sendall(part)
+        return connection.recv(4096).partition(b"\r\n")[0]
+
+    return sent
+
+
+MIB = bytes(1 << 20)
+CHUNK = b"%x\r\n%s\r\n" % (len(MIB), MIB)
+LENGTH = b"content-length: %d\r\n\r\n" % (8 << 20)
+UPLOADS = {
+    "too large": (upload(HEAD + LENGTH, MIB), b"413"),
+    "too large, then closed": (upload(HEAD + b"connection: close\r\n" + LENGTH, MIB), b"413"),
+    "too large, in chunks": (upload(HEAD + b"transfer-encoding: chunked\r\n\r\n", CHUNK), b"413"),
+    "of HTTP/1.0": (upload(HEAD.replace(b"/1.1", b"/1.0") + LENGTH, MIB), b"413"),
+    "no such path": (upload(HEAD.replace(b"chat", b"none") + LENGTH, MIB), b"404"),
+    "a wrong chunk": (upload(HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", CHUNK), b"400"),
+    "no host": (upload(HEAD.replace(b"host: x\r\n", b"") + LENGTH, MIB), b"400"),
+    "a head without end": (upload(HEAD, b"a: %s\r\n" % (b"x" * len(MIB))), b"431"),
+    "a target without end": (upload(b"POST /", b"x" * len(MIB)), b"414"),
+    "no HTTP": (upload(b"\0", MIB), b"400"),
+}
+
+
+@pytest.mark.parametrize("case", UPLOADS)
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+async def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(
+    start_engine: Any, tmp_path: Path, case: str, tls: bool
+) -> None:
+    client, status = UPLOADS[case]
+    limits = {"bodyBytesMax": 100_000}
+    listen: dict[str, Any] = {"port": 0}
+    context = None
+    if tls:
+        listen["tls"] = write_pair(tmp_path)
+        context = ssl.create_default_context(cafile=listen["tls"]["certFile"])
+    document = gateway_config([await start_engine()], limits=limits, listen=listen)
+    async with running_gateway(document) as running:
+
+        def answer() -> bytes:
+            address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+            with socket.create_connection(address, timeout=30) as plain:
+                if context is None:
+                    return client(plain)
+                with context.wrap_socket(plain, server_hostname="127.0.0.1") as wrapped:
+                    return client(wrapped)
+
+        assert (await asyncio.to_thread(answer)).split()[1] == status
+        await until(lambda: not len(running.gateway.open_connections))
+
+
+async def test_what_follows_an_answer_is_dropped_while_it_comes_at_a_pace(start_engine: Any) -> None:
+    async with bounded(start_engine) as (running, _), client_of(running) as client:
+        client.send(HEAD.replace(b"chat", b"none") + b"content-length: 1000000\r\n\r\n")
+        assert (await client.reply())[0] == 404
+        (connection,) = await connections_of(running, 1)
+        client.send(bytes(1500))  # more than 10 s at 100 bytes per second ask for
+        await until(lambda: connection._body_bytes == 1500)
+        pass_seconds(running, 11)
+        client.send(bytes(10))
+        await until(lambda: connection._body_bytes == 1510)
+        assert not connection.transport.is_closing()
+        pass_seconds(running, 22)
+        assert await client.ended() == b""
+
+
+async def test_a_client_that_stays_after_a_refusal_is_closed(start_engine: Any) -> None:
+    async with bounded(start_engine) as (running, _), client_of(running) as client:
+        client.send(b"\0")
+        assert b"invalid_http" in await client.ended()
+        assert len(running.gateway.open_connections) == 1
+        client.send(b"still here")
+        pass_seconds(running, bounded_connection.LINGER_SECONDS + 1)
+        await until(lambda: not len(running.gateway.open_connections))

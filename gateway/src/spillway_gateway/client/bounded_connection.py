@@ -4,6 +4,9 @@ What a client sends is bounded before it is authenticated: the bytes and number 
 framing of a chunked body, and pipelined requests. Times are bounded by OpenConnections.tick(): from the accept or a
 request's first byte to a whole head, between two requests, and while the client reads no byte of a reply.
 
+Many clients send all of a request before they read. A socket that is closed over bytes that nobody read is reset, and
+the client never sees the answer that refused it. So what it still sends is read and dropped, within bounds.
+
 A request with `Upgrade` is served as HTTP/1.1, as RFC 9110 (7.8) allows: Java's HttpClient asks for h2c with its first
 request on plain HTTP. The parser takes no body after such a head, so it is fed the head once more without `Upgrade`.
 """
@@ -24,6 +27,8 @@ from spillway_gateway.error_bodies import error_body
 
 HELD_BYTES_MAX = 64 * 1024  # of pipelined requests, kept until the one before them is answered
 FRAMING_BYTES_PER_BYTE_MAX = 8  # of a chunked body: chunks of one byte take six
+DROPPED_BYTES_MAX = 1 << 30  # of a body, after its request was answered
+LINGER_SECONDS = 10.0  # for a client to stop sending after an answer that ends its connection
 NEVER = float("inf")
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 
@@ -78,6 +83,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._stalled_until = NEVER
         self._held_bytes = 0  # in the budget for replies
+        self._refusal_sent = False
+        self._drops_input = False  # it is about to be closed
 
     # -- asyncio.Protocol --------------------------------------------------------------------------------------------
 
@@ -101,6 +108,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._drops_input:
+            return
         if not self.pipeline:
             self._feed(data)
             return
@@ -178,8 +187,23 @@ class BoundedConnection(HttpToolsProtocol):
         body = error_body(refusal.message, "invalid_request_error", None, refusal.code)
         retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
         head = b"%scontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
+        self._refusal_sent = True
         self.transport.write(head % (STATUS_LINE[refusal.status], retry, len(body)) + body)
         self.transport.close()
+
+    def linger(self, transport: asyncio.Transport) -> bool:
+        """Asked before the connection is closed: whether it stays for a while, because its client may still send."""
+        sends = self._refusal_sent or self._phase is _Phase.BODY
+        if self._drops_input or not sends or not self.open_connections.holds(self):
+            return False
+        self._drops_input = True
+        self._held.clear()
+        self._deadline = self.loop.time() + LINGER_SECONDS
+        self.open_connections.mark_idle(self)
+        self.flow.resume_reading()
+        if transport.can_write_eof():
+            transport.write_eof()
+        return True
 
     # -- httptools ---------------------------------------------------------------------------------------------------
 
@@ -236,6 +260,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._body_bytes += len(body)
         cycle = self.cycle
         if cycle.response_complete:
+            if self._body_bytes > DROPPED_BYTES_MAX:
+                self.transport.abort()
             return
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT and not self.pipeline:
@@ -288,8 +314,12 @@ class BoundedConnection(HttpToolsProtocol):
             return
         else:
             bounds = self._bounds
-            seconds = bounds.idle_seconds if self._phase is _Phase.BETWEEN else bounds.head_seconds
-            self._deadline = self.loop.time() + seconds
+            if self._phase is _Phase.BODY:  # dropped, at the pace that a body has to have
+                self.expect_body(bounds.head_seconds)
+                self._body_bytes_before = self._body_bytes
+            else:
+                seconds = bounds.idle_seconds if self._phase is _Phase.BETWEEN else bounds.head_seconds
+                self._deadline = self.loop.time() + seconds
             self.open_connections.mark_idle(self)
         if self._held and not self.pipeline:
             self.loop.call_soon(self._feed_held)
@@ -334,20 +364,24 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.abort()
         elif now <= self._deadline:
             return  # the client sent something meanwhile
-        elif self._phase is _Phase.HEAD:
+        elif self._phase is _Phase.HEAD and not self._drops_input:
             seconds = bounds.head_seconds
+            self._drops_input = True
             self._refuse(Refusal(408, "request_timeout", f"The request's head was not whole within {seconds:g} s"))
-        elif self._phase is _Phase.BODY and not self.cycle.response_complete:
+        elif self._phase is _Phase.BODY and not self._drops_input:
             arrived = self._body_bytes - self._body_bytes_before
             if arrived >= self._body_seconds * bounds.body_bytes_per_second_min:
                 self._body_bytes_before = self._body_bytes
                 self._deadline = now + self._body_seconds
+                return
+            if self.cycle.response_complete:
+                self._drops_input = True
+                self.transport.close()
             else:
-                self._deadline = NEVER
                 self.body_timed_out = True
                 self.cycle.message_event.set()
-            return
         else:
+            self._drops_input = True
             self.transport.close()
         self._deadline = NEVER
 

@@ -40,7 +40,7 @@ class ClientConnection(BoundedConnection):
     _on_disconnect: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, HeadWithBody(transport)))
+        super().connection_made(cast(asyncio.Transport, HeadWithBody(transport, self.linger)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -193,19 +193,25 @@ class ClientRequest:
 
 class HeadWithBody:
     """A transport that holds the head of a reply until the next write or the end of the event loop iteration. Where
-    several requests share the iteration, it holds the body too (write_coalescing.py)."""
+    several requests share the iteration, it holds the body too (write_coalescing.py).
 
-    __slots__ = ("_coalescer", "_held", "_transport", "abort", "get_extra_info", "get_write_buffer_size", "is_closing",
-                 "pause_reading", "resume_reading", "set_protocol")  # fmt: skip
+    linger: asked by close() whether the connection stays to be read; a second close() ends it.
+    """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    __slots__ = ("_closed", "_coalescer", "_held", "_linger", "_transport", "abort", "get_extra_info",
+                 "get_write_buffer_size", "pause_reading", "resume_reading", "set_protocol")  # fmt: skip
+
+    def __init__(
+        self, transport: asyncio.Transport, linger: Callable[[asyncio.Transport], bool] = lambda transport: False
+    ) -> None:
         self._transport = transport
+        self._linger = linger
+        self._closed = False
         self._coalescer = WriteCoalescer.of_running_loop()
         self._held: list[bytes] = []
         self.abort = transport.abort
         self.get_extra_info = transport.get_extra_info
         self.get_write_buffer_size = transport.get_write_buffer_size
-        self.is_closing = transport.is_closing
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading
         self.set_protocol = transport.set_protocol
@@ -222,9 +228,14 @@ class HeadWithBody:
         else:
             self._transport.write(data)
 
+    def is_closing(self) -> bool:
+        return self._closed or self._transport.is_closing()
+
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        self._closed = True
+        if not self._linger(self._transport):
+            self._transport.close()
 
     def _flush(self) -> None:
         if self._held:

@@ -58,6 +58,10 @@ class OpenConnections:
     def __len__(self) -> int:
         return len(self._address)
 
+    def holds(self, connection: Connection) -> bool:
+        """Whether it was admitted, and has not ended."""
+        return connection in self._address
+
     def admit(self, connection: Connection, address: str) -> bool:
         """Whether a new connection may stay; it is then idle, until remove()."""
         if self._of_address.get(address, 0) >= self.per_address_max:
