@@ -298,3 +298,35 @@ def test_series_of_an_engine_that_is_gone_are_dropped() -> None:
     assert "goes" not in page and 'engine="stays"' in page
     metrics.request("m", "goes", "prefix", "2xx").inc()
     assert 'engine="goes"' in metrics.exposition().decode()
+
+
+@pytest.mark.parametrize(("end", "status"), [("deleted", 200), ("terminating", 200), ("crash", 502)])
+async def test_a_lone_request_goes_to_another_engine_where_the_pod_of_its_own_was_deleted(
+    api: FakeKubernetes, start_engine: Any, end: str, status: int
+) -> None:
+    fakes = [await start_engine(name) for name in ("vllm-0", "vllm-1")]
+    ended: list[asyncio.Task[None]] = []
+    async with running_gateway(settings(api)) as running, aiohttp.ClientSession() as client:
+        engines = running.gateway.fleets[0].engines
+
+        async def end_of(fake: FakeEngine) -> None:
+            engine = engines[fake.name]
+            if end == "deleted":
+                api.delete(f"slice-of-{fake.name}")
+            else:
+                put(api, fake, ready=False, terminating=end == "terminating")
+            await until(lambda: engine.withheld is not None or engines.get(fake.name) is not engine)
+            await fake.stop()
+
+        def script(fake: FakeEngine) -> None:
+            if not ended:
+                ended.append(asyncio.get_running_loop().create_task(end_of(fake)))
+                raise asyncio.CancelledError  # the reply is never written
+
+        for fake in fakes:
+            fake.script = lambda path, body, fake=fake: script(fake)
+            put(api, fake)
+        await ready(running, "vllm-0", "vllm-1")
+        async with client.post(running.url + "/v1/completions", json=PROMPT) as reply:
+            assert reply.status == status, await reply.text()
+        await ended[0]

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
 from spillway_gateway.testing.faults import HeadThenDie, HoldInStream
@@ -38,12 +39,14 @@ class Fleet:
         self.engines = engines
         self.how = how
         self.dead: set[str] = set()
+        self.ends_max = len(engines)  # further ones answer
         self._ending: set[asyncio.Task[None]] = set()
         for engine in engines:
             engine.script = lambda path, body, engine=engine: self._script(engine, body)
 
     def _script(self, engine: FakeEngine, body: dict[str, Any]) -> Scripted | None:
-        if "vllm_xargs" not in body and engine.name not in self.dead:
+        harmless = "vllm_xargs" not in body or len(self.dead) >= self.ends_max
+        if harmless and engine.name not in self.dead:
             return None
         if self.how == "killed":
             self.dead.add(engine.name)
@@ -160,20 +163,47 @@ def request(body: bytes, tenant: str = "", path: bytes = b"/v1/completions") -> 
     return OutboundRequest(path, [], body, b"id", False, PromptBlocks([], 16, 0, 0), 0.0, tenant)
 
 
-async def test_a_suspect_is_refused_for_a_time_and_in_bounded_number() -> None:
+async def test_a_suspect_is_refused_for_a_short_time_first_and_in_bounded_number() -> None:
     now = [0.0]
     listed = Suspects(600.0, lambda: now[0])
     first = await fingerprint_of(request(b"first"))
+    for ended_at, refused_until in ((0.0, 60.0), (100.0, 700.0), (1000.0, 1600.0)):
+        now[0] = ended_at
+        assert not listed.judge(first, alone=True, again=False, begun=False)
+        assert await listed.refused_seconds(request(b"first")) == refused_until - ended_at
+        assert not await listed.refused_seconds(request(b"other"))  # as long
+        now[0] = refused_until
+        assert not await listed.refused_seconds(request(b"first"))
+        assert not listed._lengths
+    now[0] = 1600.0 + 600.0  # so long without an end of an engine, and it is as new
     assert not listed.judge(first, alone=True, again=False, begun=False)
-    assert await listed.refuses(request(b"first"))
-    assert not await listed.refuses(request(b"other"))  # as long
-    now[0] = 600.0
-    assert not await listed.refuses(request(b"first"))
-    assert not listed._lengths
+    assert await listed.refused_seconds(request(b"first")) == 60.0
 
     for at in range(ENTRIES_MAX + 100):
         listed.put(Fingerprint(b"%016d" % at, at), 1e9)
     assert len(listed) == len(listed._lengths) == ENTRIES_MAX
+
+
+async def test_a_request_that_has_ended_two_engines_is_refused_for_long_at_once() -> None:
+    for alone, begun in ((False, False), (True, True)):
+        listed = Suspects(600.0, lambda: 0.0)
+        first = await fingerprint_of(request(b"first"))
+        assert listed.judge(first, alone=alone, again=False, begun=begun)
+        assert not listed.judge(first, alone=alone, again=not begun, begun=begun)
+        assert await listed.refused_seconds(request(b"first")) == 600.0
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+async def test_a_request_whose_engine_was_to_end_goes_to_another_and_is_no_suspect(
+    start_engine: Any, monkeypatch: pytest.MonkeyPatch, fronts: int
+) -> None:
+    fleet = await fleet_of_four(start_engine, "killed")
+    monkeypatch.setattr(Engine, "was_to_end", property(lambda engine: engine.name in fleet.dead))
+    async with gateways(fronts, gateway_config(fleet.engines)) as urls, aiohttp.ClientSession() as http:
+        for ended in (1, 2):
+            fleet.ends_max = ended
+            assert (await ask(http, urls[0], POISON))[0] == 200
+            assert len(fleet.dead) == ended
 
 
 def test_whose_engine_had_others_or_a_begun_reply_may_be_sent_once_more() -> None:

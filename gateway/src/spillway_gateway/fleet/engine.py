@@ -139,7 +139,7 @@ class Engine:
         self.progressed_at = float("-inf")  # when it was last seen to compute; monotonic seconds
         self.progressed_by: object = None  # the request that showed it; None: its metrics
         self._computed_tokens: float | None = None  # at the last reading
-        self.terminating = False  # reported by discovery
+        self.terminating = False  # reported by discovery; its pod is being deleted, or is gone
         self.draining = False  # reported by the engine
         self.poll_soon: Callable[[], None] = lambda: None
         self.on_idle: Callable[[], None] = lambda: None  # the last request has ended
@@ -148,6 +148,11 @@ class Engine:
     def routable(self) -> bool:
         """Whether new requests may be sent, the breaker aside."""
         return self.state is EngineState.READY and self.withheld is None
+
+    @property
+    def was_to_end(self) -> bool:
+        """Whether its process ends for a reason that no request is."""
+        return self.terminating or self.draining
 
     @property
     def reason(self) -> str:

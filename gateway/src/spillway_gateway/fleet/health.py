@@ -167,7 +167,7 @@ class HealthPoller:
     def _end_requests(self, now: float) -> None:
         """vLLM 0.23 may hang at its shutdown deadline while clients are connected: the gateway closes their connections
         before that."""
-        if not any(engine.terminating or engine.draining for engine in self._ranks):
+        if not any(engine.was_to_end for engine in self._ranks):
             self._ending_since = None
         elif self._ending_since is None:
             self._ending_since = now

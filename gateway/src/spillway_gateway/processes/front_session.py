@@ -55,6 +55,8 @@ class _Place:
 
     def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
         """Its engine has ended."""
+        if self.lease is not None and self.lease.engine.was_to_end:
+            return True
         fingerprint = Fingerprint(asked.digest, asked.body_bytes)
         alone = self.lease is not None and self._fleet.served_alone(self.lease)
         return suspects.judge(fingerprint, alone=alone, again=asked.again, begun=asked.begun)

@@ -252,6 +252,11 @@ class Roster:
 
     def _remove_engine(self, fleet: ModelFleet, name: str) -> None:
         engine = fleet.remove_engine(name)
+        discovery = fleet.config.discovery
+        if discovery is not None and discovery.kubernetes is not None:
+            engine.terminating = (
+                True  # EndpointSlices list a pod until it is deleted; names in DNS may be of ready ones
+            )
         if fleet.name in self._checks:
             self._checks[fleet.name][0].remove(engine)
         if self._engine_tasks is not None:

@@ -34,6 +34,8 @@ class _OwnPlace:
         return self._fleet.choose(prompt, tried, request.only_engine, request.session, request.adapter)
 
     async def ended(self, lease: Lease, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
+        if lease.engine.was_to_end:
+            return True
         alone = self._fleet.served_alone(lease)
         return self._suspects.judge(fingerprint, alone=alone, again=again, begun=begun)
 

@@ -81,7 +81,8 @@ class Place(Protocol):
         ModelNotFound where no engine has its adapter any more."""
 
     async def ended(self, lease: Lease, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
-        """The lease's engine has ended. Whether another one may get the request; arguments as Suspects.judge."""
+        """The lease's engine has ended. Whether another one may get the request: always where that end was known
+        to come, otherwise as Suspects.judge, whose arguments these are."""
 
     def leave(self) -> None:
         """The request has ended."""

@@ -2,8 +2,9 @@
 
 A request can end an engine's process. Sent to the next engine, it ends that one too, and so does the client's own
 retry. So a request whose engine ended is sent to one more at most, and to none where that engine had nothing else to
-serve. It is then a suspect: for a time the same request of the same tenant is refused. An engine that lives and broke
-a connection alone is no matter of this.
+serve. It is then a suspect: for a time the same request of the same tenant is refused. That time is short after one
+engine, which something else may have ended, and long after a second one. No matter of this are an engine that lives and
+broke a connection alone, and one whose end was known to come: it drained, or its pod was deleted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from hashlib import blake2b
+from math import ceil
 from typing import NamedTuple
 
 from spillway_gateway.errors import EngineDisconnected, EngineFailed, GatewayError, RequestSuspected, UpstreamError
@@ -26,6 +28,7 @@ from spillway_gateway.upstream.pool import ConnectionPool
 logger = logging.getLogger(__name__)
 
 ENTRIES_MAX = 4096
+FIRST_SHARE = 0.1  # of limits.suspectSeconds, after one engine
 HASHED_BYTES_PER_STEP = 1024 * 1024  # under a millisecond of the event loop
 LOOK_SECONDS_MAX = 2.0  # for an answer to the question whether an engine lives
 LOOK_AGAIN_SECONDS = 0.25  # its connections may break before its port closes
@@ -54,8 +57,8 @@ async def fingerprint_of(request: OutboundRequest) -> Fingerprint:
 class Suspects:
     """Those of all processes of a gateway. On the event loop.
 
-    seconds: for which a suspect is refused, limits.suspectSeconds. on_added: of each new one, with the monotonic time
-    until which it is refused.
+    seconds: for which a suspect is refused at most, limits.suspectSeconds. on_added: of each new one, with the
+    monotonic time until which it is refused.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,6 +68,7 @@ class Suspects:
         self._until: OrderedDict[Fingerprint, float] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         self._begun: OrderedDict[Fingerprint, float] = OrderedDict()  # whose engine ended within their replies
+        self._found: OrderedDict[Fingerprint, float] = OrderedDict()  # suspects, for so long after they were refused
 
     def __len__(self) -> int:
         return len(self._until)
@@ -75,15 +79,19 @@ class Suspects:
         alone: the engine had no other request. again: it is one engine more than a request may end. begun: the client
         has a part of the reply, so what the engine ended of came later; the second time, the request is a suspect.
         """
-        if again or (alone and (not begun or self._unexpired(self._begun, fingerprint))):
-            self._add(fingerprint)
+        begun_before = begun and self._unexpired(self._begun, fingerprint)
+        if again or (alone and (not begun or begun_before)):
+            self._add(fingerprint, several=again or begun_before)
             return False
         if alone:
             self._put(self._begun, fingerprint, self._clock() + self.seconds)
         return True
 
-    def _add(self, fingerprint: Fingerprint) -> None:
-        until = self._clock() + self.seconds
+    def _add(self, fingerprint: Fingerprint, *, several: bool) -> None:
+        """several: it has ended more than one engine already."""
+        several = several or self._unexpired(self._found, fingerprint)
+        until = self._clock() + self.seconds * (1.0 if several else FIRST_SHARE)
+        self._put(self._found, fingerprint, until + self.seconds)
         self.put(fingerprint, until)
         self.on_added(fingerprint, until)
 
@@ -94,16 +102,18 @@ class Suspects:
         for oldest in self._put(self._until, fingerprint, until):
             self._forget_length(oldest)
 
-    async def refuses(self, request: OutboundRequest) -> bool:
-        """Whether the request is a suspect now."""
+    async def refused_seconds(self, request: OutboundRequest) -> float:
+        """For how long the request is still refused; 0: it is no suspect now."""
         if len(request.body) not in self._lengths:  # nearly always
-            return False
+            return 0.0
         fingerprint = await fingerprint_of(request)
-        known = fingerprint in self._until
-        unexpired = self._unexpired(self._until, fingerprint)
-        if known and not unexpired:
+        until = self._until.get(fingerprint)
+        if until is None:
+            return 0.0
+        if not self._unexpired(self._until, fingerprint):
             self._forget_length(fingerprint)
-        return unexpired
+            return 0.0
+        return until - self._clock()
 
     def all(self) -> list[tuple[Fingerprint, float]]:
         """With the times until which they are refused."""
@@ -187,12 +197,11 @@ class EndedEngines:
     async def require_unsuspected(self) -> None:
         """Raises RequestSuspected."""
         services = self._services
-        if await services.suspects.refuses(self._request):
+        if seconds := await services.suspects.refused_seconds(self._request):
             services.metrics.suspect(self._model, "refused").inc()
             raise RequestSuspected(
-                "An engine ended while it served this request, so it is refused for up to "
-                f"{services.limits.suspect_seconds:g} s, the gateway's limits.suspectSeconds; change the request, or "
-                "tell the operator"
+                f"An engine ended while it served this request, so it is refused for {ceil(seconds)} s more, by the "
+                "gateway's limits.suspectSeconds; send it again then, change it, or tell the operator"
             )
 
     async def allow_another(self, failure: UpstreamError, place: Place, lease: Lease, *, begun: bool) -> bool:
@@ -204,12 +213,11 @@ class EndedEngines:
         again = self._count >= services.limits.ended_engines_max
         if await place.ended(lease, await fingerprint_of(self._request), again=again, begun=begun):
             # Another process, or another request with the same content, may have found out meanwhile.
-            return begun or not await services.suspects.refuses(self._request)
+            return begun or not await services.suspects.refused_seconds(self._request)
         services.metrics.suspect(self._model, "found").inc()
         logger.error(
-            "request %s: engine %s ended while it served it; it is not sent again, and refused for %g s",
+            "request %s: engine %s ended while it served it; it is not sent again, and refused for a time",
             self._request.request_id.decode("latin-1"),
             engine.name,
-            services.limits.suspect_seconds,
         )
         return False
