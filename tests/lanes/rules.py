@@ -112,6 +112,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/engine_lives": ("vllm",),
     "tests/engine_matrix": ("engine",),
     "tests/engine_events": ("vllm",),
+    "tests/engine_salts": ("vllm",),
     "tests/faults": ("engines",),
     "tests/generations": ("other_vllm",),
     "tests/generations/test_table.py": (NOTHING,),
@@ -137,6 +138,7 @@ LOCAL_VLLM = "0.23"  # of requirements/local.txt, which runs every other lane
 # its rule names `other_vllm`, only they do.
 OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "tests/engine_events": ("0.30", "0.32"),
+    "tests/engine_salts": ("0.30", "0.32"),
     "services/engine/tests/vllm": ("0.30", "0.32"),
     "connector/tests/engine/test_adapters.py": ("0.30", "0.32"),
     "connector/tests/engine/test_copy_jobs.py": ("0.30", "0.32"),

@@ -254,9 +254,7 @@ class Roster:
         engine = fleet.remove_engine(name)
         discovery = fleet.config.discovery
         if discovery is not None and discovery.kubernetes is not None:
-            engine.terminating = (
-                True  # EndpointSlices list a pod until it is deleted; names in DNS may be of ready ones
-            )
+            engine.terminating = True  # EndpointSlices list a pod until it is deleted; DNS drops one that is not ready
         if fleet.name in self._checks:
             self._checks[fleet.name][0].remove(engine)
         if self._engine_tasks is not None:
