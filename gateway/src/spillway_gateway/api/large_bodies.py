@@ -49,6 +49,7 @@ _SECONDS_PER_CONTAINER = 2e-6
 _SECONDS_PER_STRING = 0.2e-6
 _SECONDS_PER_SYNTAX_BYTE = 0.1e-6  # outside of strings; numbers, mostly
 
+_UNMARKED = bytes(byte for byte in range(256) if byte not in b",[{\\")  # what costs no more than its length
 _EMPTY = {ord('"'): b'""', ord("["): b"[]", ord("{"): b"{}"}
 _read_ids = msgspec.json.Decoder(list[int]).decode
 
@@ -117,9 +118,10 @@ class LargeBodies:
         def count() -> bool:
             nonlocal at, seconds
             end = at + _COUNT_BYTES
-            seconds += body.count(b",", at, end) * _SECONDS_PER_COMMA
-            seconds += (body.count(b"[", at, end) + body.count(b"{", at, end)) * _SECONDS_PER_CONTAINER
-            seconds += body.count(b"\\", at, end) * _SECONDS_PER_ESCAPE
+            marks = body[at:end].translate(None, _UNMARKED)  # one pass, where counting each takes four
+            seconds += marks.count(b",") * _SECONDS_PER_COMMA
+            seconds += (marks.count(b"[") + marks.count(b"{")) * _SECONDS_PER_CONTAINER
+            seconds += marks.count(b"\\") * _SECONDS_PER_ESCAPE
             at = end
             return at >= len(body) or seconds > PARSE_SECONDS_MAX
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -23,6 +24,7 @@ _UINT32 = "I"
 # Of one prompt and block size; the rest of a longer prompt counts as not held. 128 tokens each: 2 Mi tokens. Hashing,
 # matching and counting so many takes about 10 ms of the event loop.
 KEYS_MAX = 16_384
+RUN_BLOCKS = 64  # whose keys are remembered together
 TOKEN_BYTES = 4  # of a token id in the form that is hashed
 assert array(_UINT32).itemsize == TOKEN_BYTES
 
@@ -77,19 +79,51 @@ def token_block_keys(namespace: int, tokens: Sequence[int] | array[int], block_t
     return chain_blocks(namespace, token_bytes(tokens), block_tokens * TOKEN_BYTES)
 
 
-def text_block_keys(namespace: int, text: bytes, block_bytes: int) -> list[int]:
-    """Keys of all full blocks of normalised text (tokens/text_blocks.py)."""
-    return chain_blocks(namespace, text, block_bytes)
-
-
 def chain_blocks(namespace: int, data: bytes, block_bytes: int) -> list[int]:
-    """Keys of all full blocks of `block_bytes`, in order, KEYS_MAX at most."""
+    """Keys of all full blocks of `block_bytes`, of token ids or of normalised text (tokens/text_blocks.py), in order,
+    KEYS_MAX at most."""
     keys: list[int] = []
     key = namespace
     for start in range(0, min(len(data) - block_bytes + 1, KEYS_MAX * block_bytes), block_bytes):
         key = _hash(data[start : start + block_bytes], key)
         keys.append(key)
     return keys
+
+
+class KeyChains:
+    """Keys of blocks that were hashed before, a run of blocks at a time: a turn of a conversation begins as the one
+    before it. A run is known by the key before it, which holds the namespace, and by its bytes. On one thread.
+
+    runs_max: the most that are kept, of about 1 KB each; the least recently used ones leave.
+    """
+
+    def __init__(self, runs_max: int = 4096) -> None:
+        self._runs_max = runs_max
+        self._runs: OrderedDict[tuple[int, int, bytes], array[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def keys(self, namespace: int, data: bytes, block_bytes: int) -> list[int]:
+        """As chain_blocks()."""
+        runs, run_bytes = self._runs, RUN_BLOCKS * block_bytes
+        end = min(len(data) // block_bytes, KEYS_MAX) * block_bytes
+        keys: list[int] = []
+        key, at = namespace, 0
+        while at + run_bytes <= end:
+            run = data[at : at + run_bytes]
+            name = (key, block_bytes, xxhash.xxh3_128_digest(run))
+            found = runs.get(name)
+            if found is None:
+                found = runs[name] = array("Q", chain_blocks(key, run, block_bytes))
+                if len(runs) > self._runs_max:
+                    runs.popitem(last=False)
+            else:
+                runs.move_to_end(name)
+            keys.extend(found)
+            key = keys[-1]
+            at += run_bytes
+        return keys + chain_blocks(key, data[at:end], block_bytes)
 
 
 def short_prompt_key(namespace: int, data: bytes) -> int:

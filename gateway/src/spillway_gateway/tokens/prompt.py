@@ -15,12 +15,11 @@ import msgspec
 from spillway_gateway.config.settings import LimitsConfig
 from spillway_gateway.routing.prefix import (
     TOKEN_BYTES,
+    KeyChains,
     PromptBlocks,
     PromptTokens,
-    chain_blocks,
     namespace_key,
     short_prompt_key,
-    text_block_keys,
     token_bytes,
 )
 from spillway_gateway.tokens.chat_template import CannotRender
@@ -101,6 +100,7 @@ class PromptReader:
         tables: WordTables | None = None,
     ) -> None:
         self._model = model
+        self._chains = KeyChains()
         self._engines = engines
         self.tokenizer = tokenizer
         self._threads = threads
@@ -183,9 +183,10 @@ class PromptReader:
         if tokens_max is not None:
             data = data[: tokens_max * TOKEN_BYTES]
         block_tokens, *others = self._engines.block_sizes
-        keys = chain_blocks(namespace, data, block_tokens * TOKEN_BYTES)
+        chains = self._chains
+        keys = chains.keys(namespace, data, block_tokens * TOKEN_BYTES)
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
-        other_keys = {size: chain_blocks(namespace, data, size * TOKEN_BYTES) for size in others}
+        other_keys = {size: chains.keys(namespace, data, size * TOKEN_BYTES) for size in others}
         tokens = PromptTokens(bytes(data), cache_salt) if self._keeps_tokens() else None
         return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key, other_keys, tokens)
 
@@ -193,7 +194,7 @@ class PromptReader:
         namespace ^= TEXT_NAMESPACE_MARK
         block_tokens = self._engines.block_sizes[0]
         prompt_tokens = max(1, len(text) // BYTES_PER_TOKEN)
-        keys = text_block_keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
+        keys = self._chains.keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
         spread_key = keys[0] if keys else short_prompt_key(namespace, text)
         return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key)
 
