@@ -98,7 +98,7 @@ class ApiServer:
         self._core = core
 
     async def salts(self, path: str, body: bytes) -> list[str | None]:
-        """Of the engine's requests that one request of a client became."""
+        """The salts of the engine's requests that one request of a client became."""
         reply = await self._http.post(path, content=body, headers={"content-type": "application/json"})
         assert self._core.requests, (path, reply.status_code, reply.text)
         return self.taken()

@@ -57,7 +57,7 @@ VECTORS: Cases = [
     ("/v1/embeddings", {"input": [5] * (TOKENS_MAX + 1)}),
     ("/v2/embed", {"texts": ["hi"]}),
     ("/pooling", {"input": "hi"}),
-    ("/pooling", {"messages": CHAT, "task": "token_embed"}),
+    ("/pooling", {"messages": CHAT}),
     *PAIRS,
 ]
 LABELS: Cases = [
@@ -127,7 +127,7 @@ async def test_the_engine_has_the_salt_where_the_table_says_so(kind: str, model:
 
 
 async def salts_of_two_turns(server: ApiServer, salt: str) -> list[str | None]:
-    """Of a response whose model calls one of the engine's own tools in between, in the format of gpt-oss."""
+    """The salts of a response whose model calls one of the engine's own tools in between, in the format of gpt-oss."""
     from vllm import SamplingParams
     from vllm.entrypoints.openai.responses.context import HarmonyContext
 
