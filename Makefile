@@ -213,6 +213,10 @@ bench-turns: ## Multi-turn load on one CUDA device, by offload. PYTHON_CUDA= one
 bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, virtual time. About four minutes
 	@$(BIN)/python bench/routing.py
 
+.PHONY: bench-system
+bench-system: $(STAMP) ## The whole under load, simulated: agents, a router, engines with tiers; systems in turns. About ten minutes
+	@PYTHONPATH=bench $(BIN)/python -m system.simulate $(BENCH)
+
 .PHONY: bench-retention
 bench-retention: $(STAMP) ## Hit ratio of a full tier on agents' sessions, by order of eviction, beside Belady's. About ten minutes
 	@$(BIN)/python bench/retention.py $(BENCH)

@@ -84,6 +84,10 @@ class Spillway(Policy):
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         return self._names[lease.engine.name]
 
+    def promised_tokens(self, request_id: str) -> int:
+        """What the gateway expected an open request to find on its engine."""
+        return int(self._leases[request_id].decision.held.total_tokens)
+
     def _observe(self) -> None:
         """What the gateway reads of engines once a second; here between two requests."""
         if self._fleet.now - self._observed_at < SCRAPE_SECONDS:

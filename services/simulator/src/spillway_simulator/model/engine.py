@@ -93,7 +93,7 @@ class SimulatedEngine:
         self.next_time: float | None = None  # when advance() has something to do
         self._shared = shared
         self._events: list[KvEvent] = []
-        self.device = DeviceCache(shape.device_blocks)
+        self.device = self._new_device()
         self.tiers = self._new_tiers()
         self._arriving: deque[tuple[float, Sequence]] = deque()
         self._waiting: deque[Sequence] = deque()
@@ -102,6 +102,9 @@ class SimulatedEngine:
         self._sequences: dict[str, Sequence] = {}
         self._step: _Step | None = None
         self._loads_begun = 0
+
+    def _new_device(self) -> DeviceCache:
+        return DeviceCache(self.shape.device_blocks)
 
     def _new_tiers(self) -> Tiering:
         shape = self.shape
@@ -189,7 +192,7 @@ class SimulatedEngine:
         self._events = []  # a new list: blocks left in the shared tier are not announced to the new process
         self.counters = EngineCounters()
         self.prefill_meter = PrefillMeter()
-        self.device = DeviceCache(self.shape.device_blocks)
+        self.device = self._new_device()
         self.tiers = self._new_tiers()
         self._arriving.clear()
         self._waiting.clear()
@@ -253,10 +256,10 @@ class SimulatedEngine:
                 prefill_seconds += self._prefill(sequence, tokens, step)
                 budget -= tokens
         while self._waiting and budget > 0 and len(self._running) + len(self._loading) < self.shape.max_running:
-            sequence = self._waiting[0]
+            sequence = self._next_waiting(now)
             if not self._admit(sequence, now):
                 break
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             if self._running and self._running[-1] is sequence:  # else it loads first
                 tokens = min(budget, sequence.prompt_tokens - sequence.computed)
                 prefill_seconds += self._prefill(sequence, tokens, step)
@@ -274,6 +277,10 @@ class SimulatedEngine:
             if self._loading:
                 step.cut(self._loading[0][0])
         self._step = step
+
+    def _next_waiting(self, now: float) -> Sequence:
+        """The one of the waiting requests that is admitted next, once there is room for it."""
+        return self._waiting[0]
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give a waiting request its blocks, and start it or its load. False while there is no room."""

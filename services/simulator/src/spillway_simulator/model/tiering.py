@@ -22,9 +22,13 @@ BACKLOG_SECONDS_MAX = 2.0  # stores that would wait longer for their link are dr
 class LoadPlan(NamedTuple):
     """The blocks to load, in order, right behind the device's own."""
 
-    cpu_blocks: int
+    cpu_keys: tuple[int, ...]
     shared_keys: tuple[int, ...]
     ready_at: float
+
+    @property
+    def cpu_blocks(self) -> int:
+        return len(self.cpu_keys)
 
     @property
     def blocks(self) -> int:
@@ -97,8 +101,9 @@ class Tiering:
             return None
         found = keys[start : start + len(where)]
         shared_keys = tuple([key for key, is_shared in zip(found, where, strict=True) if is_shared])
-        cpu_blocks = len(where) - len(shared_keys)
-        return LoadPlan(cpu_blocks, shared_keys, self._ready_at(cpu_blocks, len(shared_keys), now))
+        cpu_keys = tuple([key for key, is_shared in zip(found, where, strict=True) if not is_shared])
+        ready_at = self._ready_at(len(cpu_keys), len(shared_keys), now)
+        return LoadPlan(cpu_keys, shared_keys, ready_at)
 
     def _worth(self, where: list[bool], start: int, now: float) -> bool:
         first = where.index(True)

@@ -1,0 +1,50 @@
+"""Agents in a closed loop: what each session asks, and when. The HTTP load (load_generator.py) has the same shape.
+
+All sessions begin with the same system prompt. The first message is long, every later one is what a tool returned; an
+answer is part of the next prompt, as other tokens than those that were generated, as text that is tokenised again is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from traces.session import Segment
+
+THINK_MAX = 4.0  # times the mean
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLoad:
+    """`sessions` at a time; when one ends, its place begins the next. Seconds of load; ramp: in which they begin."""
+
+    sessions: int = 64
+    seconds: float = 100.0
+    ramp_seconds: float = 8.0
+    common_tokens: int = 4_000
+    own_tokens: int = 6_000
+    turn_tokens: int = 1_000
+    answer_tokens: int = 64
+    turns: int = 12
+    think_seconds: float = 1.0
+    seed: int = 1
+
+    def start_of(self, place: int) -> float:
+        return random.Random(self.seed * 100_003 + place).random() * self.ramp_seconds
+
+    def common(self) -> Segment:
+        return Segment(f"common-{self.seed}", self.common_tokens)
+
+    def session(self, place: int, number: int) -> Iterator[tuple[Segment, float]]:
+        """Each turn's message, and the pause behind its answer. The first session of a place is shorter, so that
+        places do not end together."""
+        rng = random.Random(f"{self.seed} {place} {number}")
+        turns = self.turns if number else rng.randrange(self.turns // 3, self.turns + 1)
+        for turn in range(turns):
+            tokens = self.turn_tokens + (0 if turn else self.own_tokens)
+            pause = min(THINK_MAX * self.think_seconds, rng.expovariate(1 / self.think_seconds))
+            yield Segment(f"{self.seed}-{place}-{number}-{turn}", tokens), pause
+
+    def answer(self, place: int, number: int, turn: int) -> Segment:
+        return Segment(f"answer-{self.seed}-{place}-{number}-{turn}", self.answer_tokens)

@@ -1,0 +1,35 @@
+"""What may differ between the systems that are compared: their tiers, their queue and who routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Storing(StrEnum):
+    """When a device block is copied to the CPU tier."""
+
+    NEVER = "never"
+    EAGER = "eager"  # when it is computed: Spillway's default and vLLM's OffloadingConnector
+    LAZY = "lazy"  # when it nears the end of the device's free queue: vLLM's SimpleCPUOffloadConnector
+    EXCLUSIVE = "exclusive"  # before the device gives it up; what the device holds leaves the CPU tier first
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """One engine's tiers and queue.
+
+    Args:
+        storing: when blocks are copied to the CPU tier.
+        protect_share: of the CPU tier's rows that requests in the engine's queue may keep; 0: they keep none.
+        overtake_seconds: for so long others may be admitted before a request that waits, those with the fewest tokens
+            to compute first; 0: first come, first served.
+        endless: the CPU tier never evicts.
+        shared: an NVMe tier that all engines share is below it.
+    """
+
+    storing: Storing = Storing.EAGER
+    protect_share: float = 0.0
+    overtake_seconds: float = 0.0
+    endless: bool = False
+    shared: bool = False

@@ -1,0 +1,107 @@
+"""A simulated engine with the tiers and the queue of one design."""
+
+from __future__ import annotations
+
+from spillway_simulator.model.engine import EngineShape, SimulatedEngine
+from spillway_simulator.model.rates import EngineRates
+from spillway_simulator.model.request import EngineRequest, Sequence
+from spillway_simulator.model.tiering import Tiering
+from spillway_simulator.model.tiers import SharedTier
+from system.design import Design, Storing
+from system.memory import KeepingDevice, SystemTiers
+from system.rates import ENDLESS_ROWS
+
+
+class SystemEngine(SimulatedEngine):
+    def __init__(
+        self, name: str, shape: EngineShape, rates: EngineRates, design: Design, shared: SharedTier | None = None
+    ) -> None:
+        self._design = design
+        self._kept: dict[str, tuple[list[int], list[int]]] = {}  # by request: blocks kept on the device and in the tier
+        super().__init__(name, shape, rates, shared)
+
+    def _new_device(self) -> KeepingDevice:
+        self.keeping = KeepingDevice(self.shape.device_blocks)
+        return self.keeping
+
+    def _new_tiers(self) -> Tiering:
+        rows = self.shape.cpu_blocks
+        if self._design.storing is Storing.NEVER:
+            rows = 0
+        elif self._design.endless:
+            rows = ENDLESS_ROWS
+        self.system_tiers = SystemTiers(
+            self._design,
+            self.keeping,
+            rows,
+            block_tokens=self.shape.block_tokens,
+            shared=self._shared,
+            rates=self.rates,
+            counters=self.counters,
+            emit=self._events.append,
+            announce_shared=self.shape.announce_shared,
+        )
+        return self.system_tiers
+
+    def close(self) -> None:
+        self.system_tiers.cpu.close()
+
+    def held_tokens(self, keys: list[int], limit: int) -> int:
+        """What a prompt would find now, on the device and in the CPU tier."""
+        cpu = self.system_tiers.cpu
+        found = next((at for at, key in enumerate(keys[:limit]) if key not in self.device and key not in cpu), limit)
+        return found * self.shape.block_tokens
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        super().submit(request, now)
+        self._keep_for_waiting()
+
+    def _limit(self, sequence: Sequence) -> int:
+        return (sequence.prompt_tokens - 1) // self.shape.block_tokens
+
+    def _keep_for_waiting(self) -> None:
+        """Those that came first keep what they would find, as long as the share of the tier lasts."""
+        if not self._design.protect_share:
+            return
+        cpu = self.system_tiers.cpu
+        room = int(self._design.protect_share * self.shape.cpu_blocks)
+        for sequence in [*self._waiting, *(arriving for _, arriving in self._arriving)]:
+            if sequence.request.id in self._kept:
+                continue
+            if len(cpu.pinned) >= room:
+                break
+            found = self.held_tokens(sequence.keys, self._limit(sequence)) // self.shape.block_tokens
+            prefix = sequence.keys[:found]
+            on_device = [key for key in prefix if key in self.device]
+            in_tier = [key for key in prefix if key in cpu]
+            self.keeping.keep(on_device)
+            cpu.pin(in_tier)
+            self._kept[sequence.request.id] = on_device, in_tier
+
+    def _next_waiting(self, now: float) -> Sequence:
+        first = self._waiting[0]
+        if not self._design.overtake_seconds or now - first.submitted_at > self._design.overtake_seconds:
+            return first
+        return min(
+            self._waiting,
+            key=lambda waiting: waiting.prompt_tokens - self.held_tokens(waiting.keys, self._limit(waiting)),
+        )
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        if not super()._admit(sequence, now):
+            return False
+        self.system_tiers.on_device(sequence.held)
+        kept = self._kept.pop(sequence.request.id, None)
+        if kept is not None:
+            on_device, in_tier = kept
+            self.keeping.let_go(on_device)
+            self.system_tiers.cpu.unpin(in_tier)
+        return True
+
+    def _begin_step(self, now: float) -> None:
+        if self._design.storing is Storing.EXCLUSIVE:
+            self.system_tiers.store_leaving(now)
+        super()._begin_step(now)
+        self._keep_for_waiting()
+        if self._design.storing is Storing.LAZY:
+            self.system_tiers.store_leaving(now)

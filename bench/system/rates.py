@@ -1,0 +1,53 @@
+"""Sizes and times of the measured machine: one host with four H200, Qwen3-8B's shape, bfloat16, vLLM 0.23.
+
+`FITTED` names what was chosen so that the model reproduces the measured rows; the rest was measured or follows from the
+model's shape. All systems have the same figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spillway_simulator.model.engine import EngineShape
+from spillway_simulator.model.rates import EngineRates, LinkRates
+
+BLOCK_TOKENS = 128
+DEVICE_BLOCKS = 800
+KV_BYTES_PER_TOKEN = 36 * 2 * 8 * 128 * 2  # layers, K and V, heads, head size, bytes
+CPU_TIER_BYTES = 24 << 30
+CPU_ROWS = CPU_TIER_BYTES // (KV_BYTES_PER_TOKEN * BLOCK_TOKENS)
+SHARED_BYTES = 120 << 30
+SHARED_BLOCKS = SHARED_BYTES // (KV_BYTES_PER_TOKEN * BLOCK_TOKENS)
+ENDLESS_ROWS = 60_000
+
+FITTED = ("prefill_token_seconds", "prefill_pair_seconds", "mixed_step_seconds", "step_seconds", "request_overhead")
+
+
+@dataclass(frozen=True, slots=True)
+class SystemRates(EngineRates):
+    """mixed_step_seconds: the least that a pass with prefill takes, which replays no graph."""
+
+    mixed_step_seconds: float = 0.0
+
+    def step_duration(self, prefill_seconds: float, decoding: int, context_tokens: int) -> float:
+        decode = decoding * self.decode_sequence_seconds + context_tokens * self.decode_context_token_seconds
+        least = self.mixed_step_seconds if prefill_seconds else self.step_seconds
+        return max(least, prefill_seconds) + decode
+
+
+H200_QWEN3_8B = SystemRates(
+    step_seconds=0.0055,
+    prefill_token_seconds=22e-6,
+    prefill_pair_seconds=1.1e-9,
+    decode_sequence_seconds=50e-6,
+    decode_context_token_seconds=KV_BYTES_PER_TOKEN / 4.0e12,
+    request_overhead_seconds=0.155,
+    kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+    cpu=LinkRates(40e9 / KV_BYTES_PER_TOKEN, 31e9 / KV_BYTES_PER_TOKEN, 0.010),
+    shared=LinkRates(1.8e9 / KV_BYTES_PER_TOKEN, 1.8e9 / 4 / KV_BYTES_PER_TOKEN, 0.015),
+    mixed_step_seconds=0.020,
+)
+
+SHAPE = EngineShape(
+    BLOCK_TOKENS, DEVICE_BLOCKS, CPU_ROWS, max_running=64, max_batched_tokens=8_192, max_model_tokens=32_768
+)

@@ -1,0 +1,111 @@
+"""The whole under load, simulated: four engines with tiers, a router, agents in a closed loop. Virtual time.
+
+    PYTHONPATH=bench python -m system.simulate [--systems spillway_cpu ...] [--sessions 64] [--seconds 75] [--seed 1]
+
+Engines keep the times of rates.py. The connector's own rows and order of eviction are the CPU tier, the gateway's own
+routing and prefix index choose among engines; what differs between systems stands in systems.py and design.py. When
+the default load runs, the figures of a real run (measured.py) stand beside the model's, and the rows that it does not
+reproduce are named; a part of a run may deviate, so only a whole one is compared.
+
+Promised: what the gateway expected a request to find; where there is no gateway, what the engine held when it came.
+Prints tables and writes build/bench/system.json (flat; keys `<system>_<figure>`, at other than 64 sessions
+`<system>_<sessions>_sessions_<figure>`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from system.agents import AgentLoad
+from system.measured import COMPARED, MEASURED, distances, outside
+from system.report import Answered, figures
+from system.run import SystemRun
+from system.systems import SYSTEMS
+
+SESSIONS = 64
+OUTPUT = Path("build/bench/system.json")
+_COLUMNS = (
+    ("requests", "requests", 1.0, "%9.0f"),
+    ("input_tokens_per_second", "tokens/s", 1.0, "%10.0f"),
+    ("first_token_p50_seconds", "p50 s", 1.0, "%7.2f"),
+    ("first_token_p90_seconds", "p90 s", 1.0, "%7.2f"),
+    ("cached_share", "cached %", 100.0, "%9.1f"),
+    ("found_of_promised", "found %", 100.0, "%8.1f"),
+    ("copied_of_computed", "copied", 1.0, "%8.2f"),
+)
+
+
+def row(name: str, values: Mapping[str, float]) -> str:
+    """Of the table of systems."""
+    return f"{name:28}" + "".join(pattern % (values[key] * factor) for key, _, factor, pattern in _COLUMNS)
+
+
+def heading(sessions: int) -> str:
+    title = f"{sessions} sessions"
+    return f"{title:28}" + "".join(f"{name:>{len(pattern % 0)}}" for _, name, _, pattern in _COLUMNS)
+
+
+def run_system(name: str, load: AgentLoad) -> tuple[list[Answered], float]:
+    """The answered requests, and blocks copied to the CPU tier over blocks computed."""
+    system = SYSTEMS[name]
+    run = SystemRun(system.policy(), system.design, load)
+    answered = run.run()
+    computed = sum(engine.counters.computed_tokens / engine.shape.block_tokens for engine in run.engines)
+    return answered, sum(engine.system_tiers.copied_blocks for engine in run.engines) / max(1.0, computed)
+
+
+def comparison(answered: Mapping[tuple[str, int], Sequence[Answered]], ramp_seconds: float) -> list[str]:
+    """One line for each measured row that was simulated."""
+    lines = [f"{'simulated over measured':28}{'sessions':>9}" + "".join(f"{name:>28}" for name in COMPARED)]
+    for measured in MEASURED:
+        requests = answered.get((measured.system, measured.sessions))
+        if requests is None:
+            continue
+        simulated = figures(requests, measured.seconds, ramp_seconds)
+        cells = "".join(
+            f"{f'{simulated[name]:.4g} of {getattr(measured, name):.4g} ({100 * distance:+.0f} %)':>28}"
+            for name, distance in distances(measured, simulated).items()
+        )
+        missed = outside(measured, simulated)
+        lines.append(
+            f"{measured.system:28}{measured.sessions:>9}{cells}" + (f"  NOT {', '.join(missed)}" if missed else "")
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--sessions", nargs="+", type=int, default=[32, SESSIONS])
+    parser.add_argument("--seconds", type=float, default=75.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args(arguments)
+    written: dict[str, float] = {"seconds": options.seconds, "seed": options.seed}
+    answered: dict[tuple[str, int], list[Answered]] = {}
+    load = AgentLoad(seconds=options.seconds, seed=options.seed)
+    for sessions in options.sessions:
+        print(heading(sessions), flush=True)
+        load = AgentLoad(sessions=sessions, seconds=options.seconds, seed=options.seed)
+        for name in options.systems:
+            requests, copied = run_system(name, load)
+            answered[name, sessions] = requests
+            values = {**figures(requests, options.seconds, load.ramp_seconds), "copied_of_computed": copied}
+            prefix = name if sessions == SESSIONS else f"{name}_{sessions}_sessions"
+            written |= {f"{prefix}_{key}": round(value, 4) for key, value in values.items()}
+            print(row(name, values), flush=True)
+        print()
+    if options.seconds >= max(measured.seconds for measured in MEASURED):
+        print("\n".join(comparison(answered, load.ramp_seconds)))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

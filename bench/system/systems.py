@@ -1,0 +1,74 @@
+"""The systems that are compared: who routes, over which engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from routing_policies.blind import RoundRobin
+from routing_policies.policy import Fleet, Policy, RoutedRequest
+from routing_policies.spillway import Spillway
+
+from system.design import Design, Storing
+from system.rates import BLOCK_TOKENS
+
+
+class Pinned(Policy):
+    """The client sends all sessions of a place to one engine, places in turn. engines: that it uses; None: all."""
+
+    name = "pinned"
+
+    def __init__(self, engines: int | None = None) -> None:
+        self._used = engines
+
+    def start(self, fleet: Fleet, engines: int, seed: int) -> None:
+        self._engines = self._used or engines
+
+    def choose(self, request: RoutedRequest) -> int:
+        return int(request.session.split("/", 1)[0]) % self._engines
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One row of the table. about: what it stands for."""
+
+    about: str
+    policy: Callable[[], Policy]
+    design: Design
+
+
+def _gateway() -> Policy:
+    return Spillway(BLOCK_TOKENS)
+
+
+PROTECT_SHARE = 0.4
+OVERTAKE_SECONDS = 4.0
+
+SYSTEMS: dict[str, System] = {
+    "vllm_round_robin": System("vLLM, prefix caching, round robin", RoundRobin, Design(Storing.NEVER)),
+    "vllm_offload_router": System(
+        "vLLM's CPU offload, sessions on three of four engines, as vllm-router left them", lambda: Pinned(3), Design()
+    ),
+    "vllm_offload_pinned": System("vLLM's CPU offload, sessions pinned by the client", Pinned, Design()),
+    "vllm_lazy_pinned": System("vLLM's SimpleCPUOffloadConnector, lazy, pinned", Pinned, Design(Storing.LAZY)),
+    "spillway_cpu": System("Spillway, CPU tier", _gateway, Design()),
+    "spillway_nvme": System("Spillway, CPU tier and NVMe", _gateway, Design(shared=True)),
+    "spillway_protect": System(
+        "Spillway, requests that wait keep their blocks", _gateway, Design(protect_share=PROTECT_SHARE)
+    ),
+    "spillway_order": System("Spillway, prefixes at hand first", _gateway, Design(overtake_seconds=OVERTAKE_SECONDS)),
+    "spillway_lazy": System("Spillway, lazy stores", _gateway, Design(Storing.LAZY)),
+    "spillway_exclusive": System("Spillway, exclusive tiers", _gateway, Design(Storing.EXCLUSIVE)),
+    "spillway_exclusive_protect": System(
+        "Spillway, exclusive and protect", _gateway, Design(Storing.EXCLUSIVE, PROTECT_SHARE)
+    ),
+    "spillway_exclusive_order": System(
+        "Spillway, exclusive and order", _gateway, Design(Storing.EXCLUSIVE, 0.0, OVERTAKE_SECONDS)
+    ),
+    "spillway_all": System(
+        "Spillway, exclusive, protect and order",
+        _gateway,
+        Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS),
+    ),
+    "oracle": System("Spillway, a CPU tier without end", _gateway, Design(endless=True)),
+}

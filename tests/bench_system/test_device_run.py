@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from system.agents import AgentLoad
+from system.device_run import SYSTEMS, counters, engine_command, engine_document, gateway_document, parsed
+from system.load_generator import Agents, Reply, words
+
+from spillway_engine.settings_reader import load_engine_settings
+from spillway_gateway.config.settings import load_config
+
+
+@pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.spillway])
+def test_spillways_services_accept_the_files_that_are_written(name: str, tmp_path: Path) -> None:
+    options = parsed(["--model", str(tmp_path), "--work", str(tmp_path), "--gateway-set", "continuation.enabled=true"])
+    file = tmp_path / "engine.yaml"
+    file.write_text(json.dumps(engine_document(options, SYSTEMS[name], 3)), encoding="utf-8")
+    settings = load_engine_settings(file, [])
+    assert settings.device_blocks == 800
+    gateway = tmp_path / "gateway.yaml"
+    gateway.write_text(json.dumps(gateway_document(options)), encoding="utf-8")
+    config = load_config(gateway)
+    assert config.continuation.enabled
+    assert len({engine.url for engine in config.models[0].engines}) == 4
+
+
+def test_vllms_own_engines_differ_by_their_connector(tmp_path: Path) -> None:
+    options = parsed(["--model", str(tmp_path)])
+    lazy = engine_command(options, "vllm_lazy_pinned", tmp_path, 0)
+    assert json.loads(lazy[-1].partition("=")[2])["kv_connector_extra_config"]["lazy_offload"] is True
+    assert not any("kv-transfer" in part for part in engine_command(options, "vllm_round_robin", tmp_path, 0))
+
+
+def test_counters_are_summed_over_processes() -> None:
+    page = 'spillway_x_total{engine="a",tier="cpu"} 2\nspillway_x_total{engine="b",tier="cpu"} 3\nother 1\n'
+    assert counters(page) == {'spillway_x_total{tier="cpu"}': 5.0}
+
+
+def test_an_answer_is_whole_with_its_last_event() -> None:
+    agents = Agents(AgentLoad(), ["http://127.0.0.1:1"], "one", "model", ["word"])
+    agents._began = 0.0
+    reply = Reply(error="the stream ended without [DONE]")
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    for event in ({"choices": [{"delta": {"content": "a"}}]}, {"choices": [], "usage": usage}):
+        agents._event(json.dumps(event).encode(), reply)
+        assert reply.error is not None
+    agents._event(b"[DONE]", reply)
+    assert (reply.error, reply.text, reply.prompt_tokens, reply.cached_tokens) == (None, "a", 9, 4)
+
+
+def test_words_are_plain_and_whole(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    vocabulary = {"Ġhouse": 0, "Ġ12": 1, "tree": 2, "ĠHouse": 3, "Ġab": 4}
+    file.write_text(json.dumps({"model": {"vocab": vocabulary}}), encoding="utf-8")
+    assert words(file) == ["house"]

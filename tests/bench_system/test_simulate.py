@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from system import simulate
+from system.agents import AgentLoad
+from system.design import Design, Storing
+from system.measured import COMPARED, MEASURED, outside
+from system.rates import SHAPE
+from system.report import Answered, figures
+from system.run import SystemRun
+from system.systems import SYSTEMS, Pinned
+
+# An eighth of the real lengths and sizes, one engine: as crowded, in a tenth of a second.
+LOAD = AgentLoad(8, 20.0, 2.0, 512, 768, 128, 8, turns=12)
+SMALL = replace(SHAPE, device_blocks=50, cpu_blocks=85)
+
+
+def cached_share(design: Design, load: AgentLoad = LOAD) -> float:
+    answered = SystemRun(Pinned(), design, load, engines=1, shape=SMALL).run()
+    return figures(answered, load.seconds, load.ramp_seconds)["cached_share"]
+
+
+def test_a_tier_without_end_finds_most_and_no_tier_least() -> None:
+    oracle, none = cached_share(Design(endless=True)), cached_share(Design(Storing.NEVER))
+    for design in (Design(), Design(Storing.LAZY), Design(Storing.EXCLUSIVE)):
+        assert none < cached_share(design) <= oracle
+
+
+def test_exclusive_tiers_find_more_than_twice_the_same_blocks_where_only_the_sum_is_enough() -> None:
+    assert cached_share(Design(Storing.EXCLUSIVE)) > cached_share(Design())
+
+
+def test_nobody_is_overtaken_for_ever() -> None:
+    bound = 3.0
+    run = SystemRun(Pinned(), Design(overtake_seconds=bound), LOAD, engines=1, shape=SMALL)
+    first = SystemRun(Pinned(), Design(), LOAD, engines=1, shape=SMALL)
+    longest = max(one.first_token_seconds for one in run.run())
+    assert longest <= bound + 2 * max(one.first_token_seconds for one in first.run())
+
+
+def test_only_requests_that_wait_keep_their_blocks() -> None:
+    run = SystemRun(Pinned(), Design(protect_share=0.4), replace(LOAD, seconds=10.0), engines=1, shape=SMALL)
+    run.run()
+    engine = run.engines[0]
+    waiting = {sequence.request.id for sequence in [*engine._waiting, *(arriving for _, arriving in engine._arriving)]}
+    assert waiting, "the load is more than the engine serves at once"
+    assert set(engine._kept) <= waiting
+    kept = {key for _, keys in engine._kept.values() for key in keys}
+    loaded = {key for *_, plan in engine._loading for key in plan.cpu_keys}
+    assert set(engine.system_tiers.cpu.pinned) == kept | loaded
+
+
+def test_a_run_repeats_exactly() -> None:
+    runs = [SystemRun(Pinned(), Design(Storing.EXCLUSIVE, 0.2, 3.0), LOAD, engines=2, shape=SMALL) for _ in range(2)]
+    assert runs[0].run() == runs[1].run() != []
+
+
+def test_turns_of_a_session_extend_its_prompt() -> None:
+    answered = SystemRun(Pinned(), Design(), replace(LOAD, sessions=1), engines=1, shape=SMALL).run()
+    lengths = [one.prompt_tokens for one in sorted(answered, key=lambda one: one.sent_seconds)]
+    assert lengths[0] == 512 + 768 + 128
+    assert all(after - before == 128 + 8 or after == lengths[0] for before, after in pairwise(lengths))
+
+
+def test_every_system_gives_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "system.json"
+    arguments = ["--sessions", "4", "--seconds", "14", "--output", str(output)]
+    assert simulate.main([*arguments, "--systems", "vllm_offload_pinned", "spillway_all"]) == 0
+    written = json.loads(output.read_text(encoding="utf-8"))
+    for name in ("vllm_offload_pinned", "spillway_all"):
+        assert 0 < written[f"{name}_4_sessions_cached_share"] < 1
+        assert written[f"{name}_4_sessions_found_of_promised"] > 0.9, "nothing is crowded out"
+    assert "simulated over measured" not in capsys.readouterr().out, "a short run is not compared"
+
+
+def test_rows_outside_the_tolerance_are_named() -> None:
+    row = MEASURED[0]
+    exact = {
+        name: getattr(row, name) for name in ("cached_share", "input_tokens_per_second", "first_token_p50_seconds")
+    }
+    assert outside(row, exact) == []
+    assert outside(row, {**exact, "cached_share": 1.2 * row.cached_share}) == ["cached_share"]
+    assert {row.system for row in MEASURED} <= set(SYSTEMS)
+
+
+def test_figures_count_what_ended_in_time() -> None:
+    early, late = Answered(1.0, 0.5, 2.0, 100, 50, 80, 11), Answered(1.0, 0.7, 9.0, 100, 90, 90, 11)
+    values = figures([early, late], 5.0, 0.0)
+    assert values["requests"] == 1
+    assert values["cached_share"] == 0.5
+    assert values["found_of_promised"] == 0.625
+    assert values["per_output_token_p50_seconds"] == pytest.approx(0.05)
+    with pytest.raises(ValueError, match="give more seconds"):
+        figures([early, late], 5.0, 3.0)
