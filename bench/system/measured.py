@@ -39,7 +39,7 @@ MEASURED = (
 
 
 def distances(row: Measured, simulated: Mapping[str, float]) -> dict[str, float]:
-    """Of each compared figure: simulated over measured, less one."""
+    """Simulated over measured, less one, by compared figure."""
     return {name: simulated[name] / getattr(row, name) - 1 for name in COMPARED}
 
 

@@ -40,7 +40,7 @@ _COLUMNS = (
 
 
 def row(name: str, values: Mapping[str, float]) -> str:
-    """Of the table of systems."""
+    """One line of the table of systems."""
     return f"{name:28}" + "".join(pattern % (values[key] * factor) for key, _, factor, pattern in _COLUMNS)
 
 
