@@ -26,7 +26,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def figures(answered: Sequence[Answered], seconds: float, ramp_seconds: float) -> dict[str, float]:
-    """Of what ended within `seconds`; first tokens of what was sent after the ramp.
+    """The figures of what ended within `seconds`; first tokens of what was sent after the ramp.
 
     Raises:
         ValueError: nothing that was sent after the ramp has ended.
