@@ -98,6 +98,7 @@ numCpuBlocks: null
 cpuBytes: 64GiB
 blocksPerChunk: 4
 generatedTokens: false
+storing: auto
 layerwiseLoads: true
 computeWhileLoading: true
 evictionPolicy: arc
@@ -154,6 +155,7 @@ def test_offload_values_reach_the_connector(engine_of):
         cpu_bytes_to_use=64 * GIB,
         blocks_per_chunk=4,
         generated_tokens="off",
+        storing="auto",
         layerwise_loads="on",
         compute_while_loading="on",
         eviction_policy="arc",

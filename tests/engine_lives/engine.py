@@ -93,6 +93,7 @@ class Shape:
     drafts: int = 0  # tokens of a draft that a step verifies; many are rejected
     asynchronous: bool = False  # the scheduler does not know the tokens of the step before
     layerwise: bool = False  # every load that a step can read itself goes layer by layer
+    storing: str = "eager"  # auto: the CPU tier gets what the device gives up, once it is full
     meetings: bool = False  # what the shared tier holds is loaded from its end while the request is computed
 
 
@@ -107,6 +108,8 @@ SHAPES = {
     "drafts": Shape((None,), device_blocks=22, cpu_rows=40, drafts=3),
     "async": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, asynchronous=True),
     "async-drafts": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=80, drafts=3, asynchronous=True),
+    "exclusive": Shape((None,), device_blocks=28, cpu_rows=16, storing="auto"),
+    "exclusive-async": Shape((None,), device_blocks=22, cpu_rows=20, storing="auto", drafts=3, asynchronous=True),
     "meetings": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, meetings=True),
     "meetings-async": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, asynchronous=True, meetings=True),
     "meetings-chunks": Shape(
@@ -119,6 +122,9 @@ if not SINCE_0_30:
         "layers-chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, layerwise=True),
         "layers-shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, layerwise=True),
         "layers-async": Shape((None,), device_blocks=22, cpu_rows=40, asynchronous=True, layerwise=True),
+        "exclusive-layers": Shape(
+            (None,), device_blocks=22, cpu_rows=16, storing="auto", asynchronous=True, layerwise=True
+        ),
         "meetings-layers": Shape(
             (None,),
             device_blocks=28,
@@ -627,6 +633,9 @@ class Engine:
             assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
         assert not half._recompute_only
         assert not half.waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for nobody"
+        if (late := half.late_stores) is not None:
+            left = (late._jobs, late._copied_blocks, late._to_hold, late._held_blocks)
+            assert not any(left), f"late stores: {left}"
         if self.shape.meetings:
             assert half.meetings.idle, vars(half.meetings)
             ended = self.meetings[MeetingOutcome.MET] + self.meetings[MeetingOutcome.ABANDONED]
@@ -671,7 +680,7 @@ def _next_token(digest: int) -> int:
 
 
 def _under_way(half: Any) -> bool:
-    return bool(half._jobs or half._reset_jobs or half.manager._transfer_jobs)
+    return bool(half.copies_under_way() or half.manager._transfer_jobs)
 
 
 def _ids(spec: Any) -> str:
@@ -706,6 +715,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
                 "num_cpu_blocks": shape.cpu_rows,
                 "blocks_per_chunk": shape.blocks_per_chunk,
                 "generated_tokens": shape.generated_tokens,
+                "storing": shape.storing,
                 "layerwise_loads": "on" if shape.layerwise else "off",
                 "compute_while_loading": "on" if shape.meetings else "off",
                 "prefill_tokens_per_second": 1.0,

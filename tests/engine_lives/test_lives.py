@@ -12,10 +12,10 @@ from spillway_connector.engine.generation import Generation, generation
 
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
-SHAPES += ("meetings", "meetings-async")
+SHAPES += ("meetings", "meetings-async", "exclusive-async")
 if generation() is Generation.V023:
-    SHAPES += ("layers", "layers-async")
-COUNT = 100  # of each shape
+    SHAPES += ("layers", "exclusive-layers")
+COUNT = 92  # of each shape
 RACES = STALLS = 5  # of each kind
 
 

@@ -159,6 +159,7 @@ nothing can be concluded from such values. */}}
 {{- $_ = set $rendered "generatedTokens" (include "spillway.onOff" $offload.generatedTokens) -}}
 {{- $_ = set $rendered "layerwiseLoads" (include "spillway.onOff" $offload.layerwiseLoads) -}}
 {{- $_ = set $rendered "computeWhileLoading" (include "spillway.onOff" $offload.computeWhileLoading) -}}
+{{- $_ = set $rendered "storing" $offload.storing -}}
 {{- $_ = set $rendered "evictionPolicy" $offload.evictionPolicy -}}
 {{- $_ = set $rendered "batchMemcpy" (include "spillway.onOff" $offload.batchMemcpy) -}}
 {{- if $offload.numCpuBlocks -}}{{- $_ = set $rendered "numCpuBlocks" $offload.numCpuBlocks -}}

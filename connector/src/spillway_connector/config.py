@@ -31,6 +31,7 @@ _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", _PROMPT_ONLY, "secondar
 EvictionPolicy = Literal["lru", "arc"]
 BatchMemcpy = Literal["auto", "on", "off"]
 OnOff = Literal["on", "off"]
+Storing = Literal["auto", "eager"]
 NvmeMode = Literal["files", "slab", "auto"]
 PageCache = Literal["auto", "off"]
 Transport = Literal["auto", "cpu", "npu", "cuda"]
@@ -109,6 +110,10 @@ class ConnectorConfig(Section, frozen=True):
     blocks_per_chunk: Count = 1  # device blocks moved and keyed together
     # on: the KV of generated tokens is stored too, so a chat's next turn loads the whole conversation. off: of prompts.
     generated_tokens: OnOff = "on"
+    # eager: a block is copied to the CPU tier when it has been computed. auto: once that tier is full, when the device
+    # is about to give it up, so that both hold different chunks; eager with shared tiers, which receive what the CPU
+    # tier does, and where a chunk is not one block of a model with one KV group.
+    storing: Storing = "eager"
     # on: where a step itself can use what it loads, the load goes layer by layer under its forward (vLLM 0.23).
     layerwise_loads: OnOff = "off"
     # on: while the shared tier is measured to be slower than computing, a prompt is computed from its front while the

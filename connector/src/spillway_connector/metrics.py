@@ -155,6 +155,13 @@ PROMOTED_AHEAD = Metric(
     "evicted before it, or their request ended without one (unused).",
     ("outcome",),
 )
+LATE_STORES = Metric(
+    "spillway_late_store_blocks",
+    Kind.COUNTER,
+    "Chunks whose store in the CPU tier began when the device was about to give them up: stored, or lost, because vLLM "
+    "took the block before its copy had ended, or the copy failed.",
+    ("outcome",),
+)
 MEETINGS = Metric(
     "spillway_meetings",
     Kind.COUNTER,
@@ -197,6 +204,7 @@ ALL = (
     PREFILL_RATE,
     TIER_LOAD_RATE,
     PROMOTED_AHEAD,
+    LATE_STORES,
     MEETINGS,
     TIER_NOT_WORTH,
 )

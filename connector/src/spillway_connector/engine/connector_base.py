@@ -54,6 +54,8 @@ class ConnectorBase(OffloadingConnector):
         """Of the scheduler's process, once its half is built."""
         half = self._half
         self.adapters = half.adapters
+        if isinstance(self._spec, SpecBase):
+            self._choose_storing(self._spec)
         cache_config = self._vllm_config.cache_config
         not_shared = self._spec.not_shared if isinstance(self._spec, SpecBase) else None
         half.manager.process_settings = ProcessSettings(
@@ -64,6 +66,7 @@ class ConnectorBase(OffloadingConnector):
                 "block_tokens": cache_config.block_size,
                 "max_model_len": self._vllm_config.model_config.max_model_len,
                 "device_blocks": self._kv_cache_config.num_blocks,
+                "storing": "eager" if half.late_stores is None else "auto",
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
                 **({} if not_shared is None else {"not_shared": not_shared}),
             },
@@ -80,6 +83,16 @@ class ConnectorBase(OffloadingConnector):
         install_hint_utility()
         install_forced_resets()
         install_transfer_params_filter(ConnectorBase)
+
+    def _choose_storing(self, spec: SpecBase) -> None:
+        half, settings = self._half, spec.settings
+        if (
+            settings.storing == "auto"
+            and settings.eviction_policy == "lru"
+            and not spec.secondary_tier_configs
+            and half.may_store_late
+        ):
+            half.begin_late_stores(self._vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property
     def _half(self) -> SchedulerHalf:

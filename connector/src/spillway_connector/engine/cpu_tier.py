@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice, repeat
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -37,6 +37,18 @@ from spillway_connector.plan.retention import Retention
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
 
 _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
+
+
+class Duplicates(Protocol):
+    """See engine/late_stores.py."""
+
+    def take_spare(
+        self, count: int, may_leave: Callable[[OffloadKey], bool], /
+    ) -> list[tuple[OffloadKey, ReqContext]]: ...
+
+    def put_back(self, spare: list[tuple[OffloadKey, ReqContext]], /) -> None: ...
+
+    def gave_up(self, spare: list[tuple[OffloadKey, ReqContext]], others: list[OffloadKey], /) -> None: ...
 
 
 class CpuTier(OffloadingManager):
@@ -162,6 +174,7 @@ class LruRows(CpuTier):
         self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
         self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
+        self.duplicates: Duplicates | None = None  # chunks that the device holds as well; they leave first
         self.resident = self._rows.keys()
         self.waiting = WaitingChunks(int(num_rows * KEPT_SHARE_MAX), self.resident)
 
@@ -285,8 +298,25 @@ class LruRows(CpuTier):
         if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
         kept, waiting = set(protected), self.waiting.kept
+        if self.duplicates is None:
+            return self._evict_unique(count, kept, req_context)
+        spare = self.duplicates.take_spare(count, lambda key: key not in waiting and self._may_leave(key, kept))
+        first = [key for key, _ in spare]
+        rest = self._evict_unique(count - len(first), kept.union(first), req_context)
+        if rest is None:
+            self.duplicates.put_back(spare)
+            return None
+        self.duplicates.gave_up(spare, rest)
+        return first + rest
+
+    def _evict_unique(
+        self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext
+    ) -> list[OffloadKey] | None:
+        if count <= 0:
+            return []
         if not self._retention.is_idle:
             return self._evict_with_sessions(count, kept, req_context)
+        waiting = self.waiting.kept
         victims: list[OffloadKey] = []
         spared: list[OffloadKey] = []
         oldest_first = iter(self._rows)

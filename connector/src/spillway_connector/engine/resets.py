@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.engine.early_loads import EarlyLoad
 from spillway_connector.engine.generation import own_class
+from spillway_connector.engine.late_stores import LateStores
 from spillway_connector.engine.own_connector import own_connector
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.tiering import TieringManager
@@ -55,6 +56,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
     _early_loads: dict[int, EarlyLoad]
     _failed_jobs: set[int]
     _has_device_cache: bool
+    late_stores: LateStores | None
 
     def _begin_resets(self, *, has_device_cache: bool) -> None:
         self._has_device_cache = has_device_cache
@@ -66,10 +68,14 @@ class ResettableHalf(OffloadingConnectorScheduler):
     def bind_device_blocks(self, device_blocks: BlockPool) -> None:
         """Learn of each reset of the device's prefix cache, also of those that leave connectors alone."""
         self.device_blocks = device_blocks
+        if self.late_stores is not None:
+            self.late_stores.bind(device_blocks)
         original = device_blocks.reset_prefix_cache
 
         def reset_prefix_cache() -> bool:
             # Blocks whose loads have been given up hold nothing that a later request could hit.
+            if self.late_stores is not None:
+                self.late_stores.device_resetting()
             given_up = len(self._given_up_blocks)
             device_blocks.num_gpu_blocks -= given_up
             try:
@@ -104,6 +110,8 @@ class ResettableHalf(OffloadingConnectorScheduler):
 
     def _device_was_reset(self) -> None:
         """No request holds a block any more that was computed before, or hits one from now on."""
+        if self.late_stores is not None:
+            self.late_stores.device_was_reset()
         if self._device_is_stale:
             self._device_is_stale = False
             for status in self._req_status.values():
@@ -134,6 +142,9 @@ class ResettableHalf(OffloadingConnectorScheduler):
         for job_id, job in self._jobs.items():
             rows = self.manager.primary_tier.rows_of(job.keys)
             self._reset_jobs[job_id] = ResetJob(job.pending_count, rows, None if job.is_store else job.req_id)
+        if self.late_stores is not None:
+            for job_id, ranks_pending, keys in self.late_stores.tier_resetting():
+                self._reset_jobs[job_id] = ResetJob(ranks_pending, self.manager.primary_tier.rows_of(keys))
         # Upstream asserts that there are none; those of an earlier reset wait here for the next step.
         jobs_to_flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
@@ -153,7 +164,8 @@ class ResettableHalf(OffloadingConnectorScheduler):
 
     def copies_under_way(self) -> bool:
         """Between the device and the CPU tier, those of before a reset included."""
-        return bool(self._jobs or self._reset_jobs or self._early_loads)
+        late = self.late_stores is not None and self.late_stores.under_way
+        return late or bool(self._jobs or self._reset_jobs or self._early_loads)
 
     @contextmanager
     def forced_reset(self, scheduler: Any) -> Iterator[None]:

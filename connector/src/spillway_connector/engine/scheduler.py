@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
 from spillway_connector.engine.ahead import AheadPromotions
 from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
+from spillway_connector.engine.late_stores import LateStores
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
@@ -36,6 +37,7 @@ from spillway_connector.engine.tenancy import tenant_of
 from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.engine.waiting import WaitingRequests
 from spillway_connector.engine.written_blocks import written_blocks
+from spillway_connector.plan.leaving import LeavingWindow
 from spillway_connector.plan.load_cost import PrefillTimer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,17 @@ class SchedulerHalf(ResettableHalf):
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
         self.waiting = WaitingRequests(self.manager)
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
+        self.late_stores: LateStores | None = None
+        # The device is asked by a chunk's key, which is a block's hash then.
+        self.may_store_late = one_prefix and blocks_per_chunk == 1 and loading is not None
         self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
+
+    def begin_late_stores(self, tokens_per_step: int) -> None:
+        """Once the CPU tier is full, what the device holds is stored when it is about to give it up. Only if
+        :attr:`may_store_late`. tokens_per_step: that one step computes at most."""
+        window = LeavingWindow(-(-tokens_per_step // self._block_tokens))
+        late = LateStores(self.manager, window, ranks=self.config.num_workers)
+        self.late_stores = self.manager.late_stores = self.manager.primary_tier.duplicates = late
 
     @abstractmethod
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
@@ -105,6 +117,10 @@ class SchedulerHalf(ResettableHalf):
     @abstractmethod
     def _touch_chunks(self, req_status: RequestFields) -> None:
         """Mark the request's chunks as recently used."""
+
+    @abstractmethod
+    def _store_job(self, request_id: str, device: LoadStoreSpec, rows: LoadStoreSpec) -> Any:
+        """A store as the metadata holds it."""
 
     @abstractmethod
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
@@ -280,7 +296,18 @@ class SchedulerHalf(ResettableHalf):
         self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
         self.ahead.end_step()
         self.waiting.end_step(scheduler_output.preempted_req_ids or (), self._req_status)
+        if self.late_stores is not None:
+            for new in scheduler_output.scheduled_new_reqs:
+                status = self._req_status[new.req_id]
+                found = status.group_states[0].offload_keys[: new.num_computed_tokens // self._chunk_tokens]
+                self.late_stores.found_on_device(found, status.req_context)
         metadata = super().build_connector_meta(scheduler_output)
+        if self.late_stores is not None:
+            assert isinstance(metadata, OffloadingConnectorMetadata)
+            running = len(scheduler_output.num_scheduled_tokens)
+            for store in self.late_stores.due(self._generate_job_id, running=running):
+                device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
+                metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
         pieces = self._due_pieces() if self._early_loads else []
         if not pieces:
             return metadata
@@ -324,8 +351,12 @@ class SchedulerHalf(ResettableHalf):
         self._prefill_timer.end_step(time.monotonic())
         if connector_output.invalid_block_ids:
             fail_stores(self, holds_any(connector_output.invalid_block_ids))
+            if self.late_stores is not None:
+                self.late_stores.lose_all()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
+            if self.late_stores is not None:
+                self.late_stores.ended(meta.completed_jobs, meta.failed_jobs)
             if meta.adapters:
                 self.adapters.loaded_by_workers(meta.adapters)
                 self.fail_stores_of_replaced_adapters()
@@ -369,6 +400,8 @@ class SchedulerHalf(ResettableHalf):
         self._loaded.discard(request.request_id)
         self.ahead.ended(request.request_id)
         self.waiting.leave(request.request_id)
+        if self.late_stores is not None and request.request_id in self._req_status:
+            self.late_stores.ending(self._req_status[request.request_id].group_states[0].offload_keys)
         if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)

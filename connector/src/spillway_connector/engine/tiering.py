@@ -41,6 +41,12 @@ class TierJob(Protocol):
     req_context: ReqContext
 
 
+class Postponing(Protocol):
+    """See engine/late_stores.py."""
+
+    def postpones(self, keys: Collection[OffloadKey], context: ReqContext, /) -> bool: ...
+
+
 class TieringManager(PrefixLookupManager):
     """vLLM's OffloadingManager over a CPU tier and shared tiers; lookups are PrefixLookupManager's.
 
@@ -52,6 +58,7 @@ class TieringManager(PrefixLookupManager):
     """
 
     process_settings: ProcessSettings | None = None  # of this process, to be reported; set by the connector
+    late_stores: Postponing | None = None
 
     def __init__(
         self,
@@ -87,6 +94,7 @@ class TieringManager(PrefixLookupManager):
         self._resets = {"done": 0, "refused": 0}
         self._ahead = dict.fromkeys(AheadOutcome, 0)
         self._meetings = dict.fromkeys(MeetingOutcome, 0)
+        self._late = {"stored": 0, "lost": 0}
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
@@ -224,6 +232,12 @@ class TieringManager(PrefixLookupManager):
         # between would be seen one step late.
         if not self._processed_jobs_this_step:
             self._process_finished_jobs()
+        if (
+            self.late_stores is not None
+            and req_context.req_id not in self._request_level_tiers
+            and self.late_stores.postpones(keys, req_context)
+        ):
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         written = self.primary_tier.prepare_store(keys, req_context)
         if written is not None and self._request_level_tiers:
             self._store_existing(keys, set(written.keys_to_store), req_context)
@@ -308,6 +322,12 @@ class TieringManager(PrefixLookupManager):
             self._ahead[outcome] += chunks
             self._unreported = True
 
+    def count_late_stores(self, stored: int, lost: int) -> None:
+        """Chunks whose store began when the device was about to give them up; lost: it gave them up before the end."""
+        self._late["stored"] += stored
+        self._late["lost"] += lost
+        self._unreported = True
+
     def count_meeting(self, outcome: MeetingOutcome) -> None:
         """A prompt that is computed while its end is loaded, and what became of it."""
         self._meetings[outcome] += 1
@@ -355,6 +375,10 @@ class TieringManager(PrefixLookupManager):
             if count:
                 stats.add(metrics.MEETINGS, count, meeting.value)
                 self._meetings[meeting] = 0
+        for outcome, count in self._late.items():
+            if count:
+                stats.add(metrics.LATE_STORES, count, outcome)
+                self._late[outcome] = 0
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
         for tier, gate in self._gates.items():

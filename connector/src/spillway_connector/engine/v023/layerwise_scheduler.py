@@ -155,6 +155,8 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         for store_id, job in self._jobs.items():
             if job.is_store and store_id > job_id:
                 self.manager.fail_store(job.keys)
+        if self.late_stores is not None:
+            self.late_stores.lose_all(since=job_id)
 
     def copies_under_way(self) -> bool:
         return bool(self._step_loads) or super().copies_under_way()

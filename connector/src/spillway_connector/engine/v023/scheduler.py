@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -96,6 +97,9 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
 
     def _touch_chunks(self, req_status: RequestFields) -> None:
         OffloadingConnectorScheduler._touch(self, req_status)
+
+    def _store_job(self, request_id: str, device: LoadStoreSpec, rows: LoadStoreSpec) -> TransferJob:
+        return TransferJob(req_id=request_id, transfer_spec=(device, rows))
 
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         spec: tuple[LoadStoreSpec, LoadStoreSpec] = self._current_batch_load_jobs[job_id].transfer_spec

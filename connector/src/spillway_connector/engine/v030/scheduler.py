@@ -177,6 +177,9 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             self._touch_chunks(status)
         return super().request_finished(request)
 
+    def _store_job(self, request_id: str, device: LoadStoreSpec, rows: LoadStoreSpec) -> TransferJob:
+        return TransferJob(req_id=request_id, src_spec=device, dst_spec=rows)
+
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         job = self._current_batch_load_jobs[job_id]
         return job.src_spec, job.dst_spec
@@ -200,7 +203,8 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     def has_pending_push_work(self) -> bool:
         """Upstream's contract: the engine steps on until the copies under way have been reported, those of before a
         reset included."""
-        return bool(self._reset_jobs) or super().has_pending_push_work()
+        late = self.late_stores is not None and self.late_stores.under_way
+        return late or bool(self._reset_jobs) or super().has_pending_push_work()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)

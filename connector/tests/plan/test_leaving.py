@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_connector.plan.leaving import LeavingWindow
+
+
+@given(least=st.integers(1, 20), steps=st.lists(st.lists(st.integers(0, 20), max_size=3), max_size=80))
+def test_what_a_usual_step_takes_was_looked_at_before(least: int, steps: list[list[int]]):
+    """The queue is long, nothing leaves it but at its head, and no step takes more than one computes."""
+    window = LeavingWindow(least)
+    seen = 0  # blocks from the head on that were looked at
+    for wanted in steps:
+        window.end_step()
+        if window.look_is_due(10**6):
+            window.looked()
+            seen = window.blocks
+        taken = min(sum(wanted), least)
+        assert seen >= taken
+        window.took(taken)
+        seen -= taken
+
+
+def test_the_window_follows_the_most_that_a_step_takes_and_forgets_it_slowly():
+    window = LeavingWindow(4)
+    assert window.next_step_blocks == 4
+
+    window.took(100)
+    window.end_step()
+    assert window.next_step_blocks == 100
+    for _ in range(34):
+        window.end_step()
+    assert 45 <= window.next_step_blocks <= 55
+    for _ in range(500):
+        window.end_step()
+    assert window.next_step_blocks == 4
+
+
+def test_a_short_queue_is_looked_at_in_every_step_and_a_long_one_now_and_then():
+    window = LeavingWindow(4)
+    looks = 0
+    for _ in range(32):
+        window.end_step()
+        if window.look_is_due(1000):
+            window.looked()
+            looks += 1
+    assert looks == 2
+    assert window.look_is_due(window.blocks - 1)
