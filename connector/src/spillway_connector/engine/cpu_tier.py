@@ -57,7 +57,8 @@ class CpuTier(OffloadingManager):
     ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those
     that were added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still read
     or write them, and by how many jobs; a row is reused when the last of these jobs has ended. waiting: what the
-    requests in the queue are about to use, which leaves last.
+    requests in the queue are about to use, which leaves last. duplicates: chunks that the device holds as well, which
+    leave first; None while everything is stored at once.
 
     load and store are copies to and from the device, read and write copies to and from shared tiers.
     """
@@ -68,12 +69,14 @@ class CpuTier(OffloadingManager):
     quarantine: Counter[int]
     events: list[OffloadingEvent] | None
     waiting: WaitingChunks[OffloadKey]
+    duplicates: Duplicates | None
 
     def __init__(self, region: HostRegion, enable_events: bool) -> None:
         self.ready = set()
         self.changed_chunks = ChangeLog()
         self.quarantine = Counter()
         self.waiting = WaitingChunks(0, frozenset())
+        self.duplicates = None
         self.events = [] if enable_events else None
         self._region = region
         self._view = region.create_kv_memoryview()
@@ -174,7 +177,6 @@ class LruRows(CpuTier):
         self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
         self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
-        self.duplicates: Duplicates | None = None  # chunks that the device holds as well; they leave first
         self.resident = self._rows.keys()
         self.waiting = WaitingChunks(int(num_rows * KEPT_SHARE_MAX), self.resident)
 
