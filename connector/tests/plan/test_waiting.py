@@ -79,7 +79,6 @@ actions = st.lists(
             st.integers(0, 8),
         ),
         st.tuples(st.just("end"), st.integers(0, 7)),
-        st.tuples(st.just("again"), st.integers(0, 7)),
         st.tuples(st.just("later"), st.sampled_from([1.0, SECONDS_MAX / 2, SECONDS_MAX])),
         st.tuples(st.just("arrive"), st.sampled_from(TENANTS), st.integers(0, 13)),
         st.tuples(st.just("reset")),
@@ -101,8 +100,6 @@ def test_bounds_turns_and_shares_hold_whatever_happens(chunks_max: int, there: s
             began[str(who)] = queue.now
         elif action == "end":
             queue.end(str(given_[0]))
-        elif action == "again":
-            queue.plan.look_again(str(given_[0]))
         elif action == "later":
             queue.now += given_[0]
             queue.plan.end_old(queue.now)
@@ -150,13 +147,3 @@ def test_a_tenant_that_floods_the_queue_leaves_another_its_share():
 
     queue.end("b")
     assert [queue.plan.chunks_of(f"a{number}") for number in range(3)] == [3, 3, 0]
-
-
-def test_what_came_since_a_request_began_to_wait_is_kept_once_it_looks_again():
-    queue = Queue(4)
-    queue.begin("one", "a", Turn(0, 1), keys_of("a", 0, 3))
-    queue.here |= set(keys_of("a", 0, 3))
-    assert queue.plan.chunks_of("one") == 0
-
-    queue.plan.look_again("one")
-    assert queue.plan.chunks_of("one") == 3

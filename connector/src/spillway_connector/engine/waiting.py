@@ -2,8 +2,7 @@
 
 A request waits from its arrival until it is given device blocks: from then on its load pins the rows. vLLM asks the
 connector about it only when it could schedule it, so those behind the head of the queue are known from here alone. A
-request that a step preempts waits again, in front of the others. A hint (engine/hints.py) is a request that may come,
-behind all that have.
+request that a step preempts waits again, in front of the others.
 
 EngineCore process, scheduler thread; no method blocks.
 """
@@ -11,7 +10,6 @@ EngineCore process, scheduler thread; no method blocks.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,16 +40,8 @@ class WaitingRequests:
         """A request has come; its turn may be now, or much later."""
         self._arrived[request_id] = status
 
-    def expect(self, name: str, status: RequestFields) -> bool:
-        """A request with this prefix may come. Whether the CPU tier holds any of it, and will keep it."""
-        self._begin(name, status, Turn(math.inf, next(self._numbers)))
-        if self.chunks.chunks_of(name):
-            return True
-        self.chunks.end(name)
-        return False
-
     def leave(self, request_id: str) -> None:
-        """The request has been admitted or has ended, or the hint has been used or given up."""
+        """The request has been admitted or has ended."""
         if self._arrived.pop(request_id, None) is None:
             self.chunks.end(request_id)
 

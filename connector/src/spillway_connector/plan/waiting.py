@@ -102,15 +102,6 @@ class WaitingChunks(Generic[_Key]):
         waiting = self._waiting[request] = _Waiting(owner, turn, tuple(keys), now + SECONDS_MAX)
         self._keep(waiting)
 
-    def look_again(self, request: str) -> None:
-        """Chunks of the request have come since it began to wait."""
-        waiting = self._waiting.get(request)
-        if waiting is not None:
-            self._release(waiting)
-            waiting.position = 0
-            self._keep(waiting)
-            self._fill()
-
     def end(self, request: str) -> None:
         """The request has been admitted, has ended or has moved; nothing happens where it does not wait."""
         waiting = self._waiting.pop(request, None)
