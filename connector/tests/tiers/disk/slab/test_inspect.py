@@ -5,11 +5,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from spillway_connector.testing.tier_contract import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.index_reader import IndexReader
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
 from spillway_connector.tiers.disk.slab.layout import PoolShape
 from spillway_connector.tiers.disk.slab.policy import LIVE
@@ -60,6 +62,35 @@ def test_a_slot_that_is_claimed_anew_is_not_the_frame_that_was_seen(tmp_path: Pa
     assert inspector.remove([seen], only_unused=False).frames == 0
     assert tier.contains([key_of(2)], soon()) == [True]
     tier.close()
+
+
+def test_a_slot_that_is_claimed_while_it_is_walked_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, 1)
+    column, looks = IndexReader.column, []
+
+    def claim() -> None:
+        index = SlabIndex.open(tmp_path / SLAB_FOLDER / "20480", writable=True)
+        assert index is not None
+        [slot] = np.flatnonzero(index.state == LIVE).tolist()
+        with index.changing():
+            index.put("generation", slot, int(index.generation[slot]) + 1)
+            index.put("key_low", slot, int(index.key_low[slot]) ^ 1)
+
+    def column_then_claim(self: IndexReader, name: str, first: int, count: int) -> npt.NDArray[np.generic]:
+        found = column(self, name, first, count)
+        if name in ("state", "generation"):
+            looks.append(name)
+            if len(looks) == 1:
+                claim()
+        return found
+
+    monkeypatch.setattr(IndexReader, "column", column_then_claim)
+    inspector = SlabInspector(tmp_path)
+    [seen] = inspector.frames(headers=False)
+    with pytest.raises(Gone):
+        inspector.verify(seen)
 
 
 def test_a_removal_that_was_killed_is_put_right_by_the_next_holder_of_the_lock(tmp_path: Path) -> None:

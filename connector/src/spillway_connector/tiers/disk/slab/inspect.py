@@ -55,7 +55,8 @@ from spillway_connector.tiers.tier import Clock
 SLOTS_PER_LOCK = 32  # slots freed, and header pages overwritten, while writers wait
 _SLOTS_PER_READ = 1 << 16  # of each column: bounds memory, about 3 MB
 _ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
-_WALKED = ("state", "generation", "namespace", "tenant", "used_s", "key_low", "key_high")
+# The generation comes first: an entry that is LIVE after that and has another frame by then has another generation too.
+_WALKED = ("generation", "state", "namespace", "tenant", "used_s", "key_low", "key_high")
 
 
 class _Slot(NamedTuple):
@@ -322,7 +323,7 @@ def _frames(
 ) -> Iterator[StoredFrame]:
     """The entries of ``slots``. names: namespaces by the first half of their digests."""
     shape, chunk, chunk_path, place = index.shape, -1, "", ""
-    fields = zip(slots, *(entries[name] for name in _WALKED[1:]), strict=True)
+    fields = zip(slots, *(entries[name] for name in _WALKED if name != "state"), strict=True)
     for slot, generation, namespace, tenant, used_s, key_low, key_high in fields:
         if chunk != shape.chunk_of(slot):
             chunk = shape.chunk_of(slot)
