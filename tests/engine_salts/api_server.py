@@ -33,7 +33,8 @@ IN_PIECES = json.dumps({"enable_chunked_processing": True, "max_embed_len": 64 *
 # Kind of model -> its tasks, and the arguments that make one of a small Llama.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("generate",), ()),
-    "vectors": (("embed", "token_embed"), ("--runner", "pooling", "--convert", "embed", "--pooler-config", IN_PIECES)),
+    "vectors": (("embed", "token_embed"), ("--runner", "pooling", "--convert", "embed")),
+    "pieces": (("embed", "token_embed"), ("--runner", "pooling", "--convert", "embed", "--pooler-config", IN_PIECES)),
     "labels": (("classify", "token_classify"), ("--runner", "pooling", "--convert", "classify")),
 }
 

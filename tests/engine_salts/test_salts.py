@@ -52,13 +52,15 @@ VECTORS: Cases = [
     ("/v1/embeddings", {"input": ["hi", "there"]}),
     ("/v1/embeddings", {"input": [[5, 6], [7]]}),
     ("/v1/embeddings", {"messages": CHAT}),
-    ("/v1/embeddings", {"input": LONG}),
-    ("/v1/embeddings", {"input": ["hi", LONG]}),
-    ("/v1/embeddings", {"input": [5] * (TOKENS_MAX + 1)}),
     ("/v2/embed", {"texts": ["hi"]}),
     ("/pooling", {"input": "hi"}),
     ("/pooling", {"messages": CHAT}),
     *PAIRS,
+]
+PIECES: Cases = [  # once they are enabled, vLLM 0.23 drops the salts of short inputs as well (docs/gateway.md)
+    ("/v1/embeddings", {"input": LONG}),
+    ("/v1/embeddings", {"input": ["hi", LONG]}),
+    ("/v1/embeddings", {"input": [5] * (TOKENS_MAX + 1)}),
 ]
 LABELS: Cases = [
     ("/classify", {"input": ["hi", "there"]}),
@@ -66,7 +68,7 @@ LABELS: Cases = [
     ("/pooling", {"input": "hi", "task": "classify"}),
     *PAIRS,
 ]
-CASES = {"text": TEXT, "vectors": VECTORS, "labels": LABELS}
+CASES = {"text": TEXT, "vectors": VECTORS, "pieces": PIECES, "labels": LABELS}
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +119,10 @@ async def test_the_engine_has_the_salt_where_the_table_says_so(kind: str, model:
             salting = routes[path].salting_of(routes[path].parse(body), VERSION, TOKENS_MAX)
             sent = json.loads(body)["cache_salt"]
             found = await server.salts(path, body)
-            if (set(found) != {sent} and salting is Salting.FIELD) or (
-                EXACT and routes[path].salting is Salting.FIELD and set(found) == {sent} and salting is Salting.UNKNOWN
-            ):
+            # vLLM 0.23 keeps the salts of pairs that it embeds, not of those it classifies: the gateway cannot tell.
+            may_be_kept = not EXACT or (kind == "vectors" and (path, given) in PAIRS)
+            needless = routes[path].salting is Salting.FIELD and set(found) == {sent} and salting is Salting.UNKNOWN
+            if (set(found) != {sent} and salting is Salting.FIELD) or (needless and not may_be_kept):
                 wrong.append((path, given, salting, found))
         if kind == "text":
             assert await salts_of_two_turns(server, "s") == (["s", "s"] if VERSION >= SALTS_ALL else ["s", None])

@@ -14,6 +14,7 @@ from typing import Any
 
 from spillway_connector.plan.load_cost import RateMeter
 from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo
+from spillway_connector.plan.waiting import WaitingChunks
 
 
 def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
@@ -51,6 +52,11 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     manager.take_announcements = lambda: iter(())
     manager.settings = dict
     manager.primary_tier = SimpleNamespace(
-        ready=frozenset(), resident=frozenset(), rows_of=lambda keys: [], release=lambda rows: None
+        ready=frozenset(),
+        resident=frozenset(),
+        rows_of=lambda keys: [],
+        release=lambda rows: None,
+        waiting=WaitingChunks(0, frozenset()),
     )
+    manager.now = lambda: 0.0
     return manager

@@ -49,7 +49,7 @@ def byte_tokens(body: dict[str, Any]) -> list[int]:
     """One token per byte of the prompt; a stand-in for a model's tokenizer."""
     prompt = body.get("prompt")
     if isinstance(prompt, list):
-        return [int(token) for token in prompt]
+        return [token for one in prompt for token in ([one] if isinstance(one, int) else byte_tokens({"prompt": one}))]
     if isinstance(prompt, str):
         return list(prompt.encode())
     given = body.get("input", body.get("query", body.get("text_1")))
