@@ -172,13 +172,12 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
 }
 # Of the cells of tests/generations, those that the lane `other-vllm` runs: what no other test of it shows. `make
 # test-generations` runs all of them.
-CELLS_TESTED = ("test_computed_while_loading", "test_several_kv_groups", "test_two_ranks")
+CELLS_TESTED = ("test_several_kv_groups", "test_two_ranks")
 # Tests over a whole stack that the lane `other-vllm` runs once more, with engines of that version (VLLM=), all else of
 # the local environment; test_doctor.py, test_metrics.py and test_upgrade.py with one engine of it and one of the local
 # version.
 STACK_TESTS = (
     "tests/e2e/test_identity.py::test_identical_with_and_without_tiers[redis]",
-    "tests/faults/test_valkey_faults.py::test_damaged_values_are_recomputed_and_never_served[redis]",
     "tests/e2e/test_doctor.py",
     "tests/e2e/test_metrics.py",
     "tests/e2e/test_upgrade.py",
