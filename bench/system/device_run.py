@@ -201,7 +201,7 @@ class Processes:
         return "\n".join(f"   | {line[:240]}" for line in lines[-20:])
 
     def wait_ready(self, urls: Mapping[str, str]) -> None:
-        """Raises SystemExit, with the ends of the logs, where one ends or is not ready in time."""
+        """Raises SystemExit, with the ends of the logs, if a process ends or is not ready in time."""
         waiting = dict(urls)
         until = time.monotonic() + READY_SECONDS_MAX
         while waiting:

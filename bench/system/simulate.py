@@ -7,7 +7,7 @@ routing and prefix index choose among engines; what differs between systems stan
 the default load runs, the figures of a real run (measured.py) stand beside the model's, and the rows that it does not
 reproduce are named; a part of a run may deviate, so only a whole one is compared.
 
-Promised: what the gateway expected a request to find; where there is no gateway, what the engine held when it came.
+Promised: what the gateway expected a request to find; without a gateway, what the engine held when it came.
 Prints tables and writes build/bench/system.json (flat; keys `<system>_<figure>`, at other than 64 sessions
 `<system>_<sessions>_sessions_<figure>`).
 """

@@ -112,7 +112,7 @@ class ConnectorConfig(Section, frozen=True):
     generated_tokens: OnOff = "on"
     # eager: a block is copied to the CPU tier when it has been computed. auto: once that tier is full, when the device
     # is about to give it up, so that both hold different chunks; eager with shared tiers, which receive what the CPU
-    # tier does, and where a chunk is not one block of a model with one KV group.
+    # tier does, and if a chunk is not one block of a model with one KV group.
     storing: Storing = "eager"
     # on: where a step itself can use what it loads, the load goes layer by layer under its forward (vLLM 0.23).
     layerwise_loads: OnOff = "off"

@@ -58,7 +58,7 @@ _NO_JOB: tuple[_Job | None, OffloadKey] = None, OffloadKey(b"")
 class LateStores:
     """What the device holds and the CPU tier does not, and the stores of it. EngineCore process, scheduler thread.
 
-    For models whose chunks are single blocks of one KV group, where a chunk's key is vLLM's hash of the block.
+    For models whose chunks are single blocks of one KV group: a chunk's key then is vLLM's hash of the block.
     """
 
     def __init__(self, manager: TieringManager, window: LeavingWindow, *, ranks: int) -> None:
@@ -198,7 +198,7 @@ class LateStores:
         return 0 if self._device is None else int(self._device.get_num_free_blocks())
 
     def _head(self) -> list[KVCacheBlock]:
-        """The free blocks that vLLM takes next; none where they were looked at not long ago."""
+        """The free blocks that vLLM takes next; none if this was asked a moment ago."""
         device = self._device
         if device is None or not self._window.look_is_due(device.get_num_free_blocks()):
             return []

@@ -14,7 +14,7 @@ _LOOK_STEPS_MAX = 16  # between two looks at the head, for blocks that have left
 
 
 class LeavingWindow:
-    """How many blocks from the head of the free queue are about to be given up, and when to look at them anew."""
+    """How many blocks from the head of the free queue are about to be given up, and when to look at them again."""
 
     def __init__(self, blocks_per_step: int) -> None:
         """blocks_per_step: that one step computes at most; the least that is kept ready for one."""

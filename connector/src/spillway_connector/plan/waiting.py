@@ -3,12 +3,12 @@
 A chunk that was used long ago is the next that LRU evicts, and in a closed loop its session's next request is already
 in the queue. So the chunks of requests that wait are kept while others can leave:
 
-- Requests keep chunks in the order of their turns, each from its first chunk on, until `chunks_max` are kept: where
+- Requests keep chunks in the order of their turns, each from its first chunk on, until `chunks_max` are kept: if
   they do not fit for all, the ones whose turn comes first keep theirs. Chunks that several use count once.
 - A tenant whose requests want more keeps an equal share of `chunks_max` at least, whoever came first.
 - A request keeps nothing from its end on, which is the caller's to say, or SECONDS_MAX after it began to wait.
 
-A kept chunk is not pinned: where nothing else can leave, the one whose request's turn is last does.
+A kept chunk is not pinned: if nothing else can leave, the chunk whose request comes last in the queue does.
 
 Pure: no clock, no lock; the time is an argument, in seconds. Everything here belongs to one thread, the scheduler's.
 The cost of a request is that of its chunks, once when it begins to keep them and once when it ends.
@@ -90,9 +90,9 @@ class WaitingChunks(Generic[_Key]):
         return 0 if waiting is None else len(waiting.held)
 
     def begin(self, request: str, tenant: bytes, turn: Turn, keys: Sequence[_Key], now: float) -> None:
-        """A request waits that will use these chunks, in the order of its prefix; those that are not here are nobody's.
+        """A request waits that will use these chunks, in the order of its prefix; those not in the tier are ignored.
 
-        One that waits already begins anew.
+        A request that waits already starts over.
         """
         self.end(request)
         owner = self._tenants.get(tenant)
@@ -103,7 +103,7 @@ class WaitingChunks(Generic[_Key]):
         self._keep(waiting)
 
     def end(self, request: str) -> None:
-        """The request has been admitted, has ended or has moved; nothing happens where it does not wait."""
+        """The request has been admitted, has ended or has moved; nothing happens if it does not wait."""
         waiting = self._waiting.pop(request, None)
         if waiting is None:
             return
@@ -122,7 +122,7 @@ class WaitingChunks(Generic[_Key]):
             self.end(request)
 
     def last_first(self) -> Iterator[_Key]:
-        """The kept chunks, some of them repeatedly, in the order in which they leave where nothing else can."""
+        """The kept chunks, some of them repeatedly, in the order in which they leave if nothing else can."""
         holding = [waiting for tenant in self._tenants.values() for waiting in tenant.holding]
         holding.sort(key=_turn_of, reverse=True)
         for waiting in holding:
@@ -130,7 +130,7 @@ class WaitingChunks(Generic[_Key]):
                 yield waiting.keys[position]
 
     def clear(self) -> None:
-        """The tier is empty: nobody keeps anything."""
+        """The tier is empty: no request keeps anything."""
         self._users.clear()
         self._waiting.clear()
         self._tenants.clear()
@@ -192,7 +192,7 @@ class WaitingChunks(Generic[_Key]):
         return True
 
     def _make_room(self, asking: _Waiting[_Key]) -> bool:
-        """Room for a chunk that is this request's by right, taken from another; False where there is none."""
+        """Room for a chunk that is this request's by right, taken from another; False if there is none."""
         tenant = asking.tenant
         share = self._chunks_max // len(self._tenants)
         while len(self._users) >= self._chunks_max:
