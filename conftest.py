@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["lanes.plugin"]
@@ -13,3 +16,13 @@ settings.register_profile("full", **UNTIMED)
 # A quarter of the examples and no shrinking phase: quick feedback during development.
 settings.register_profile("quick", max_examples=25, **UNTIMED)
 settings.load_profile("full")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Start every test at Python's default log level.
+
+    Libraries set the root logger's level when they are imported (`model_hosting_container_standards`, which vLLM's API
+    server imports, sets ERROR), and `caplog` would then hear nothing in every later test of the same process.
+    """
+    logging.root.setLevel(logging.WARNING)
