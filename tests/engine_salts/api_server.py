@@ -57,6 +57,15 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def parsed(words: list[str]) -> Any:
+    """What vLLM's own server makes of its command line."""
+    cli = _module("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+    parser = cli.make_arg_parser(FlexibleArgumentParser())
+    if SCALE_OUT in parser._option_string_actions:
+        words = [*words, SCALE_OUT]
+    return parser.parse_args(words)
+
+
 class IdleCore:
     """Stands in for EngineCoreClient: ends each request with one token, or one vector."""
 
@@ -93,10 +102,37 @@ class IdleCore:
 class ApiServer:
     """state: of vLLM's application."""
 
-    def __init__(self, http: httpx.AsyncClient, core: IdleCore, state: Any) -> None:
-        self.state = state
+    def __init__(self, http: httpx.AsyncClient, core: IdleCore, app: Any) -> None:
+        self.state = app.state
+        self._app = app
+        self._lifespan: asyncio.Task[None] | None = None
         self._http = http
         self._core = core
+
+    async def started(self) -> None:
+        """Tells the middleware that the server starts, as uvicorn does before it opens the port."""
+        begun = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if begun.is_set():
+                await asyncio.Event().wait()
+            return {"type": "lifespan.startup"}
+
+        async def send(message: Any) -> None:
+            assert message["type"] == "lifespan.startup.complete", message
+            begun.set()
+
+        scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+        self._lifespan = asyncio.create_task(self._app(scope, receive, send))
+        await begun.wait()
+
+    async def ended(self) -> None:
+        if self._lifespan is not None:
+            self._lifespan.cancel()
+            await asyncio.wait([self._lifespan])
+
+    async def reply(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return await self._http.post(path, json=body)
 
     async def salts(self, path: str, body: bytes) -> list[str | None]:
         """The salts of the engine's requests that one request of a client became."""
@@ -112,16 +148,12 @@ class ApiServer:
 
 
 @asynccontextmanager
-async def api_server(model: Path, kind: str) -> AsyncIterator[ApiServer]:
+async def api_server(model: Path, kind: str, *more: str) -> AsyncIterator[ApiServer]:
+    """more: further arguments of vLLM."""
     tasks, made_by = KINDS[kind]
-    cli = _module("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
     server = _module("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
     states = _module("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server")
-    parser = cli.make_arg_parser(FlexibleArgumentParser())
-    words = ["--model", str(model), "--served-model-name", MODEL, "--enforce-eager", *made_by]
-    if SCALE_OUT in parser._option_string_actions:
-        words.append(SCALE_OUT)
-    args = parser.parse_args(words)
+    args = parsed(["--model", str(model), "--served-model-name", MODEL, "--enforce-eager", *made_by, *more])
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     core = IdleCore(tasks)
     with pytest.MonkeyPatch.context() as patch:
@@ -133,6 +165,7 @@ async def api_server(model: Path, kind: str) -> AsyncIterator[ApiServer]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
         try:
-            yield ApiServer(http, core, app.state)
+            yield (running := ApiServer(http, core, app))
+            await running.ended()
         finally:
             engine.shutdown()

@@ -11,15 +11,17 @@ import aiohttp
 import pytest
 import vllm
 import yaml
+from vllm.engine.arg_utils import AsyncEngineArgs
 
-from engine_salts.api_server import KINDS, MODEL, TOKENS_MAX, ApiServer, api_server, write_model
+from engine_salts.api_server import IN_PIECES, KINDS, MODEL, TOKENS_MAX, ApiServer, api_server, parsed, write_model
+from spillway_engine.vllm_arguments import MIDDLEWARE
 from spillway_gateway.access.keys import hash_key
-from spillway_gateway.api.routes import ROUTES, SALTS_ALL, Salting
-from spillway_gateway.fleet.listed_models import read_version
+from spillway_gateway.api.routes import ROUTES, Salting
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.running import gateway_config, running_gateway
+from spillway_settings.vllm_salts import SALTS_ALL, version_of, why_salts_are_dropped
 
-VERSION = read_version(json.dumps({"version": vllm.__version__}).encode())
+VERSION = version_of(vllm.__version__)
 EXACT = VERSION >= SALTS_ALL or VERSION == (0, 23)  # between them the table is on the safe side
 KEY = "sk-a" + "0" * 40
 CHAT = [{"role": "user", "content": "hi"}]
@@ -127,6 +129,36 @@ async def test_the_engine_has_the_salt_where_the_table_says_so(kind: str, model:
         if kind == "text":
             assert await salts_of_two_turns(server, "s") == (["s", "s"] if VERSION >= SALTS_ALL else ["s", None])
     assert not wrong
+
+
+async def test_an_engine_that_would_drop_salts_serves_nobody(model: Path) -> None:
+    async with api_server(model, "pieces", "--middleware", MIDDLEWARE) as server:
+        await server.started()
+        replies = [await server.reply(path, {"model": MODEL, "cache_salt": "s", **body}) for path, body in VECTORS]
+        salts = server.taken()
+    if VERSION < SALTS_ALL:
+        assert {reply.status_code for reply in replies} == {503}
+        assert "enable_chunked_processing" in replies[0].json()["error"]["message"]
+        assert salts == []
+    else:
+        assert "s" in salts
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--pooler-config", IN_PIECES],
+        ["--pooler_config=" + IN_PIECES.replace(":", " :  ")],
+        ["--pooler-config.enable_chunked_processing", "true"],
+        ["--pooler_config.enable_chunked_processing=true"],
+        ["--pooler-con", IN_PIECES],
+        ["--pooler-config", "{}", "--pooler-config.enable_chunked_processing=true"],
+    ],
+)
+def test_pieces_are_seen_however_they_are_written(words: list[str], model: Path) -> None:
+    args = parsed(["--model", str(model), "--enforce-eager", "--runner", "pooling", "--convert", "embed", *words])
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    assert (why_salts_are_dropped(config, vllm.__version__) is not None) == (VERSION < SALTS_ALL)
 
 
 async def salts_of_two_turns(server: ApiServer, salt: str) -> list[str | None]:

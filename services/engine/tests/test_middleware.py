@@ -3,13 +3,16 @@
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
@@ -116,6 +119,24 @@ async def test_an_engine_that_fails_the_self_check_says_why_and_is_never_ready(
 
     assert reason.startswith("self-check failed: log-probabilities of 16 generated tokens differ by 1.000 on average")
     assert (ready.status_code, ready.json()["reason"]) == (503, reason)
+
+
+async def test_an_engine_that_would_drop_salts_is_ended_and_computes_nothing(
+    serving: Serving, bigram_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.23.0"))
+    engine = Engine(bigram_model())
+    pooler = SimpleNamespace(enable_chunked_processing=True)
+    engine.app.state.vllm_config = SimpleNamespace(model_config=SimpleNamespace(pooler_config=pooler))
+    async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
+        reason = (await engine.event("self_check_failed"))["reason"]
+        ready = await client.get("/ready")
+        refused = await client.post("/v1/completions", json={"prompt": "a"})
+
+    assert reason.startswith("extraArgs: vLLM 0.23.0 drops the cache_salt of every embedding")
+    assert (ready.status_code, ready.json()["reason"]) == (503, reason)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, reason)
+    assert not engine.model.requests
 
 
 async def test_every_data_parallel_rank_is_checked(serving: Serving, bigram_model: Any) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
@@ -28,6 +29,7 @@ from spillway_connector.engine.transfer_params import install_transfer_params_fi
 from spillway_connector.engine.weights import install_weight_change_hook
 from spillway_connector.engine.worker import WorkerHalf
 from spillway_connector.errors import ConfigError
+from spillway_settings.vllm_salts import why_salts_are_dropped
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class ConnectorBase(OffloadingConnector):
                 f"kv_load_failure_policy: {policy!r} fails a request when its cache cannot be loaded; "
                 "set it to 'recompute'"
             )
+        unsalted = why_salts_are_dropped(vllm_config, vllm.__version__)
+        if unsalted is not None:
+            raise ConfigError(unsalted)
 
     def _watch_the_engine(self) -> None:
         """Of the scheduler's process, once its half is built."""

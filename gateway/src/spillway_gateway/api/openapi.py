@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from spillway_gateway.api.routes import ROUTES, ApiRoute, Salting
 from spillway_gateway.error_bodies import Dialect
-from spillway_gateway.fleet.listed_models import OLDEST
+from spillway_settings.vllm_salts import OLDEST
 
 Responses = dict[int | str, dict[str, Any]]
 _REFERENCE = "#/components/schemas/{name}"

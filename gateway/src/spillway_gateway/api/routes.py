@@ -20,11 +20,9 @@ from spillway_gateway.api.pooling import PoolingBody, parse_pooling
 from spillway_gateway.api.responses import ResponsesBody, parse_responses
 from spillway_gateway.api.token_bodies import AnyBody, GenerateBody, parse_generate, parse_unrouted
 from spillway_gateway.error_bodies import Dialect
-from spillway_gateway.fleet.listed_models import OLDEST, Version
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.splice import replace_text
-
-SALTS_ALL: Version = (0, 32)  # before it vLLM drops the salt on some routes whose schema has it
+from spillway_settings.vllm_salts import OLDEST, SALTS_ALL, Version
 
 
 class Salting(Enum):

@@ -18,11 +18,12 @@ from spillway_gateway.config.settings import BreakerConfig, EngineConfig, Routin
 from spillway_gateway.fleet.breaker import Breaker
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, OwnWork, foreign_work
-from spillway_gateway.fleet.listed_models import ListedModels, Version
+from spillway_gateway.fleet.listed_models import ListedModels
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, RateSamples
 from spillway_gateway.fleet.tier_traffic import TierTraffic
 from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPrefix
+from spillway_settings.vllm_salts import Version
 
 EXPECTED_ADAPTERS_MAX = 1000
 FAILURES_MAX = 8

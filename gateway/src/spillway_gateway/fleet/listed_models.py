@@ -5,17 +5,15 @@ Its /v1/models lists the model, its limit, and the LoRA adapters that are loaded
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from spillway_settings.vllm_salts import OLDEST, Version, version_of
+
 MODELS_BYTES_MAX = 4 * 1024 * 1024  # of the page; a longer one is not read
 VERSION_BYTES_MAX = 4096  # of the page
-Version = tuple[int, int]  # 0.23.0 and 0.23.0rc1+cpu are (0, 23)
-OLDEST: Version = (0, 0)  # an engine that does not say is taken for older than any
-_beginning = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])").match
 LENGTH_MAX = 1 << 30  # tokens; what says more is no limit
 
 
@@ -75,7 +73,6 @@ class _Page(msgspec.Struct):
 def read_version(page: bytes | None) -> Version:
     """OLDEST where the page names none."""
     try:
-        found = _beginning(msgspec.json.decode(page or b"", type=_Page).version)
+        return version_of(msgspec.json.decode(page or b"", type=_Page).version)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return OLDEST
-    return (int(found[1]), int(found[2])) if found is not None else OLDEST

@@ -17,7 +17,6 @@ from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelC
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.expected_blocks import Expected
-from spillway_gateway.fleet.listed_models import OLDEST, Version
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
@@ -26,6 +25,7 @@ from spillway_gateway.fleet.steps import Steps
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, RouteRequest
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
+from spillway_settings.vllm_salts import OLDEST, Version
 
 FAILED_TOGETHER_SECONDS = 5.0
 

@@ -21,6 +21,7 @@ from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receiv
 from spillway_engine.in_process import Ask, ask_through
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.self_check import SelfCheckFailed, check_ranks
+from spillway_settings.vllm_salts import why_salts_are_dropped
 
 logger = logging.getLogger("vllm.spillway_engine")
 
@@ -28,11 +29,12 @@ logger = logging.getLogger("vllm.spillway_engine")
 UNCOUNTED_PATHS = ("/health", "/ping", "/metrics", "/version", "/load")
 ORPHAN_SECONDS = 15.0
 VERSION = version("spillway-engine")  # of the process that runs, whatever is installed later
+DRAINING = "the engine is draining and takes no new requests"
 ABORT_SECONDS = 5.0  # from cancelling the last requests to their tasks having ended
 
 
 class ReadinessMiddleware:
-    """Readiness moves one way: starting -> self-check -> ready -> draining, or self-check -> failed."""
+    """Readiness moves one way: starting -> self-check -> ready -> draining, or to failed instead of ready."""
 
     def __init__(self, app: AsgiApp, brief: PodBrief | None = None) -> None:
         self._app = app
@@ -40,7 +42,7 @@ class ReadinessMiddleware:
         self._reason: str | None = "starting"  # None: ready
         self._requests = InFlightRequests()
         self._hints = promotion_hints.PromotionHints(self._brief.data_parallel_ranks)
-        self._refusing = False
+        self._refusal: str | None = None  # the answer to new requests; None: they are served
         self._hurry = asyncio.Event()
         self._parent: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,10 +56,10 @@ class ReadinessMiddleware:
             await self._answer_ready(send)
         elif scope["path"] == "/spillway/config":
             await send_json(send, 200, json.dumps({**self._brief.configuration, "version": VERSION}).encode())
-        elif scope["path"] == promotion_hints.PATH and not self._refusing:
+        elif scope["path"] == promotion_hints.PATH and self._refusal is None:
             await self._hints.answer(scope, receive, send)
-        elif self._refusing:
-            body = error_body("the engine is draining and takes no new requests", 503)
+        elif self._refusal is not None:
+            body = error_body(self._refusal, 503)
             await send_json(send, 503, json.dumps(body).encode())
         else:
             await self._requests.run(self._app, scope, receive, send)
@@ -70,6 +72,8 @@ class ReadinessMiddleware:
 
     def _watching_startup(self, scope: Scope, send: Send) -> Send:
         async def watch(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                self._refusal = self._why_unsafe(scope)  # before the port is open
             await send(message)
             if message["type"] == "lifespan.startup.complete":
                 ranks = self._brief.data_parallel_ranks
@@ -77,6 +81,16 @@ class ReadinessMiddleware:
                 self._start(self._serve(asks))
 
         return watch
+
+    def _why_unsafe(self, scope: Scope) -> str | None:
+        """Why this engine must not serve anybody, by the configuration that vLLM made of all its arguments."""
+        config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+        if config is None:
+            return None  # not vLLM's own application
+        import vllm  # noqa: PLC0415  loaded already in vLLM's server; the package does without it
+
+        why = why_salts_are_dropped(config, vllm.__version__)
+        return None if why is None else f"{self._brief.names.name('extraArgs')}: {why}"
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -87,21 +101,28 @@ class ReadinessMiddleware:
         if self._brief.control_fd is not None:
             await self._connect_parent(self._brief.control_fd)
         self._tell({"event": "serving"})
+        if self._refusal is not None:
+            self._fail(self._refusal)
+            return
         if self._brief.self_check:
             self._move("self-check", only_from="starting")
             try:
                 measured = await check_ranks(asks, self._brief)
             except Exception as error:
                 known = isinstance(error, SelfCheckFailed)
-                reason = f"self-check failed: {error if known else f'{type(error).__name__}: {error}'}"
-                self._move(reason, only_from="self-check")
-                logger.error("%s", reason)
-                self._tell({"event": "self_check_failed", "reason": reason})
+                self._fail(f"self-check failed: {error if known else f'{type(error).__name__}: {error}'}")
                 return
             logger.info("self-check passed: %s", measured)
         if self._reason in ("starting", "self-check"):
             self._reason = None
             self._tell({"event": "ready"})
+
+    def _fail(self, reason: str) -> None:
+        """The parent ends an engine that may never serve."""
+        for state in ("starting", "self-check"):
+            self._move(reason, only_from=state)
+        logger.error("%s", reason)
+        self._tell({"event": "self_check_failed", "reason": reason})
 
     def _move(self, reason: str, only_from: str) -> None:
         if self._reason == only_from:
@@ -136,7 +157,7 @@ class ReadinessMiddleware:
         self._reason = "draining"
         logger.info("draining: %d requests running", len(self._requests))
         await self._wait_unless_hurried(self._hurry.wait(), delay_seconds)
-        self._refusing = True
+        self._refusal = DRAINING
         running = len(self._requests)
         await self._wait_unless_hurried(self._requests.wait_idle(timeout_seconds), timeout_seconds)
         cancelled = self._requests.cancel_all()
