@@ -99,6 +99,10 @@ test-quick: $(STAMP) ## Everything but engines and the cluster: vLLM's modules, 
 test-cluster: $(STAMP) ## The chart on a real Kubernetes on this machine: root, Go; compiles it once. KUBECONFIG= another one, KEEP_CLUSTER=1, WITH_KEDA=1, TESTS=
 	@$(BIN)/python -m pytest $(or $(TESTS),tests/cluster)
 
+.PHONY: test-ascend-acceptance
+test-ascend-acceptance: $(STAMP) ## The acceptance script of an Ascend node on vLLM's CPU engine and the ACL emulator. About 5 minutes
+	@TEST_ASCEND_ACCEPTANCE=1 $(BIN)/python -m pytest tests/ascend_acceptance
+
 .PHONY: test-experts
 test-experts: $(STAMP) ## Two data parallel ranks of a mixture of experts on CPUs, in lockstep. About 3 minutes
 	@TEST_EXPERTS=1 $(BIN)/python -m pytest tests/engine_matrix/test_data_parallel.py -k mixture -n 0

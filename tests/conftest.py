@@ -19,10 +19,8 @@ from stack_driver.reference_pass import PROMPTS_ENV, identity_prompts, reference
 from stack_driver.running_stack import RunningStack, stack_settings, upgrade
 
 TIERS = ("nvme", "redis")
-# nvme-files: one engine on a directory with one file per block, the layout of shared file systems. upgrade: a fleet in
-# the middle of an upgrade, one engine of each vLLM on one Redis.
-STACKS = ("nvme", "nvme-files", "redis", "upgrade")
-FILES = ("offload.sharedTier.nvme.mode=files",)
+# upgrade: a fleet in the middle of an upgrade, one engine of each vLLM on one Redis.
+STACKS = ("nvme", "redis", "upgrade")
 # The first test includes the start: minutes on two slow cores. The full identity proof takes longer still.
 TIMEOUT_SECONDS = 3600 if os.environ.get(PROMPTS_ENV) else 900
 
@@ -76,9 +74,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         # The engine without offload runs before this stack, never beside it: two cores, 12 GB.
         request.getfixturevalue("references")
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "nvme-files":
-        running = RunningStack.start("nvme", folder, engines=1, gateway=False, overrides=FILES)
-    elif request.param == "upgrade":
+    if request.param == "upgrade":
         running = RunningStack.start("redis", folder, vllm=upgrade())
     else:
         running = RunningStack.start(request.param, folder)

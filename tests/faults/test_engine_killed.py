@@ -1,14 +1,13 @@
-"""kill -9 of an engine under twenty streams: requests without a byte are answered, the others end with an error
-event."""
+"""kill -9 of an engine core under twenty streams: requests without a byte are answered, the others end with an error
+event. `make test-real-engines` also kills the server with it."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 
 import pytest
 from stack_driver.deadlines import eventually
-from stack_driver.engine_processes import engine_core, kill_group, shared_memory_of, vllm_group
+from stack_driver.engine_processes import engine_core, shared_memory_of, vllm_group
 from stack_driver.running_stack import RunningStack
 from stack_driver.streams import Stream, StreamCrowd
 
@@ -17,19 +16,9 @@ ANSWER_TOKENS = 40
 VICTIM = "engine-0"
 
 
-@pytest.mark.tiers("redis")
-def test_whole_engine_killed(stack: RunningStack) -> None:
-    """The API server, the engine core and the worker at once, as the kernel's out-of-memory killer or a lost node."""
-    _kill_under_streams(stack, kill_group)
-
-
 @pytest.mark.tiers("nvme")
 def test_engine_core_alone_killed(stack: RunningStack) -> None:
     """The HTTP server survives the engine core for some seconds and still answers."""
-    _kill_under_streams(stack, lambda group: engine_core(group).signal(signal.SIGKILL))
-
-
-def _kill_under_streams(stack: RunningStack, kill: Callable[[int], None]) -> None:
     known = stack.compute_and_store(stack.a)
     before = stack.process(VICTIM)
     restarts = stack.component(VICTIM).restarts
@@ -40,7 +29,7 @@ def _kill_under_streams(stack: RunningStack, kill: Callable[[int], None]) -> Non
     prompts = [stack.new_prompt(stack.blocks) for _ in range(STREAMS)]
     crowd = StreamCrowd(stack.local.gateway_url, stack.model, prompts, ANSWER_TOKENS)
     begun = eventually("some streams of the victim have begun, others wait", lambda: _begun(stack, crowd), 120.0)
-    kill(group)
+    engine_core(group).signal(signal.SIGKILL)
 
     streams = crowd.join()
     interrupted = [stream for stream in streams if not stream.complete]

@@ -1,6 +1,6 @@
 """A faulty directory costs recomputation, never an answer: read-only, full, removed, and with damaged blocks.
 
-On slabs, the layout of local disks; layout-dependent tests also with one file per block."""
+On slabs, the layout of local disks. Both layouts share the contract suite of connector/tests/tiers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from stack_driver.shared_stores import NvmeStore, payload_offset
 from spillway_connector.tiers.disk.layout_choice import suitable_mode
 
 pytestmark = pytest.mark.tiers("nvme")
-both_layouts = pytest.mark.tiers("nvme", "nvme-files")
 
 HEADER_OFFSET = 100  # within the fields that its checksum covers
 
 
-@both_layouts
-def test_the_layout_is_the_one_that_was_asked_for(stack: RunningStack) -> None:
+def test_the_layout_is_the_one_that_suits_the_file_system(stack: RunningStack) -> None:
     """Default: slabs on a local disk. Each block counts once, and the operator's view equals what engines stored."""
     store = _store(stack)
     stack.stored()  # stores of the stack's start may still be pending
@@ -35,11 +33,9 @@ def test_the_layout_is_the_one_that_was_asked_for(stack: RunningStack) -> None:
     assert files is not (store.folder / "slab").is_dir()
     answer = stack.ask_shared(stack.b, known)
     assert (answer.source, answer.cached_tokens) == ("shared", known.prompt.reusable_tokens)
-    asked_for = any(override.endswith("nvme.mode=files") for override in stack.local.settings.engine_overrides)
-    assert files is (asked_for or suitable_mode(store.folder.with_name("new")).mode == "files")
+    assert files is (suitable_mode(store.folder.with_name("new")).mode == "files")
 
 
-@both_layouts
 def test_read_only_directory_is_still_read(stack: RunningStack) -> None:
     known = stack.compute_and_store(stack.a)
     folder = stack.local.folder.nvme
@@ -79,7 +75,6 @@ def test_file_in_place_of_the_directory(stack: RunningStack) -> None:
     stack.wait_shared_tier_works()
 
 
-@both_layouts
 def test_damaged_blocks_are_recomputed_and_never_served(stack: RunningStack) -> None:
     """Bits flipped in header and payload: sizes are right, so the checksums must detect it."""
     store = _store(stack)

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from .environments import interpreter
-from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_PROMPTS, STACK_TESTS, Lane
+from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_TESTS, Lane
 
 # A worker of the quick lane holds vLLM and a Valkey: 1.5 GB. An engine takes up to 5 GB, and the start of one, which is
 # most of its test, uses one core; a file's tests share engines, so they stay together.
@@ -103,8 +103,7 @@ def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: 
             own = command(lane, profile, workers, [*more, *listed], python=interpreter(version))
             runs.append(Run(f"vLLM {version}", own, prefix=prefix))
             stack = [sys.executable, "-m", "pytest", *STACK_TESTS]
-            environment = {"VLLM": version, "SPILLWAY_IDENTITY_PROMPTS": str(STACK_PROMPTS)}
-            runs.append(Run(f"stack on vLLM {version}", stack, environment, prefix))
+            runs.append(Run(f"stack on vLLM {version}", stack, {"VLLM": version}, prefix))
     return runs
 
 

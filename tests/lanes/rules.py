@@ -164,7 +164,6 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_transports.py": ("0.30", "0.32"),
     "connector/tests/engine/v030": ("0.30", "0.32"),
     "tests/engine_lives": ("0.32",),
-    "tests/engine_matrix/test_combined.py": ("0.32",),
     "tests/generations": ("0.30", "0.32"),
     "tests/stock_tiers": ("0.30", "0.32"),
     "tests/types": ("0.32",),
@@ -177,12 +176,10 @@ CELLS_TESTED = ("test_several_kv_groups", "test_two_ranks")
 # the local environment; test_doctor.py, test_metrics.py and test_upgrade.py with one engine of it and one of the local
 # version.
 STACK_TESTS = (
-    "tests/e2e/test_identity.py::test_identical_with_and_without_tiers[redis]",
     "tests/e2e/test_doctor.py",
     "tests/e2e/test_metrics.py",
     "tests/e2e/test_upgrade.py",
 )
-STACK_PROMPTS = 10  # of its identity test
 
 # A word of a command line, without its folder -> the need that it implies.
 PROGRAMS: dict[str, str] = {
@@ -206,6 +203,7 @@ BY_HAND: dict[str, str] = {
     "make bench-corruption": "by hand",
     "make bench-soak": "by hand",
     "make test-adapters": "by hand",
+    "make test-ascend-acceptance": "by hand",
     "make test-chaos": "by hand",
     "make test-experts": "by hand",
     "make test-models": "by hand",
