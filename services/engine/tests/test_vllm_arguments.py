@@ -297,6 +297,14 @@ def test_every_worker_has_a_list_of_cores(cores: int, nodes: int, tensor: int, d
     assert bound(machine, tensorParallelSize=tensor, dataParallelSize=data) == lists
 
 
+@pytest.mark.parametrize(("cores", "policy"), [(2, "PASSIVE"), (4, "PASSIVE"), (8, None)])
+def test_threads_of_engines_that_share_cores_sleep_while_they_wait(cores: int, policy: str | None) -> None:
+    machine = dataclasses.replace(CPU, cores=tuple(range(cores)), memory_nodes=2)
+    settings = read_settings(EngineSettings, {**TREE, "dataParallelSize": 4})
+
+    assert cpu_thread_environment(settings, machine).get("OMP_WAIT_POLICY") == policy
+
+
 def bound(machine: Machine, **sizes: int) -> str | None:
     settings = read_settings(EngineSettings, {**TREE, **sizes})
     return cpu_thread_environment(settings, machine).get("VLLM_CPU_OMP_THREADS_BIND")

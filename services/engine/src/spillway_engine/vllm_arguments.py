@@ -122,7 +122,10 @@ def cpu_thread_environment(settings: EngineSettings, machine: Machine) -> dict[s
         return {}
     else:
         lists = _shares(machine.cores, every)
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, cores)) for cores in lists)}
+    # Engines that share cores sleep at the end of a parallel region. By default their threads spin there, which keeps
+    # the other engine's off the core.
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if small else {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, cores)) for cores in lists), **waiting}
 
 
 def _shares(cores: Sequence[int], parts: int) -> list[Sequence[int]]:
