@@ -81,12 +81,29 @@ class MemoryCase:
             "dataParallelSize": engine["dataParallelSize"],
             "blockSize": engine["blockSize"],
             "extraArgs": engine["extraArgs"],
-            "offload": {"enabled": offload["enabled"], "blocksPerChunk": offload["blocksPerChunk"], **sizes},
+            "offload": {
+                "enabled": offload["enabled"],
+                "blocksPerChunk": offload["blocksPerChunk"],
+                "sharedTier": self.shared_tier(),
+                **sizes,
+            },
         }
         machine = Machine(
             self.platform, frozenset(), (0,), memory_bytes, "cgroup limit", shared_memory_bytes, shared_memory_bytes
         )
         return plan_memory(read_settings(EngineSettings, tree), self.shape, machine)
+
+    def shared_tier(self) -> dict[str, Any]:
+        """What the chart writes of it for the engine service, as far as the arithmetic reads it."""
+        tier = self.engine["offload"]["sharedTier"]
+        if tier["type"] != "nvme":
+            return {"type": "none"}
+        given, volume = tier["nvme"]["maxBytes"], tier["nvme"]["volume"]
+        if given is None and volume["type"] == "perPodClaim":
+            given = parse_byte_count(volume["size"]) * 9 // 10
+        bound = {} if given is None else {"maxBytes": given}
+        queues = {"loadQueueBytesMax": 1 << 50, "storeQueueBytesMax": 1 << 50}  # which the templates here do not check
+        return {"type": "nvme", **queues, "nvme": {"path": "/kv", "mode": tier["nvme"]["mode"], **bound}}
 
 
 def size_cases() -> dict[str | int | float, str]:
@@ -151,6 +168,11 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
                 "type": chosen.choice(["none", "nvme", "redis"]),
                 "ioThreads": chosen.randrange(1, 33),
                 "encryption": {"enabled": chosen.random() < 0.5},
+                "nvme": {
+                    "mode": chosen.choice(["auto", "slab", "files"]),
+                    "maxBytes": chosen.choice([None, "8TB", "300GiB"]),
+                    "volume": {"type": chosen.choice(["hostPath", "perPodClaim"]), "size": "500GiB"},
+                },
             },
         },
         "memory": {
@@ -192,7 +214,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (chart / "templates").mkdir()
     (chart / "files").mkdir()
     (chart / "Chart.yaml").write_text("{apiVersion: v2, name: arithmetic, version: 0.1.0}")
-    rooms = ("_values", "_sizes", "_memory", "_extra_arguments", "_setting_names", "_schema")
+    rooms = ("_values", "_sizes", "_memory", "_tier", "_extra_arguments", "_setting_names", "_schema")
     for file in (*(f"templates/{room}.tpl" for room in rooms), "files/model-shapes.yaml"):
         (chart / file).write_text((CHART / file).read_text())
     (chart / "templates" / "computed.yaml").write_text(TEMPLATE)
@@ -226,6 +248,7 @@ def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
             "cpuTierTokens": budget.cpu_tier_tokens,
             "sharedMemoryNeededBytes": budget.shared_memory_needed_bytes,
             **({"kvGroups": budget.kv_groups} if budget.kv_groups > 1 else {}),
+            **({"tierIndexBytes": budget.tier_index_bytes} if budget.tier_index_bytes else {}),
         }
         if case.platform != "cpu" or figures["deviceBlocks"] == budget.device_blocks:
             # Where they would be more than a quarter of a pod the engine service alone takes fewer device blocks.
@@ -236,4 +259,5 @@ def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
         assert problems or budget.fits, (case, budget.problems)
         assert case.bounded or bool(problems) == bool(budget.problems), (case, problems, budget.problems)
         refused += bool(problems)
+    assert sum("tierIndexBytes" in result["figures"] for result in computed["memory"]) > len(cases) // 10
     assert 0 < refused < len(cases) and compared > len(cases) * 0.9

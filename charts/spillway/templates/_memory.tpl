@@ -166,11 +166,19 @@ processes, staging, page cache and margin.
 {{- end -}}
 {{- end -}}
 
+{{- $tier := $offload.sharedTier -}}
+{{- /* Every engine core keeps copies of the index of slabs: 100 bytes for each slot, which is a row and a page. */ -}}
+{{- $indexBytes := 0 -}}
+{{- if and $offload.enabled (eq $tier.type "nvme") -}}{{- if ne $tier.nvme.mode "files" -}}
+{{- with include "spillway.nvmeMaxBytes" (dict "item" (dict "engine" $engine "path" $path)) -}}
+{{- if int64 . -}}{{- $indexBytes = mul (add (mul (div (int64 .) (add $rowBytes 4096)) 100) 2097152) $cores -}}{{- end -}}
+{{- end -}}
+{{- end -}}{{- end -}}
+
 {{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}
-{{- $engineNeeds := add (mul 2411724800 $allRanks) $sharedNeeded $deviceBytes $weightBytes $askedBytes -}}
+{{- $engineNeeds := add (mul 2411724800 $allRanks) $sharedNeeded $deviceBytes $weightBytes $askedBytes $indexBytes -}}
 {{- $processText := ternary "2560MiB" "8GiB" $onCpu -}}
 {{- $processBytes := mul $allRanks (int64 (include "spillway.bytes" (dict "value" (default $processText $engine.memory.processPerRank) "path" (printf "%s.memory.processPerRank" $path)))) -}}
-{{- $tier := $offload.sharedTier -}}
 {{- $stagingBytes := 0 -}}
 {{- if and $offload.enabled (ne $tier.type "none") -}}
 {{- /* Each thread: a chunk in flight, one on its way to or from the store, and a sealed one. */ -}}
@@ -179,11 +187,12 @@ processes, staging, page cache and margin.
 {{- $stagingBytes = add $stagingBytes (int64 (include "spillway.bytes" (dict "value" $engine.memory.pageCache "path" (printf "%s.memory.pageCache" $path)))) -}}
 {{- end -}}
 {{- end -}}
-{{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes $askedBytes -}}
+{{- $sum := add $sharedNeeded $processBytes $deviceBytes $weightBytes $stagingBytes $askedBytes $indexBytes -}}
 {{- $needed := max $engineNeeds (div (mul $sum (add 100 (int64 $engine.memory.marginPercent))) 100) -}}
 {{- $arithmetic := printf "CPU tier %s (%s%d chunks x %s) + queues %s + processes %s (%s)" (include "spillway.bytesText" $tierBytes) $times $chunks (include "spillway.bytesText" $rowBytes) (include "spillway.bytesText" $queueBytes) (include "spillway.bytesText" $processBytes) (eq $allRanks 1 | ternary "1 rank" (printf "%d ranks" $allRanks)) -}}
 {{- if $onCpu -}}{{- $arithmetic = printf "%s + device blocks %s + weights %s" $arithmetic (include "spillway.bytesText" $deviceBytes) (include "spillway.bytesText" $weightBytes) -}}{{- end -}}
 {{- if $stagingBytes -}}{{- $arithmetic = printf "%s + shared tier's buffers %s" $arithmetic (include "spillway.bytesText" $stagingBytes) -}}{{- end -}}
+{{- if $indexBytes -}}{{- $arithmetic = printf "%s + its index %s" $arithmetic (include "spillway.bytesText" $indexBytes) -}}{{- end -}}
 {{- if $askedBytes -}}
 {{- $arithmetic = printf "%s + extraArgs %s" $arithmetic (include "spillway.bytesText" $askedBytes) -}}
 {{- end -}}
@@ -203,6 +212,7 @@ processes, staging, page cache and margin.
 
 {{- if gt $cores 1 -}}{{- $_ := set $out "dataParallelRanks" $cores -}}{{- end -}}
 {{- if gt $groups 1 -}}{{- $_ := set $out "kvGroups" $groups -}}{{- end -}}
+{{- if $indexBytes -}}{{- $_ := set $out "tierIndexBytes" $indexBytes -}}{{- end -}}
 {{- range $key, $value := dict "dtype" $dtype "kvDtype" $kvDtype "bytesPerToken" $tokenBytes "bytesPerBlock" $blockBytes "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes "cpuTierTokens" (mul (div $chunks $groups) $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic -}}
 {{- $_ := set $out $key $value -}}
 {{- end -}}

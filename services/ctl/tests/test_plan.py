@@ -57,6 +57,14 @@ def test_without_rates_it_tells_memory_and_break_even_per_thousand_tokens(plan):
     assert "first token" not in out
 
 
+def test_the_index_of_a_tier_is_told_where_it_takes_memory(plan, monkeypatch):
+    monkeypatch.setitem(MEMORY, "tierIndexBytes", 25 << 20)
+
+    _, out, _ = plan(rendered("nvme"))
+
+    assert "nvme, 25.0 MiB of a pod's memory for its index" in out
+
+
 def test_with_rates_it_tells_first_tokens(plan):
     rates = ["--prefill-tokens-per-second", "1000", "--device-copy-rate", "1GiB/s", "--tier-rate", "100MiB/s"]
 

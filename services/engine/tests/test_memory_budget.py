@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from spillway_connector.tiers.disk.slab.layout import copies_bytes
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget, choose_dtype, plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -116,6 +117,18 @@ def test_bytes_for_less_than_one_chunk_are_refused() -> None:
     (problem,) = plan_memory(settings(cpuBytes="1MiB"), SMOLLM2, AVX512).problems
 
     assert "holds no chunk of 2.8 MiB; set offload.cpuBytes >= 2949120" in problem
+
+
+def test_every_core_holds_the_index_of_slabs() -> None:
+    def needed(nvme: dict[str, Any]) -> MemoryBudget:
+        given = settings(numCpuBlocks=96, sharedTier={"type": "nvme", "nvme": {"path": "/kv", **nvme}})
+        return plan_memory(given, SMOLLM2, AVX512)
+
+    slabs, files = needed({"maxBytes": "1TiB"}), needed({"maxBytes": "1TiB", "mode": "files"})
+    unbounded = needed({})
+    assert slabs.tier_index_bytes == copies_bytes(slabs.cpu_row_bytes, 1 << 40)
+    assert slabs.memory_needed_bytes - files.memory_needed_bytes == slabs.tier_index_bytes
+    assert files.tier_index_bytes == unbounded.tier_index_bytes == 0  # the file system's size is not known here
 
 
 @pytest.mark.parametrize(

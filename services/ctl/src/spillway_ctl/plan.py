@@ -80,7 +80,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
             "memory of a pod",
             f"{format_bytes(memory['podNeedsBytes'])} needed, limit {format_bytes(memory['memoryLimitBytes'])}",
         ),
-        ("shared tier", document["shared_tier"]),
+        ("shared tier", f"{document['shared_tier']}{_index(memory)}"),
     ]
     break_even = document["break_even_bytes_per_second"]
     if break_even is None:
@@ -131,6 +131,12 @@ def _ranks(memory: dict[str, Any]) -> str:
     """Empty if an engine has one engine core."""
     ranks = memory.get("dataParallelRanks", 1)
     return f"{ranks} data parallel ranks x " if ranks > 1 else ""
+
+
+def _index(memory: dict[str, Any]) -> str:
+    """Empty if nothing of the tier's index lies in a pod's memory, or its size is not known before the pod runs."""
+    index_bytes = memory.get("tierIndexBytes", 0)
+    return f", {format_bytes(index_bytes)} of a pod's memory for its index" if index_bytes else ""
 
 
 def _in_dtype(memory: dict[str, Any]) -> str:

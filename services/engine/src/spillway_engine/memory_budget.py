@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.tiers.disk.slab.layout import copies_bytes
 from spillway_engine.argument_memory import argument_memory
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
@@ -45,6 +46,7 @@ class MemoryBudget:
     cpu_tier_tokens: int  # of each data parallel rank
     shared_memory_needed_bytes: int
     shared_memory_free_bytes: int
+    tier_index_bytes: int  # of all data parallel ranks: their copies of the index of a shared tier in slabs
     memory_needed_bytes: int
     memory_available_bytes: int
     memory_limit_source: str
@@ -101,7 +103,8 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     asked = argument_memory(settings.extra_args, on_cpu=on_cpu, ranks=ranks, cores=cores, weight_bytes=weight_bytes)
     queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks) * cores + asked.shared_bytes
     shared_bytes = tier_bytes + queue_bytes
-    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes + asked.process_bytes
+    index_bytes = _index_bytes(settings, row_bytes) * cores
+    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes + asked.process_bytes + index_bytes
     if on_cpu:
         memory_bytes += (device_bytes or 0) + weight_bytes * cores
     return MemoryBudget(
@@ -120,6 +123,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         cpu_tier_tokens=tier_tokens,
         shared_memory_needed_bytes=shared_bytes,
         shared_memory_free_bytes=machine.shared_memory_free_bytes,
+        tier_index_bytes=index_bytes,
         memory_needed_bytes=memory_bytes,
         memory_available_bytes=machine.memory_available_bytes,
         memory_limit_source=machine.memory_limit_source,
@@ -157,6 +161,14 @@ def _cpu_chunks(settings: EngineSettings, row_bytes: int) -> int:
     if offload.num_cpu_blocks is not None:
         return offload.num_cpu_blocks
     return (offload.cpu_bytes_to_use or 0) // row_bytes
+
+
+def _index_bytes(settings: EngineSettings, row_bytes: int) -> int:
+    """0 without slabs, and where only the file system bounds them: its size is not known here."""
+    tier = settings.offload.shared_tier
+    if not settings.offload.enabled or tier.type != "nvme" or tier.nvme.mode == "files" or not tier.nvme.max_bytes:
+        return 0
+    return copies_bytes(row_bytes, tier.nvme.max_bytes)
 
 
 def _length_problems(settings: EngineSettings, shape: ModelShape, device_blocks: int | None) -> list[str]:

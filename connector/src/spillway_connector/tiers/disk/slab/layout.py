@@ -42,6 +42,11 @@ TENANT_PLACES = 1024  # of the table that counts slots by tenant
 SESSION_ROWS_MAX = 4096  # sessions of a pool, of all processes together
 _SESSION_ROWS_MIN = 64
 
+# Copies of the index and the sessions in an engine's memory, see columns.py; charts/spillway/templates/_memory.tpl has
+# both numbers.
+COPY_BYTES_PER_SLOT = 100
+COPY_BYTES_BESIDE = 2 << 20  # headers, and what grows with chunks, sessions and tenants
+
 _HEADER = struct.Struct("<8sHHIQII")  # magic, version, zero, slots per chunk, slot bytes, chunks, zero
 _CHUNK_NAME = re.compile(r"(\d{6})-(\d{8})\.slab")
 
@@ -223,6 +228,11 @@ def plan_shape(slot_bytes: int, limit_bytes: int) -> PoolShape | None:
             return shape
         chunks -= max(1, over // (shape.chunk_bytes + beside_bytes // chunks + 1))
     return None
+
+
+def copies_bytes(payload_bytes: int, limit_bytes: int) -> int:
+    """At most so much memory an engine core needs for its copies of the index, with payloads of this size."""
+    return limit_bytes // slot_bytes_of(payload_bytes) * COPY_BYTES_PER_SLOT + COPY_BYTES_BESIDE
 
 
 def slot_bytes_of(payload_bytes: int) -> int:
