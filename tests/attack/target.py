@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,9 @@ class Harm:
 
 
 class Target:
-    """settings: top-level sections of the gateway's configuration. model, engine: further keys of the attacked model
-    and of its engine. descriptors: RLIMIT_NOFILE of the gateway. key: the other client's. gaps: time its stream."""
+    """settings: top-level sections of the gateway's configuration. model, engine: further keys of the attacked
+    model and of its engine. model_length: tokens that the attacked model takes. more_models: beside it.
+    descriptors: RLIMIT_NOFILE of the gateway. key: the other client's. gaps: time its stream."""
 
     def __init__(
         self,
@@ -76,6 +77,8 @@ class Target:
         model: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         descriptors: int | None = None,
+        model_length: int = 100_000,
+        more_models: Sequence[dict[str, Any]] = (),
         key: str = "",
         gaps: bool = False,
     ) -> None:
@@ -83,9 +86,14 @@ class Target:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._streams: list[PacedStream] = []
         try:
-            attacked = self._engine(MODEL)
+            attacked = self._engine(MODEL, "--max-model-len", str(model_length))
             paced = self._engine(PACED_MODEL, words=EVENTS, slow_seconds=EVENT_SECONDS)
-            self._start_gateway(attacked, paced, settings or {}, model or {}, engine or {}, descriptors)
+            models = [
+                {"name": MODEL, "engines": [{"name": "fake-0", "url": attacked, **(engine or {})}], **(model or {})},
+                {"name": PACED_MODEL, "engines": [{"name": "paced-0", "url": paced}]},
+                *more_models,
+            ]
+            self._start_gateway(models, settings or {}, descriptors)
             self._through = self._stream(self.port, "through", key)
             self._beside = self._stream(int(paced.rpartition(":")[2]), "beside", key) if gaps else None
         except BaseException:
@@ -93,20 +101,11 @@ class Target:
             raise
 
     def _start_gateway(
-        self,
-        attacked: str,
-        paced: str,
-        settings: dict[str, Any],
-        model: dict[str, Any],
-        engine: dict[str, Any],
-        descriptors: int | None,
+        self, models: Sequence[dict[str, Any]], settings: dict[str, Any], descriptors: int | None
     ) -> None:
         document = {
             "listen": {"host": "127.0.0.1", "port": 0, "opsPort": 0},
-            "models": [
-                {"name": MODEL, "engines": [{"name": "fake-0", "url": attacked, **engine}], **model},
-                {"name": PACED_MODEL, "engines": [{"name": "paced-0", "url": paced}]},
-            ],
+            "models": list(models),
             **settings,
         }
         config = self._folder / "gateway.yaml"
@@ -125,9 +124,9 @@ class Target:
         self.ops_port = self._port_of("operations")
         eventually("the gateway is ready", self._ready, SECONDS_MAX)
 
-    def _engine(self, model: str, words: int = 4, slow_seconds: float = 0.0) -> str:
+    def _engine(self, model: str, *more: str, words: int = 4, slow_seconds: float = 0.0) -> str:
         command = [sys.executable, "-m", "spillway_gateway.testing.fake_engine_host", "--model", model]
-        command += ["--name", f"{model}-0", "--words", str(words), "--slow-seconds", str(slow_seconds)]
+        command += ["--name", f"{model}-0", "--words", str(words), "--slow-seconds", str(slow_seconds), *more]
         command += ["--no-tokenize-route"]  # so that no tokenizer of the gateway's is found to disagree
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         self._processes.append(process)
@@ -193,6 +192,10 @@ class Target:
         assert self._gateway.stdout is not None
         report = json.loads(self._gateway.stdout.readline())
         return float(report["iteration_seconds_max"] / report["reference_seconds"])
+
+    def memory(self) -> int:
+        """Bytes of the gateway's processes."""
+        return self._memory("VmRSS")
 
     def _command(self, line: str) -> None:
         assert self._gateway.stdin is not None

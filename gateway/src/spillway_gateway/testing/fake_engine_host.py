@@ -39,6 +39,7 @@ async def _serve(options: argparse.Namespace) -> None:
     engine = FakeEngine(
         model=options.model,
         name=options.name,
+        max_model_len=options.max_model_len,
         block_tokens=options.block_tokens,
         words=options.words,
         publisher=publisher,
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--model", default="fake")
     parser.add_argument("--name", default="fake-0")
     parser.add_argument("--words", type=int, default=4)
+    parser.add_argument("--max-model-len", type=int, default=100_000)
     parser.add_argument("--block-tokens", type=int, default=16)
     parser.add_argument("--slow-seconds", type=float, default=0.0, help="before the first byte and between chunks")
     parser.add_argument("--no-tokenize-route", action="store_true", help="answer 404 there, as other servers do")
