@@ -149,6 +149,10 @@ check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src)
 
+.PHONY: schema
+schema: $(STAMP) ## Write charts/spillway/values.schema.json anew, from the model of values.yaml (settings/) and its comments
+	@$(BIN)/python -m spillway_settings.values charts/spillway
+
 .PHONY: bench-continued
 bench-continued: $(STAMP) ## 100 streams on two engines, one of which is killed: failures, wrong answers and pauses. About seven minutes
 	@PYTHONPATH=tests $(BIN)/python bench/continued_streams.py

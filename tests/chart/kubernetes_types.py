@@ -1,7 +1,7 @@
-"""Kubernetes' own types, as far as values hand them on: charts/spillway/files/kubernetes-types.json.
+"""Kubernetes' own types, as far as values hand them on: settings/src/spillway_settings/values/kubernetes.json.
 
 Made from the newest schema that kubernetes_validate brings, with the words, bounds and rules between fields that a
-schema of Kubernetes leaves to its prose, and with the version since which a field is there.
+schema of Kubernetes leaves to its prose.
 `UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
 """
 
@@ -49,10 +49,8 @@ _LABEL_KEY = {
     "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
     "description": "a label's key of nodes, such as topology.kubernetes.io/zone,",
 }
-_RESOURCE = {
-    "pattern": r"^(cpu|memory|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i|[a-z0-9.-]+/[A-Za-z0-9._-]+)$",
-    "description": "cpu, memory, ephemeral-storage, hugepages-2Mi or an extended resource such as rdma/hca",
-}
+# Keys of resources: cpu, memory, ephemeral-storage, hugepages-2Mi or an extended resource such as rdma/hca.
+_RESOURCE = r"^(cpu|memory|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i|[a-z0-9.-]+/[A-Za-z0-9._-]+)$"
 _PORT_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
 _SHORT_NAME = {
     "maxLength": 63,
@@ -121,8 +119,8 @@ PROSE: dict[str, dict[str, Any]] = {
         "pattern": "^(Memory|HugePages(-[0-9]+[KMG]i)?)?$",
         "description": "Memory, HugePages-2Mi or nothing",
     },
-    "SecretVolumeSource.secretName": _NAME,
-    **{f"{kind}.name": _NAME for kind in ("ConfigMapVolumeSource", "ConfigMapProjection", "SecretProjection")},
+    # Without a pattern for names of Secrets: Helm repeats what does not match one, and it may be a credential.
+    **{f"{kind}.name": _NAME for kind in ("ConfigMapVolumeSource", "ConfigMapProjection")},
     "PersistentVolumeClaimVolumeSource.claimName": _NAME,
     **{
         f"{source}.defaultMode": _MODE
@@ -208,12 +206,28 @@ GOES_WITH: dict[str, list[tuple[str, str, list[Any], bool]]] = {
         ("value", "type", ["Value"], True),
     ],
 }
+EMPTY = [None, "", [], {}, False, 0]
+# Type -> rules that no list of fields can say.
+FURTHER: dict[str, list[dict[str, Any]]] = {
+    "NodeSelectorRequirement": [
+        {
+            "if": {"required": ["operator"], "properties": {"operator": {"enum": ["Gt", "Lt"]}}},
+            "then": {"properties": {"values": {"maxItems": 1, "items": {"pattern": "^-?[0-9]+$"}}}},
+        }
+    ],
+    "NetworkPolicyPort": [
+        {
+            "if": {"required": ["endPort"]},
+            "then": {"required": ["port"], "properties": {"port": {"type": "integer"}}},
+        }
+    ],
+    "PodsMetricSource": [{"properties": {"target": {"properties": {"type": {"enum": ["AverageValue"]}}}}}],
+}
 
 
 def kubernetes_types() -> str:
     """The file's text: one type per line, each with its fields, closed against fields that there are not."""
     definitions = kubernetes_definitions(NEWEST)
-    older = [kubernetes_definitions(version) for version in VERSIONS]
     types: dict[str, Any] = {}
     todo = list(ROOTS)
     while todo:
@@ -221,18 +235,36 @@ def kubernetes_types() -> str:
         name = full.rsplit(".", 1)[1]
         if name not in types:
             types[name] = {"type": "object"} if name in OPEN else _type(name, definitions[full], todo)
-            if name not in OPEN and full in older[0]:
-                _date(name, types[name], [definition.get(full, {}).get("properties", {}) for definition in older])
     types["Capability"] = {"type": "string", **PROSE["Capability"]}
     for field in ("add", "drop"):
-        types["Capabilities"]["properties"][field]["items"] = {"$ref": "#/$defs/Capability"}
+        types["Capabilities"]["properties"][field]["items"] = {"$ref": "#/definitions/Capability"}
     types["IPBlock"]["properties"]["except"]["items"] = {"type": "string", **PROSE["IPBlock.cidr"]}
     for field in ("limits", "requests"):
-        types["ResourceRequirements"]["properties"][field]["propertyNames"] = _RESOURCE
+        amounts = types["ResourceRequirements"]["properties"][field]
+        amounts["patternProperties"] = {_RESOURCE: amounts["additionalProperties"]}
+        amounts["additionalProperties"] = False
     for name in NULLABLE:
         types[name]["type"] = ["object", "null"]
     lines = [f"  {json.dumps(name)}: {json.dumps(types[name], sort_keys=True)}" for name in sorted(types)]
-    return '{"$id": "kubernetes-types.json", "$defs": {\n' + ",\n".join(lines) + "\n}}\n"
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def fields_since() -> dict[tuple[str, str], str]:
+    """(type, field) -> the version since which it is there, of those that the oldest version lacks."""
+    made = json.loads(kubernetes_types())
+    older = [kubernetes_definitions(version) for version in VERSIONS]
+    found: dict[tuple[str, str], str] = {}
+    for full, definition in kubernetes_definitions(NEWEST).items():
+        name = full.rsplit(".", 1)[1]
+        if name not in made or name in OPEN or full not in older[0]:
+            continue
+        for field in definition.get("properties", {}):
+            fields = [each.get(full, {}).get("properties", {}) for each in older]
+            first = next(version for version, known in zip(VERSIONS, fields, strict=True) if field in known)
+            since = SINCE.get(f"{name}.{field}", first)
+            if since != VERSIONS[0]:
+                found[name, field] = since
+    return found
 
 
 def _type(name: str, definition: dict[str, Any], todo: list[str]) -> dict[str, Any]:
@@ -250,32 +282,35 @@ def _type(name: str, definition: dict[str, Any], todo: list[str]) -> dict[str, A
         if isinstance(fields[field].get("type"), list):
             fields[field]["type"] = [kind for kind in fields[field]["type"] if kind != "null"]
     made = {"title": name, "type": "object", "additionalProperties": False, "properties": fields}
-    for key, rules in (("exactlyOne", EXACTLY_ONE), ("atMostOne", AT_MOST_ONE)):
-        if name in rules:
-            made[key] = rules[name]
-    if name in GOES_WITH:
-        keys = ("field", "by", "values", "demanded")
-        made["goesWith"] = [dict(zip(keys, rule, strict=True)) for rule in GOES_WITH[name]]
+    if rules := _rules(name):
+        made["allOf"] = rules
     return {**made, "required": required} if required else made
 
 
-def _date(name: str, made: dict[str, Any], older: list[dict[str, Any]]) -> None:
-    """Adds to each field that the oldest version lacks since which it is there. older: fields, by VERSIONS."""
-    for field, schema in made.get("properties", {}).items():
-        first = next(version for version, fields in zip(VERSIONS, older, strict=True) if field in fields)
-        since = SINCE.get(f"{name}.{field}", first)
-        if since != VERSIONS[0]:
-            made["properties"][field] = {**schema, "since": since}
+def _rules(name: str) -> list[dict[str, Any]]:
+    """What holds between the fields of a type."""
+    rules: list[dict[str, Any]] = []
+    if name in EXACTLY_ONE:
+        rules.append({"oneOf": [{"required": [field]} for field in EXACTLY_ONE[name]]})
+    if name in AT_MOST_ONE:
+        rules.append({"not": {"required": AT_MOST_ONE[name]}})
+    for field, by, values, is_demanded in GOES_WITH.get(name, []):
+        chosen = {"required": [by], "properties": {by: {"enum": values}}}
+        given = {"required": [field], "properties": {field: {"not": {"enum": EMPTY}}}}
+        rules.append({"if": given, "then": chosen})
+        if is_demanded:
+            rules.append({"if": chosen, "then": given})
+    return [*rules, *FURTHER.get(name, [])]
 
 
 def _field(name: str, schema: dict[str, Any], todo: list[str]) -> dict[str, Any]:
-    """Its type alone: what the chart's templates read of a schema."""
+    """Its type and bounds, without prose."""
     if "$ref" in schema:
         full = schema["$ref"].rsplit("/", 1)[1]
         if full.endswith("IntOrString"):
             return {"type": ["integer", "string"]}
         todo.append(full)
-        return {"$ref": f"#/$defs/{full.rsplit('.', 1)[1]}"}
+        return {"$ref": f"#/definitions/{full.rsplit('.', 1)[1]}"}
     if "oneOf" in schema:
         return {"type": ["string", "number"]}
     kept: dict[str, Any] = {"type": schema["type"]} if "type" in schema else {}

@@ -1,11 +1,11 @@
-"""The types of Kubernetes that the chart judges values by are those of the newest version."""
+"""The types of Kubernetes that values are judged by are those of the newest version."""
 
 import os
 
+from chart.helm_binaries import ROOT
 from chart.kubernetes_types import PROSE, kubernetes_types
-from chart.rendering import CHART
 
-FILE = CHART / "files" / "kubernetes-types.json"
+FILE = ROOT / "settings" / "src" / "spillway_settings" / "values" / "kubernetes.json"
 
 
 def test_the_file_is_what_the_newest_kubernetes_makes_of_it() -> None:

@@ -1,118 +1,122 @@
-"""The schema itself: a valid one, strict at every level, complete, and open only where Kubernetes reads on.
-
-The templates read it (templates/_schema.tpl), with the words that they know of JSON Schema.
-"""
+"""values.schema.json: made from the model of values.yaml, current, strict, and what Helm and editors take."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import msgspec
+import pytest
 import yaml
-from chart.rendering import CHART, VALUES_FILES
-from referencing import Registry, Resource
-from referencing.jsonschema import DRAFT202012
+from chart.helm_binaries import ROOT, Helm, helms
+from chart.kubernetes_types import fields_since
+from chart.rendering import CHART, VALUES_FILES, render
+from chart.test_documented_values import PAGES, fragments
 
-SCHEMA = json.loads((CHART / "files" / "values.schema.json").read_text())
-KUBERNETES_TYPES = json.loads((CHART / "files" / "kubernetes-types.json").read_text())
+from spillway_settings.values.__main__ import generated
+from spillway_settings.values.release import Values
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 # Read by Kubernetes or by vLLM, not by the chart.
-OPEN = {
-    *("affinity", "nodeSelector", "tolerations", "podSecurityContext", "securityContext", "sidecars", "initContainers"),
-    *("extraVolumes", "extraVolumeMounts", "extraObjects", "extraTiers", "extraMetrics", "valueFrom", "parentRefs"),
-    *("topologySpreadConstraints", "relabelings", "metricRelabelings", "extraConfig", "extraResources"),
-    *("podSelector", "namespaceSelector", "ipBlock", "ports", "metadata", "global"),
-    *("volume", "volumeMount", "container", "parentReference", "kubernetesObject"),
-    *("podLabels", "podAnnotations", "commonLabels", "commonAnnotations", "annotations", "labels", "extraEnv"),
-}
+OPEN = {"extraObjects", "extraTiers", "extraConfig", "metadata", "global"}
 
 
 def objects(schema: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, schema) of everything that may be a map."""
-    if isinstance(schema, dict):
-        kinds = schema.get("type", [])
-        if "object" in ([kinds] if isinstance(kinds, str) else kinds):
-            yield name, schema
-        for key, inner in schema.get("properties", {}).items():
-            yield from objects(inner, key)
-        if "items" in schema:
-            yield from objects(schema["items"], name)
-    if "$defs" in (schema or {}):
-        for key, inner in schema["$defs"].items():
-            yield from objects(inner, key)
+    """(name, schema) of everything that may be a map, types of Kubernetes apart."""
+    kinds = schema.get("type", [])
+    if "object" in ([kinds] if isinstance(kinds, str) else kinds):
+        yield name, schema
+    for key, inner in (schema.get("properties", {}) | schema.get("patternProperties", {})).items():
+        yield from objects(inner, key)
+    if "items" in schema:
+        yield from objects(schema["items"], name)
 
 
-def test_schema_is_one():
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+def test_what_is_checked_in_is_what_the_model_makes() -> None:
+    for name, text in generated((CHART / "values.yaml").read_text()).items():
+        assert (CHART / name).read_text() == text, f"{name} is not current: run make schema"
 
 
-def test_every_level_refuses_what_it_does_not_know():
-    found = list(objects(SCHEMA))
+def test_defaults_are_those_of_the_model() -> None:
+    assert msgspec.to_builtins(Values()) == VALUES
+
+
+def test_schema_is_one() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+def test_every_level_refuses_what_it_does_not_know() -> None:
+    found = [*objects(SCHEMA), *objects(SCHEMA["definitions"]["engine"])]
 
     assert len(found) > 60
-    loose = {name for name, schema in found if schema.get("additionalProperties") is not False}
-    assert loose - OPEN == {"engines"}  # whose entries are engines
+    assert {name for name, schema in found if schema.get("additionalProperties") is not False} == OPEN
 
 
-def test_schema_and_values_have_the_same_keys():
-    """A key that values.yaml does not show is one that nobody finds; `global` belongs to parent charts."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+def test_every_setting_is_described_or_its_section_is() -> None:
+    described = json.dumps(SCHEMA["definitions"]["engine"]["properties"]["offload"]["properties"]["storing"])
 
-    def compare(schema: dict[str, Any], tree: dict[str, Any], path: str) -> None:
-        assert set(schema["properties"]) - {"global"} == set(tree), path
-        for key, value in tree.items():
-            inner = SCHEMA["$defs"]["engine"] if path == "" and key == "engine" else schema["properties"][key]
-            if isinstance(value, dict) and "properties" in inner:
-                compare(inner, value, f"{path}.{key}")
-
-    compare(SCHEMA, values, "")
+    assert "eager: a block is copied to the CPU tier when it has been computed" in described
 
 
-def test_schema_has_only_words_that_the_templates_read():
-    """Any other would be accepted and not enforced."""
-    judging = {*("type", "enum", "pattern", "minLength", "maxLength", "multipleOf", "required", "properties", "items")}
-    judging |= {
-        *("minItems", "maxItems", "uniqueItems"),
-        "minimum",
-        "exclusiveMinimum",
-        "maximum",
-        "additionalProperties",
-        "propertyNames",
-        "allOf",
-        "$ref",
-    }
-    template = (CHART / "templates" / "_schema.tpl").read_text()
-
-    def words(schema: Any) -> Iterator[str]:
-        if isinstance(schema, dict):
-            yield from schema.keys() - {"description"}
-            for key, inner in schema.items():
-                if key in ("properties", "$defs"):
-                    for each in inner.values():
-                        yield from words(each)
-                elif key in ("items", "additionalProperties", "propertyNames"):
-                    yield from words(inner)
-                elif key == "allOf":
-                    for each in inner:
-                        yield from words(each)
-
-    assert set(words(SCHEMA)) <= judging | {"$schema", "title", "$defs"}
-    assert all(word in template for word in judging)
+@pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.name)
+def test_an_editor_finds_no_mistake_in_the_charts_own_values(file: Any) -> None:
+    assert [error.message for error in VALIDATOR.iter_errors(yaml.safe_load(file.read_text()))] == []
 
 
-def test_every_pattern_says_in_words_what_it_wants():
-    def patterns(schema: Any) -> Iterator[dict[str, Any]]:
-        if isinstance(schema, dict):
-            if isinstance(schema.get("pattern"), str):
-                yield schema
-            for inner in schema.values():
-                yield from patterns(inner)
-
-    found = list(patterns(SCHEMA))
-    assert len(found) > 20
-    assert [schema["pattern"] for schema in found if not schema.get("description")] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_an_editor_finds_no_mistake_in_documented_values(page: str) -> None:
+    for values in fragments((ROOT / page).read_text()):
+        assert [error.message for error in VALIDATOR.iter_errors(values)] == [], values
 
 
-def test_every_template_begins_with_the_checks():
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"engine": {"model": {"path": "/m"}}},
+        {"engine": {"offload": {"numCpuBlocks": None, "cpuBytes": "1GiB"}}},
+        {"gateway": {"opsPort": None, "resources": {"limits": {"memory": None}}}},
+        {"engine": {"podSecurityContext": None, "affinity": {}}},
+        {"global": {"storageClass": "fast"}},
+        {"x-small": {"replicas": 1}, "engine": {"x-note": "text", "model": {"x-a": [1]}}},
+        {"engines": {"a": {"replicas": 0}}},
+        {
+            "engine": {
+                "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "a", "whenUnsatisfiable": "ScheduleAnyway"}]
+            }
+        },
+    ],
+)
+def test_a_part_of_the_values_is_valid(values: dict[str, Any]) -> None:
+    assert [error.message for error in VALIDATOR.iter_errors(values)] == []
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
+def test_own_keys_and_anchors_change_nothing(helm: Helm, tmp_path: Any) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(
+        "x-labels: &labels {team: a}\nengine: {x-note: b, podLabels: *labels}\n"
+        "gateway: {podLabels: *labels, timeouts: {x-why: c}, limits: {x-d: {e: 1}}}\n"
+    )
+
+    labels = {"podLabels": {"team": "a"}}
+    assert render(file, helm=helm).text == render(values={"engine": labels, "gateway": labels}, helm=helm).text
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
+def test_helm_lint_refuses_a_misspelt_setting(helm: Helm, tmp_path: Any) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text('engine: {replcas: 3, offload: {numCpuBlocks: "lots"}}')
+
+    done = subprocess.run([helm.path, "lint", "-f", file, CHART], capture_output=True, text=True, check=False)
+
+    assert done.returncode != 0 and "replcas" in done.stdout and "numCpuBlocks" in done.stdout
+
+
+def test_every_template_begins_with_the_checks() -> None:
     """Helm renders files in an order of its own, and each may read values only after they were judged."""
     files = [file for file in (CHART / "templates").rglob("*") if file.suffix in (".yaml", ".txt")]
 
@@ -121,19 +125,10 @@ def test_every_template_begins_with_the_checks():
         assert file.read_text().startswith('{{- include "spillway.requireValid" $ -}}\n'), file
 
 
-def test_values_files_obey_the_schema():
-    complete = yaml.safe_load((CHART / "values.yaml").read_text())
-    types = Resource.from_contents(KUBERNETES_TYPES, default_specification=DRAFT202012)
-    registry = Registry().with_resource("kubernetes-types.json", types)
-    jsonschema.Draft202012Validator(SCHEMA, registry=registry).validate(complete)
-    # Helm lays the others over these, so alone they only have to know no unknown key.
-    partial = {**SCHEMA, "required": []}
-    partial["properties"] = {**SCHEMA["properties"], "engine": {"$ref": "#/$defs/engine"}}
-    validator = jsonschema.Draft202012Validator(partial, registry=registry)
-    for file in VALUES_FILES[1:]:
-        errors = [
-            error.message
-            for error in validator.iter_errors(yaml.safe_load(file.read_text()))
-            if error.validator != "required"
-        ]
-        assert not errors, file
+def test_the_chart_knows_since_when_fields_of_kubernetes_are_there() -> None:
+    known = yaml.safe_load((CHART / "files" / "kubernetes-since.yaml").read_text())["fields"]
+
+    for (name, field), since in fields_since().items():
+        # `(mis)?matchLabelKeys` stands for two.
+        ends = [key for key in known if field in key or field.removeprefix("mis") in key]
+        assert any(known[key] == since for key in ends), (name, field, since)

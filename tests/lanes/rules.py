@@ -39,6 +39,7 @@ NEEDS: dict[str, tuple[Lane, str]] = {
 # Folder or file -> markers. A folder's entry covers the files in it, not folders below it; a file's entry itself alone.
 RULES: dict[str, tuple[str, ...]] = {
     "settings/tests": (NOTHING,),
+    "settings/tests/values": (NOTHING,),
     "connector/tests": (NOTHING,),
     "connector/tests/device": (NOTHING,),
     "connector/tests/device/cuda": (NOTHING,),

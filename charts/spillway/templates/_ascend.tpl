@@ -34,7 +34,7 @@ the binding is off, as vllm-ascend would give it up after the start, with a warn
 {{- define "spillway.ascendChecks" -}}
 {{- $texts := list -}}
 {{- $onHost := list -}}
-{{- $variable := (.root.Files.Get "files/native-keys.yaml" | fromYaml).batchMemcpyVariable -}}
+{{- $variable := "VLLM_ASCEND_ENABLE_BATCH_MEMCPY" -}}
 {{- range $item := .engines -}}
 {{- $engine := $item.engine -}}{{- $path := $item.path -}}{{- $accelerator := $engine.accelerator -}}
 {{- $ports := dict "port" (int64 $engine.port) -}}

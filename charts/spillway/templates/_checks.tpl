@@ -34,6 +34,10 @@
 {{- if and $engine.autoscaling.enabled (gt (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
 {{- $texts = append $texts (printf "%s.autoscaling: minReplicas: %d is more than maxReplicas: %d; lower the first or raise the second" $path (int64 $engine.autoscaling.minReplicas) (int64 $engine.autoscaling.maxReplicas)) -}}
 {{- end -}}
+{{- /* Not in the schema, whose refusals repeat a value: it may hold a password. */ -}}
+{{- if not (regexMatch "^https?://[^ @]+$" $engine.autoscaling.prometheusAddress) -}}
+{{- $texts = append $texts (printf "%s.autoscaling.prometheusAddress: text of %d characters given, an address such as http://prometheus-operated.monitoring.svc:9090, without credentials, needed; correct it" $path (len $engine.autoscaling.prometheusAddress)) -}}
+{{- end -}}
 {{- if and $engine.autoscaling.enabled (not ($root.Capabilities.APIVersions.Has "keda.sh/v1alpha1/ScaledObject")) -}}
 {{- $texts = append $texts (printf "%s.autoscaling.enabled: this cluster has no keda.sh/v1alpha1 ScaledObject; install KEDA first (with helm template: -a keda.sh/v1alpha1/ScaledObject)" $path) -}}
 {{- end -}}

@@ -54,8 +54,7 @@ judges them; tests/chart holds the two to one list of cases. */}}
 {{- end -}}
 {{- $takes := get $kinds $full -}}{{- $hasValue := contains "=" . -}}
 {{- if not $full -}}
-{{- $near := include "spillway.nearestWord" (dict "word" $name "words" (keys $kinds | sortAlpha)) -}}
-{{- $texts = append $texts (printf "%s.extraArgs: %s is no argument of vLLM %s; %s" $path $name $image.vllm (ternary (printf "did you mean %s?" $near) "remove it, or name an image of your own that knows it by image.tag" (ne $near ""))) -}}
+{{- $texts = append $texts (printf "%s.extraArgs: %s is no argument of vLLM %s; remove it, or name an image of your own that knows it by image.tag" $path $name $image.vllm) -}}
 {{- else if and (eq $takes "switches") $hasValue -}}
 {{- $texts = append $texts (printf "%s.extraArgs: %s takes no value; write it alone, or %s for the opposite" $path $name (regexReplaceAll "^--(no-)?" $full "--no-")) -}}
 {{- else if eq $takes "switches" -}}{{- $isTaken = false -}}

@@ -14,6 +14,16 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- range $key := list "engineEgress" "gatewayEgress" -}}
+{{- range $index, $rule := get $.root.Values.networkPolicy $key -}}
+{{- range $place, $port := $rule.ports -}}
+{{- if and $port.endPort (lt (int64 $port.endPort) (int64 $port.port)) -}}
+{{- $texts = append $texts (printf "networkPolicy.%s[%d].ports[%d].endPort: %d given, at least port: %d needed; raise it"
+  $key $index $place (int64 $port.endPort) (int64 $port.port)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $item := .engines -}}
 {{- $engine := $item.engine -}}{{- $path := $item.path -}}
 {{- with $item.accelerator.resourceName -}}

@@ -15,10 +15,7 @@
 {{- $image := .item.engine.image -}}
 {{- with .item.engine.model.quantization -}}
 {{- if not (or (has . (splitList " " $names.quantization)) $image.tag $image.digest (ne $image.repository "spillway-engine")) -}}
-{{- $near := include "spillway.nearestWord" (dict "word" . "words" (splitList " " $names.quantization)) -}}
-{{- if $near -}}
-{{- $texts = append $texts (printf "%s.model.quantization: %s is no method of vLLM; did you mean %s?" $path . $near) -}}
-{{- end -}}
+{{- $texts = append $texts (printf "%s.model.quantization: %s is no method of vLLM; write one of %s" $path . (splitList " " $names.quantization | join ", ")) -}}
 {{- end -}}
 {{- end -}}
 {{- if has $transfer.connector (list "SpillwayConnector" "OffloadingConnector" "SimpleCPUOffloadConnector" "MultiConnector") -}}

@@ -28,7 +28,7 @@ nothing can be concluded from such values. */}}
 {{- $problems := dict -}}
 {{- $_ := set $plan "problems" $problems -}}
 {{- $_ = set $plan "engines" list -}}
-{{- include "spillway.schemaChecks" (dict "root" $root "problems" $problems) -}}
+{{- include "spillway.givenChecks" (dict "root" $root "problems" $problems) -}}
 {{- if not $problems -}}
 {{- $presets := $root.Files.Get "files/accelerators.yaml" | fromYaml -}}
 {{- $engines := list -}}
@@ -282,7 +282,9 @@ nothing can be concluded from such values. */}}
 {{- $_ := set .out "listen" $listen -}}
 {{- range $section := list "connections" "timeouts" "health" "limits" "routing" "breaker" "continuation" "admission" "cors" "index" "log" "audit" "tracing" "reload" -}}
 {{- $settings := dict -}}
-{{- include "spillway.overlay" (dict "base" $settings "over" (get $gateway $section)) -}}
+{{- range $key, $value := get $gateway $section -}}
+{{- if not (or (hasPrefix "x-" $key) (kindIs "invalid" $value)) -}}{{- $_ := set $settings $key $value -}}{{- end -}}
+{{- end -}}
 {{- $_ := set $.out $section $settings -}}
 {{- end -}}
 {{- with include "spillway.engineEndSeconds" .engines -}}

@@ -25,6 +25,10 @@
 {{- $isKey := regexMatch "^([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})$" $tier.encryption.keyId -}}
 {{- if $isKey -}}
 {{- $texts = append $texts (printf "%s.encryption.keyId: %d hexadecimal digits given, which look like the key itself and would lie in a ConfigMap; make another key, keep it in the Secret alone, and give it a public name such as \"2026-11\"" $at (len $tier.encryption.keyId)) -}}
+{{- else if regexMatch "[^A-Za-z0-9._-]" $tier.encryption.keyId -}}
+{{- $texts = append $texts (printf
+  "%s.encryption.keyId: text of %d characters given, the public name of the key (at most 64 letters, digits, dots, dashes and underscores, never the key itself) needed; correct it"
+  $at (len $tier.encryption.keyId)) -}}
 {{- end -}}
 
 {{- if and (ne $tier.type "none") (not $offload.enabled) -}}
@@ -65,7 +69,7 @@
 {{- /* A key that is named but not used would store blocks in the clear where the operator expects them sealed. */ -}}
 {{- with $tier.encryption -}}
 {{- if and (not .enabled) (or .keyId .keySecretName) -}}
-{{- $given := ternary (printf "keyId: %s" ($isKey | ternary "***" .keyId)) (printf "keySecretName: %s" .keySecretName) (ne (default "" .keyId) "") -}}
+{{- $given := ternary (printf "keyId: %s" (or $isKey (regexMatch "[^A-Za-z0-9._-]" .keyId) | ternary "***" .keyId)) (printf "keySecretName: %s" .keySecretName) (ne (default "" .keyId) "") -}}
 {{- $texts = append $texts (printf "%s.encryption: %s is given, but enabled is false, so blocks would be stored unsealed; set encryption.enabled: true, or remove keyId and keySecretName" $at $given) -}}
 {{- end -}}
 {{- end -}}

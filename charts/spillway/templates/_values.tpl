@@ -47,7 +47,7 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- include "spillway.secretNameCheck" (dict "path" (printf "%s.name" $at) "name" $value.name "problems" $problems) -}}
 {{- range $entry, $name := $value -}}
 {{- if and (kindIs "string" $name) (hasSuffix "key" (lower $entry)) -}}
-{{- include "spillway.secretLookCheck" (dict "path" (printf "%s.%s" $at $entry) "name" $name "problems" $problems) -}}
+{{- include "spillway.secretEntryCheck" (dict "path" (printf "%s.%s" $at $entry) "name" $name "problems" $problems) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -59,6 +59,8 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- include "spillway.secretReferenceChecks" (dict "path" (printf "%s[%d]" $at $index) "value" $entry "problems" $problems) -}}
 {{- end -}}
 {{- end -}}
+{{- else if and (kindIs "string" $value) (hasSuffix "ecretKey" $key) -}}
+{{- include "spillway.secretEntryCheck" (dict "path" $at "name" $value "problems" $problems) -}}
 {{- else if and (kindIs "string" $value) (or $isReference (hasSuffix "ecretName" $key)) -}}
 {{- include "spillway.secretNameCheck" (dict "path" $at "name" $value "problems" $problems) -}}
 {{- end -}}
@@ -72,6 +74,16 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- include "spillway.problem" (dict "problems" .problems "text" (printf "%s: what is given (%d characters) is no name of a Secret: small letters, digits, dashes and dots; a credential goes into a Secret (kubectl create secret generic NAME --from-literal=KEY=...), and the name of that Secret goes here" .path (len $name))) -}}
 {{- else -}}
 {{- include "spillway.secretLookCheck" (dict "path" .path "name" $name "problems" .problems) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (path, name, problems): which entry of a Secret it is. */}}
+{{- define "spillway.secretEntryCheck" -}}
+{{- if or (regexMatch "[^-._a-zA-Z0-9]" .name) (and (not .name) (not (hasSuffix "usernameKey" .path))) -}}
+{{- include "spillway.problem" (dict "problems" .problems "text" (printf
+  "%s: text of %d characters given, which entry of the Secret it is (letters, digits, dashes, dots and underscores) needed; correct it"
+  .path (len .name))) -}}
+{{- else -}}{{- include "spillway.secretLookCheck" . -}}
 {{- end -}}
 {{- end -}}
 
@@ -94,4 +106,21 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{/* (problems, text): collects problems, so that all are reported at once. */}}
 {{- define "spillway.problem" -}}
 {{- $_ := set .problems (printf "%03d" (len .problems)) .text -}}
+{{- end -}}
+
+{{/* (value, path) -> the value as a message may show it: short, and not at all where a credential may have been pasted. */}}
+{{- define "spillway.given" -}}
+{{- if kindIs "invalid" .value -}}null
+{{- else if kindIs "map" .value -}}a map
+{{- else if kindIs "slice" .value -}}a list
+{{- else if kindIs "string" .value -}}
+{{- if or (regexMatch "(?i)(secret|passw|token|key|credential|url|address|endpoint|env|args|value|annotation)" .path) (gt (len .value) 64) -}}text of {{ len .value }} characters
+{{- else -}}{{ printf "%q" .value }}{{- end -}}
+{{- else -}}{{ include "spillway.number" .value }}
+{{- end -}}
+{{- end -}}
+
+{{/* number -> as a person writes it, not 1e+06. */}}
+{{- define "spillway.number" -}}
+{{- if and (kindIs "float64" .) (eq (toString (float64 (int64 .))) (toString .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}

@@ -1,7 +1,4 @@
-"""Keys of vLLM's and vllm-ascend's own offload connectors, for configurations that were written for those.
-
-The chart answers the same (charts/spillway/files/native-keys.yaml); tests/chart compares.
-"""
+"""Keys of vLLM's and vllm-ascend's own offload connectors, for configurations that were written for those."""
 
 from __future__ import annotations
 

@@ -1,0 +1,119 @@
+"""`engine.offload`: tiers of KV, and what goes between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from spillway_settings.typed import Count, Share
+from spillway_settings.values.kinds import (
+    Anything,
+    AutoOff,
+    AutoOnOff,
+    CopyRow,
+    Folder,
+    ObjectName,
+    OnOff,
+    OptionalFolder,
+    Portion,
+    Positive,
+    Seconds,
+    SecretEntry,
+    SecretName,
+    Section,
+    Size,
+    WholeSeconds,
+)
+from spillway_settings.values.pods import CertificateSecret, SecretReference
+
+
+class CopyTable(Section, frozen=True):
+    store: list[CopyRow] | UnsetType = UNSET
+    load: list[CopyRow] | UnsetType = UNSET
+
+
+class NvmeVolume(Section, frozen=True):
+    type: Literal["hostPath", "emptyDir", "perPodClaim", "sharedClaim", "existingClaim"] = "hostPath"
+    host_path: OptionalFolder = "/var/lib/spillway/kv"
+    size: Size = "500GiB"
+    storage_class_name: ObjectName | None = None
+    claim_name: ObjectName = ""
+
+
+class NvmeTier(Section, frozen=True):
+    path: Folder = "/var/lib/spillway/kv"
+    mode: Literal["files", "slab", "auto"] = "auto"
+    max_bytes: Size | None = None
+    ttl_seconds: WholeSeconds | None = None
+    tenant_max_bytes: Size | None = None
+    page_cache: AutoOff = "auto"
+    volume: NvmeVolume = NvmeVolume()
+
+
+class RedisLogin(Section, frozen=True):
+    name: SecretName = ""
+    username_key: SecretEntry = ""
+    password_key: SecretEntry = "password"
+    password_as: Literal["file", "env"] = "file"
+
+
+class RedisTls(Section, frozen=True):
+    ca_secret: SecretReference = SecretReference(key="ca.crt")
+    client_secret: CertificateSecret = CertificateSecret()
+
+
+class RedisTier(Section, frozen=True):
+    url: str = ""
+    existing_secret: RedisLogin = RedisLogin()
+    tls: RedisTls = RedisTls()
+    ttl_seconds: WholeSeconds = 86400
+    connections: Count = 4
+    payload_connections: Count = 1
+    tenant_max_bytes: Size | None = None
+
+
+class Encryption(Section, frozen=True):
+    enabled: bool = False
+    key_id: Annotated[str, Meta(max_length=64, description="the public name of the key, never the key itself")] = ""
+    key_secret_name: SecretName = ""
+    key_secret_key: SecretEntry = "key"
+
+
+class SharedTier(Section, frozen=True):
+    type: Literal["none", "nvme", "redis"] = "none"
+    nvme: NvmeTier = NvmeTier()
+    redis: RedisTier = RedisTier()
+    encryption: Encryption = Encryption()
+    io_threads: Annotated[int, Meta(ge=1, le=256)] = 8
+    lookup_timeout_seconds: Seconds = 0.2
+    load_timeout_seconds: Seconds = 2
+    store_timeout_seconds: Seconds = 10
+    load_queue_bytes_max: Size = "8GiB"
+    store_queue_bytes_max: Size = "8GiB"
+    store_queue_seconds_max: Seconds = 5
+
+
+class Offload(Section, frozen=True):
+    enabled: bool = True
+    num_cpu_blocks: Count | None = 2048
+    cpu_bytes: Size | None = None
+    blocks_per_chunk: Count = 1
+    generated_tokens: OnOff = "on"
+    layerwise_loads: OnOff = "off"
+    compute_while_loading: OnOff = "off"
+    storing: Literal["auto", "eager"] = "eager"
+    eviction_policy: Literal["lru", "arc"] = "lru"
+    batch_memcpy: AutoOnOff = "auto"
+    max_copy_descriptors: Count = 4096
+    copy_table: CopyTable | None = None
+    transport: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    acl_library_path: Annotated[str, Meta(min_length=1, description="the path of a library")] | None = None
+    weights_version: Annotated[str, Meta(min_length=1, description="a version of the weights")] | None = None
+    prefill_tokens_per_second: Positive | None = None
+    request_wait_seconds: Seconds = 3
+    promotion_in_flight_fraction: Share = 0.5
+    promotion_per_request_fraction: Share = 0.75
+    promotion_ahead_fraction: Portion = 0.25
+    shared_tier: SharedTier = SharedTier()
+    extra_tiers: list[Anything] = []
