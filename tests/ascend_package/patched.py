@@ -4,12 +4,6 @@ from __future__ import annotations
 
 # Before ours, as vLLM's general plugins come before a connector.
 import ascend_package.beside  # noqa: F401
-from spillway_connector.engine.meetings import install_meetings
-from spillway_connector.engine.v023.failed_loads import install_full_recompute
-from spillway_connector.engine.v023.failed_step_loads import install_step_retreat
-from spillway_connector.engine.v023.group_hits import install_group_hit_hold
+from spillway_connector.testing.generation import patch_vllm
 
-install_full_recompute()
-install_group_hit_hold()
-install_meetings()
-install_step_retreat()
+patch_vllm("failed-loads", "group-hits", "compute-while-loading", "failed-step-loads")

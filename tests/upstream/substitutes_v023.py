@@ -20,8 +20,6 @@ from spillway_connector.engine.copy_layout import copy_layout
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v023 import connector
 from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, make_cpu_tier
-from spillway_connector.engine.v023.failed_loads import install_full_recompute
-from spillway_connector.engine.v023.group_hits import install_group_hit_hold
 from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.stats import SpillwayStats
@@ -30,6 +28,7 @@ from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.testing.generation import patch_vllm
 from upstream.mock_manager import answering_prefixes
 from upstream.substitution import Substitutes
 
@@ -196,8 +195,7 @@ def scheduler_with_lookup(original: Any) -> Any:
 
 def patched_scheduler(original: Any) -> Any:
     """vLLM's scheduler as Spillway patches it in each engine."""
-    install_full_recompute()
-    install_group_hit_hold()
+    patch_vllm("failed-loads", "group-hits")
     return original
 
 

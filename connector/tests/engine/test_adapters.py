@@ -37,7 +37,6 @@ from spillway_connector.engine.adapters import (
     AdapterRegistry,
     adapter_of,
     adapter_state,
-    install_adapter_hooks,
 )
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
@@ -48,6 +47,7 @@ from spillway_connector.testing.generation import (
     SpillwayConnectorScheduler,
     SpillwayTieringManager,
     make_cpu_tier,
+    patch_vllm,
     scheduler_half,
 )
 
@@ -78,7 +78,7 @@ class EngineProcess:
     """
 
     def __init__(self, scheduler: SpillwayConnectorScheduler) -> None:
-        install_adapter_hooks()
+        patch_vllm("adapter-loads", "adapter-of-request", "adapter-version-in-hash")
         self.half = scheduler
         self.digests = StepExecutor()
         self.adapters = scheduler.adapters = AdapterRegistry(executor=self.digests)
@@ -485,7 +485,7 @@ def test_events_carry_the_hashes_that_the_device_s_events_carry(engine: EnginePr
 
 def test_vllm_still_finds_what_an_rpc_s_argument_is():
     """It converts messages by the annotations of the method that it calls."""
-    install_adapter_hooks()
+    patch_vllm("adapter-loads", "adapter-of-request", "adapter-version-in-hash")
     parameters = inspect.signature(EngineCore.add_lora).parameters
     assert list(parameters) == ["self", "lora_request"]
     assert parameters["lora_request"].annotation is LoRARequest
@@ -500,7 +500,8 @@ def test_ranks_are_heard_together():
 
 
 def test_a_worker_reports_what_it_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, request: "loaded")
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, lora_request: "loaded")
+    patch_vllm("adapter-loads-of-workers")
     config, other_engine = LoRAConfig(), LoRAConfig()
     loads, others = AdapterLoads(config), AdapterLoads(other_engine)
     manager = WorkerLoRAManager.__new__(WorkerLoRAManager)
@@ -517,7 +518,8 @@ def test_a_worker_reports_what_it_loaded_once(folder: Path, monkeypatch: pytest.
 
 
 def test_a_worker_reports_files_that_change_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, request: write_adapter(folder, b"half"))
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, lora_request: write_adapter(folder, b"half"))
+    patch_vllm("adapter-loads-of-workers")
     config = LoRAConfig()
     loads = AdapterLoads(config)
     manager = WorkerLoRAManager.__new__(WorkerLoRAManager)

@@ -19,13 +19,20 @@ from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ahead import HINT_SECONDS, HINTS_MAX
-from spillway_connector.engine.hints import UTILITY, HintOutcome, install_hint_utility
+from spillway_connector.engine.hints import HintOutcome
+from spillway_connector.engine.patches import PROMOTE_UTILITY
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.samples import sample_key
 from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.generation import (
+    SpillwayTieringManager,
+    make_cpu_tier,
+    patch_vllm,
+    scheduler_half,
+    step_output,
+)
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 BLOCK_TOKENS, BLOCKS, ROWS, CHUNK_BYTES = 16, 6, 48, 4096
@@ -471,8 +478,8 @@ def test_hints_are_refused_beyond_their_bounds():
 
 def test_the_engine_core_gets_the_utility():
     """Called as vLLM calls a utility; vLLM's own Request is hashed by the engine's own function."""
-    install_hint_utility()
-    install_hint_utility()
+    patch_vllm("promotion-hints")
+    patch_vllm("promotion-hints")
     taken = []
     connector = SimpleNamespace(
         hint_refused=lambda: None, prefix_expected=lambda request, seconds: taken.append((request, seconds))
@@ -481,7 +488,7 @@ def test_the_engine_core_gets_the_utility():
         scheduler=SimpleNamespace(connector=connector),
         request_block_hasher=lambda request: [bytes(request.prompt_token_ids)],
     )
-    promote = getattr(EngineCore, UTILITY)
+    promote = getattr(EngineCore, PROMOTE_UTILITY)
 
     assert promote(core, [1, 2, 3], "salt") == "accepted"
     [(request, seconds)] = taken

@@ -13,8 +13,9 @@ from vllm.v1.engine.core import EngineCore
 from spillway_connector.engine.connector import SpillwayConnector
 from spillway_connector.engine.hints import HintListener
 from spillway_connector.engine.own_connector import is_among_others, own_connector
-from spillway_connector.engine.weights import WeightsListener, install_weight_change_hook
+from spillway_connector.engine.weights import WeightsListener
 from spillway_connector.errors import ConfigError
+from spillway_connector.testing.generation import patch_vllm
 
 
 class Ours:
@@ -61,7 +62,7 @@ def test_two_of_ours_are_refused():
 
 
 def test_a_change_of_weights_is_heard_beside_another_connector():
-    install_weight_change_hook()
+    patch_vllm("weight-changes")
     ours = Ours()
     core = EngineCore.__new__(EngineCore)
     core.scheduler = scheduler(together(object(), ours))

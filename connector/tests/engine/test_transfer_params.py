@@ -19,12 +19,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine import connector_base
 from spillway_connector.engine.tenancy import TenantContext
-from spillway_connector.engine.transfer_params import accepted, install_transfer_params_filter
+from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.testing.generation import (
     SpillwayConnectorScheduler,
     SpillwayTieringManager,
     make_cpu_tier,
+    patch_vllm,
     scheduler_half,
 )
 
@@ -164,8 +166,9 @@ def preprocess(monkeypatch: pytest.MonkeyPatch) -> Any:
         return request, 0
 
     monkeypatch.setattr(EngineCore, "preprocess_add_request", original)
-    install_transfer_params_filter(Ours)
-    install_transfer_params_filter(Ours)
+    monkeypatch.setattr(connector_base, "ConnectorBase", Ours)
+    patch_vllm("transfer-params")
+    patch_vllm("transfer-params")
 
     def run(connector: object, params: object) -> object:
         core = EngineCore.__new__(EngineCore)

@@ -9,7 +9,8 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
-from spillway_connector.engine.weights import HARMLESS, install_weight_change_hook, may_change_weights
+from spillway_connector.engine.weights import HARMLESS, may_change_weights
+from spillway_connector.testing.generation import patch_vllm
 
 # RPCs of vLLM's workers that change weights, may do anything, or no caller sends to a running engine.
 CHANGING = {
@@ -64,7 +65,7 @@ def order() -> list[str]:
 @pytest.fixture
 def core(order: list[str]) -> EngineCore:
     """vLLM's own class; what it would start (model, workers) is not there."""
-    install_weight_change_hook()
+    patch_vllm("weight-changes", "sleeps")
     core = EngineCore.__new__(EngineCore)
     core.scheduler = SimpleNamespace(connector=Listener(order))
     core.model_executor = SimpleNamespace(
@@ -121,7 +122,7 @@ def test_other_connectors_are_left_alone(core: EngineCore, order: list[str]):
 
 
 def test_listening_twice_tells_once(core: EngineCore, order: list[str]):
-    install_weight_change_hook()
+    patch_vllm("weight-changes", "sleeps")
     core.collective_rpc("update_weights")
     assert order == ["notified of update_weights", "ran update_weights"]
     parameters = list(inspect.signature(EngineCore.collective_rpc).parameters)

@@ -43,6 +43,7 @@ CORE = {
     "max_model_len": "2048",
     "device_blocks": "40",
     "prefix_caching": "on",
+    "vllm_patches": "weight-changes sleeps",
 }
 WORKER = {
     "vllm_version": "0.23.0",
@@ -53,6 +54,7 @@ WORKER = {
     "copy_path": "batch",
     "device": "Ascend910B3",
     "memory_lock_bytes": "unlimited",
+    "vllm_patches": "none",
 }
 PAGE = """\
 spillway_host_memory_pinned{engine="0",method="acl"} 1.0

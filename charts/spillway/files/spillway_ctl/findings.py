@@ -40,6 +40,7 @@ def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], wind
             _devices(engine),
             _memory_lock(engine),
             *_settings(engine),
+            _patches(engine),
             _copies(engine, window_seconds),
             _shared_tier(engine, window_seconds),
             _clock(engine.name, engine.skew_seconds),
@@ -228,6 +229,14 @@ def _settings(engine: EngineReading) -> Iterator[Finding]:
             yield Finding(setting.name, engine.name, Verdict.FAILED, found, "its processes differ: restart the engine")
         else:
             yield Finding(setting.name, engine.name, Verdict.OK, found)
+
+
+def _patches(engine: EngineReading) -> Finding:
+    """Which functions of vLLM its processes have replaced: docs/versions.md says what each does."""
+    held = engine.held("vllm_patches")
+    if not held:
+        return Finding("patches of vLLM", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
+    return Finding("patches of vLLM", engine.name, Verdict.OK, by_process(held))
 
 
 def _copies(engine: EngineReading, window_seconds: float) -> Finding:

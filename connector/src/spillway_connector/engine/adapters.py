@@ -16,7 +16,6 @@ is no part of a key: keys are made of the hashes of an engine that loaded these 
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +36,6 @@ from spillway_connector.identity.model import adapter_digest, adapter_files
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 16  # of an adapter's identity in a key
-_MARK = "_spillway_adapters"
 _TAG = "spillway_adapter"  # attribute of a vLLM request
 
 
@@ -214,7 +212,7 @@ class FirstLoad:
 
 
 def adapter_of(request: Any) -> AdapterInstance | None:
-    """Of a vLLM request; None: it has no adapter, or its engine has no :func:`install_adapter_hooks`."""
+    """Of a vLLM request; None: it has no adapter, or its engine has no `adapter-of-request` patch."""
     instance = getattr(request, _TAG, None)
     return instance if isinstance(instance, AdapterInstance) else None
 
@@ -236,26 +234,23 @@ class AdapterListener(Protocol):
 _requests_of = threading.local()  # .adapters: of the engine that makes a request in this thread
 
 
-def install_adapter_hooks() -> None:
-    """Patch vLLM so that each engine's connector of this process is called for adapters. Idempotent."""
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.engine.core import EngineCore
+def reporting_add_lora(add_lora: Any) -> Callable[..., bool]:
+    """For EngineCore.add_lora: tells the engine's connector of each adapter that an RPC loads."""
 
-    if hasattr(EngineCore.add_lora, _MARK):
-        return
-    add_lora, preprocess = EngineCore.add_lora, EngineCore.preprocess_add_request
-    extra_keys = kv_cache_utils._gen_lora_extra_hash_keys
-
-    @functools.wraps(add_lora)
-    def reporting_add_lora(self: Any, lora_request: LoRARequest) -> bool:
+    def reporting(self: Any, lora_request: LoRARequest) -> bool:
         connector = own_connector(getattr(self, "scheduler", None), AdapterListener)  # type: ignore[type-abstract]
         if connector is None:
             return bool(add_lora(self, lora_request))
         with connector.adapter_loading(lora_request):
             return bool(add_lora(self, lora_request))
 
-    @functools.wraps(preprocess)
-    def tagging_preprocess(self: Any, request: Any) -> Any:
+    return reporting
+
+
+def tagging_preprocess(preprocess: Any) -> Callable[..., Any]:
+    """For EngineCore.preprocess_add_request: gives each request the instance of its adapter."""
+
+    def tagging(self: Any, request: Any) -> Any:
         connector = own_connector(getattr(self, "scheduler", None), AdapterListener)  # type: ignore[type-abstract]
         adapters = connector.adapters if connector is not None else None
         _requests_of.adapters = adapters
@@ -267,8 +262,13 @@ def install_adapter_hooks() -> None:
             setattr(made, _TAG, adapters.of(made.lora_request))
         return made, wave
 
-    @functools.wraps(extra_keys)
-    def numbered_extra_keys(request: Any) -> list[Any]:
+    return tagging
+
+
+def numbered_extra_keys(extra_keys: Any) -> Callable[[Any], list[Any]]:
+    """For kv_cache_utils._gen_lora_extra_hash_keys: adds how often the weights of an adapter's name were replaced."""
+
+    def numbered(request: Any) -> list[Any]:
         keys: list[Any] = extra_keys(request)
         if keys and not isinstance(request, FirstLoad):
             instance = adapter_of(request)
@@ -279,10 +279,7 @@ def install_adapter_hooks() -> None:
                 keys = [*keys, ("lora", f"weights {instance.number}")]
         return keys
 
-    setattr(reporting_add_lora, _MARK, True)
-    EngineCore.add_lora = reporting_add_lora  # type: ignore[method-assign]
-    EngineCore.preprocess_add_request = tagging_preprocess  # type: ignore[method-assign]
-    kv_cache_utils._gen_lora_extra_hash_keys = numbered_extra_keys
+    return numbered
 
 
 # --- in a worker's process -------------------------------------------------------------------------------------------
@@ -298,7 +295,6 @@ class AdapterLoads:
         self._known: dict[int, bytes | None] = {}
         if lora_config is not None:
             self._of_engine[id(lora_config)] = lora_config, self
-            _watch_loads()
 
     def note(self, lora_int_id: int, state: bytes | None) -> None:
         if state is None or self._known.get(lora_int_id) != state:
@@ -309,23 +305,17 @@ class AdapterLoads:
         return {lora_int_id: frozenset((state,)) for lora_int_id, state in loads.items()}
 
 
-def _watch_loads() -> None:
-    from vllm.lora.worker_manager import WorkerLoRAManager
+def watched_load(load_adapter: Any) -> Callable[..., Any]:
+    """For WorkerLoRAManager._load_adapter: notes each load for the rank's next report."""
 
-    original = WorkerLoRAManager._load_adapter
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def watched_load(self: Any, lora_request: LoRARequest) -> Any:
+    def watched(self: Any, lora_request: LoRARequest) -> Any:
         _, loads = AdapterLoads._of_engine.get(id(self.lora_config), (None, None))
         if loads is None:
-            return original(self, lora_request)
+            return load_adapter(self, lora_request)
         before = adapter_state(lora_request)
-        adapter = original(self, lora_request)
+        adapter = load_adapter(self, lora_request)
         after = adapter_state(lora_request)
         loads.note(lora_request.lora_int_id, after if before in (after, None) else None)
         return adapter
 
-    setattr(watched_load, _MARK, True)
-    WorkerLoRAManager._load_adapter = watched_load  # type: ignore[method-assign]
+    return watched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,22 +16,26 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.request import Request
 
-from spillway_connector.engine.adapters import AdapterRegistry, install_adapter_hooks
+from spillway_connector.engine.adapters import AdapterRegistry
 from spillway_connector.engine.engine_logging import join_engine_logging
 from spillway_connector.engine.generation import Seams, require
-from spillway_connector.engine.hints import HintOutcome, install_hint_utility
+from spillway_connector.engine.hints import HintOutcome
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
+from spillway_connector.engine.patching import in_force
 from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
-from spillway_connector.engine.resets import install_forced_resets
 from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.spec_base import SpecBase
-from spillway_connector.engine.transfer_params import install_transfer_params_filter
-from spillway_connector.engine.weights import install_weight_change_hook
+from spillway_connector.engine.transfer_params import filtering_transfer_params
 from spillway_connector.engine.worker import WorkerHalf
 from spillway_connector.errors import ConfigError
 from spillway_settings.vllm_salts import why_salts_are_dropped
 
 logger = logging.getLogger(__name__)
+
+
+def filtering_preprocess(preprocess: Any) -> Callable[..., Any]:
+    """For EngineCore.preprocess_add_request of engines with Spillway's connector."""
+    return filtering_transfer_params(ConnectorBase, preprocess)
 
 
 class ConnectorBase(OffloadingConnector):
@@ -72,6 +76,7 @@ class ConnectorBase(OffloadingConnector):
                 "max_model_len": self._vllm_config.model_config.max_model_len,
                 "device_blocks": self._kv_cache_config.num_blocks,
                 "storing": "eager" if half.late_stores is None else "auto",
+                "vllm_patches": in_force(),
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
                 **({} if not_shared is None else {"not_shared": not_shared}),
             },
@@ -83,11 +88,6 @@ class ConnectorBase(OffloadingConnector):
                 "requests of both, so their KV is not offloaded; serve the base model by engines without LoRA"
             )
             half.stores_adapters_alone = True
-        install_adapter_hooks()
-        install_weight_change_hook()
-        install_hint_utility()
-        install_forced_resets()
-        install_transfer_params_filter(ConnectorBase)
 
     def _choose_storing(self, spec: SpecBase) -> None:
         half, settings = self._half, spec.settings

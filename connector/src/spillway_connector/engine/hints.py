@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 
 from spillway_connector.engine.own_connector import own_connector
 
-UTILITY = "spillway_promote"
 _numbers = itertools.count()
 
 
@@ -40,11 +39,9 @@ class HintListener(Protocol):
         ...
 
 
-def install_hint_utility() -> None:
-    """Give vLLM's EngineCore the utility, for each engine of this process. Idempotent."""
-    from vllm.v1.engine.core import EngineCore
-
-    setattr(EngineCore, UTILITY, _promote)
+def promote_utility(_: None) -> Callable[..., str]:
+    """For EngineCore, which has no such utility."""
+    return _promote
 
 
 def _promote(core: Any, token_ids: Sequence[int], cache_salt: str | None) -> str:

@@ -26,6 +26,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 
+from spillway_connector.engine.patching import replace_on
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.leaving import LeavingWindow
 
@@ -91,7 +92,7 @@ class LateStores:
                         job.lost.add(key)
             return blocks
 
-        device.get_new_blocks = get_new_blocks  # type: ignore[method-assign]
+        replace_on(device, "get_new_blocks", get_new_blocks)
 
     def _block_of(self, key: OffloadKey) -> KVCacheBlock | None:
         device = self._device

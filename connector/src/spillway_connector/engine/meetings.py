@@ -31,7 +31,6 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.connector_base import ConnectorBase
-from spillway_connector.engine.generation import own_class
 from spillway_connector.engine.own_connector import is_among_others, own_connector
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.load_cost import PrefillTimer
@@ -46,7 +45,6 @@ from spillway_connector.plan.meeting import (
 )
 
 _LOOKUP_SECONDS_MAX = 0.05  # a request that could be computed at once waits no longer for what is stored of it
-_MARK = "_spillway_meetings"
 logger = logging.getLogger(__name__)
 
 
@@ -331,17 +329,9 @@ class _HasMeetings(Protocol):
     meetings: Meetings | None
 
 
-def install_meetings() -> None:
-    """Patch vLLM's schedulers of this process to ask the connector's meetings before each step. Idempotent.
+def meeting_schedule(original: Any) -> Callable[..., SchedulerOutput]:
+    """For Scheduler.schedule: asks the connector's meetings before each step."""
 
-    Not a scheduler class for `--scheduler-cls`: vLLM chooses between two of its own, and platforms bring others.
-    """
-    scheduler = own_class("vllm.v1.core.sched.scheduler", "Scheduler")
-    original = scheduler.schedule
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
     def schedule(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
         connector = own_connector(self, ConnectorBase)
         half = connector.connector_scheduler if connector is not None else None
@@ -352,5 +342,4 @@ def install_meetings() -> None:
         step: Callable[[], SchedulerOutput] = functools.partial(original, self, *arguments, **options)
         return step() if meetings is None else meetings.schedule(self, step)
 
-    setattr(schedule, _MARK, True)
-    scheduler.schedule = schedule
+    return schedule

@@ -6,9 +6,8 @@ have reported their jobs.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -18,15 +17,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from spillway_connector.engine.early_loads import EarlyLoad
-from spillway_connector.engine.generation import own_class
 from spillway_connector.engine.late_stores import LateStores
 from spillway_connector.engine.own_connector import own_connector
+from spillway_connector.engine.patching import replace_on
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.tiering import TieringManager
 
 logger = logging.getLogger(__name__)
 
-_MARK = "_spillway_forced_resets"
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
@@ -86,7 +84,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
                 self._device_was_reset()
             return done
 
-        device_blocks.reset_prefix_cache = reset_prefix_cache  # type: ignore[method-assign]
+        replace_on(device_blocks, "reset_prefix_cache", reset_prefix_cache)
 
     def weights_changing(self, cause: str) -> None:
         """The model's weights are about to change: drop the CPU tier and stop using the shared tiers.
@@ -219,14 +217,9 @@ class ResetListener(Protocol):
     def forced_reset(self, scheduler: Any) -> AbstractContextManager[None]: ...
 
 
-def install_forced_resets() -> None:
-    """Patch vLLM's schedulers of this process. Idempotent."""
-    scheduler = own_class("vllm.v1.core.sched.scheduler", "Scheduler")
-    original = scheduler.reset_prefix_cache
-    if hasattr(original, _MARK):
-        return
+def forcing_reset(original: Any) -> Callable[..., bool]:
+    """For Scheduler.reset_prefix_cache: lets the connector give up its loads before a reset that preempts requests."""
 
-    @functools.wraps(original)
     def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         connector = own_connector(self, ResetListener) if reset_running_requests else None  # type: ignore[type-abstract]
         if connector is None:
@@ -234,5 +227,4 @@ def install_forced_resets() -> None:
         with connector.forced_reset(self):
             return bool(original(self, reset_running_requests, reset_connector))
 
-    setattr(reset_prefix_cache, _MARK, True)
-    scheduler.reset_prefix_cache = reset_prefix_cache
+    return reset_prefix_cache

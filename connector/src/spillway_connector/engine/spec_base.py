@@ -29,6 +29,7 @@ from spillway_connector.engine.namespace_fields import (
     require_shareable_hashes,
     require_shareable_scales,
 )
+from spillway_connector.engine.patching import in_force
 from spillway_connector.engine.process_settings import (
     ProcessSettings,
     device_name,
@@ -218,6 +219,7 @@ class SpecBase(OffloadingSpec):
                 "copy_path": copy_path(self.transport),
                 "device": device_name(),
                 "memory_lock_bytes": memory_lock_limit(),
+                "vllm_patches": in_force(),
             },
         )
         return layout, self.transport

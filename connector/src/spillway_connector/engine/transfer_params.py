@@ -7,14 +7,12 @@ anything else is dropped before they do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from spillway_connector.engine.own_connector import is_among_others, own_connector
 from spillway_connector.engine.tenancy import SESSION_MEMBER, session_of
 
-_MARK = "_spillway_transfer_params"
 _TOKENS_MAX = 2**31  # vLLM counts tokens in 32 bits
 _LOAD_TIERS_MAX = 8  # vLLM 0.32 knows two media in two places
 _TIER_NAME_CHARS_MAX = 32
@@ -55,19 +53,17 @@ _FORMS: Mapping[str, Callable[[object], bool]] = {
 }
 
 
-def install_transfer_params_filter(connector: type[Any]) -> None:
-    """Patch vLLM so that an engine with this connector takes in no request with other kv_transfer_params. Idempotent.
+def filtering_transfer_params(connector: type[Any], preprocess: Any) -> Callable[..., Any]:
+    """For EngineCore.preprocess_add_request: an engine with Spillway's connector takes in no other kv_transfer_params.
 
     Beside other connectors their members pass: only they know the forms of those.
+
+    Args:
+        connector: The class of Spillway's connectors.
+        preprocess: vLLM's method.
     """
-    from vllm.v1.engine.core import EngineCore
 
-    preprocess = EngineCore.preprocess_add_request
-    if hasattr(preprocess, _MARK):
-        return
-
-    @functools.wraps(preprocess)
-    def filtering_preprocess(self: Any, request: Any) -> Any:
+    def filtering(self: Any, request: Any) -> Any:
         made, wave = preprocess(self, request)
         scheduler = getattr(self, "scheduler", None)
         if made.kv_transfer_params is not None and own_connector(scheduler, connector) is not None:
@@ -76,5 +72,4 @@ def install_transfer_params_filter(connector: type[Any]) -> None:
                 made.kv_transfer_params = accepted(given)
         return made, wave
 
-    setattr(filtering_preprocess, _MARK, True)
-    EngineCore.preprocess_add_request = filtering_preprocess  # type: ignore[method-assign]
+    return filtering

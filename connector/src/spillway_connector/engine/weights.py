@@ -11,7 +11,6 @@ Not detected: code that changes parameters from inside a worker process without 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,8 +51,6 @@ HARMLESS = frozenset(
     }
 )
 
-
-_MARK = "_spillway_weight_hook"
 _LEVEL_WITHOUT_WEIGHTS = 2
 
 
@@ -71,31 +68,29 @@ def may_change_weights(method: str | Callable[..., Any]) -> bool:
     return not isinstance(method, str) or method not in HARMLESS
 
 
-def install_weight_change_hook() -> None:
-    """Patch vLLM so that each engine's connector of this process is called. Idempotent."""
-    from vllm.v1.engine.core import EngineCore
+def watched_sleep(sleep: Any) -> Callable[..., Any]:
+    """For EngineCore.sleep: reports a sleep that drops the weights."""
 
-    original, sleep = EngineCore.collective_rpc, EngineCore.sleep
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(sleep)
-    def watched_sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    def watched(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         if level >= _LEVEL_WITHOUT_WEIGHTS:
-            connector = own_connector(getattr(self, "scheduler", None), WeightsListener)  # type: ignore[type-abstract]
-            if connector is not None:
-                connector.weights_changing(f"sleep of level {level}")
+            _report(self, f"sleep of level {level}")
         return sleep(self, level, *args, **kwargs)
 
-    @functools.wraps(original)
-    def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if may_change_weights(method):
-            connector = own_connector(getattr(self, "scheduler", None), WeightsListener)  # type: ignore[type-abstract]
-            if connector is not None:
-                cause = method if isinstance(method, str) else getattr(method, "__name__", "a function")
-                connector.weights_changing(cause)
-        return original(self, method, *args, **kwargs)
+    return watched
 
-    setattr(collective_rpc, _MARK, True)
-    EngineCore.collective_rpc = collective_rpc  # type: ignore[method-assign]
-    EngineCore.sleep = watched_sleep  # type: ignore[method-assign]
+
+def watched_collective_rpc(collective_rpc: Any) -> Callable[..., Any]:
+    """For EngineCore.collective_rpc: reports an RPC that may change the weights."""
+
+    def watched(self: Any, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if may_change_weights(method):
+            _report(self, method if isinstance(method, str) else getattr(method, "__name__", "a function"))
+        return collective_rpc(self, method, *args, **kwargs)
+
+    return watched
+
+
+def _report(engine_core: Any, cause: str) -> None:
+    connector = own_connector(getattr(engine_core, "scheduler", None), WeightsListener)  # type: ignore[type-abstract]
+    if connector is not None:
+        connector.weights_changing(cause)

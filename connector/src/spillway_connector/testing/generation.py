@@ -12,6 +12,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from spillway_connector.engine.generation import Generation, generation
+from spillway_connector.engine.patching import Needed, apply
 from spillway_connector.engine.tiering import TieringManager
 
 __all__ = [
@@ -21,11 +22,13 @@ __all__ = [
     "SpillwayTieringManager",
     "make_cpu_tier",
     "make_scheduler_control",
+    "patch_vllm",
 ]
 
 match generation():
     case Generation.V023:
         from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
+        from spillway_connector.engine.v023.patches import PATCHES
         from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
         from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
         from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
@@ -37,6 +40,7 @@ match generation():
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
         from spillway_connector.engine.v030.cpu_tier import make_cpu_tier  # type: ignore[no-redef]
+        from spillway_connector.engine.v030.patches import PATCHES  # type: ignore[no-redef]
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,
             SpillwayConnectorScheduler,
@@ -54,6 +58,17 @@ match generation():
             LookupResult.MISS,
         )
         STEP_END = (ScheduleEndContext(new_req_ids=(), preempted_req_ids=()),)
+
+
+def patch_vllm(*names: str) -> None:
+    """Put patches of this vLLM in force, for tests of what they do.
+
+    Args:
+        names: Of the patches, as `spillway doctor` shows them.
+    """
+    wanted = [patch for patch in PATCHES if patch.name in names]
+    assert len(wanted) == len(names), names
+    apply(wanted, Needed)
 
 
 def scheduler_half(

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from spillway_connector.engine.v023.failed_loads import install_full_recompute
+from spillway_connector.testing.generation import patch_vllm
 
 
 def request(name: str, computed: int) -> SimpleNamespace:
@@ -26,7 +26,7 @@ def group(spec: type) -> SimpleNamespace:
 @pytest.fixture
 def scheduler() -> Scheduler:
     """vLLM's own class with as much in it as these methods read: two requests, two groups."""
-    install_full_recompute()
+    patch_vllm("failed-loads")
     scheduler = Scheduler.__new__(Scheduler)
     blocks = {"hurt": ([1, 2, 3], [0, 4, 5]), "fine": ([6, 7, 8], [0, 9, 10])}
     scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group(FullAttentionSpec), group(SlidingWindowSpec)])
@@ -61,5 +61,5 @@ def test_only_attention_to_everything_keeps_what_came_before(scheduler: Schedule
 
 def test_twice_is_harmless(scheduler: Scheduler):
     before = Scheduler._update_requests_with_invalid_blocks
-    install_full_recompute()
+    patch_vllm("failed-loads")
     assert Scheduler._update_requests_with_invalid_blocks is before

@@ -16,14 +16,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from spillway_connector.engine.v023.group_hits import install_group_hit_hold
+from spillway_connector.testing.generation import patch_vllm
 
 BLOCK = 16
 COMMON = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 
 def coordinator(num_blocks: int, window_blocks: int) -> KVCacheCoordinator:
-    install_group_hit_hold()
+    patch_vllm("group-hits")
     specs = [FullAttentionSpec(**COMMON), SlidingWindowSpec(**COMMON, sliding_window=window_blocks * BLOCK)]
     config = KVCacheConfig(
         num_blocks=num_blocks,
@@ -72,7 +72,7 @@ def test_other_allocations_are_vllm_s():
 
 
 def test_twice_is_harmless():
-    install_group_hit_hold()
+    patch_vllm("group-hits")
     before = KVCacheCoordinator.allocate_new_computed_blocks
-    install_group_hit_hold()
+    patch_vllm("group-hits")
     assert KVCacheCoordinator.allocate_new_computed_blocks is before

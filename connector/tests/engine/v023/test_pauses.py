@@ -12,7 +12,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCoreProc
 
-from spillway_connector.engine.v023.pauses import install_pauses
+from spillway_connector.testing.generation import patch_vllm
 
 
 class Connector:
@@ -27,8 +27,8 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's own, with nothing to schedule."""
     monkeypatch.setattr(Scheduler, "has_requests", Scheduler.has_requests)
     monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
-    install_pauses()
-    install_pauses()
+    patch_vllm("pauses", "failed-pauses")
+    patch_vllm("pauses", "failed-pauses")
     scheduler = Scheduler.__new__(Scheduler)
     scheduler.connector = Connector()
     scheduler.running, scheduler.waiting, scheduler.skipped_waiting = [], [], []

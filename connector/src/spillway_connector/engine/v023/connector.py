@@ -15,13 +15,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
-from spillway_connector.engine.meetings import install_meetings
-from spillway_connector.engine.v023.failed_loads import install_full_recompute
-from spillway_connector.engine.v023.failed_step_loads import install_step_retreat
-from spillway_connector.engine.v023.group_hits import install_group_hit_hold
+from spillway_connector.engine.patching import Needed, apply
 from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
-from spillway_connector.engine.v023.pauses import install_pauses
+from spillway_connector.engine.v023.patches import PATCHES
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.seams import SEAMS
@@ -44,19 +41,23 @@ class SpillwayConnector(ConnectorBase):
         self._spec = spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
         settings = getattr(spec, "settings", None)
         self._layerwise = settings is not None and loads_within_steps(settings, vllm_config, kv_cache_config)
+        compute_while_loading = settings is not None and settings.compute_while_loading == "on"
+        if role == KVConnectorRole.SCHEDULER:
+            needs = {Needed.ENGINE_CORE}
+            if compute_while_loading:
+                needs.add(Needed.COMPUTE_WHILE_LOADING)
+            if self._layerwise:
+                needs.add(Needed.LAYERWISE_LOADS)
+            apply(PATCHES, needs)
+        elif getattr(vllm_config, "lora_config", None) is not None:
+            apply(PATCHES, {Needed.LORA_WORKER})
         half = LayerwiseConnectorScheduler if self._layerwise else SpillwayConnectorScheduler
         self.connector_scheduler = half(spec) if role == KVConnectorRole.SCHEDULER else None
         if self.connector_scheduler is not None:
             self._watch_the_engine()
-            install_full_recompute()
-            install_group_hit_hold()
-            install_pauses()
-            if settings is not None and settings.compute_while_loading == "on":
-                install_meetings()
+            if compute_while_loading:
                 self.connector_scheduler.begin_meetings(SchedulerControlV023())
-            if self._layerwise:
-                install_step_retreat()
-            elif settings is not None and settings.layerwise_loads == "on":
+            if not self._layerwise and settings is not None and settings.layerwise_loads == "on":
                 reason = why_not_within_steps(vllm_config, kv_cache_config)
                 logger.warning("layerwise_loads: on changes nothing for this engine: %s", reason)
         self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None

@@ -8,32 +8,28 @@ from its first token, as vLLM does in later versions: a window or a state amid a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from spillway_connector.engine.generation import own_class
-
 # (ids of the affected requests, tokens they lose, blocks to evict)
 Affected = tuple[set[str], int, set[int]]
 
 
-def patch_invalid_blocks(handle: Callable[[Any, Iterable[Request], set[int], bool], Affected | None]) -> None:
-    """Put ``handle`` before what vLLM's schedulers of this process do about blocks whose load has failed. Idempotent.
+Handle = Callable[[Any, Iterable[Request], set[int], bool], Affected | None]
 
-    handle: (scheduler, requests, invalid block ids, evict_blocks) -> None where vLLM's own way is right. evict_blocks
-    is False for requests that wait for an asynchronous load, True for running ones.
+
+def handling_invalid_blocks(original: Any, handle: Handle) -> Callable[..., Affected]:
+    """For Scheduler._update_requests_with_invalid_blocks: asks `handle` first.
+
+    Args:
+        original: vLLM's method.
+        handle: (scheduler, requests, invalid block ids, evict_blocks) -> None if vLLM's own way is right. evict_blocks
+            is False for requests that wait for an asynchronous load, True for running ones.
     """
-    scheduler = own_class("vllm.v1.core.sched.scheduler", "Scheduler")
-    original = scheduler._update_requests_with_invalid_blocks
-    mark = f"_spillway_{handle.__name__}"
-    if hasattr(original, mark):
-        return
 
-    @functools.wraps(original)
     def update_requests(
         self: Any,
         requests: Iterable[Request],
@@ -47,13 +43,12 @@ def patch_invalid_blocks(handle: Callable[[Any, Iterable[Request], set[int], boo
         own: Affected = original(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
         return own
 
-    setattr(update_requests, mark, True)
-    scheduler._update_requests_with_invalid_blocks = update_requests
+    return update_requests
 
 
-def install_full_recompute() -> None:
-    """Patch vLLM's schedulers of this process. Idempotent."""
-    patch_invalid_blocks(_full_recompute)
+def full_recompute(original: Any) -> Callable[..., Affected]:
+    """For Scheduler._update_requests_with_invalid_blocks."""
+    return handling_invalid_blocks(original, _full_recompute)
 
 
 def _full_recompute(

@@ -9,18 +9,18 @@ vLLM itself does for a reset of running requests, and the prefix cache forgets i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.v023.failed_loads import Affected, patch_invalid_blocks
+from spillway_connector.engine.v023.failed_loads import Affected, handling_invalid_blocks
 
 
-def install_step_retreat() -> None:
-    """Patch vLLM's schedulers of this process. Idempotent."""
-    patch_invalid_blocks(_step_retreat)
+def step_retreat(original: Any) -> Callable[..., Affected]:
+    """For Scheduler._update_requests_with_invalid_blocks."""
+    return handling_invalid_blocks(original, _step_retreat)
 
 
 def _step_retreat(

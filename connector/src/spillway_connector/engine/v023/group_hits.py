@@ -8,23 +8,15 @@ queue then, so they can be allocated and overwritten; the engine ends in an asse
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-_MARK = "_spillway_holds_hits"
 
+def holding_allocate(original: Any) -> Callable[..., None]:
+    """For KVCacheCoordinator.allocate_new_computed_blocks."""
 
-def install_group_hit_hold() -> None:
-    """Patch vLLM's KV cache coordinators of this process. Idempotent."""
-    original = KVCacheCoordinator.allocate_new_computed_blocks
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
     def allocate(
         self: Any,
         request_id: str,
@@ -47,5 +39,4 @@ def install_group_hit_hold() -> None:
         finally:
             self.block_pool.free_blocks(held)
 
-    setattr(allocate, _MARK, True)
-    KVCacheCoordinator.allocate_new_computed_blocks = allocate  # type: ignore[method-assign]
+    return allocate

@@ -8,18 +8,15 @@ its copies have ended, as vLLM does in later versions, and what fails at the end
 
 from __future__ import annotations
 
-import functools
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from vllm.v1.core.sched.interface import PauseState
 
-from spillway_connector.engine.generation import own_class
 from spillway_connector.engine.own_connector import own_connector
 
 logger = logging.getLogger(__name__)
-
-_MARK = "_spillway_pauses"
 
 
 @runtime_checkable
@@ -29,16 +26,9 @@ class CopyingConnector(Protocol):
     def copies_under_way(self) -> bool: ...
 
 
-def install_pauses() -> None:
-    """Patch vLLM's schedulers and engine cores of this process. Idempotent."""
-    from vllm.v1.engine.core import EngineCoreProc
+def waiting_has_requests(original: Any) -> Callable[[Any], bool]:
+    """For Scheduler.has_requests: a paused engine steps on while its connector copies."""
 
-    scheduler = own_class("vllm.v1.core.sched.scheduler", "Scheduler")
-    original = scheduler.has_requests
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
     def has_requests(self: Any) -> bool:
         if original(self):
             return True
@@ -47,7 +37,12 @@ def install_pauses() -> None:
         connector = own_connector(self, CopyingConnector)  # type: ignore[type-abstract]
         return connector is not None and connector.copies_under_way()
 
-    @functools.wraps(EngineCoreProc._notify_idle_state_callbacks)
+    return has_requests
+
+
+def answering_notify(_: Any) -> Callable[[Any], None]:
+    """For EngineCoreProc._notify_idle_state_callbacks: what fails is the answer to the pause's caller."""
+
     def notify(self: Any) -> None:
         while self._idle_state_callbacks:
             callback = self._idle_state_callbacks.pop()
@@ -60,6 +55,4 @@ def install_pauses() -> None:
                 logger.exception("The pause did not end as it should")
                 future.set_exception(error)
 
-    setattr(has_requests, _MARK, True)
-    scheduler.has_requests = has_requests
-    EngineCoreProc._notify_idle_state_callbacks = notify
+    return notify

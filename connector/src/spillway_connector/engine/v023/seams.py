@@ -1,8 +1,10 @@
-"""What the connector relies on in vLLM 0.23."""
+"""What the connector relies on in vLLM 0.23: what it calls or overrides, and what its patches replace."""
 
 from __future__ import annotations
 
 from spillway_connector.engine.generation import Methods, Seams
+from spillway_connector.engine.patching import patched_methods
+from spillway_connector.engine.v023.patches import PATCHES
 
 SEAMS = Seams(
     names={
@@ -48,18 +50,8 @@ SEAMS = Seams(
             "vllm.v1.core.sched.scheduler",
             "Scheduler",
             {
-                "_update_requests_with_invalid_blocks": (
-                    "self",
-                    "requests",
-                    "invalid_block_ids",
-                    "num_scheduled_tokens",
-                    "evict_blocks",
-                ),
                 "_preempt_request": ("self", "request", "timestamp"),
-                "schedule": ("self",),
                 "_inflight_prefill_reserved_blocks": ("self",),
-                "reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
-                "has_requests": ("self",),
             },
         ),
         Methods(
@@ -78,7 +70,6 @@ SEAMS = Seams(
             {
                 "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
                 "get_num_free_blocks": ("self",),
-                "reset_prefix_cache": ("self",),
                 "evict_blocks": ("self", "block_ids"),
             },
         ),
@@ -89,36 +80,6 @@ SEAMS = Seams(
                 "get_skip_reading_prefix_cache": ("self",),
             },
         ),
-        Methods(
-            "vllm.v1.core.kv_cache_coordinator",
-            "KVCacheCoordinator",
-            {
-                "allocate_new_computed_blocks": (
-                    "self",
-                    "request_id",
-                    "new_computed_blocks",
-                    "num_local_computed_tokens",
-                    "num_external_computed_tokens",
-                ),
-            },
-        ),
-        Methods(
-            "vllm.v1.engine.core",
-            "EngineCore",
-            {
-                "collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
-                "sleep": ("self", "level", "mode"),
-                "add_lora": ("self", "lora_request"),
-                "preprocess_add_request": ("self", "request"),
-            },
-        ),
-        Methods("vllm.v1.engine.core", "EngineCoreProc", {"_notify_idle_state_callbacks": ("self",)}),
-        Methods(
-            "vllm.lora.worker_manager",
-            "WorkerLoRAManager",
-            {
-                "_load_adapter": ("self", "lora_request"),
-            },
-        ),
+        *patched_methods(PATCHES),
     ),
 )

@@ -17,8 +17,9 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.equal_ranks import ranks_hold_the_same
-from spillway_connector.engine.meetings import install_meetings
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.patching import Needed, apply
+from spillway_connector.engine.v030.patches import PATCHES
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v030.scheduler_control import SchedulerControlV030
 from spillway_connector.engine.v030.seams import SEAMS
@@ -46,13 +47,19 @@ class SpillwayConnector(ConnectorBase):
         if isinstance(spec, SpillwayOffloadingSpec):
             spec.attach(vllm_config, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
+        compute_while_loading = isinstance(spec, SpillwayOffloadingSpec) and spec.settings.compute_while_loading == "on"
         if role == KVConnectorRole.SCHEDULER:
+            needs = {Needed.ENGINE_CORE}
+            if compute_while_loading:
+                needs.add(Needed.COMPUTE_WHILE_LOADING)
+            apply(PATCHES, needs)
             self.connector_scheduler = half = SpillwayConnectorScheduler(spec, vllm_config, kv_cache_config)
             self._watch_the_engine()
-            if isinstance(spec, SpillwayOffloadingSpec) and spec.settings.compute_while_loading == "on":
-                install_meetings()
+            if compute_while_loading:
                 half.begin_meetings(SchedulerControlV030())
         else:
+            if vllm_config.lora_config is not None:
+                apply(PATCHES, {Needed.LORA_WORKER})
             self.connector_worker = SpillwayConnectorWorker(spec, vllm_config, kv_cache_config)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from spillway_connector.engine.meetings import SchedulerControl
+from spillway_connector.engine.patching import replaced_on
 
 
 class SchedulerControlV030(SchedulerControl):
@@ -26,11 +27,8 @@ class SchedulerControlV030(SchedulerControl):
             # None: too short a part for vLLM, which would not schedule the request at all.
             return tokens_now or int(inner(request, num_computed_tokens, num_new_tokens))
 
-        vars(scheduler)["_reserve_prefill_lookahead"] = reserve
-        try:
+        with replaced_on(scheduler, "_reserve_prefill_lookahead", reserve):
             yield
-        finally:
-            del vars(scheduler)["_reserve_prefill_lookahead"]
 
     def has_room(self, scheduler: Scheduler) -> bool:
         manager = scheduler.kv_cache_manager

@@ -1,8 +1,10 @@
-"""What the connector relies on in vLLM 0.30 and later."""
+"""What the connector relies on in vLLM 0.30 and later: what it calls or overrides, and what its patches replace."""
 
 from __future__ import annotations
 
 from spillway_connector.engine.generation import Methods, Seams
+from spillway_connector.engine.patching import patched_methods
+from spillway_connector.engine.v030.patches import PATCHES
 
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 
@@ -65,11 +67,8 @@ SEAMS = Seams(
             "vllm.v1.core.sched.scheduler",
             "Scheduler",
             {
-                "schedule": ("self", "throttle_prefills"),
                 "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
-                "_reserve_prefill_lookahead": ("self", "request", "num_computed_tokens", "num_new_tokens"),
                 "_inflight_prefill_reserved_blocks": ("self",),
-                "reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
             },
         ),
         Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
@@ -79,20 +78,8 @@ SEAMS = Seams(
             {
                 "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
                 "get_num_free_blocks": ("self",),
-                "reset_prefix_cache": ("self",),
             },
         ),
-        Methods(
-            "vllm.v1.engine.core",
-            "EngineCore",
-            {
-                "collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
-                "sleep": ("self", "level", "mode"),
-                "add_lora": ("self", "lora_request"),
-                "preprocess_add_request": ("self", "request"),
-            },
-        ),
-        Methods("vllm.lora.worker_manager", "WorkerLoRAManager", {"_load_adapter": ("self", "lora_request")}),
         # vLLM 0.33 adds `expedited`, and with it loads within a step and a lock that it takes from the manager.
         Methods(
             "vllm.v1.kv_offload.base",
@@ -118,5 +105,6 @@ SEAMS = Seams(
                 "get_stats": ("self",),
             },
         ),
+        *patched_methods(PATCHES),
     ),
 )

@@ -1,0 +1,149 @@
+"""The patches of vLLM that all of its generations need. A generation's own list continues this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spillway_connector.engine.patching import Needed, Patch
+
+ENGINE = "spillway_connector.engine"
+ENGINE_CORE = "vllm.v1.engine.core"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+BLOCK_POOL = "vllm.v1.core.block_pool"
+
+PROMOTE_UTILITY = "spillway_promote"  # how the engine service calls it
+_A_HOOK = "vLLM calls connectors before and after it loads an adapter"
+_PER_OBJECT = "vLLM tells connectors of it"
+
+COMMON: Sequence[Patch] = (
+    Patch(
+        name="adapter-loads",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function="add_lora",
+        parameters=("self", "lora_request"),
+        replacement=f"{ENGINE}.adapters:reporting_add_lora",
+        reason="the scheduler half does not know which files an adapter was loaded from, so its KV is not shared",
+        until=_A_HOOK,
+    ),
+    Patch(
+        name="adapter-of-request",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function="preprocess_add_request",
+        parameters=("self", "request"),
+        replacement=f"{ENGINE}.adapters:tagging_preprocess",
+        reason="a request that is hashed while its adapter is replaced can be stored under the other weights' key",
+        until=_A_HOOK,
+    ),
+    Patch(
+        name="adapter-version-in-hash",
+        module="vllm.v1.core.kv_cache_utils",
+        function="_gen_lora_extra_hash_keys",
+        parameters=("request",),
+        replacement=f"{ENGINE}.adapters:numbered_extra_keys",
+        reason="vLLM hashes an adapter's name alone, so its prefix cache serves KV of weights that were replaced",
+        until="vLLM's block hashes tell the weights of an adapter apart",
+    ),
+    Patch(
+        name="adapter-loads-of-workers",
+        module="vllm.lora.worker_manager",
+        cls="WorkerLoRAManager",
+        function="_load_adapter",
+        parameters=("self", "lora_request"),
+        replacement=f"{ENGINE}.adapters:watched_load",
+        needed_by=Needed.LORA_WORKER,
+        reason="loads within a step go unseen: at an adapter's first use, and again after an eviction",
+        until=_A_HOOK,
+    ),
+    Patch(
+        name="weight-changes",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function="collective_rpc",
+        parameters=("self", "method", "timeout", "args", "kwargs"),
+        replacement=f"{ENGINE}.weights:watched_collective_rpc",
+        reason="KV of weights that were changed in place is shared in the old weights' namespace",
+        until="vLLM tells connectors before its weights change",
+    ),
+    Patch(
+        name="sleeps",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function="sleep",
+        parameters=("self", "level", "mode"),
+        replacement=f"{ENGINE}.weights:watched_sleep",
+        reason="a sleep of level 2 drops the weights unseen, with the same result",
+        until="vLLM tells connectors before its weights change",
+    ),
+    Patch(
+        name="promotion-hints",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function=PROMOTE_UTILITY,
+        parameters=None,
+        replacement=f"{ENGINE}.hints:promote_utility",
+        reason="the gateway's hints do not reach EngineCore, which vLLM lets a process call by the name of a method",
+        until="vLLM lets connectors add utilities",
+    ),
+    Patch(
+        name="forced-resets",
+        module=SCHEDULER,
+        cls="Scheduler",
+        function="reset_prefix_cache",
+        parameters=("self", "reset_running_requests", "reset_connector"),
+        replacement=f"{ENGINE}.resets:forcing_reset",
+        reason="vLLM refuses a reset that preempts running requests while a waiting one holds blocks for its load",
+        until="such a reset gives up asynchronous loads",
+    ),
+    Patch(
+        name="transfer-params",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function="preprocess_add_request",
+        parameters=("self", "request"),
+        replacement=f"{ENGINE}.connector_base:filtering_preprocess",
+        reason="vLLM reads clients' kv_transfer_params on the scheduler's thread, where an exception ends the engine",
+        until="vLLM checks their types when it takes a request",
+    ),
+    Patch(
+        name="device-resets",
+        module=BLOCK_POOL,
+        cls="BlockPool",
+        function="reset_prefix_cache",
+        parameters=("self",),
+        replacement=None,
+        reason="a reset of the device alone goes unseen: owed stores and stale requests count on its blocks",
+        until=_PER_OBJECT,
+    ),
+    Patch(
+        name="blocks-taken",
+        module=BLOCK_POOL,
+        cls="BlockPool",
+        function="get_new_blocks",
+        parameters=("self", "num_blocks"),
+        replacement=None,
+        reason="with `storing: auto` a block that is taken during its copy would be published with other bytes",
+        until=_PER_OBJECT,
+    ),
+)
+
+
+def compute_while_loading(*parameters: str) -> Patch:
+    """The patch that lets a prompt be computed and loaded at the same time.
+
+    Args:
+        parameters: Those of the generation's `Scheduler.schedule`.
+    """
+    return Patch(
+        name="compute-while-loading",
+        module=SCHEDULER,
+        cls="Scheduler",
+        function="schedule",
+        parameters=parameters,
+        replacement=f"{ENGINE}.meetings:meeting_schedule",
+        needed_by=Needed.COMPUTE_WHILE_LOADING,
+        reason="vLLM asks connectors for loaded tokens only when it admits a request; a scheduler class for "
+        "`--scheduler-cls` would replace one of vLLM's two, or a platform's",
+        until="vLLM asks again about a request that runs",
+    )
