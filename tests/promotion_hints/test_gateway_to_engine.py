@@ -23,8 +23,8 @@ from spillway_gateway.access.keys import hash_key
 from spillway_gateway.testing.fake_engine import FakeEngine, Seen
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.kv_publisher import KvPublisher
-from spillway_gateway.upstream.promotion_hints import PATH
 from spillway_settings.tenant_salts import tenant_salt
+from spillway_settings.wire import PROMOTE_PATH
 
 BLOCK, STORE = 16, "nvme/0123456789abcdef"
 KNOWN = list(range(1000, 1000 + 2 * BLOCK))  # two blocks in the shared tier
@@ -59,7 +59,7 @@ def middleware_over(core: Core, monkeypatch: pytest.MonkeyPatch) -> Callable[[Se
     async def answer(seen: Seen) -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
             headers = [(name.decode(), value.decode()) for name, value in seen.headers]
-            return (await client.post(PATH, content=seen.body, headers=headers)).status_code
+            return (await client.post(PROMOTE_PATH, content=seen.body, headers=headers)).status_code
 
     def answer_at_once(seen: Seen) -> int:
         with ThreadPoolExecutor(1) as thread:  # which has an event loop of its own
@@ -151,7 +151,7 @@ async def test_a_waiting_requests_prefix_reaches_the_engine_and_its_answer_is_co
     core = Core(outcome)
     engine.hint_status = middleware_over(core, monkeypatch)
     async with full_gateway(engine, tmp_path, key) as (gateway, client):
-        assert [json.loads(seen.body)["token_ids"] for seen in engine.seen if seen.path == PATH] == [KNOWN]
+        assert [json.loads(seen.body)["token_ids"] for seen in engine.seen if seen.path == PROMOTE_PATH] == [KNOWN]
         assert core.calls == [("spillway_promote", KNOWN, SALT)] * calls
         found = await asyncio.to_thread(gateway.samples, "spillway_gateway_promotion_hints_total")
         assert {labels: value for labels, value in found.items() if value} == {

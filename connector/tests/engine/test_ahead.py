@@ -20,7 +20,6 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ahead import HINT_SECONDS, HINTS_MAX
 from spillway_connector.engine.hints import HintOutcome
-from spillway_connector.engine.patches import PROMOTE_UTILITY
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.engine.samples import sample_key
 from spillway_connector.plan.ahead import AheadOutcome
@@ -34,6 +33,7 @@ from spillway_connector.testing.generation import (
     step_output,
 )
 from spillway_connector.transfer.lookups import Answers, Lookup
+from spillway_settings.wire import PROMOTE_UTILITY
 
 BLOCK_TOKENS, BLOCKS, ROWS, CHUNK_BYTES = 16, 6, 48, 4096
 PIECE = 8  # of a tier whose rate is not known yet

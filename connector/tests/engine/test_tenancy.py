@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import ReqContext
 
 from spillway_connector.engine.tenancy import (
-    RETURN_SECONDS_MAX,
     TenantContext,
     session_of,
     session_of_context,
@@ -15,6 +14,7 @@ from spillway_connector.engine.tenancy import (
 from spillway_connector.plan.sessions import SessionFollower, SessionHint
 from spillway_connector.tiers.tier import NO_TENANT
 from spillway_settings.tenant_salts import client_salt, tenant_salt
+from spillway_settings.wire import SESSION_RETURN_SECONDS_MAX
 
 
 def test_requests_without_a_salt_have_no_tenant():
@@ -89,7 +89,7 @@ def test_anything_else_is_no_session_or_one_within_bounds(params: object):
     assert hint is None or (
         hint.session
         and hint.ended in (True, False)
-        and (hint.return_seconds is None or 0 <= hint.return_seconds <= RETURN_SECONDS_MAX)
+        and (hint.return_seconds is None or 0 <= hint.return_seconds <= SESSION_RETURN_SECONDS_MAX)
     )
 
 

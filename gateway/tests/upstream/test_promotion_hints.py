@@ -18,7 +18,8 @@ from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
-from spillway_gateway.upstream.promotion_hints import PATH, hint_body
+from spillway_gateway.upstream.promotion_hints import hint_body
+from spillway_settings.wire import PROMOTE_PATH
 
 BLOCK, STORE = 16, "nvme/0123456789abcdef"
 KNOWN = list(range(1000, 1000 + 2 * BLOCK))  # two blocks in the shared tier
@@ -61,7 +62,7 @@ async def ask(client: aiohttp.ClientSession, running: RunningGateway, prompt: li
 
 
 def hints(engine: FakeEngine) -> list[dict[str, Any]]:
-    return [json.loads(seen.body) for seen in engine.seen if seen.path == PATH]
+    return [json.loads(seen.body) for seen in engine.seen if seen.path == PROMOTE_PATH]
 
 
 def outcomes(running: RunningGateway) -> dict[str, float]:

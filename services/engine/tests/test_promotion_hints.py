@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from spillway_engine import promotion_hints
 from spillway_engine.middleware import ReadinessMiddleware
 from spillway_engine.pod_channel import PodBrief
+from spillway_settings.wire import PROMOTE_PATH
 
 HINT = {"token_ids": [1, 2, 3], "cache_salt": "s"}
 
@@ -55,7 +56,7 @@ async def test_a_hint_reaches_the_core_and_its_answer_the_gateway(outcome: str, 
     core = Core()
     core.outcome = outcome
     async with client_of(core) as client:
-        reply = await client.post(promotion_hints.PATH, json=HINT)
+        reply = await client.post(PROMOTE_PATH, json=HINT)
 
     assert (reply.status_code, reply.json()) == (status, {"outcome": outcome})
     assert core.calls == [("spillway_promote", [1, 2, 3], "s")]
@@ -65,7 +66,7 @@ async def test_a_hint_reaches_the_core_and_its_answer_the_gateway(outcome: str, 
 async def test_a_hint_reaches_the_rank_that_will_get_the_request(rank: int) -> None:
     core = Core()
     async with client_of(core, ranks=2) as client:
-        reply = await client.post(promotion_hints.PATH, json=HINT, headers={"X-Data-Parallel-Rank": str(rank)})
+        reply = await client.post(PROMOTE_PATH, json=HINT, headers={"X-Data-Parallel-Rank": str(rank)})
 
     assert reply.status_code == 202
     assert core.calls == [("spillway_promote", [1, 2, 3], "s", core.core_engines[rank])]
@@ -76,7 +77,7 @@ async def test_a_hint_for_no_rank_reaches_none(rank: str | bytes | None) -> None
     core = Core()
     headers = {} if rank is None else {"X-Data-Parallel-Rank": rank}
     async with client_of(core, ranks=2) as client:
-        reply = await client.post(promotion_hints.PATH, json=HINT, headers=headers)
+        reply = await client.post(PROMOTE_PATH, json=HINT, headers=headers)
 
     assert reply.status_code == 400
     assert "x-data-parallel-rank: 0 to 1 needed" in reply.text
@@ -97,10 +98,10 @@ async def test_a_hint_for_no_rank_reaches_none(rank: str | bytes | None) -> None
 async def test_what_is_no_hint_is_refused(body: bytes) -> None:
     core = Core()
     async with client_of(core) as client:
-        assert (await client.post(promotion_hints.PATH, content=body)).status_code == 400
-        assert (await client.get(promotion_hints.PATH)).status_code == 405
+        assert (await client.post(PROMOTE_PATH, content=body)).status_code == 400
+        assert (await client.get(PROMOTE_PATH)).status_code == 405
         too_long = b" " * (promotion_hints.BODY_BYTES_MAX + 1)
-        assert (await client.post(promotion_hints.PATH, content=too_long)).status_code == 413
+        assert (await client.post(PROMOTE_PATH, content=too_long)).status_code == 413
     assert not core.calls
 
 
@@ -109,21 +110,19 @@ async def test_only_who_has_the_engines_key_may_hint(monkeypatch: pytest.MonkeyP
     core = Core()
     async with client_of(core) as client:
         for headers in ({}, {"authorization": "Bearer sk-2"}):
-            assert (await client.post(promotion_hints.PATH, json=HINT, headers=headers)).status_code == 401
+            assert (await client.post(PROMOTE_PATH, json=HINT, headers=headers)).status_code == 401
         assert not core.calls
         headers = {"authorization": "Bearer sk-1"}
-        assert (await client.post(promotion_hints.PATH, json=HINT, headers=headers)).status_code == 202
+        assert (await client.post(PROMOTE_PATH, json=HINT, headers=headers)).status_code == 202
 
 
 async def test_more_hints_than_the_bound_are_refused_at_once() -> None:
     core = Core()
     core.may_answer.clear()
     async with client_of(core) as client:
-        first = [
-            asyncio.create_task(client.post(promotion_hints.PATH, json=HINT)) for _ in range(promotion_hints.HINTS_MAX)
-        ]
+        first = [asyncio.create_task(client.post(PROMOTE_PATH, json=HINT)) for _ in range(promotion_hints.HINTS_MAX)]
         await core.full.wait()
-        assert (await client.post(promotion_hints.PATH, json=HINT)).status_code == 429
+        assert (await client.post(PROMOTE_PATH, json=HINT)).status_code == 429
         core.may_answer.set()
         assert {(await one).status_code for one in first} == {202}
 
@@ -132,6 +131,6 @@ async def test_an_engine_without_the_utility_answers_that_it_is_off() -> None:
     core = Core()
     core.outcome = RuntimeError("no such utility")
     async with client_of(core) as client:
-        assert (await client.post(promotion_hints.PATH, json=HINT)).status_code == 404
+        assert (await client.post(PROMOTE_PATH, json=HINT)).status_code == 404
     async with client_of(None) as client:
-        assert (await client.post(promotion_hints.PATH, json=HINT)).status_code == 404
+        assert (await client.post(PROMOTE_PATH, json=HINT)).status_code == 404

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spillway_connector.engine.patching import Needed, Patch
+from spillway_settings.wire import PROMOTE_UTILITY
 
 ENGINE = "spillway_connector.engine"
 ENGINE_CORE = "vllm.v1.engine.core"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 BLOCK_POOL = "vllm.v1.core.block_pool"
 
-PROMOTE_UTILITY = "spillway_promote"  # how the engine service calls it
 _A_HOOK = "vLLM calls connectors before and after it loads an adapter"
 _PER_OBJECT = "vLLM tells connectors of it"
 

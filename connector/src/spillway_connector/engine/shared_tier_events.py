@@ -1,6 +1,6 @@
 """Announcements about shared tiers as vLLM's KV events, in any generation.
 
-The medium names the store: ``redis/<store id, 16 hex digits>``, likewise ``nvme/``. Events hold no tokens: those came
+The medium names the store (`spillway_settings.wire.store_medium`). Events hold no tokens: those came
 with the device's events of the same blocks, under the same hashes. An event without blocks is about the engine itself:
 stored, it loads from this store; removed, it no longer does.
 """
@@ -13,6 +13,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
 
 from spillway_connector.transfer.announcements import Announcement
+from spillway_settings.wire import store_medium
 
 _GROUP_BYTES = 4  # at the end of a key
 
@@ -23,7 +24,7 @@ def shared_tier_events(
     """hash_bytes: of vLLM's block hashes. Chunks of adapters are left out: their hash has the adapter's name alone,
     under which another engine may have other weights, and the store tells these apart by more than the hash."""
     for tier_type, (store_id, removed, keys) in announcements:
-        medium = f"{tier_type}/{store_id.hex()}"
+        medium = store_medium(tier_type, store_id)
         if not keys:
             yield _event([], removed, medium, None)
             continue

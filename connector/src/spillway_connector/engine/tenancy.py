@@ -17,9 +17,14 @@ from vllm.v1.kv_offload.base import ReqContext
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 from spillway_settings.tenant_salts import account_of
+from spillway_settings.wire import (
+    SESSION_ENDED,
+    SESSION_ID,
+    SESSION_MEMBER,
+    SESSION_RETURN_SECONDS,
+    SESSION_RETURN_SECONDS_MAX,
+)
 
-SESSION_MEMBER = "spillway_session"  # of kv_transfer_params
-RETURN_SECONDS_MAX = 7 * 86_400.0
 _SESSION_NAME_CHARS_MAX = 64
 
 
@@ -48,15 +53,19 @@ def session_of(params: object) -> SessionHint | None:
     given = params.get(SESSION_MEMBER) if isinstance(params, Mapping) else None
     if not isinstance(given, Mapping):
         return None
-    name = given.get("id")
+    name = given.get(SESSION_ID)
     if not isinstance(name, str) or not 0 < len(name) <= _SESSION_NAME_CHARS_MAX:
         return None
-    return SessionHint(name.encode("utf-8", "surrogatepass"), given.get("ended") is True, _return_seconds(given))
+    return SessionHint(name.encode("utf-8", "surrogatepass"), given.get(SESSION_ENDED) is True, _return_seconds(given))
 
 
 def _return_seconds(given: Mapping[str, Any]) -> float | None:
-    seconds = given.get("return_seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= RETURN_SECONDS_MAX:
+    seconds = given.get(SESSION_RETURN_SECONDS)
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0 <= seconds <= SESSION_RETURN_SECONDS_MAX
+    ):
         return None
     return float(seconds)
 

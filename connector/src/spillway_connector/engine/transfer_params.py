@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spillway_connector.engine.own_connector import is_among_others, own_connector
-from spillway_connector.engine.tenancy import SESSION_MEMBER, session_of
+from spillway_connector.engine.tenancy import session_of
+from spillway_settings.wire import SESSION_MEMBER
 
 _TOKENS_MAX = 2**31  # vLLM counts tokens in 32 bits
 _LOAD_TIERS_MAX = 8  # vLLM 0.32 knows two media in two places

@@ -16,9 +16,9 @@ from msgspec import UNSET
 
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.splice import MemberValue
+from spillway_settings.wire import SESSION_MEMBER
 
 TRANSFER_PARAMS = "kv_transfer_params"
-SESSION_MEMBER = "spillway_session"  # of kv_transfer_params; read by the connector's engine/tenancy.py
 # What vLLM's scheduler and connectors read out of a request's extra arguments.
 STEERING_ARGUMENTS = frozenset({TRANSFER_PARAMS, "ec_transfer_params", "kv_cache_report_mode"})
 

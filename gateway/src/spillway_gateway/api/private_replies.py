@@ -15,6 +15,7 @@ from typing import Any
 
 from spillway_gateway.client.connection import ClientRequest
 from spillway_gateway.upstream.forward import Headers
+from spillway_settings.wire import OVERHEAD_HEADER
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -23,7 +24,7 @@ _KEYS = (b'"kv_transfer_params"', b'"ec_transfer_params"')
 _keys = re.compile(b"|".join(_KEYS)).finditer
 _blanks = re.compile(rb"[ \t\r\n]*+").match
 _NULL = b"null"
-_TIME = b"x-spillway-overhead-ms"
+_TIME = OVERHEAD_HEADER.encode()
 
 
 class _At(Enum):

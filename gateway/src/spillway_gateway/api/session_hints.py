@@ -13,11 +13,11 @@ from typing import NamedTuple
 from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.upstream.forward import Headers, header
+from spillway_settings.wire import SESSION_ENDED, SESSION_ID, SESSION_RETURN_SECONDS, SESSION_RETURN_SECONDS_MAX
 
 SESSION_HEADER = b"x-session-id"
 END_HEADER = b"x-session-end"
 RETURN_HEADER = b"x-session-return-seconds"
-RETURN_SECONDS_MAX = 7 * 86_400
 _SECONDS = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _ENDS = {b"true": True, b"1": True, b"false": False, b"0": False}
 _ID_BYTES = 8
@@ -42,11 +42,11 @@ def session_hint(tenant: str, headers: Headers, in_body: str | None) -> SessionH
     # With the tenant in it: on routes without a salt the engine cannot tell tenants apart.
     owner = tenant.encode()
     digest = hashlib.blake2b(b"%d:" % len(owner) + owner + name, digest_size=_ID_BYTES)
-    member: dict[str, str | bool | float] = {"id": digest.hexdigest()}
+    member: dict[str, str | bool | float] = {SESSION_ID: digest.hexdigest()}
     if ended:
-        member["ended"] = True
+        member[SESSION_ENDED] = True
     if return_seconds is not None:
-        member["return_seconds"] = return_seconds
+        member[SESSION_RETURN_SECONDS] = return_seconds
     return SessionHint(SessionKey.of(tenant, name), member)
 
 
@@ -65,10 +65,10 @@ def _return_seconds(headers: Headers) -> float | None:
     if given is None:
         return None
     seconds = float(given) if _SECONDS.fullmatch(given) else -1.0
-    if not 0 <= seconds <= RETURN_SECONDS_MAX:
+    if not 0 <= seconds <= SESSION_RETURN_SECONDS_MAX:
         raise ClientBadRequest(
             f"{RETURN_HEADER.decode()}: {_shown(given)} given; send the seconds until the session's next request, 0 to "
-            f"{RETURN_SECONDS_MAX}"
+            f"{SESSION_RETURN_SECONDS_MAX}"
         )
     return seconds
 

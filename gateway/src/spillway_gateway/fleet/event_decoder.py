@@ -9,7 +9,6 @@ Unknown tags and fields are counted and skipped, so an engine upgrade does not s
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,11 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from spillway_settings.wire import names_a_store
+
 _decode = msgspec.msgpack.Decoder().decode
 BLOCK_TOKENS_MAX = 32_768  # more than the largest attention blocks of hybrid models
 _END_OF_REPLAY = b"\xff" * 8
 _HASH_MASK = (1 << 64) - 1
-_STORE = re.compile(r"[a-z]{1,16}/[0-9a-f]{16}")
 
 
 class Undecodable(Exception):
@@ -250,7 +250,7 @@ def tier_of(medium: object, ownership: object = None) -> Tier:
 
 def store_of(medium: object) -> str | None:
     """The store that a medium of Spillway's connector names (engine/shared_tier_events.py); others name none."""
-    return medium if isinstance(medium, str) and _STORE.fullmatch(medium) else None
+    return medium if isinstance(medium, str) and names_a_store(medium) else None
 
 
 def _group(raw: object) -> int:

@@ -19,6 +19,7 @@ from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_settings.wire import CONFIG_PATH
 
 VERSION = version("spillway-gateway")  # of the process that runs, whatever is installed later
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -64,7 +65,7 @@ class Operations:
     def operator_routes(self, *, require_key: bool) -> list[Route]:
         """require_key: the listener is open to clients too, so both routes need an operator's key: metrics name engines
         and tenants."""
-        routes = {"/metrics": self._exposition, "/spillway/config": self._show_config}
+        routes = {"/metrics": self._exposition, CONFIG_PATH: self._show_config}
         return [
             Route(path, self._operators_only(answer) if require_key else answer, methods=["GET"])
             for path, answer in routes.items()

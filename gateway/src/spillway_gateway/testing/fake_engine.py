@@ -40,6 +40,7 @@ from spillway_gateway.testing.faults import (
     Status,
 )
 from spillway_gateway.testing.kv_publisher import KvPublisher
+from spillway_settings.wire import PROMOTE_PATH
 
 Tokenize = Callable[[dict[str, Any]], list[int]]
 Detokenize = Callable[[list[int]], str]
@@ -240,8 +241,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         path = self._url.decode()
-        method = self._parser.get_method()
-        if method == b"GET":
+        if self._parser.get_method() == b"GET":
             self._get(path)
             return
         seen = Seen(path, self._headers, self._body)
@@ -260,7 +260,7 @@ class _Connection(asyncio.Protocol):
         except ValueError:
             self._json(400, error_document("not JSON", 400))
             return
-        if path == "/spillway/promote":
+        if path == PROMOTE_PATH:
             self._json(self.engine.hint_status(seen), {})
         elif path == "/tokenize" and not self.engine.tokenize_route:
             self._json(404, {"detail": "Not Found"})

@@ -15,6 +15,7 @@ from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.junction import Junction, StopsAcross, held_back
 from spillway_gateway.upstream.sent_answer import Chunk, SentAnswer, decode_chunk, failure_of
 from spillway_gateway.upstream.usage import count
+from spillway_settings.wire import SESSION_MEMBER
 
 PATH = b"/v1/completions"
 BODY_BYTES_MAX = 4 * 1024 * 1024  # decoded at once when an engine has failed
@@ -160,7 +161,7 @@ def _optional(members: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:
 
 def _is_session_alone(params: object) -> bool:
     """What the gateway itself puts there; a client's part may steer one engine's transfers."""
-    return isinstance(params, dict) and params.keys() == {"spillway_session"}
+    return isinstance(params, dict) and params.keys() == {SESSION_MEMBER}
 
 
 def _is_one_prompt(prompt: object) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from spillway_settings.wire import OWN_HEADERS_PREFIX, RANK_HEADER
+
 Headers = list[tuple[bytes, bytes]]
 Body = bytes | bytearray  # a long one is not copied to become bytes
 
-RANK_HEADER = b"x-data-parallel-rank"
+_RANK_HEADER = RANK_HEADER.encode()
 _NOTHING: frozenset[bytes] = frozenset()
 HOP_BY_HOP = frozenset(
     {
@@ -37,9 +39,9 @@ _OF_THE_REPLYS_FORM = frozenset(
 # Set by the gateway itself, or refused from callers: the rank would let a client pick a worker, and the internal
 # headers would let it pose as the gateway.
 _DROPPED_FROM_CALLERS = (
-    HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", RANK_HEADER, b"x-request-id"}
+    HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", _RANK_HEADER, b"x-request-id"}
 )
-_INTERNAL_PREFIX = b"x-spillway-"
+_INTERNAL_PREFIX = OWN_HEADERS_PREFIX.encode()
 _GATEWAYS_OWN = (_INTERNAL_PREFIX, b"access-control-")  # of replies; client/cors.py says who may read them
 # Of an engine's reply: where its redirects lead and what it would have browsers keep is no business of clients, and the
 # request's id is the gateway's.
@@ -78,7 +80,7 @@ def request_head(
             continue
         lines.append(name + b": " + value)
     if rank is not None:
-        lines.append(RANK_HEADER + b": %d" % rank)
+        lines.append(_RANK_HEADER + b": %d" % rank)
     lines.append(b"accept-encoding: identity\r\nx-request-id: " + request_id)
     lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
     return b"\r\n".join(lines)

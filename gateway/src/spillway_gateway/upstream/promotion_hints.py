@@ -19,12 +19,11 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.prefix import PromptTokens
-from spillway_gateway.upstream.forward import RANK_HEADER
 from spillway_gateway.upstream.outbound import OutboundRequest
+from spillway_settings.wire import PROMOTE_PATH, RANK_HEADER
 
 logger = logging.getLogger(__name__)
 
-PATH = "/spillway/promote"
 HINTS_MAX = 8  # on their way at once; further ones are dropped
 ANSWER_SECONDS = 10.0
 _OUTCOMES = {202: "accepted", 429: "busy", 503: "busy", 404: "off"}
@@ -68,11 +67,11 @@ class PromotionHints:
         if self.engine_key is not None:
             headers["authorization"] = f"Bearer {self.engine_key}"
         if engine.rank is not None:
-            headers[RANK_HEADER.decode()] = str(engine.rank)
+            headers[RANK_HEADER] = str(engine.rank)
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         try:
             async with session.post(
-                engine.config.url + PATH, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                engine.config.url + PROMOTE_PATH, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as reply:
                 outcome = _OUTCOMES.get(reply.status, "failed")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -31,9 +31,12 @@ from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, plain_failure
 from spillway_gateway.upstream.stream_relay import EVENT_STREAM, StreamRelay, is_event_stream
 from spillway_gateway.upstream.waits import RequestWaits
+from spillway_settings.wire import ENGINE_HEADER, OVERHEAD_HEADER, PREFIX_TOKENS_HEADER, ROUTE_HEADER
 
 logger = logging.getLogger(__name__)
 
+_ENGINE, _ROUTE = ENGINE_HEADER.encode(), ROUTE_HEADER.encode()
+_PREFIX_TOKENS, _OVERHEAD = PREFIX_TOKENS_HEADER.encode(), OVERHEAD_HEADER.encode()
 _UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _EARLY = ((b"content-type", EVENT_STREAM + b"; charset=utf-8"),)
 
@@ -254,10 +257,10 @@ class Reply:
         self.status = status
         if lease is not None:
             decision = lease.decision
-            headers.append((b"x-spillway-engine", lease.engine.name.encode()))
-            headers.append((b"x-spillway-route", decision.reason.value.encode()))
-            headers.append((b"x-spillway-prefix-tokens", str(decision.held.total_tokens).encode()))
-        headers.append((b"x-spillway-overhead-ms", b"%.3f" % (self.overhead_seconds * 1000)))
+            headers.append((_ENGINE, lease.engine.name.encode()))
+            headers.append((_ROUTE, decision.reason.value.encode()))
+            headers.append((_PREFIX_TOKENS, str(decision.held.total_tokens).encode()))
+        headers.append((_OVERHEAD, b"%.3f" % (self.overhead_seconds * 1000)))
         if header(headers, b"x-request-id") is None:
             headers.append((b"x-request-id", self._request.request_id))
 

@@ -15,11 +15,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spillway_ctl.evidence import EngineReading, Exposition, GatewayReading, clock_skew
+from spillway_settings.wire import CONFIG_PATH, RANK_HEADER
 
 EVENT_SECONDS_MAX = 5.0  # until the gateway has the events of a request
 POLL_SECONDS = 0.05
 BODY_BYTES_MAX = 32 << 20
-RANK_HEADER = "x-data-parallel-rank"  # of vLLM: which of its engine cores gets a request
 WORDS = ("the", "house", "and", "the", "water", "of", "one", "day")  # one token each, in every tokenizer
 TEXT = "Once upon a time,  there were 3 tokenizers:\n\tλ, β and 🙂."
 
@@ -73,7 +73,7 @@ def read_all(
 def _begin_gateway(url: str, questions: Questions) -> GatewayReading:
     reading = GatewayReading(url.rstrip("/"))
     try:
-        answer = ask(f"{reading.url}/spillway/config", questions.gateway_key, questions.answer_seconds)
+        answer = ask(f"{reading.url}{CONFIG_PATH}", questions.gateway_key, questions.answer_seconds)
     except NoAnswer as reason:
         reading.problem = str(reason)
         return reading
@@ -90,7 +90,7 @@ def _begin_engine(name: str, url: str, questions: Questions) -> EngineReading:
         reading.problem = str(reason)
         return reading
     reading.skew_seconds = answer.skew_seconds
-    reading.config = _document(f"{reading.url}/spillway/config", questions)
+    reading.config = _document(f"{reading.url}{CONFIG_PATH}", questions)
     if not name and isinstance(reading.setting("name"), str):
         reading.name = reading.setting("name")
     vllm = (_document(f"{reading.url}/version", questions) or {}).get("version")

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spillway_engine.in_flight import AsgiApp, Message, Scope
-
-RANK_HEADER = b"x-data-parallel-rank"  # of vLLM: which of its engine cores gets a request
+from spillway_settings.wire import RANK_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def ask_through(app: AsgiApp, lifespan_scope: Mapping[str, Any], rank: int | Non
 
     rank: of the data parallel rank that is asked; None: whichever vLLM chooses.
     """
-    own_headers = [] if rank is None else [(RANK_HEADER, str(rank).encode())]
+    own_headers = [] if rank is None else [(RANK_HEADER.encode(), str(rank).encode())]
 
     async def ask(path: str, body: Mapping[str, Any]) -> Reply:
         payload = json.dumps(body).encode()

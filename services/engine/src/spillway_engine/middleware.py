@@ -22,6 +22,7 @@ from spillway_engine.in_process import Ask, ask_through
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.self_check import SelfCheckFailed, check_ranks
 from spillway_settings.vllm_salts import why_salts_are_dropped
+from spillway_settings.wire import CONFIG_PATH, PROMOTE_PATH
 
 logger = logging.getLogger("vllm.spillway_engine")
 
@@ -54,9 +55,9 @@ class ReadinessMiddleware:
             await self._app(scope, receive, send)
         elif scope["path"] == "/ready":
             await self._answer_ready(send)
-        elif scope["path"] == "/spillway/config":
+        elif scope["path"] == CONFIG_PATH:
             await send_json(send, 200, json.dumps({**self._brief.configuration, "version": VERSION}).encode())
-        elif scope["path"] == promotion_hints.PATH and self._refusal is None:
+        elif scope["path"] == PROMOTE_PATH and self._refusal is None:
             await self._hints.answer(scope, receive, send)
         elif self._refusal is not None:
             body = error_body(self._refusal, 503)

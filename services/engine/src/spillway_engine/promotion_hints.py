@@ -24,12 +24,11 @@ from typing import Annotated, Any
 import msgspec
 
 from spillway_engine.in_flight import Receive, Scope, Send, error_body, send_json
-from spillway_engine.in_process import RANK_HEADER, own_api_key
+from spillway_engine.in_process import own_api_key
+from spillway_settings.wire import PROMOTE_PATH, PROMOTE_UTILITY, RANK_HEADER
 
 logger = logging.getLogger("vllm.spillway_engine")
 
-PATH = "/spillway/promote"
-UTILITY = "spillway_promote"  # of EngineCore, as the connector names it
 BODY_BYTES_MAX = 4 << 20
 TOKENS_MAX = 262_144
 HINTS_MAX = 8  # on their way to EngineCore at once
@@ -60,7 +59,7 @@ class PromotionHints:
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
         if scope["method"] != "POST":
-            return 405, error_body(f"{PATH} takes POST", 405)
+            return 405, error_body(f"{PROMOTE_PATH} takes POST", 405)
         if self._authorization is not None:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._authorization):
@@ -80,14 +79,14 @@ class PromotionHints:
             if self._ranks > 1:
                 rank = self._rank_of(scope)
                 if rank is None:
-                    return 400, error_body(f"{RANK_HEADER.decode()}: 0 to {self._ranks - 1} needed", 400)
+                    return 400, error_body(f"{RANK_HEADER}: 0 to {self._ranks - 1} needed", 400)
             return await self._pass_on(scope, hint, rank)
         finally:
             self._under_way -= 1
 
     def _rank_of(self, scope: Scope) -> int | None:
         """None: no rank of this engine is named."""
-        given = dict(scope["headers"]).get(RANK_HEADER, b"")
+        given = dict(scope["headers"]).get(RANK_HEADER.encode(), b"")
         return int(given) if given.isdigit() and len(given) < 5 and int(given) < self._ranks else None
 
     async def _pass_on(self, scope: Scope, hint: Hint, rank: int | None) -> tuple[int, dict[str, Any]]:
@@ -97,10 +96,12 @@ class PromotionHints:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 if rank is None:
-                    outcome = await core.call_utility_async(UTILITY, hint.token_ids, hint.cache_salt)
+                    outcome = await core.call_utility_async(PROMOTE_UTILITY, hint.token_ids, hint.cache_salt)
                 else:  # vLLM's own public call asks every rank
                     engine = core.core_engines[rank]
-                    outcome = await core._call_utility_async(UTILITY, hint.token_ids, hint.cache_salt, engine=engine)
+                    outcome = await core._call_utility_async(
+                        PROMOTE_UTILITY, hint.token_ids, hint.cache_salt, engine=engine
+                    )
         except TimeoutError:
             return _STATUS["busy"], {"outcome": "busy"}
         except Exception as error:  # an engine without the connector, or one that is ending

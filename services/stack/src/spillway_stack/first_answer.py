@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from spillway_settings.wire import ENGINE_HEADER
 from spillway_stack.chat_answers import ChatAnswer, plain_answer, require_agreement, streamed_answer
 from spillway_stack.errors import StackError
 
@@ -41,7 +42,7 @@ def _ask_streamed(port: int, model: str) -> tuple[ChatAnswer, str, float]:
     arrivals: list[float] = []
     with _asked(port, model, {"stream": True, "stream_options": {"include_usage": True}}) as response:
         answer = streamed_answer(response, ANSWER_TOKENS, lambda: arrivals.append(time.monotonic()))
-        engine = response.headers.get("x-spillway-engine", "?")
+        engine = response.headers.get(ENGINE_HEADER, "?")
     return answer, engine, arrivals[0] - started
 
 

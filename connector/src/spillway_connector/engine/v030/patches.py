@@ -1,4 +1,7 @@
-"""The patches of vLLM 0.30 and later."""
+"""The patches of vLLM 0.30 and later.
+
+What 0.23's own patches do to its failed loads, pauses and KV groups, these versions do themselves.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 
+from spillway_settings.wire import store_medium
+
 
 class Medium(StrEnum):
     """Names on the wire. The shared tier's names the one store from which all simulated engines load, as Spillway's
@@ -13,7 +15,7 @@ class Medium(StrEnum):
 
     DEVICE = "GPU"
     CPU = "CPU"
-    SHARED = "redis/73696d756c617465"
+    SHARED = store_medium("redis", b"simulate")
 
 
 @dataclass(frozen=True, slots=True)

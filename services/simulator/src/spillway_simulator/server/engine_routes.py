@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from spillway_settings.wire import CONFIG_PATH
 from spillway_simulator.errors import RequestTooLong
 from spillway_simulator.server.engine_host import EngineHost
 from spillway_simulator.server.generation import Asked, BadBody, Generation, read_asked, read_prompt
@@ -37,7 +38,7 @@ class EngineRoutes:
             "/v1/models": self._models,
             "/version": lambda: (200, encode({"version": f"0.23.0+{FINGERPRINT}"})),
             "/load": lambda: (200, encode({"server_load": host.model.running_requests + host.model.waiting_requests})),
-            "/spillway/config": self._config,
+            CONFIG_PATH: self._config,
         }
         self._posts: dict[str, Callable[[HttpConnection, dict[str, Any]], None]] = {
             "/v1/chat/completions": self._chat,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from spillway_settings.wire import OWN_HEADERS_PREFIX
 from spillway_stack.demo.phases import MIXED, Phase, Sample
 from spillway_stack.demo.sizing import EngineLimits
 
@@ -86,7 +87,9 @@ def summarise(samples: Sequence[Sample], everything: Sequence[Sample], limits: E
         notes=tuple(f"document {sample.document + 1}: {fault}" for sample, fault in faults if fault is not None),
         ttft_seconds_samples=tuple(round(sample.answer.ttft_seconds, 4) for sample in samples),
         answers=tuple(sample.answer.text.strip() for sample in samples),
-        headers={name: value for name, value in samples[-1].answer.headers.items() if name.startswith("x-spillway-")},
+        headers={
+            name: value for name, value in samples[-1].answer.headers.items() if name.startswith(OWN_HEADERS_PREFIX)
+        },
     )
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from spillway_settings.wire import ENGINE_HEADER
 from spillway_stack.demo.asking import Answer, ask, ask_one_token, count_prompt_tokens, is_in_slow_start, take_blocks
 from spillway_stack.demo.console import Console
 from spillway_stack.demo.document import ENTRIES_MAX, LogBook, conversation, longest_book, write_log_book
@@ -150,7 +151,7 @@ class Demo:
             self._question(running.gateway_port, document)
             before = [read_counters(running.engine_port(index)) for index in range(len(running.stack.engines))]
             answer = self._question(running.gateway_port, document)
-            engine = running.engine_index(answer.headers.get("x-spillway-engine", ""))
+            engine = running.engine_index(answer.headers.get(ENGINE_HEADER, ""))
             self._keep(Phase.GATEWAY, document, engine, answer, before[engine])
 
     def _question(self, port: int, document: int) -> Answer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spillway_settings.wire import CONFIG_PATH
 from spillway_stack.demo.sizing import EngineLimits
 from spillway_stack.errors import StackError
 from spillway_stack.http_probe import get
@@ -95,9 +96,9 @@ def limits_from_configuration(configuration: dict[str, Any]) -> EngineLimits:
 
 def _engine_configuration(port: int) -> dict[str, Any]:
     try:
-        status, body = get(port, "/spillway/config")
+        status, body = get(port, CONFIG_PATH)
         if status != 200:
-            raise StackError(f"the engine on port {port} answered /spillway/config with status {status}")
+            raise StackError(f"the engine on port {port} answered {CONFIG_PATH} with status {status}")
         configuration: dict[str, Any] = json.loads(body)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise StackError(f"the engine on port {port} does not report its configuration: {error}") from error

@@ -1,0 +1,47 @@
+"""Names that two parts of Spillway must spell alike, because one writes them and the other reads them.
+
+Gateway, engine service, connector and tools run as separate processes, of separate releases during an upgrade, so a
+name here is a format: a change of it needs both sides. tests/repository/test_wire.py holds that no other module of the
+product spells one of them.
+"""
+
+from __future__ import annotations
+
+import re
+
+# HTTP headers. The gateway adds those of its own to replies and drops them from requests.
+OWN_HEADERS_PREFIX = "x-spillway-"
+ENGINE_HEADER = "x-spillway-engine"
+ROUTE_HEADER = "x-spillway-route"
+PREFIX_TOKENS_HEADER = "x-spillway-prefix-tokens"
+OVERHEAD_HEADER = "x-spillway-overhead-ms"
+RANK_HEADER = "x-data-parallel-rank"  # vLLM's name: which of its engine cores gets a request
+
+# Paths that gateway, engine service and simulator serve beside the OpenAI API.
+CONFIG_PATH = "/spillway/config"
+PROMOTE_PATH = "/spillway/promote"
+PROMOTE_UTILITY = "spillway_promote"  # how the engine service calls EngineCore, to which the connector adds it
+
+# What the gateway says of a session in a request's kv_transfer_params, and the connector reads.
+SESSION_MEMBER = "spillway_session"
+SESSION_ID = "id"
+SESSION_ENDED = "ended"
+SESSION_RETURN_SECONDS = "return_seconds"
+SESSION_RETURN_SECONDS_MAX = 7 * 86_400
+
+_STORE_MEDIUM = re.compile(r"[a-z]{1,16}/[0-9a-f]{16}")
+
+
+def store_medium(tier_type: str, store_id: bytes) -> str:
+    """The medium of KV events about a shared tier.
+
+    Args:
+        tier_type: `redis` or `nvme`.
+        store_id: The eight bytes by which engines that share a store know it.
+    """
+    return f"{tier_type}/{store_id.hex()}"
+
+
+def names_a_store(medium: str) -> bool:
+    """Whether the medium of a KV event is a `store_medium`."""
+    return _STORE_MEDIUM.fullmatch(medium) is not None
