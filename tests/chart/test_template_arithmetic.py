@@ -214,7 +214,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (chart / "templates").mkdir()
     (chart / "files").mkdir()
     (chart / "Chart.yaml").write_text("{apiVersion: v2, name: arithmetic, version: 0.1.0}")
-    rooms = ("_values", "_sizes", "_memory", "_tier", "_extra_arguments", "_setting_names", "_schema")
+    rooms = ("_values", "_sizes", "_memory", "_tier", "_extra_arguments", "_setting_names")
     for file in (*(f"templates/{room}.tpl" for room in rooms), "files/model-shapes.yaml"):
         (chart / file).write_text((CHART / file).read_text())
     (chart / "templates" / "computed.yaml").write_text(TEMPLATE)
