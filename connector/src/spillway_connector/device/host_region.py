@@ -98,7 +98,7 @@ class HostRegion:
 
     @property
     def taken_bytes(self) -> int:
-        """Of all processes, in memory by now."""
+        """The bytes that all processes have in memory by now."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def claim(self, offset_bytes: int, length_bytes: int) -> None:
@@ -133,7 +133,7 @@ class HostRegion:
 
     @property
     def address(self) -> int:
-        """Of row 0, in this process."""
+        """The address of row 0 in this process."""
         assert self._bytes is not None
         return int(self._bytes.ctypes.data)
 

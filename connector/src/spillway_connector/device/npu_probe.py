@@ -57,7 +57,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one plan: seconds on the device, and seconds that the submitting thread was busy."""
+    """The times of one plan: seconds on the device, and seconds that the submitting thread was busy."""
 
     device_seconds: float
     submit_seconds: float

@@ -212,7 +212,7 @@ class FirstLoad:
 
 
 def adapter_of(request: Any) -> AdapterInstance | None:
-    """Of a vLLM request; None: it has no adapter, or its engine has no `adapter-of-request` patch."""
+    """The adapter of a vLLM request; None: it has no adapter, or its engine has no `adapter-of-request` patch."""
     instance = getattr(request, _TAG, None)
     return instance if isinstance(instance, AdapterInstance) else None
 

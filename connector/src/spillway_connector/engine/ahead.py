@@ -58,7 +58,9 @@ class _Waiting:
 
 
 class AheadPromotions:
-    """Of one engine's waiting requests. rows_max: of the CPU tier, for chunks whose requests wait; 0: switched off.
+    """The promotions for one engine's waiting requests.
+
+    rows_max: how many rows of the CPU tier chunks may have whose requests wait; 0: switched off.
 
     waiting: requests that were added and not asked about, by id, in order of arrival.
     """
@@ -205,7 +207,7 @@ class AheadPromotions:
         return keys[cached:]
 
     def _cached_hashes(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Of the prefix, how many blocks the device's prefix cache has at the moment."""
+        """How many blocks of the prefix the device's prefix cache has at the moment."""
         device = self._owner.device_blocks
         if device is None:
             return 0

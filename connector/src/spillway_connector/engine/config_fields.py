@@ -23,7 +23,7 @@ _OTHER_MACHINERY = "moves bytes between memories without changing them"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Of one configuration class, by its name in vllm.config."""
+    """The fields of one configuration class, by its name in vllm.config."""
 
     inside: frozenset[str]
     outside: Mapping[str, frozenset[str]]  # reason -> names

@@ -60,7 +60,7 @@ class ConnectorBase(OffloadingConnector):
             raise ConfigError(unsalted)
 
     def _watch_the_engine(self) -> None:
-        """Of the scheduler's process, once its half is built."""
+        """Called in the scheduler's process, once its half is built."""
         half = self._half
         self.adapters = half.adapters
         if isinstance(self._spec, SpecBase):

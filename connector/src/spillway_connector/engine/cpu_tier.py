@@ -103,7 +103,7 @@ class CpuTier(OffloadingManager):
 
     @abstractmethod
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Of resident chunks."""
+        """The rows of resident chunks."""
 
     @abstractmethod
     def _rows_in_use(self) -> Counter[int]:

@@ -44,7 +44,7 @@ class Seams(NamedTuple):
 
 @cache
 def generation() -> Generation:
-    """Of the vLLM in this process. Raises UnsupportedEngine where it has none of the known interfaces."""
+    """The generation of the vLLM in this process. Raises UnsupportedEngine if it has none of the known interfaces."""
     if _has_module("vllm.v1.kv_offload.worker.worker"):  # handlers by direction
         return Generation.V023
     if _has_module("vllm.v1.kv_offload.config"):  # specs made of an OffloadingConfig, one worker for both directions

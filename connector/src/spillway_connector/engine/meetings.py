@@ -94,7 +94,7 @@ class SchedulerControl(ABC):
 
 
 class Meetings:
-    """Of one engine. EngineCore process, scheduler thread; no method blocks.
+    """The meetings of one engine. EngineCore process, scheduler thread; no method blocks.
 
     jumps: how many requests have met their load so far.
     """

@@ -159,7 +159,7 @@ def namespace_facts(
 
 
 def _placement(tensor: Any, num_blocks: int) -> Any:
-    """Of a KVCacheTensor: which layers share the bytes of a block, and how; not what follows from the block count."""
+    """Which layers share the bytes of a KVCacheTensor's block, and how; not what follows from the block count."""
     if hasattr(tensor, "shared_by"):
         return list(tensor.shared_by)
     placement = {"layers": list(tensor.layers), "block_stride": tensor.block_stride}
@@ -182,7 +182,7 @@ def context_length_facts(model: Any) -> dict[str, Any]:
 
 
 def _rope_types(parameters: Any) -> list[str]:
-    """Of all layers; models with several kinds of attention have one set of parameters for each."""
+    """The RoPE types of all layers; models with several kinds of attention have one set of parameters for each."""
     if isinstance(parameters, list):
         return [kind for one in parameters for kind in _rope_types(one)]
     if not isinstance(parameters, dict):

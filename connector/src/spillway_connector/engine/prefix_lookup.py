@@ -31,7 +31,7 @@ _ANSWERS_MAX = 8  # kept per request: one per KV group and length asked for late
 
 
 class ChunkState(Enum):
-    """Of one chunk, for one request."""
+    """The state of one chunk, for one request."""
 
     READY = "in the CPU tier"
     COMING = "its row in the CPU tier is being written"
@@ -157,7 +157,7 @@ class PrefixLookupManager(OffloadingManager):
             self._process_finished_jobs()
 
     def look_up(self, key: OffloadKey, req_context: ReqContext) -> ChunkState:
-        """Of one chunk, whose promotion it begins. At the request's deadline nothing is waited for any more."""
+        """The state of one chunk; begins its promotion. At the request's deadline nothing is waited for any more."""
         self._maybe_process_finished_jobs()
         if key in self.primary_tier.ready:
             return ChunkState.READY
@@ -224,7 +224,7 @@ class PrefixLookupManager(OffloadingManager):
         )
 
     def rates(self) -> Rates | None:
-        """Of computing and of the shared tier; None where there is no single one, or a rate is not known yet."""
+        """The rates of computing and of the shared tier; None if there is no single one, or a rate is not known."""
         if self._prefix_tier is None:
             return None
         computed, loaded = self.prefill_rate.per_second, self._gates[self._prefix_tier].load_rate.per_second
@@ -265,7 +265,7 @@ class PrefixLookupManager(OffloadingManager):
         return len(keys) if promoted == len(missing) else keys.index(missing[promoted])
 
     def now(self) -> float:
-        """Of the clock that everything here goes by."""
+        """The time of the clock that everything here goes by."""
         return self._clock()
 
     @property
@@ -414,7 +414,7 @@ class PrefixLookupManager(OffloadingManager):
         self._promotions.clear()
 
     def _ask_tiers(self, key: OffloadKey, req_context: ReqContext) -> ChunkState:
-        """Of a chunk that is not in the CPU tier: COMING when a tier holds it, whose promotion is queued then."""
+        """The state of a chunk that is not in the CPU tier: COMING if a tier holds it; its promotion is queued then."""
         looking = False
         for tier in self.secondary_tiers:
             if not self._may_load(tier, req_context):

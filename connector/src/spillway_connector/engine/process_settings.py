@@ -47,7 +47,7 @@ def worker_process(rank: int) -> str:
 
 
 def device_name() -> str:
-    """Of the device that this process computes on, as vLLM calls it; its kind where vLLM has no name."""
+    """The name of the device that this process computes on, as vLLM calls it; its kind if vLLM has no name."""
     try:
         return str(current_platform.get_device_name())
     except (NotImplementedError, RuntimeError):

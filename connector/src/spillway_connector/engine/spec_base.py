@@ -123,7 +123,7 @@ class SpecBase(OffloadingSpec):
 
     @cached_property
     def namespace(self) -> Namespace:
-        """Of the chunks this engine shares. Raises ConfigError where sharing them would be unsafe or useless."""
+        """The namespace of the chunks shared here. Raises ConfigError if sharing them would be unsafe or useless."""
         vllm_config, kv_cache_config = self._engine()
         require_shareable_hashes(vllm_config)
         require_shareable_scales(vllm_config)

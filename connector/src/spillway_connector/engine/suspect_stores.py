@@ -12,7 +12,7 @@ IsSuspect = Callable[[RequestFields], bool]
 
 
 def fail_stores(half: Any, is_suspect: IsSuspect) -> None:
-    """Of the scheduler half's requests that are suspect: none of what they store is published."""
+    """Fail the stores of the scheduler half's suspect requests: none of what they store is published."""
     for job in half._jobs.values():
         if job.is_store and is_suspect(half._req_status[job.req_id]):
             half.manager.fail_store(job.keys)

@@ -32,7 +32,7 @@ class OpenTransport:
 
 
 def open_transport(config: ConnectorConfig, region: HostRegion) -> OpenTransport:
-    """Of this platform, unless the configuration names one; in a rank's process, once its device is set.
+    """The transport of this platform, unless the configuration names one; in a rank's process, once its device is set.
 
     Raises ConfigError when there is none, or batch_memcpy forbids it.
     """

@@ -57,7 +57,7 @@ class ChunkGeometry:
 
     @property
     def layout_bytes(self) -> int:
-        """Of row 0, where each rank describes its KV caches to the scheduler before a row is in use (kv_layout.py)."""
+        """The part of row 0 where each rank tells the scheduler of its caches before a row is in use (kv_layout.py)."""
         return self.payload_bytes // self.num_ranks
 
     @property

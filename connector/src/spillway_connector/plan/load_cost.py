@@ -77,7 +77,7 @@ class PrefillTimer:
 
     @property
     def tokens_under_way(self) -> int:
-        """Of steps begun and not ended."""
+        """The tokens of steps begun and not ended."""
         return sum(step.tokens for step in self._steps)
 
     def leave_out_step(self) -> None:

@@ -34,7 +34,7 @@ class SessionHint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SessionTimes:
-    """Of one session: when it was used, and when its next request is expected."""
+    """The times of one session: when it was used, and when its next request is expected."""
 
     tenant: bytes
     running: int = 0  # requests

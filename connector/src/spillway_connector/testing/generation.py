@@ -140,6 +140,6 @@ def copy_of(job: Any) -> tuple[Any, Any]:
 
 
 def rows_on_the_way(job: Any) -> list[int]:
-    """Of a job that a shared tier was given."""
+    """The rows of a job that a shared tier was given."""
     rows: Any = job.block_ids if generation() is Generation.V023 else job.chunk_ids
     return [int(row) for row in rows]

@@ -288,7 +288,7 @@ class SealedTier:
 
 
 class SealedSessionTier(SealedTier):
-    """Of a tier that follows sessions. Keys and sessions are not sealed."""
+    """A sealed tier that follows sessions. Keys and sessions are not sealed."""
 
     def use_session(self, use: SessionUse) -> None:
         self._session_tier.use_session(use)

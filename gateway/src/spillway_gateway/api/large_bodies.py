@@ -163,7 +163,7 @@ class LargeBodies:
         return parsed
 
     async def _parse_outline(self, route: ApiRoute, body: Body, walk: JsonWalk, text_bytes_max: int) -> ParsedBody:
-        """Of a repeated member the last counts, as in every parser that routes.parse() uses."""
+        """The last of several equal members counts, as in every parser that routes.parse() uses."""
         members = {name: found[-1] for name, found in walk.members.items()}
         long = {}
         for name, member in members.items():

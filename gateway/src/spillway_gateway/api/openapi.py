@@ -111,7 +111,7 @@ PROBES = {
 
 
 def description_of(route: ApiRoute) -> dict[str, Any]:
-    """Of an inference route, for FastAPI, which sees nothing of a body that is read raw."""
+    """The description of an inference route, for FastAPI, which sees nothing of a body that is read raw."""
     body = {"content": {"multipart/form-data": {"schema": _FORM}}} if route.body is None else _json(route.body)
     closed = "Closed to tenants unless auth.unsaltedRoutes allows it: engines take no salt"
     if route.salted_since > OLDEST:

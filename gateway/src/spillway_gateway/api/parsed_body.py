@@ -89,12 +89,12 @@ def first_of(value: object) -> tuple[str | array[int], int]:
 
 
 def stream_reports_usage(stream: object, options: object) -> bool:
-    """Of OpenAI's chat and completions: a plain reply always does, a stream with include_usage."""
+    """Whether a chat or completions reply does: a plain one always does, a stream with include_usage."""
     return not stream or (isinstance(options, dict) and options.get("include_usage") is True)
 
 
 class StreamFields(EngineFields, kw_only=True):
-    """Of chat and completions: members that decide whether a stream is plain, besides those that a failure shows."""
+    """Members of chat and completions that decide whether a stream is plain, besides those that a failure shows."""
 
     n: Any = None
     max_tokens: Any = None

@@ -22,7 +22,7 @@ class BodyBudgetSpent(GatewayError):
 
 
 class BodyBudget:
-    """Of one gateway process. bytes_max: limits.bodiesBytesMax, which may change while it runs."""
+    """The budget of one gateway process. bytes_max: limits.bodiesBytesMax, which may change while it runs."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0

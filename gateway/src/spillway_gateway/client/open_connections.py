@@ -36,8 +36,10 @@ class Connection(Protocol):
 
 
 class OpenConnections:
-    """Of one listener, on its event loop. open_max: of all addresses together; one address gets at most three quarters
-    of them."""
+    """The connections of one listener, on its event loop.
+
+    open_max: of all addresses together; one address gets at most three quarters of them.
+    """
 
     def __init__(self, bounds: ConnectionsConfig, open_max: int, replies_bytes_max: int = UNBOUNDED) -> None:
         self.bounds = bounds

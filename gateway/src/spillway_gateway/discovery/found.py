@@ -44,7 +44,7 @@ class SourceFailed(Exception):
 
 @dataclass
 class SourceStatus:
-    """Of one model's source. Times are Unix seconds; None: not yet."""
+    """The status of one model's source. Times are Unix seconds; None: not yet."""
 
     description: str  # where it looks, for people to read
     heard_at: float | None = None  # when the source last confirmed its engines

@@ -181,7 +181,7 @@ def in_cluster_server(environment: Mapping[str, str]) -> str:
 
 
 def _configuration(config: KubernetesDiscovery) -> Configuration:
-    """Of one client. Raises SourceFailed when a mounted file is of no use."""
+    """The configuration of one client. Raises SourceFailed if a mounted file is of no use."""
     server = (config.api_server or in_cluster_server(os.environ)).rstrip("/")
     found = Configuration(host=server, no_proxy="*")  # the API server is reached directly, whatever the environment
     found.retries = False  # the caller decides when to try again

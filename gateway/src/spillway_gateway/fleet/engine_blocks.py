@@ -92,7 +92,7 @@ class EngineBlocks:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of orphans, ghosts and early blocks."""
+        """The bytes of orphans, ghosts and early blocks."""
         return self.orphan_bytes + len(self.ghosts) * GHOST_BYTES + len(self.early) * EARLY_BYTES
 
     @property

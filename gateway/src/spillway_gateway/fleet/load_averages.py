@@ -50,7 +50,7 @@ class RequestMeans:
 
     @property
     def device_share(self) -> float:
-        """Of the tokens that requests found cached, those on the engine's device; 0 to 1."""
+        """Which share of the tokens that requests found cached was on the engine's device; 0 to 1."""
         return self._device_tokens / self._cached_tokens if self._cached_tokens else 0.0
 
     def found(self, device_tokens: int, cached_tokens: int) -> None:

@@ -243,7 +243,7 @@ class ModelFleet:
         return any(engine.adapters is not None and name in engine.adapters for engine in self.engines.values())
 
     def loaded_adapters(self) -> frozenset[str]:
-        """Of all engines, as last read."""
+        """The adapters of all engines, as last read."""
         return frozenset().union(*(engine.adapters or () for engine in self.engines.values()))
 
     def offers_adapter(self, name: str) -> bool:

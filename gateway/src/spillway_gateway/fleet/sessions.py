@@ -24,7 +24,7 @@ class SessionKey(NamedTuple):
 
 
 class Sessions:
-    """Of one model. On the event loop.
+    """The sessions of one model. On the event loop.
 
     An entry takes about 200 bytes. At a tenant's bound its own oldest session is forgotten; at the bound of all, the
     oldest one of the tenant that has been idle longest.

@@ -78,7 +78,7 @@ class SharedStores:
             self._leave(store, engine_name)
 
     def reach_of(self, engine_name: str) -> SharedReach:
-        """Of one engine."""
+        """The reach of one engine."""
         own = [store.blocks for store in self._stores.values() if engine_name in store.engines]
         return SharedReach(len(own), sum([len(blocks.request_keys) for blocks in own]))
 

@@ -56,7 +56,7 @@ class SummedCounts:
             yield family if not others else _summed(family, others)
 
     def forget_engine(self, engine: str) -> None:
-        """Of processes that ended: the router's own series of the engine are dropped, too."""
+        """Forget an engine of processes that ended: the router's own series of the engine are dropped, too."""
         for values in self._ended.values():
             for series in [series for series in values if ("engine", engine) in _pairs(series[1])]:
                 del values[series]

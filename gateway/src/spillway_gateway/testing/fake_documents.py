@@ -22,7 +22,7 @@ def completion_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: 
 
 
 def completion_reply(path: str, text: str, model: str, usage: dict[str, Any]) -> dict[str, Any]:
-    """Of chat or of completions, by the path."""
+    """A reply of chat or of completions, by the path."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
     if path.endswith("/chat/completions"):
         choice["message"] = {"role": "assistant", "content": text}

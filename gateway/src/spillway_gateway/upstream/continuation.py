@@ -233,7 +233,7 @@ class Shape:
         return _event(document) + b"data: [DONE]\n\n"
 
     def usage(self, tokens: int) -> dict[str, int]:
-        """Of the whole answer, as if one engine had made it."""
+        """The usage of the whole answer, as if one engine had made it."""
         prompt = self._prompt_tokens
         return {"prompt_tokens": prompt, "total_tokens": prompt + tokens, "completion_tokens": tokens}
 
@@ -284,7 +284,7 @@ class ContinuedEvents:
 
     @property
     def tokens(self) -> int:
-        """Of the whole answer so far."""
+        """The tokens of the whole answer so far."""
         return self._tokens
 
     def _take_chunk(self, chunk: Chunk) -> bytes:

@@ -26,7 +26,7 @@ class NotJoined(Exception):
 
 
 class Continuing:
-    """Of one request that may be continued, from its first event on.
+    """The state of one request that may be continued, from its first event on.
 
     why_not: of an answer that ended, a value of the metric's label. failed_at: loop time of the failure that is being
     bridged; None while events come. events: of the engine that continues, None before.
@@ -114,7 +114,7 @@ class Continuing:
         return self.sent.finished
 
     def last_events(self) -> bytes:
-        """Of a complete answer: what the client lacks."""
+        """What the client lacks of a complete answer."""
         return Shape(self.sent, self.plan.options).end(len(self.sent.tokens))
 
     def prompt(self) -> PromptBlocks:
@@ -123,7 +123,7 @@ class Continuing:
         return msgspec.structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + len(self.sent.tokens))
 
     def seconds_left(self, now: float) -> float:
-        """Of the pause. now: loop time."""
+        """The seconds left of the pause. now: loop time."""
         assert self.failed_at is not None
         return max(0.0, self.failed_at + self._config.pause_seconds - now)
 

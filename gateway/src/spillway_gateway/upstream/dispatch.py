@@ -10,7 +10,7 @@ from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 
 
 class OwnDispatch:
-    """Of the process's own fleets and queues. On the event loop."""
+    """Dispatch to the process's own fleets and queues. On the event loop."""
 
     def __init__(self, suspects: Suspects) -> None:
         self._suspects = suspects

@@ -118,7 +118,7 @@ class StopsAcross:
         return Stopped(text, None)
 
     def _first(self, seen: str) -> tuple[int, str] | None:
-        """Of the stop strings that cross the junction the one that ends first; of several, the first in the list, as
+        """The stop string across the junction that ends first; of several, the first in the list, as
         vLLM decides."""
         found: tuple[int, str] | None = None
         for stop in self._stop:

@@ -30,7 +30,10 @@ _OUTCOMES = {202: "accepted", 429: "busy", 503: "busy", 404: "off"}
 
 
 class PromotionHints:
-    """Of one gateway process. session, engine_key: as health polls use them; without a session nothing is sent."""
+    """The hints of one gateway process.
+
+    session, engine_key: as health polls use them; without a session nothing is sent.
+    """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self.session: aiohttp.ClientSession | None = None

@@ -66,7 +66,7 @@ class EngineErrorTooLong(UpstreamError):
 
 
 class Reply:
-    """Of one request, over all its attempts.
+    """The reply to one request, over all its attempts.
 
     status: sent to the client; 499 where it disconnected first, 0 where nothing was sent. error_code: of an error that
     the gateway itself answered. overhead_seconds: the gateway's own work so far. stream: the part of it that is a

@@ -65,7 +65,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]  # what an array of unsigned nu
 
 
 class Choice(msgspec.Struct):
-    """Of a chunk; text: of completions, delta: of chat."""
+    """A choice of a chunk; text: of completions, delta: of chat."""
 
     index: int = 0
     delta: dict[str, Any] | None = None
@@ -101,7 +101,7 @@ class Text(msgspec.Struct, frozen=True, gc=False):
 
 
 class SentAnswer:
-    """Of one stream. On the event loop.
+    """The answer sent on one stream. On the event loop.
 
     prompt: the prompt's token ids as JSON without brackets; empty before the first event. tokens: of the answer.
     envelope: the first event, for its id, model and time. lost: why the answer cannot be continued, None while it can.

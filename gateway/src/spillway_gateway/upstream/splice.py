@@ -23,7 +23,7 @@ MemberValue = str | bool | Mapping[str, Any] | None  # None: no such member
 
 
 class Opening(NamedTuple):
-    """Of an object: the first byte after its brace, and whether it has no member."""
+    """The opening of an object: the first byte after its brace, and whether it has no member."""
 
     inside: int
     empty: bool

@@ -11,7 +11,7 @@ _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class EventFramer:
-    """Of one stream. Holds an event back until it is whole, so that a stream which breaks ends between two events."""
+    """The events of one stream. Holds one back until it is whole, so that a stream that breaks ends between two."""
 
     __slots__ = ("_bytes_max", "_open", "_pending")
 

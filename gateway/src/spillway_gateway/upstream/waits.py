@@ -27,7 +27,7 @@ class ClientStalled(ClientDisconnected):
 
 
 class RequestWaits:
-    """Of one request; created in the task that serves it, and used on the event loop only.
+    """The waits of one request; created in the task that serves it, and used on the event loop only.
 
     Set by that task as it proceeds: `engine` (the one that has the request), `sending` (a write to the client is not
     finished), `bytes_sent` (the client has an event of this engine's answer, so that no other one may begin it anew),

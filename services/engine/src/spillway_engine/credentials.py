@@ -24,5 +24,5 @@ VALUE = re.compile(
 
 
 def is_credential_argument(argument: str) -> bool:
-    """Of vLLM: `value`, `--flag=value`. By its value; names are those of extra_arguments.py."""
+    """Whether vLLM's argument (`value`, `--flag=value`) is one, by its value; names are those of extra_arguments.py."""
     return bool(VALUE.search(argument) or VALUE.search(re.sub(r"^-[^=]*=", "", argument)))

@@ -172,7 +172,7 @@ def _values_without_a_flag(arguments: Sequence[str]) -> Iterator[int]:
 
 
 def _meant(name: str) -> str:
-    """Of the arguments refused here, the one that `name` is or abbreviates.
+    """The one of the arguments refused here that `name` is or abbreviates.
 
     argparse takes every unique beginning, and a letter with its value attached, `-n2`.
     """

@@ -44,7 +44,7 @@ class Scored:
 
     @property
     def leads(self) -> list[float]:
-        """Of the best token over the runner-up, at each position."""
+        """The lead of the best token over the runner-up, at each position."""
         return [best[0] - best[1] for best in (sorted(top.values(), reverse=True) for top in self.tops)]
 
 

@@ -45,7 +45,7 @@ _read_hint = msgspec.json.Decoder(Hint).decode
 
 
 class PromotionHints:
-    """Of one API-server process, on its event loop. ranks: its engine's data parallel ranks."""
+    """The hints of one API-server process, on its event loop. ranks: its engine's data parallel ranks."""
 
     def __init__(self, ranks: int = 1) -> None:
         self._ranks = ranks

@@ -69,7 +69,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
 
 
 def lora_arguments(settings: EngineSettings) -> list[str]:
-    """Of no adapter none: vLLM's kernels for adapters cost memory and time."""
+    """None without adapters: vLLM's kernels for adapters cost memory and time."""
     lora = settings.lora
     if not lora.enabled:
         return []
@@ -150,7 +150,7 @@ def kv_events_config(settings: EngineSettings) -> dict[str, Any]:
 
 
 def kv_transfer_config(settings: EngineSettings) -> dict[str, Any] | None:
-    """Of all connectors of the engine."""
+    """The configuration of all connectors of the engine."""
     other = settings.kv_transfer
     if not settings.offload.enabled:
         return None if other is None else other.configuration()

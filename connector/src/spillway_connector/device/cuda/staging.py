@@ -30,7 +30,7 @@ _ROW_WORDS = 3
 
 
 class CudaStaging:
-    """Of one direction, on the model thread."""
+    """The staging area of one direction, on the model thread."""
 
     def __init__(
         self,

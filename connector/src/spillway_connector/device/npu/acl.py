@@ -225,7 +225,7 @@ class Acl:
         return versions
 
     def interface_version(self) -> str | None:
-        """Of the ACL interface; for reports only."""
+        """The version of the ACL interface; for reports only."""
         numbers = [ctypes.c_int32(), ctypes.c_int32(), ctypes.c_int32()]
         call = self._calls.get("aclrtGetVersion")
         if call is None or call(*map(ctypes.byref, numbers)) != 0:
@@ -390,6 +390,6 @@ class BatchCall:
 
 
 def version_at_least(version: str, major: int, minor: int) -> bool | None:
-    """Of a CANN version such as "8.3.RC1"; None when it does not begin with two numbers."""
+    """Whether a CANN version such as "8.3.RC1" is new enough; None if it does not begin with two numbers."""
     numbers = re.match(r"\D{0,2}(\d+)\.(\d+)", version)
     return None if numbers is None else (int(numbers[1]), int(numbers[2])) >= (major, minor)

@@ -46,7 +46,7 @@ class EngineObjects:
 
 
 def engine_objects(spec: OffloadingSpec) -> EngineObjects:
-    """Of the engine that is building a tier for `spec`. Called from the tier's constructor.
+    """The objects of the engine that is building a tier for `spec`. Called from the tier's constructor.
 
     Raises ConfigError where they are not there: without them nothing says which engines may share blocks.
     """

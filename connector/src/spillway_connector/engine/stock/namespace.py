@@ -47,7 +47,7 @@ _HEADED = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})  # whose blocks 
 
 
 def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int) -> Namespace:
-    """Of the blocks in the rows of `spec`'s CPU tier. Raises ConfigError where sharing them would be unsafe."""
+    """The namespace of the blocks in `spec`'s CPU tier. Raises ConfigError if sharing them would be unsafe."""
     require_shareable_hashes(engine.vllm_config)
     require_shareable_scales(engine.vllm_config)
     weights_version = spec.extra_config.get("weights_version")
@@ -119,7 +119,7 @@ def row_facts(spec: OffloadingSpec, row_bytes: int) -> dict[str, Any]:
 
 
 def kernel_versions() -> Mapping[str, str]:
-    """Of the installed packages that vLLM may take attention kernels from."""
+    """The versions of the installed packages that vLLM may take attention kernels from."""
     versions = {}
     for name in _KERNEL_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

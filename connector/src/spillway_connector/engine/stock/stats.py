@@ -34,7 +34,7 @@ TIER_METRICS = (
 
 
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Of TIER_METRICS, by name, for vLLM to register in its API server."""
+    """The definitions of TIER_METRICS, by name, for vLLM to register in its API server."""
     defined = metric_definitions()
     return {metric.name: defined[metric.name] for metric in TIER_METRICS}
 

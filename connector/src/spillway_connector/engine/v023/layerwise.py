@@ -32,7 +32,7 @@ def loads_within_steps(settings: ConnectorConfig, vllm_config: VllmConfig, kv_ca
 
 
 def why_not_within_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Of what this model and engine cannot load within a step; None where nothing is in the way."""
+    """Why this model or engine cannot load within a step; None if nothing is in the way."""
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return "its layers are not one group that attention reads whole"

@@ -78,7 +78,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         return any(status.req.status is RequestStatus.RUNNING for status in self._req_status.values())
 
     def _keys_of(self, request_id: str, computed: int, tokens: int) -> list[OffloadKey]:
-        """Of the chunks that hold these tokens."""
+        """The keys of the chunks that hold these tokens."""
         (state,) = self._req_status[request_id].group_states
         chunk_tokens = self._chunk_tokens
         keys: list[OffloadKey] = state.offload_keys[computed // chunk_tokens : -(-(computed + tokens) // chunk_tokens)]

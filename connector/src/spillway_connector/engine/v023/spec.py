@@ -84,6 +84,6 @@ class SpillwayOffloadingSpec(SpecBase):
 
 
 def region_id(vllm_config: VllmConfig) -> str:
-    """Of the rows of one engine core. instance_id is shared by data parallel ranks, the rows are not. Those of a dense
+    """The id of an engine core's rows. instance_id is shared by data parallel ranks, the rows are not. Those of a dense
     model differ in their index alone: vLLM gives each of them the data_parallel_rank 0."""
     return f"{vllm_config.instance_id}_{vllm_config.parallel_config.data_parallel_index}"

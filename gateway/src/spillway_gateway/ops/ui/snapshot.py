@@ -99,7 +99,7 @@ def _engine(
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, Any]:
-    """Of the samples themselves, by nearest rank; without samples only their count."""
+    """Percentiles of the samples themselves, by nearest rank; without samples only their count."""
     if not seconds:
         return {"samples": 0}
     ordered = sorted(seconds)

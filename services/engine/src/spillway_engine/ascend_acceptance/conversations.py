@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def tokens_max(self) -> int:
-        """Of the longest conversation, with its last answer."""
+        """The tokens of the longest conversation, with its last answer."""
         return self.shared + self.own[1] + self.answer + (self.turns - 1) * (self.added[1] + self.answer)
 
 

@@ -36,7 +36,7 @@ class Claim:
 
 
 class SessionChunk(NamedTuple):
-    """Of a store: its session, and whether it may take the room of its own tenant alone. See tier.SessionTier."""
+    """The session of a store, and whether it may take the room of its own tenant alone. See tier.SessionTier."""
 
     session: bytes
     own_room: bool

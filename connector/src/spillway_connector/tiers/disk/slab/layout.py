@@ -162,7 +162,7 @@ class PoolShape:
 
     @property
     def sessions_bytes(self) -> int:
-        """Of the file of the sessions, 12 bytes per slot and 37 per session."""
+        """The size of the file of the sessions, 12 bytes per slot and 37 per session."""
         return self.offsets(SESSION_COLUMNS)[1]
 
     @property
@@ -177,7 +177,7 @@ class PoolShape:
 
     @property
     def table_bytes(self) -> int:
-        """Of the file that repeats every slot's header, see headers.py."""
+        """The size of the file that repeats every slot's header, see headers.py."""
         return PAGE_BYTES + self.slots * RECORD_BYTES
 
     def pack(self, magic: bytes = INDEX_MAGIC) -> bytes:
@@ -203,7 +203,7 @@ class PoolShape:
         return slot // self.slots_per_chunk
 
     def offset_of(self, slot: int) -> int:
-        """Of a slot within its chunk's file, in bytes."""
+        """The offset of a slot within its chunk's file, in bytes."""
         return slot % self.slots_per_chunk * self.slot_bytes
 
 

@@ -49,7 +49,7 @@ class QueueArrays:
 
     @classmethod
     def zeros(cls, slots: int) -> QueueArrays:
-        """Of an empty pool, in this process's memory alone."""
+        """The arrays of an empty pool, in this process's memory alone."""
         return cls(
             state=np.zeros(slots, np.uint8),
             queue=np.zeros(slots, np.uint8),
