@@ -113,7 +113,7 @@ def copy_spans(direction: Direction, plan: CopyPlan) -> None:
 
 
 def _copy_in_one_call(target: Addresses, source: Addresses, sizes: Addresses) -> bool:
-    """False where the kernel refuses the call or stops early (a strict seccomp profile): copy in another way."""
+    """False if the kernel refuses the call or stops early (a strict seccomp profile): copy in another way."""
     spans_to, spans_from = _iovecs(target, sizes), _iovecs(source, sizes)
     count = len(sizes)
     moved = _process_vm_readv(os.getpid(), spans_to.ctypes.data, count, spans_from.ctypes.data, count, 0)

@@ -27,14 +27,14 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace in a store. ``digest``: its 16 bytes. ``document``: None where it is missing."""
+    """A namespace in a store. ``digest``: its 16 bytes. ``document``: None if it is missing."""
 
     digest: bytes
     document: bytes | None
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """The contents of the document; None where it is missing or is no JSON object."""
+        """The contents of the document; None if it is missing or is no JSON object."""
         try:
             facts = json.loads(self.document or b"")
         except ValueError:
@@ -43,12 +43,12 @@ class StoredNamespace:
 
     @property
     def codec(self) -> dict[str, Any] | None:
-        """How payloads are encrypted: cipher, key_id, key_check; None where they are not."""
+        """How payloads are encrypted: cipher, key_id, key_check; None if they are not."""
         codec = (self.facts or {}).get("codec")
         return codec if isinstance(codec, dict) else None
 
     def damage(self) -> Damage | None:
-        """What is wrong with the document: missing, unreadable or of another digest; None where it is intact."""
+        """What is wrong with the document: missing, unreadable or of another digest; None if it is intact."""
         if self.document is None:
             return Damage("document", f"namespace {self.digest.hex()} has no document; an engine using it writes it")
         facts = self.facts
@@ -73,8 +73,8 @@ def identity_of(facts: dict[str, Any]) -> Namespace:
 class StoredFrame:
     """One block as a walk found it.
 
-    stored_bytes: what it takes in the store. key, payload_bytes, tenant, created_s: None where they are damaged, or
-    where the walk did not read headers. created_s, used_s: seconds since 1970; used_s is None where the store does not
+    stored_bytes: what it takes in the store. key, payload_bytes, tenant, created_s: None if they are damaged, or
+    where the walk did not read headers. created_s, used_s: seconds since 1970; used_s is None if the store does not
     record uses. damage: as far as the header shows. place: where it is, for people.
     handle: for the inspector that found it.
     """

@@ -88,7 +88,7 @@ class Tier(Protocol):
 
     @property
     def quarantined(self) -> Mapping[str, int]:
-        """Damaged files that this process renamed and replaced, by reason. Empty where a store has none."""
+        """Damaged files that this process renamed and replaced, by reason. Empty if a store has none."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class Tier(Protocol):
         ...
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """The answer of :meth:`contains` from memory alone. None where it cannot be given now.
+        """The answer of :meth:`contains` from memory alone. None if it cannot be given now.
 
         Changes of other processes may be seen a moment later than by ``contains``.
         """

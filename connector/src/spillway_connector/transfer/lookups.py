@@ -107,7 +107,7 @@ class _Batch:
 
 
 class _Answer(NamedTuple):
-    """An answer about one page, to be taken in. found: None where the tier gave none."""
+    """An answer about one page, to be taken in. found: None if the tier gave none."""
 
     page: _Page
     found: list[bool] | None

@@ -65,7 +65,7 @@ class OpenJobs:
         return bool(self._ended or self.loads or self.stores)
 
     def open(self, job_id: int, operation: Operation, tenant: bytes = NO_TENANT) -> TransferJob:
-        """A new job without items. Raises ValueError where a job of this id is under way."""
+        """A new job without items. Raises ValueError if a job of this id is under way."""
         self._counters.moved = True
         if job_id in self.loads or job_id in self.stores:
             raise ValueError(f"job {job_id} is already under way")

@@ -39,7 +39,7 @@ _encode = msgspec.json.encode
 
 
 class AuditLine(msgspec.Struct, kw_only=True):
-    """Fields in the order in which they are written. tenant, engine, route: None where there is none."""
+    """Fields in the order in which they are written. tenant, engine, route: None if there is none."""
 
     time: str
     request_id: str

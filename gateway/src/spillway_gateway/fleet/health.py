@@ -217,7 +217,7 @@ class HealthPoller:
             await asyncio.sleep(0)
 
     async def _optional_page(self, path: str, bytes_max: int) -> bytes | None:
-        """The page, or None where there is none to be had."""
+        """The page, or None if there is none to be had."""
         try:
             status, body = await self._page(path, bytes_max)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

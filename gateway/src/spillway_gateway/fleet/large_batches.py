@@ -83,7 +83,7 @@ def _events(payload: bytes, seconds: object, items: Container) -> Generator[None
 
 
 def _long_event(payload: bytes, start: int, events: list[KvEvent]) -> Generator[None, None, bool]:
-    """Append its pieces. False where it, or the rest of it, is not known."""
+    """Append its pieces. False if it, or the rest of it, is not known."""
     tag, fields, lists = yield from _fields(payload, start)
     if "block_hashes" not in lists or tag not in ("BlockStored", "BlockRemoved"):
         return False

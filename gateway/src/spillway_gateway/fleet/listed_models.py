@@ -49,7 +49,7 @@ class ListedModels:
         self.adapters = frozenset(card.id for card in cards if card.id and card.parent is not None)
 
     def prompt_tokens_max(self, model: str) -> int | None:
-        """max_model_len of the model's card, as vLLM reports it; None where the page has none that is possible."""
+        """max_model_len of the model's card, as vLLM reports it; None if the page has none that is possible."""
         given = (card.max_model_len for card in self._cards if card.id == model and card.max_model_len is not None)
         return next((length for length in given if 0 < length <= LENGTH_MAX), None)
 
@@ -59,7 +59,7 @@ class ListedModels:
 
 
 def read_listed_models(body: bytes) -> ListedModels | None:
-    """None where the page has no list of models."""
+    """None if the page has no list of models."""
     try:
         return ListedModels(body, _cards.decode(body).data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

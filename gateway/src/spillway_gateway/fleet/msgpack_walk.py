@@ -82,7 +82,7 @@ class Container:
 
 
 def end_of(data: bytes, at: int, count: int) -> Generator[None, None, int]:
-    """Where `count` values end. Yields after each STEP_VALUES. Raises NotMsgpack where the bytes end before them."""
+    """Where `count` values end. Yields after each STEP_VALUES. Raises NotMsgpack if the bytes end before them."""
     sizes, values = _BYTES, _VALUES
     walked = 0
     try:

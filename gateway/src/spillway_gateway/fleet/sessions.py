@@ -40,7 +40,7 @@ class Sessions:
         return self._entries
 
     def engine_of(self, key: SessionKey) -> str | None:
-        """The engine that served it last; None where it is not known."""
+        """The engine that served it last; None if it is not known."""
         own = self._tenants.get(key.tenant)
         return None if own is None else own.get(key.digest)
 

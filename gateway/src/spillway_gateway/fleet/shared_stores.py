@@ -58,7 +58,7 @@ class SharedStores:
         self._stores[store_id] = _Store(blocks, unused_since=self._clock())
 
     def join(self, store_id: str, engine_name: str) -> bool:
-        """The engine loads from it. False where that was known."""
+        """The engine loads from it. False if that was known."""
         store = self._stores[store_id]
         if engine_name in store.engines:
             return False

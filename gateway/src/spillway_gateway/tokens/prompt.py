@@ -144,7 +144,7 @@ class PromptReader:
     def _read_inline(
         self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int, tenant: str
     ) -> PromptBlocks | None:
-        """Without a thread; None where that would block the event loop for too long. Raises CannotRender."""
+        """Without a thread; None if that would block the event loop for too long. Raises CannotRender."""
         text = render(tokenizer, prompt)
         ids = tokenizer.encode_inline(
             text,

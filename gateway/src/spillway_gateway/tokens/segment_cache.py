@@ -35,7 +35,7 @@ class SegmentCache:
         return len(self._entries)
 
     def get_all(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Ids of each key, None where they are not cached."""
+        """Ids of each key, None if they are not cached."""
         entries = self._entries
         with self._lock:
             found = list(map(entries.get, keys))

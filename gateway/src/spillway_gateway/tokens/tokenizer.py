@@ -217,7 +217,7 @@ class PromptTokenizer:
         return None
 
     def _special_tokens_around(self) -> tuple[bytes, bytes]:
-        """Ids that add_special_tokens puts before and after a text; none where they depend on the text."""
+        """Ids that add_special_tokens puts before and after a text; none if they depend on the text."""
         found = set()
         for probe in _PROBES[:3]:
             plain, full = self._encode(probe, False), self._encode(probe, True)

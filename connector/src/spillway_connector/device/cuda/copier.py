@@ -49,7 +49,7 @@ class CudaCopier(StreamCopier):
         on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """staging: None where the host memory is not pinned or no kernel can be had. Raises CudaError."""
+        """staging: None if the host memory is not pinned or no kernel can be had. Raises CudaError."""
         self._driver = driver
         self._paths = paths
         self._staging = staging

@@ -296,7 +296,7 @@ class Acl:
         self._call("aclrtStreamWaitEvent", stream, event)
 
     def is_captured(self, stream: int) -> bool:
-        """Whether the stream's work is being recorded into a graph. False where the runtime cannot tell."""
+        """Whether the stream's work is being recorded into a graph. False if the runtime cannot tell."""
         if not self.has("aclmdlRICaptureGetInfo"):
             return False
         status, graph = ctypes.c_int(0), ctypes.c_void_p()

@@ -33,7 +33,7 @@ _MAGIC = b"SPILLCLK"
 
 
 def boot_tag() -> str | None:
-    """16 hex digits that identify this boot of this node; None where the kernel has no boot id."""
+    """16 hex digits that identify this boot of this node; None if the kernel has no boot id."""
     try:
         return xxhash.xxh3_64_hexdigest(_BOOT_ID.read_bytes())
     except OSError:

@@ -122,7 +122,7 @@ class _Turns:
 
     @contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
-        """Raises TierTimeout where none is free before the deadline."""
+        """Raises TierTimeout if none is free before the deadline."""
         mine = object()
         with self._changed:
             while len(self._deadlines) >= self._at_once and not self._take_from_stuck():

@@ -59,7 +59,7 @@ def unused_layouts(root: Path, mode: Mode, mounts: Path = _MOUNTS) -> set[Mode]:
 
 
 def layouts_in(root: Path) -> set[Mode]:
-    """The layouts that a directory was used in; none where it cannot be read."""
+    """The layouts that a directory was used in; none if it cannot be read."""
     found: set[Mode] = set()
     try:
         with os.scandir(root) as entries:

@@ -38,7 +38,7 @@ class _Counts(ctypes.Structure):
 def is_cached(descriptor: int, offset: int, size: int) -> bool:
     """Whether all of a range lies in the page cache; it begins and ends on page boundaries. Does not wait.
 
-    False where the kernel cannot tell: older than 6.5, or a file of another user that may only be read.
+    False if the kernel cannot tell: older than 6.5, or a file of another user that may only be read.
     """
     cached = _cached_pages(descriptor, offset, size)
     return cached is not None and cached * PAGE_BYTES >= size

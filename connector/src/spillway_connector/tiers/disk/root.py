@@ -78,7 +78,7 @@ def access_warning(root: Path) -> str | None:
 
 
 def missing_parent(root: Path) -> str | None:
-    """The message for a ``root`` whose parent directory does not exist; None where it does. Raises OSError."""
+    """The message for a ``root`` whose parent directory does not exist; None if it does. Raises OSError."""
     missing = [parent for parent in root.absolute().parents if not parent.exists()]
     if not missing:
         return None

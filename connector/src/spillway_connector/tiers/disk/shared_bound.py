@@ -48,7 +48,7 @@ class SharedBound:
         self.close()
 
     def smallest(self) -> int | None:
-        """Bytes; None where no process has a bound. Looked up at most every CHECK_SECONDS. Raises nothing."""
+        """Bytes; None if no process has a bound. Looked up at most every CHECK_SECONDS. Raises nothing."""
         with self._lock:
             if self._clock() >= self._next_check and not self._closed:
                 self._next_check = self._clock() + CHECK_SECONDS

@@ -14,7 +14,7 @@ from spillway_connector.tiers.tier import NO_TENANT
 class StoredBlock:
     """One block, described from its headers; its payload was not read.
 
-    payload_bytes: of all stripes together, 0 where it is unknown. ttl_ms: None where it never expires.
+    payload_bytes: of all stripes together, 0 if it is unknown. ttl_ms: None if it never expires.
     damage: why the headers cannot be trusted. Where the commit record is damaged, tenant, payload, time and stripes are
     those of an empty block; after such a block is removed, its other stripes expire.
     """
@@ -32,7 +32,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Header, length and time to live of one value; ``header`` is None where it cannot be trusted."""
+    """Header, length and time to live of one value; ``header`` is None if it cannot be trusted."""
 
     there: bool
     stored_bytes: int = 0

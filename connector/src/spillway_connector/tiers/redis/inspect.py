@@ -52,7 +52,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """``hex``: the digest as in all keys. ``document``: None where there are blocks without one.
+    """``hex``: the digest as in all keys. ``document``: None if there are blocks without one.
 
     blocks: commit records. stripes: the other values of striped blocks, orphans included.
     """
@@ -118,7 +118,7 @@ class RedisInspector:
         ]
 
     def document(self, namespace: str, deadline: float) -> bytes | None:
-        """The document of ``namespace`` (32 hex digits), None where there is none."""
+        """The document of ``namespace`` (32 hex digits), None if there is none."""
         [reply] = self._router.attempt([(b"GET", RedisNames(namespace).document)], self._step(deadline))
         if isinstance(reply, TierError):
             if isinstance(reply, WrongType):
@@ -135,7 +135,7 @@ class RedisInspector:
             yield from self._describe(batch, deadline)
 
     def verify(self, block: StoredBlock, deadline: float) -> None:
-        """Read the whole block and verify its checksums. Raises TierMiss where it does not exist any more, TierCorrupt.
+        """Read the whole block and verify its checksums. Raises TierMiss if it does not exist any more, TierCorrupt.
 
         Needs neither the namespace's document nor the key of encrypted blocks: checksums cover the stored bytes.
         """
@@ -304,7 +304,7 @@ class RedisInspector:
         return [read_head(*replies[at : at + 3]) for at in range(0, len(replies), 3)]
 
     def _value(self, name: bytes, deadline: float) -> memoryview:
-        """A whole value. Raises TierMiss where there is none."""
+        """A whole value. Raises TierMiss if there is none."""
         [length] = self._router.batch([(b"STRLEN", name)], self._step(deadline))
         if not isinstance(length, int) or length < HEADER_BYTES:
             if length == 0:

@@ -55,7 +55,7 @@ class RedisName:
 
 
 def parse_name(name: bytes) -> RedisName | None:
-    """The parts of ``name``; None where it is not a key of this tier."""
+    """The parts of ``name``; None if it is not a key of this tier."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

@@ -59,7 +59,7 @@ class FileInspector:
         return (self._root / LEDGER_NAME).exists() or next(self._walk(""), None) is not None
 
     def stored_bytes(self) -> int | None:
-        """The ledger's count, read without its lock; None where there is no intact ledger."""
+        """The ledger's count, read without its lock; None if there is no intact ledger."""
         try:
             balance = read_balance(read_own(self._root / LEDGER_NAME, 1))
         except OSError:
@@ -123,7 +123,7 @@ class FileInspector:
         self._ledger.close()
 
     def _unlink(self, balance: Balance | None, file: _File, only_unused: bool) -> bool:
-        """False where it is missing, replaced or, if ``only_unused``, used since the walk. Under the ledger's lock."""
+        """False if it is missing, replaced or, if ``only_unused``, used since the walk. Under the ledger's lock."""
         try:
             status = status_of(file.path, FRAME_DEPTH)
             if status.st_ino != file.inode or (only_unused and status.st_mtime_ns != file.mtime_ns):

@@ -170,7 +170,7 @@ class Ledger:
 
 
 def read_balance(raw: bytes) -> Balance | None:
-    """The balance in the contents of a ledger file; None where they are damaged."""
+    """The balance in the contents of a ledger file; None if they are damaged."""
     fields, checksum = raw[: _FIELDS.size], raw[_FIELDS.size : _NOTE_AT]
     if len(checksum) != 8 or xxhash.xxh3_64_digest(fields) != checksum:
         return None

@@ -274,7 +274,7 @@ class Space:
                 freed += self._unlink_unused(balance, candidate.path, candidate.mtime_ns, reason) or 0
 
     def _unlink_unused(self, balance: Balance | None, path: str, mtime_ns: int, reason: EvictionReason) -> int | None:
-        """The bytes of a frame that was removed; 0 where it was missing, None where it was used. Under the lock."""
+        """The bytes of a frame that was removed; 0 if it was missing, None if it was used. Under the lock."""
         try:
             status = status_of(path, FRAME_DEPTH)
             if status.st_mtime_ns != mtime_ns or status.st_nlink > 1 or not is_regular(status):

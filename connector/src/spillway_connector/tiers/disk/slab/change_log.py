@@ -122,7 +122,7 @@ class ChangeLog:
         return np.frombuffer(raw, np.uint64).reshape(-1, 2)
 
     def news_apply(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Make what is new in a copy of the file; False where all of it has to be read. Raises OSError."""
+        """Make what is new in a copy of the file; False if all of it has to be read. Raises OSError."""
         news = self.news()
         return news is not None and apply(news, memory)
 
@@ -142,7 +142,7 @@ class ChangeLog:
             self._write_head(self._seen + len(records))
 
     def _read_head(self) -> int | None:
-        """Records ever written; None where the ring is damaged or of another size."""
+        """Records ever written; None if the ring is damaged or of another size."""
         if self._descriptor is None:
             return None
         self._head = os.pread(self._descriptor, _HEAD.size, 0)
@@ -168,7 +168,7 @@ def _total_in(head: bytes, capacity: int) -> int | None:
 
 
 def apply(records: npt.NDArray[np.uint64], memory: npt.NDArray[np.uint8]) -> bool:
-    """Make changes in a copy of the file; False where they say that all of it has to be read again."""
+    """Make changes in a copy of the file; False if they say that all of it has to be read again."""
     if not len(records):
         return True
     sizes = (records[:, 0] & np.uint64((1 << _ITEM_BITS) - 1)).astype(np.int64)

@@ -215,7 +215,7 @@ class SlotClaims:
         )
 
     def _victim(self, index: SlabIndex, room: _Room) -> int | None:
-        """The entry that leaves for any other; None where none may."""
+        """The entry that leaves for any other; None if none may."""
         order = room.order
         if order is None:
             return index.victim()
@@ -232,7 +232,7 @@ class SlotClaims:
         return leaving
 
     def _victim_of_tenant(self, index: SlabIndex, tenant: int, room: _Room) -> int | None:
-        """The entry of a tenant that leaves for its next one; None where it has none."""
+        """The entry of a tenant that leaves for its next one; None if it has none."""
         order, now_s = room.order, self._now_s()
         ended = None if order is None else order.ended_entry(now_s, tenant)
         if ended is not None:

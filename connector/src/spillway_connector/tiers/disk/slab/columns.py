@@ -176,7 +176,7 @@ class Columns:
         return view[position]
 
     def in_file(self, name: str, position: int) -> int | None:
-        """One element as it is in the file, announced or not; None where the file was cut. The copy stays as it is.
+        """One element as it is in the file, announced or not; None if the file was cut. The copy stays as it is.
 
         Raises OSError.
         """

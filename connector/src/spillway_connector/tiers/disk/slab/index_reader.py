@@ -61,7 +61,7 @@ class IndexReader:
 
 @contextmanager
 def open_index(folder: Path) -> Iterator[IndexReader | None]:
-    """The index of the pool in ``folder``; None where there is none that this program can use. Raises OSError."""
+    """The index of the pool in ``folder``; None if there is none that this program can use. Raises OSError."""
     try:
         descriptor = open_own(folder / INDEX_NAME, os.O_RDONLY, POOL_DEPTH)
     except (FileNotFoundError, NotOwn):

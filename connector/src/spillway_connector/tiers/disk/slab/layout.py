@@ -187,7 +187,7 @@ class PoolShape:
 
     @classmethod
     def unpack(cls, raw: bytes, wanted_magic: bytes = INDEX_MAGIC) -> PoolShape | None:
-        """The shape in such a header; None where it is damaged, of another version or of another program."""
+        """The shape in such a header; None if it is damaged, of another version or of another program."""
         if len(raw) < HEADER_FIXED_BYTES:
             return None
         fields, checksum = raw[: _HEADER.size], raw[_HEADER.size : HEADER_FIXED_BYTES]

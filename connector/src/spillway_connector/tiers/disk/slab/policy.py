@@ -84,7 +84,7 @@ class S3Fifo:
             self._put("small_used", 0, small - 1)
 
     def victim(self, used: int) -> int | None:
-        """The entry to evict, still LIVE and in its queue; None where none is. May move others.
+        """The entry to evict, still LIVE and in its queue; None if none is. May move others.
 
         used: how many entries are in both queues.
         """
@@ -151,7 +151,7 @@ def oldest_entries(arrays: QueueArrays, queue: int, count: int) -> list[tuple[in
 def tenant_victim(
     arrays: QueueArrays, tenants: npt.NDArray[np.uint64], used_s: npt.NDArray[np.uint32], tenant: int
 ) -> int | None:
-    """The entry of a tenant to evict for its next one: the one least recently used; None where it has none.
+    """The entry of a tenant to evict for its next one: the one least recently used; None if it has none.
 
     By age alone: if hits counted, too, an entry that the tenant once used often would fill its quota for ever.
     """

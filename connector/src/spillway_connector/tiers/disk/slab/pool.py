@@ -150,7 +150,7 @@ class SlabPool:
         self._suspected = True
 
     def _follow(self, pool: Pool) -> bool:
-        """Take over other processes' changes; False where the index was cut. Raises TierError."""
+        """Take over other processes' changes; False if the index was cut. Raises TierError."""
         try:
             pool.index.follow()
         except FileCut as cut:

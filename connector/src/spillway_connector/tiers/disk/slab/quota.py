@@ -38,7 +38,7 @@ def make_tenant_room(
     """Evict entries of ``tenant`` until one more slot of ``index`` is within ``max_bytes``.
 
     other_folders: of the root's other pools. choose: which entry of ``index`` leaves. Returns a slot of ``index`` that
-    was evicted, which the caller may claim; None where none had to be. Raises TierRefused(NO_SPACE), OSError.
+    was evicted, which the caller may claim; None if none had to be. Raises TierRefused(NO_SPACE), OSError.
     """
     slot_bytes = index.shape.slot_bytes
     at_most = index.tenant_bytes_at_most(tenant) + sum(_bytes_at_most(folder, tenant) for folder in other_folders)

@@ -79,7 +79,7 @@ class OpenSessions:
 
 
 def open_sessions(folder: Path, index: SlabIndex) -> OpenSessions | None:
-    """What sessions say of the entries of ``index``; None where there is no file that fits it. Raises OSError."""
+    """What sessions say of the entries of ``index``; None if there is no file that fits it. Raises OSError."""
     shape = index.shape
     try:
         descriptor = open_own(folder / SESSIONS_NAME, os.O_RDWR, POOL_DEPTH)
@@ -121,7 +121,7 @@ class PoolSessions:
         self._uses.append((use, self._now_s()))
 
     def order(self, pool: Pool) -> SessionOrder | None:
-        """The sessions of this pool with what was noted; None where no request has named one, or the disk fails."""
+        """The sessions of this pool with what was noted; None if no request has named one, or the disk fails."""
         now_s = self._now_s()
         if now_s < self._off_until_s:
             self._uses.clear()

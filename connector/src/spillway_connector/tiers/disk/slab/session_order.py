@@ -189,7 +189,7 @@ class SessionOrder:
         return slot if other is None else other
 
     def own_room(self, row: int, now_s: int) -> int | None:
-        """An entry of the same tenant that is used later than those of this row's session; None where none is."""
+        """An entry of the same tenant that is used later than those of this row's session; None if none is."""
         due = self._due_of(row, now_s)
         tenant = int(self._arrays.row_tenant[row])
         ended = self.ended_entry(now_s, tenant)

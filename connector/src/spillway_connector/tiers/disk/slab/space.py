@@ -99,7 +99,7 @@ def stalest_chunk(index: SlabIndex) -> tuple[int, int] | None:
 
 
 def oldest_use(index: SlabIndex) -> int | None:
-    """When the entry of a pool that has gone unused for longest was used last; None where there is no entry."""
+    """When the entry of a pool that has gone unused for longest was used last; None if there is no entry."""
     used_s = index.used_s[index.state == LIVE]
     return int(used_s.min()) if len(used_s) else None
 
