@@ -17,7 +17,11 @@ THINK_MAX = 4.0  # times the mean
 
 @dataclass(frozen=True, slots=True)
 class AgentLoad:
-    """`sessions` at a time; when one ends, its place begins the next. Seconds of load; ramp: in which they begin."""
+    """`sessions` at a time; when one ends, its place begins the next. Seconds of load; ramp: in which they begin.
+
+    crowd: places of another tenant beside the sessions', each of which asks one prompt after the other without a pause,
+    of crowd_tokens (least, most) behind the system prompt, or without it if the crowd is cold.
+    """
 
     sessions: int = 64
     seconds: float = 100.0
@@ -29,17 +33,31 @@ class AgentLoad:
     turns: int = 12
     think_seconds: float = 1.0
     seed: int = 1
+    crowd: int = 0
+    crowd_tokens: tuple[int, int] = (200, 600)
+    crowd_is_cold: bool = False
+
+    @property
+    def places(self) -> int:
+        return self.sessions + self.crowd
+
+    def is_crowd(self, place: int) -> bool:
+        return place >= self.sessions
 
     def start_of(self, place: int) -> float:
         return random.Random(self.seed * 100_003 + place).random() * self.ramp_seconds
 
-    def common(self) -> Segment:
-        return Segment(f"common-{self.seed}", self.common_tokens)
+    def common(self, place: int) -> Segment:
+        cold = self.crowd_is_cold and self.is_crowd(place)
+        return Segment(f"common-{self.seed}", 0 if cold else self.common_tokens)
 
     def session(self, place: int, number: int) -> Iterator[tuple[Segment, float]]:
         """Each turn's message, and the pause behind its answer. The first session of a place is shorter, so that
         places do not end together."""
         rng = random.Random(f"{self.seed} {place} {number}")
+        if self.is_crowd(place):
+            yield Segment(f"{self.seed}-{place}-{number}", rng.randint(*self.crowd_tokens)), 0.0
+            return
         turns = self.turns if number else rng.randrange(self.turns // 3, self.turns + 1)
         for turn in range(turns):
             tokens = self.turn_tokens + (0 if turn else self.own_tokens)

@@ -22,8 +22,8 @@ class Design:
     Args:
         storing: when blocks are copied to the CPU tier.
         protect_share: of the CPU tier's rows that requests in the engine's queue may keep; 0: they keep none.
-        overtake_seconds: for so long others may be admitted before a request that waits, those with the fewest tokens
-            to compute first; 0: first come, first served.
+        overtake_seconds: for so long others may be admitted before a request that waits, those with the most tokens at
+            hand first; 0: first come, first served.
         endless: the CPU tier never evicts.
         shared: an NVMe tier that all engines share is below it.
     """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
+from spillway_connector.plan.queue_order import CANDIDATES_MAX, admission_order
 from spillway_simulator.model.engine import EngineShape, SimulatedEngine
 from spillway_simulator.model.rates import EngineRates
 from spillway_simulator.model.request import EngineRequest, Sequence
@@ -79,13 +82,15 @@ class SystemEngine(SimulatedEngine):
             self._kept[sequence.request.id] = on_device, in_tier
 
     def _next_waiting(self, now: float) -> Sequence:
-        first = self._waiting[0]
-        if not self._design.overtake_seconds or now - first.submitted_at > self._design.overtake_seconds:
-            return first
-        return min(
-            self._waiting,
-            key=lambda waiting: waiting.prompt_tokens - self.held_tokens(waiting.keys, self._limit(waiting)),
-        )
+        if not self._design.overtake_seconds:
+            return self._waiting[0]
+        candidates = list(islice(self._waiting, CANDIDATES_MAX))
+
+        def tokens_at_hand(position: int) -> int:
+            return self.held_tokens(candidates[position].keys, self._limit(candidates[position]))
+
+        arrived_at = [waiting.submitted_at for waiting in candidates]
+        return candidates[admission_order(arrived_at, tokens_at_hand, now, self._design.overtake_seconds)[0]]
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         if not super()._admit(sequence, now):

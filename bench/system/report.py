@@ -17,6 +17,7 @@ class Answered:
     cached_tokens: int
     promised_tokens: int
     answer_tokens: int
+    of_crowd: bool = False
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -49,5 +50,7 @@ def figures(answered: Sequence[Answered], seconds: float, ramp_seconds: float) -
         "found_of_promised": sum(min(one.cached_tokens, one.promised_tokens) for one in ended) / max(1, promised),
         "first_token_p50_seconds": percentile(first_tokens, 0.5),
         "first_token_p90_seconds": percentile(first_tokens, 0.9),
+        "first_token_p99_seconds": percentile(first_tokens, 0.99),
+        "first_token_max_seconds": max(first_tokens),
         "per_output_token_p50_seconds": percentile(per_token, 0.5),
     }

@@ -62,7 +62,6 @@ class SystemRun:
         self._load = load
         self._time = FastForward(self.engines, self._progress, self._events)
         self._open: dict[str, _Open] = {}
-        self._common = load.common().ids()
         policy.start(self, engines, load.seed)
 
     @property
@@ -84,7 +83,7 @@ class SystemRun:
         )
 
     def run(self) -> list[Answered]:
-        for place in range(self._load.sessions):
+        for place in range(self._load.places):
             self._time.at(self._load.start_of(place), lambda place=place: self._begin(place, 0))
         self._time.run(until=self._load.seconds)
         for engine in self.engines:
@@ -92,7 +91,7 @@ class SystemRun:
         return self.answered
 
     def _begin(self, place: int, number: int) -> None:
-        self._ask(place, number, 0, self._load.session(place, number), self._common)
+        self._ask(place, number, 0, self._load.session(place, number), self._load.common(place).ids())
 
     def _ask(
         self, place: int, number: int, turn: int, turns: Iterator[tuple[Segment, float]], context: array[int]
@@ -136,6 +135,7 @@ class SystemRun:
                 request.cached,
                 request.promised,
                 self._load.answer_tokens,
+                self._load.is_crowd(request.place),
             )
         )
         context = request.prompt + self._load.answer(request.place, request.number, request.turn).ids()

@@ -1,6 +1,7 @@
 """The whole under load, simulated: four engines with tiers, a router, agents in a closed loop. Virtual time.
 
     PYTHONPATH=bench python -m system.simulate [--systems spillway_cpu ...] [--sessions 64] [--seconds 75] [--seed 1]
+        [--crowd 32 [--crowd-tokens 1000 15000] [--cold]]
 
 Engines keep the times of rates.py. The connector's own rows and order of eviction are the CPU tier, the gateway's own
 routing and prefix index choose among engines; what differs between systems stands in systems.py and design.py. When
@@ -18,6 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from system.agents import AgentLoad
@@ -33,10 +35,13 @@ _COLUMNS = (
     ("input_tokens_per_second", "tokens/s", 1.0, "%10.0f"),
     ("first_token_p50_seconds", "p50 s", 1.0, "%7.2f"),
     ("first_token_p90_seconds", "p90 s", 1.0, "%7.2f"),
+    ("first_token_p99_seconds", "p99 s", 1.0, "%7.2f"),
+    ("first_token_max_seconds", "max s", 1.0, "%7.2f"),
     ("cached_share", "cached %", 100.0, "%9.1f"),
     ("found_of_promised", "found %", 100.0, "%8.1f"),
     ("copied_of_computed", "copied", 1.0, "%8.2f"),
 )
+_CROWD = " (crowd)"
 
 
 def row(name: str, values: Mapping[str, float]) -> str:
@@ -83,23 +88,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", nargs="+", type=int, default=[32, SESSIONS])
     parser.add_argument("--seconds", type=float, default=75.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--crowd", type=int, default=0, help="places of a tenant that asks without a pause")
+    parser.add_argument("--crowd-tokens", nargs=2, type=int, default=AgentLoad().crowd_tokens)
+    parser.add_argument("--cold", action="store_true", help="the crowd's prompts share nothing")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
     written: dict[str, float] = {"seconds": options.seconds, "seed": options.seed}
     answered: dict[tuple[str, int], list[Answered]] = {}
-    load = AgentLoad(seconds=options.seconds, seed=options.seed)
+    load = AgentLoad(
+        seconds=options.seconds,
+        seed=options.seed,
+        crowd=options.crowd,
+        crowd_tokens=tuple(options.crowd_tokens),
+        crowd_is_cold=options.cold,
+    )
     for sessions in options.sessions:
         print(heading(sessions), flush=True)
-        load = AgentLoad(sessions=sessions, seconds=options.seconds, seed=options.seed)
+        load = replace(load, sessions=sessions)
         for name in options.systems:
             requests, copied = run_system(name, load)
             answered[name, sessions] = requests
-            values = {**figures(requests, options.seconds, load.ramp_seconds), "copied_of_computed": copied}
             prefix = name if sessions == SESSIONS else f"{name}_{sessions}_sessions"
-            written |= {f"{prefix}_{key}": round(value, 4) for key, value in values.items()}
-            print(row(name, values), flush=True)
+            for of_crowd in (False, True) if load.crowd else (False,):
+                of_tenant = [one for one in requests if one.of_crowd is of_crowd]
+                if not of_tenant:
+                    continue
+                values = {**figures(of_tenant, options.seconds, load.ramp_seconds), "copied_of_computed": copied}
+                key = f"{prefix}_crowd" if of_crowd else prefix
+                written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
+                print(row(name + _CROWD * of_crowd, values), flush=True)
         print()
-    if options.seconds >= max(measured.seconds for measured in MEASURED):
+    if not load.crowd and options.seconds >= max(measured.seconds for measured in MEASURED):
         print("\n".join(comparison(answered, load.ramp_seconds)))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from routing_policies.blind import RoundRobin
 from routing_policies.policy import Fleet, Policy, RoutedRequest
 from routing_policies.spillway import Spillway
 
+from spillway_connector.plan.queue_order import OVERTAKE_SECONDS
 from system.design import Design, Storing
 from system.rates import BLOCK_TOKENS
 
@@ -42,7 +43,6 @@ def _gateway() -> Policy:
 
 
 PROTECT_SHARE = 0.4
-OVERTAKE_SECONDS = 4.0
 
 SYSTEMS: dict[str, System] = {
     "vllm_round_robin": System("vLLM, prefix caching, round robin", RoundRobin, Design(Storing.NEVER)),

@@ -99,6 +99,8 @@ cpuBytes: 64GiB
 blocksPerChunk: 4
 generatedTokens: false
 storing: auto
+queueOrder: arrival
+queueOvertakeSeconds: 2.5
 layerwiseLoads: true
 computeWhileLoading: true
 evictionPolicy: arc
@@ -156,6 +158,8 @@ def test_offload_values_reach_the_connector(engine_of):
         blocks_per_chunk=4,
         generated_tokens="off",
         storing="auto",
+        queue_order="arrival",
+        queue_overtake_seconds=2.5,
         layerwise_loads="on",
         compute_while_loading="on",
         eviction_policy="arc",

@@ -179,6 +179,7 @@ class Figures:
     pauses: int = 0
     rows_kept_back: int = 0
     kept_for_waiting: int = 0  # chunks of the CPU tier, summed over the steps
+    overtakes: int = 0  # times another waiting request than the first was to be admitted next
     finished: int = 0
     aborted: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)  # of each request's prompt, when it began last
@@ -217,6 +218,15 @@ class Engine:
             manager._gates[tier].load_rate.add(1e15, 1.0, 0.0)
         self.pace(1.0)
         self.meetings: Counter[MeetingOutcome] = Counter()
+        if (order := self._scheduler_half.queue_order) is not None:
+            plan = order._plan
+
+            def counting_plan(candidates: list[Request], now: float) -> None:
+                plan(candidates, now)
+                self.figures.overtakes += order._planned[0] is not candidates[0]
+
+            order._plan = counting_plan
+            order.clock = lambda: 0.25 * self.figures.steps  # seconds: some requests wait for the bound
         count = manager.count_meeting
         manager.count_meeting = lambda outcome: (self.meetings.update([outcome]), count(outcome))
         if shape.layerwise:  # whatever it costs the other requests
@@ -632,6 +642,8 @@ class Engine:
         for held in (*held_by_scheduler, "_early_loads"):
             assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
         assert not half._recompute_only
+        if (order := half.queue_order) is not None:
+            assert not order._planned and not order._found, "requests that have ended are still in the queue's order"
         assert not half.waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for nobody"
         if (late := half.late_stores) is not None:
             left = (late._jobs, late._copied_blocks, late._to_hold, late._held_blocks)

@@ -165,7 +165,7 @@ nothing can be concluded from such values. */}}
 {{- if $offload.numCpuBlocks -}}{{- $_ = set $rendered "numCpuBlocks" $offload.numCpuBlocks -}}
 {{- else -}}{{- $_ = set $rendered "cpuBytes" (int64 (include "spillway.bytes" (dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" .item.path)))) -}}
 {{- end -}}
-{{- range $key := list "maxCopyDescriptors" "transport" "requestWaitSeconds" "promotionInFlightFraction" "promotionPerRequestFraction" "promotionAheadFraction" -}}{{- $_ = set $rendered $key (get $offload $key) -}}{{- end -}}
+{{- range $key := list "queueOrder" "queueOvertakeSeconds" "maxCopyDescriptors" "transport" "requestWaitSeconds" "promotionInFlightFraction" "promotionPerRequestFraction" "promotionAheadFraction" -}}{{- $_ = set $rendered $key (get $offload $key) -}}{{- end -}}
 {{- range $key := list "prefillTokensPerSecond" "aclLibraryPath" "weightsVersion" -}}{{- with get $offload $key -}}{{- $_ := set $rendered $key . -}}{{- end -}}{{- end -}}
 {{- with $offload.copyTable -}}
 {{- $table := dict -}}

@@ -21,6 +21,7 @@ from spillway_connector.limits import (
 )
 from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
+from spillway_connector.plan.queue_order import OVERTAKE_SECONDS
 from spillway_connector.setting_names import SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
 from spillway_settings.typed import Count, Portion, Positive, Settings, Share, WrongSetting, read_settings
@@ -32,6 +33,7 @@ EvictionPolicy = Literal["lru", "arc"]
 BatchMemcpy = Literal["auto", "on", "off"]
 OnOff = Literal["on", "off"]
 Storing = Literal["auto", "eager"]
+QueueOrder = Literal["prefix", "arrival"]
 NvmeMode = Literal["files", "slab", "auto"]
 PageCache = Literal["auto", "off"]
 Transport = Literal["auto", "cpu", "npu", "cuda"]
@@ -114,6 +116,11 @@ class ConnectorConfig(Section, frozen=True):
     # is about to give it up, so that both hold different chunks; eager with shared tiers, which receive what the CPU
     # tier does, and if a chunk is not one block of a model with one KV group.
     storing: Storing = "eager"
+    # prefix: of the requests that wait in vLLM's queue, those with the most tokens on the device and in the CPU tier
+    # are admitted first, and nobody is overtaken for longer than queue_overtake_seconds. arrival: in vLLM's order.
+    # Requests of different priorities are never compared, and models with several KV groups keep vLLM's order.
+    queue_order: QueueOrder = "prefix"
+    queue_overtake_seconds: Positive = OVERTAKE_SECONDS
     # on: where a step itself can use what it loads, the load goes layer by layer under its forward (vLLM 0.23).
     layerwise_loads: OnOff = "off"
     # on: while the shared tier is measured to be slower than computing, a prompt is computed from its front while the

@@ -95,7 +95,7 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
         '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
         '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
-        '"blocks_per_chunk":1,"generated_tokens":"on","storing":"eager","layerwise_loads":"off","compute_while_loading":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
+        '"blocks_per_chunk":1,"generated_tokens":"on","storing":"eager","queue_order":"prefix","queue_overtake_seconds":4.0,"layerwise_loads":"off","compute_while_loading":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
         '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"promotion_ahead_fraction":0.25,"request_wait_seconds":3.0,'
         '"secondary_tiers":['
         '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"auto","page_cache":"auto","io_threads":8,'
@@ -187,6 +187,8 @@ def test_every_offload_setting_reaches_the_connector() -> None:
         "blocksPerChunk": 3,
         "generatedTokens": "off",
         "storing": "auto",
+        "queueOrder": "arrival",
+        "queueOvertakeSeconds": 2.5,
         "layerwiseLoads": "on",
         "computeWhileLoading": "on",
         "evictionPolicy": "arc",
@@ -210,6 +212,8 @@ def test_every_offload_setting_reaches_the_connector() -> None:
         blocks_per_chunk=3,
         generated_tokens="off",
         storing="auto",
+        queue_order="arrival",
+        queue_overtake_seconds=2.5,
         layerwise_loads="on",
         compute_while_loading="on",
         eviction_policy="arc",

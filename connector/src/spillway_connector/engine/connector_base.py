@@ -23,6 +23,7 @@ from spillway_connector.engine.hints import HintOutcome
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
 from spillway_connector.engine.patching import in_force
 from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
+from spillway_connector.engine.queue_order import QueueOrder, ordering_queue
 from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.transfer_params import filtering_transfer_params
@@ -36,6 +37,11 @@ logger = logging.getLogger(__name__)
 def filtering_preprocess(preprocess: Any) -> Callable[..., Any]:
     """For EngineCore.preprocess_add_request of engines with Spillway's connector."""
     return filtering_transfer_params(ConnectorBase, preprocess)
+
+
+def ordering_enqueue(enqueue: Any) -> Callable[..., None]:
+    """For Scheduler._enqueue_waiting_request of engines with Spillway's connector."""
+    return ordering_queue(enqueue, ConnectorBase)
 
 
 class ConnectorBase(OffloadingConnector):
@@ -65,6 +71,8 @@ class ConnectorBase(OffloadingConnector):
         self.adapters = half.adapters
         if isinstance(self._spec, SpecBase):
             self._choose_storing(self._spec)
+            if self._spec.settings.queue_order == "prefix" and half.orders_queue:
+                half.queue_order = QueueOrder(half, self._spec.settings.queue_overtake_seconds)
         cache_config = self._vllm_config.cache_config
         not_shared = self._spec.not_shared if isinstance(self._spec, SpecBase) else None
         half.manager.process_settings = ProcessSettings(
@@ -77,6 +85,7 @@ class ConnectorBase(OffloadingConnector):
                 "device_blocks": self._kv_cache_config.num_blocks,
                 "storing": "eager" if half.late_stores is None else "auto",
                 "vllm_patches": in_force(),
+                "queue_order": "arrival" if half.queue_order is None else "prefix",
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
                 **({} if not_shared is None else {"not_shared": not_shared}),
             },

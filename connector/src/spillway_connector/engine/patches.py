@@ -107,6 +107,16 @@ COMMON: Sequence[Patch] = (
         until="vLLM checks their types when it takes a request",
     ),
     Patch(
+        name="queue-order",
+        module=SCHEDULER,
+        cls="Scheduler",
+        function="_enqueue_waiting_request",
+        parameters=("self", "request"),
+        replacement=f"{ENGINE}.connector_base:ordering_enqueue",
+        reason="vLLM makes its queue of waiting requests itself, in one of two orders that know no prefix",
+        until="vLLM takes a queue, or an order, from its configuration",
+    ),
+    Patch(
         name="device-resets",
         module=BLOCK_POOL,
         cls="BlockPool",

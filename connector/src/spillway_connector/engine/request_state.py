@@ -20,6 +20,7 @@ class RequestFields(RequestOffloadState):
     and those of a LoRA request end with the digest of the adapter's files. Scheduler thread.
     """
 
+    arrived_at = float("-inf")  # seconds of the queue order's clock
     touched_at = float("-inf")  # time.monotonic seconds
     counted_keys: Sequence[int] | None = None  # of each KV group, by manager.count_request
     prefix: Prefix | None = None  # the last answer, of models with one KV group

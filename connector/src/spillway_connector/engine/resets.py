@@ -178,6 +178,9 @@ class ResettableHalf(OffloadingConnectorScheduler):
         for request in list(scheduler.requests.values()):
             request_id = request.request_id
             blocks = {block for group in scheduler.kv_cache_manager.get_block_ids(request_id) for block in group}
+            if not blocks and request.status in _WAITING:
+                # A load that failed as a whole has lost its blocks, and with them what vLLM reserves for it.
+                scheduler._inflight_prefills.discard(request)
             if not blocks or (request.status not in _WAITING and not request.is_finished()):
                 continue
             waits_for_load = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -29,6 +29,7 @@ from spillway_connector.engine.ahead import AheadPromotions
 from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
 from spillway_connector.engine.late_stores import LateStores
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.queue_order import QueueOrder
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
 from spillway_connector.engine.shared_tier_events import shared_tier_events
@@ -83,6 +84,9 @@ class SchedulerHalf(ResettableHalf):
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
         self.waiting = WaitingRequests(self.manager)
+        self.queue_order: QueueOrder | None = None
+        self.orders_queue = one_prefix
+        self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
         self.late_stores: LateStores | None = None
         # The device is asked by a chunk's key, which is a block's hash then.
@@ -95,6 +99,11 @@ class SchedulerHalf(ResettableHalf):
         window = LeavingWindow(-(-tokens_per_step // self._block_tokens))
         late = LateStores(self.manager, window, ranks=self.config.num_workers)
         self.late_stores = self.manager.late_stores = self.manager.primary_tier.duplicates = late
+
+    def known_state(self, request_id: str) -> RequestFields | None:
+        """The state of a request that vLLM has announced and that has not ended."""
+        status = self._req_status.get(request_id)
+        return status if isinstance(status, RequestFields) else None
 
     @abstractmethod
     def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
@@ -136,6 +145,8 @@ class SchedulerHalf(ResettableHalf):
         elif self.stores_adapters_alone:
             status.is_unsound = True
         status.is_stale = self._device_is_stale
+        if self.queue_order is not None:
+            status.arrived_at = self.queue_order.clock()
         self._req_status[request.request_id] = status
         if not self._hash_bytes and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])

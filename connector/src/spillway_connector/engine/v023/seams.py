@@ -70,6 +70,8 @@ SEAMS = Seams(
             {
                 "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
                 "get_num_free_blocks": ("self",),
+                "touch": ("self", "blocks"),
+                "free_blocks": ("self", "ordered_blocks", "prepend"),
                 "evict_blocks": ("self", "block_ids"),
             },
         ),
@@ -79,6 +81,22 @@ SEAMS = Seams(
             {
                 "get_skip_reading_prefix_cache": ("self",),
             },
+        ),
+        *(
+            Methods(
+                "vllm.v1.core.sched.request_queue",
+                queue,
+                {
+                    "peek_request": ("self",),
+                    "pop_request": ("self",),
+                    "add_request": ("self", "request"),
+                    "prepend_request": ("self", "request"),
+                    "prepend_requests": ("self", "requests"),
+                    "remove_request": ("self", "request"),
+                    "remove_requests": ("self", "requests"),
+                },
+            )
+            for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
         ),
         *patched_methods(PATCHES),
     ),

@@ -78,6 +78,7 @@ SEAMS = Seams(
             {
                 "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
                 "get_num_free_blocks": ("self",),
+                "touch": ("self", "blocks"),
             },
         ),
         # vLLM 0.33 adds `expedited`, and with it loads within a step and a lock that it takes from the manager.
@@ -104,6 +105,22 @@ SEAMS = Seams(
                 "has_pending_work": ("self",),
                 "get_stats": ("self",),
             },
+        ),
+        *(
+            Methods(
+                "vllm.v1.core.sched.request_queue",
+                queue,
+                {
+                    "peek_request": ("self",),
+                    "pop_request": ("self",),
+                    "add_request": ("self", "request"),
+                    "prepend_request": ("self", "request"),
+                    "prepend_requests": ("self", "requests"),
+                    "remove_request": ("self", "request"),
+                    "remove_requests": ("self", "requests"),
+                },
+            )
+            for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
         ),
         *patched_methods(PATCHES),
     ),
