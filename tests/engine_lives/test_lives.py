@@ -37,7 +37,8 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     assert len(kept) == len(SHAPES) and all(map(int, kept)), "no chunk was kept for a request that waited"
     overtakes = re.findall(r"^(\S+): .* (\d+) times another request was next", done.stdout, re.M)
     ordered = {shape for shape, count in overtakes if int(count)}
-    assert ordered == set(SHAPES) - {"windows", "async-drafts"}, "models of several KV groups keep vLLM's order"
+    in_order_of_arrival = {"windows", "window-alone", "async-drafts"}
+    assert ordered == set(SHAPES) - in_order_of_arrival, "only where attention reads a prefix whole"
     assert re.findall(rf"^(\S+): {RACES} races", done.stdout, re.M) == [
         "store-that-began-before",
         "load-under-way",

@@ -207,7 +207,7 @@ class _HasOrder(Protocol):
     queue_order: QueueOrder | None
 
 
-_QUEUES = {FCFSRequestQueue: OrderedFCFSQueue, PriorityRequestQueue: OrderedPriorityQueue}
+_QUEUES: dict[type[Any], type[Any]] = {FCFSRequestQueue: OrderedFCFSQueue, PriorityRequestQueue: OrderedPriorityQueue}
 
 
 def ordering_queue(original: Any, connector: type[Any]) -> Callable[[Any, Request], None]:
