@@ -209,6 +209,7 @@ CHANGES: dict[str, Any] = {
     "engine.ephemeralStorage.request": "1GiB",
     "engine.ephemeralStorage.limit": "1GiB",
     "engine.dnsPolicy": "Default",
+    "engine.allowedMediaDomains": ["images.example.com"],
     "engine.autoscaling.trigger": "gateway",
     "engine.autoscaling.wakeTimeoutSeconds": 60,
     "engine.blockSize": 256,

@@ -142,6 +142,7 @@ nothing can be concluded from such values. */}}
   "extraEnv" (default dict $engine.extraEnv)
 -}}
 {{- with $engine.model.quantization -}}{{- $_ := set $settings.model "quantization" . -}}{{- end -}}
+{{- with $engine.allowedMediaDomains -}}{{- $_ := set $settings "allowedMediaDomains" . -}}{{- end -}}
 {{- if or $engine.lora.adapters $engine.lora.runtimeUpdating -}}
 {{- $lora := dict "maxRank" $engine.lora.maxRank "maxActive" $engine.lora.maxActive -}}
 {{- with $engine.lora.adapters -}}{{- $_ := set $lora "adapters" . -}}{{- end -}}

@@ -148,6 +148,23 @@ def test_adapters_that_change_at_run_time_need_no_adapter_at_the_start() -> None
     assert not any("LORA" in name for name in plain)
 
 
+def test_media_of_prompts_come_from_the_named_hosts_alone() -> None:
+    tree = {**TREE, "allowedMediaDomains": ["images.example.com", "cdn.example.com"]}
+    given = arguments(tree)
+
+    start = given.index("--allowed-media-domains")
+    assert given[start : start + 3] == ["--allowed-media-domains", "images.example.com", "cdn.example.com"]
+    assert server_environment(read_settings(EngineSettings, tree), CPU, True)["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    assert "--allowed-media-domains" not in arguments(TREE)
+    assert "VLLM_MEDIA_URL_ALLOW_REDIRECTS" not in server_environment(read_settings(EngineSettings, TREE), CPU, True)
+
+
+@pytest.mark.parametrize("domain", ["https://images.example.com", "images.example.com:443", "Images.example.com", ""])
+def test_a_media_host_that_vllm_would_never_find_is_refused(domain: str) -> None:
+    with pytest.raises(SettingsError, match="allowedMediaDomains"):
+        read_settings(EngineSettings, {**TREE, "allowedMediaDomains": [domain]})
+
+
 @pytest.mark.parametrize(("adapters", "offline"), [(ADAPTERS[:1], True), (ADAPTERS, False)])
 def test_an_adapter_from_a_hub_may_be_downloaded(adapters: list[dict[str, str]], offline: bool) -> None:
     given = read_settings(EngineSettings, {**TREE, "lora": {"adapters": adapters}})

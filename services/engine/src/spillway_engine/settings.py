@@ -21,6 +21,7 @@ from spillway_engine.kv_transfer import KvTransferSettings, check_kv_transfer
 from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
+from spillway_settings.values.kinds import MediaDomain
 
 DATA_PARALLEL_RANKS_MAX = 64  # of one pod: each has a device of its own, and two ports
 PORT_MAX = 65_535
@@ -90,6 +91,8 @@ class EngineSettings(CamelSection, frozen=True):
     # Engine cores behind one address, each with a KV cache, a CPU tier and the workers of the two sizes above.
     data_parallel_size: Annotated[int, Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] = 1
     lora: LoraSettings = LoraSettings()
+    # Hosts that vLLM fetches media of prompts from; empty: any host.
+    allowed_media_domains: tuple[MediaDomain, ...] = ()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     # Where driver, CANN or torch_npu do not fit the image's vllm-ascend.
     version_check: Literal["refuse", "warn"] = "refuse"

@@ -49,6 +49,8 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         arguments += ["--kv-cache-dtype", settings.model.kv_cache_dtype]
     if settings.model.quantization is not None:
         arguments += ["--quantization", settings.model.quantization]
+    if settings.allowed_media_domains:
+        arguments += ["--allowed-media-domains", *settings.allowed_media_domains]
     arguments += lora_arguments(settings)
     if budget.device_blocks is not None:
         arguments += ["--num-gpu-blocks-override", str(budget.device_blocks)]
@@ -95,6 +97,8 @@ def server_environment(settings: EngineSettings, machine: Machine, model_is_fold
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if settings.lora.resolver_folder is not None:
         environment["VLLM_LORA_RESOLVER_CACHE_DIR"] = settings.lora.resolver_folder
+    if settings.allowed_media_domains:
+        environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # which lead to any host
     if machine.platform == "cpu":
         environment |= cpu_thread_environment(settings, machine)
         # Even with --enforce-eager some small functions are compiled at the first call, by a C++ compiler that a

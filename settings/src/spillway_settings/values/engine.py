@@ -20,6 +20,7 @@ from spillway_settings.values.kinds import (
     EnvironmentName,
     Folder,
     LongSeconds,
+    MediaDomain,
     ObjectName,
     OptionalFolder,
     OptionalServedName,
@@ -284,6 +285,7 @@ class Engine(PodSettings, frozen=True):
     ephemeral_storage: EphemeralStorage = EphemeralStorage()
     huge_pages: HugePages = HugePages()
     probes: Probes = Probes()
+    allowed_media_domains: list[MediaDomain] = []
     host_network: bool = False
     dns_policy: Literal["Default", "ClusterFirst", "ClusterFirstWithHostNet"] | None = None
     port: Port = 8100

@@ -169,6 +169,13 @@ Address = Annotated[
     str,
     Meta(pattern="^[A-Za-z0-9._:-]*$", description="a host name or IP address, without a scheme or path"),
 ]
+MediaDomain = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",  # vLLM compares it with the lower-case host of a URL
+        description="the host of a URL in lower case, without a scheme, port or path",
+    ),
+]
 Network = Annotated[
     str,
     Meta(
