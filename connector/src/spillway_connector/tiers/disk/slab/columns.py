@@ -22,6 +22,7 @@ from spillway_connector.tiers.disk.slab.change_log import EVERYTHING, Change, Ch
 from spillway_connector.tiers.disk.slab.layout import COLUMNS, Column, PoolShape
 
 _NAMED_AT_ONCE = 64  # elements of a column whose changes are named one by one
+_CATCH_UP_SECONDS = 0.001  # between two looks whether another thread has brought the copy up to date
 _RENEWED_EVERY = 32  # changes under the lock, between two looks whether the ring is there
 _KINDS: dict[int, Literal["B", "I", "Q"]] = {1: "B", 4: "I", 8: "Q"}
 
@@ -74,6 +75,8 @@ class Columns:
         # Held while the copy is brought up to date, and by the holder of the root's lock: its own changes are not
         # overwritten with what was read before them.
         self._updating = threading.Lock()
+        # The holder of the root's lock has read what others changed, and they change nothing until it lets go.
+        self._is_current = False
         self.reload()
 
     def __del__(self) -> None:
@@ -97,12 +100,17 @@ class Columns:
     def follow(self, *, reload: bool = True) -> bool:
         """Take over what other processes have changed. Without a lock.
 
-        reload: read all of the file where that is needed, some ten milliseconds for a million slots; where it is False,
-        the answer is False then. While this process is making changes it follows them, and nothing is done here.
-        Raises OSError.
+        reload: read all of the file if that is needed, some ten milliseconds for a million slots. If it is False, the
+        answer is False then, and also if another thread is bringing the copy up to date: nothing is waited for. While
+        this process is making changes, its copy is up to date, and nothing is done here. Raises OSError.
         """
-        if self._log is None or not self._updating.acquire(blocking=False):
+        if self._log is None:
             return True
+        acquired = self._updating.acquire(blocking=False)
+        while not acquired:
+            if self._is_current or not reload:
+                return self._is_current
+            acquired = self._updating.acquire(timeout=_CATCH_UP_SECONDS)
         try:
             return self._follow(reload)
         finally:
@@ -132,9 +140,11 @@ class Columns:
                 self._log.renew()
             if differs:
                 self.reload()
+            self._is_current = True
             try:
                 yield
             finally:
+                self._is_current = False
                 self.announce()
 
     def announce(self) -> None:
