@@ -167,11 +167,11 @@ processes, staging, page cache and margin.
 {{- end -}}
 
 {{- $tier := $offload.sharedTier -}}
-{{- /* Every engine core keeps copies of the index of slabs: 100 bytes for each slot, which is a row and a page. */ -}}
+{{- /* Every engine core keeps copies of the index of slabs: 104 bytes for each slot, which is a row and a page. */ -}}
 {{- $indexBytes := 0 -}}
 {{- if and $offload.enabled (eq $tier.type "nvme") -}}{{- if ne $tier.nvme.mode "files" -}}
 {{- with include "spillway.nvmeMaxBytes" (dict "item" (dict "engine" $engine "path" $path)) -}}
-{{- if int64 . -}}{{- $indexBytes = mul (add (mul (div (int64 .) (add $rowBytes 4096)) 100) 2097152) $cores -}}{{- end -}}
+{{- if int64 . -}}{{- $indexBytes = mul (add (mul (div (int64 .) (add $rowBytes 4096)) 104) 2097152) $cores -}}{{- end -}}
 {{- end -}}
 {{- end -}}{{- end -}}
 

@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 30.0
 
 @pytest.fixture
 def indexes(tmp_path: Path) -> tuple[SlabIndex, SlabIndex]:
-    """Of two processes; the first has claimed a slot that the second has not heard of."""
+    """Indexes of two processes; the first has claimed a slot that the second has not heard of."""
     writer = SlabIndex.create(tmp_path, PoolShape(8192, 16, 1))
     writer.set_chunk(0, 1)
     SlabIndex.publish_file(tmp_path)

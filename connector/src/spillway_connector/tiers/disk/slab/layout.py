@@ -44,7 +44,7 @@ _SESSION_ROWS_MIN = 64
 
 # Copies of the index and the sessions in an engine's memory, see columns.py; charts/spillway/templates/_memory.tpl has
 # both numbers.
-COPY_BYTES_PER_SLOT = 100
+COPY_BYTES_PER_SLOT = 104
 COPY_BYTES_BESIDE = 2 << 20  # headers, and what grows with chunks, sessions and tenants
 
 _HEADER = struct.Struct("<8sHHIQII")  # magic, version, zero, slots per chunk, slot bytes, chunks, zero
