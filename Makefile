@@ -150,7 +150,7 @@ check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src)
 
 .PHONY: schema
-schema: $(STAMP) ## Write charts/spillway/values.schema.json anew, from the model of values.yaml (settings/) and its comments
+schema: $(STAMP) ## Generate charts/spillway/values.schema.json from the model of values.yaml (settings/) and its comments
 	@$(BIN)/python -m spillway_settings.values charts/spillway
 
 .PHONY: bench-continued

@@ -108,7 +108,7 @@ A credential that was pasted there would lie in the objects for all to read, so 
 {{- $_ := set .problems (printf "%03d" (len .problems)) .text -}}
 {{- end -}}
 
-{{/* (value, path) -> the value as a message may show it: short, and not at all where a credential may have been pasted. */}}
+{{/* (value, path) -> the value as a message may show it: short; hidden if it may be a credential. */}}
 {{- define "spillway.given" -}}
 {{- if kindIs "invalid" .value -}}null
 {{- else if kindIs "map" .value -}}a map

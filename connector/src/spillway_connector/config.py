@@ -117,7 +117,7 @@ class ConnectorConfig(Section, frozen=True):
     # tier does, and if a chunk is not one block of a model with one KV group.
     storing: Storing = "eager"
     # prefix: of the requests that wait in vLLM's queue, those with the most tokens on the device and in the CPU tier
-    # are admitted first, and nobody is overtaken for longer than queue_overtake_seconds. arrival: in vLLM's order.
+    # are admitted first, and no request is overtaken for longer than queue_overtake_seconds. arrival: in vLLM's order.
     # Requests of different priorities are never compared, and models with several KV groups keep vLLM's order.
     queue_order: QueueOrder = "prefix"
     queue_overtake_seconds: Positive = OVERTAKE_SECONDS

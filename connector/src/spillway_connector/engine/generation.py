@@ -35,6 +35,25 @@ class Methods(NamedTuple):
     parameters: Mapping[str, Sequence[str]]  # by method
 
 
+# vLLM's queues of waiting requests, whose order engine/queue_order.py changes; every generation declares the same.
+WAITING_QUEUES = tuple(
+    Methods(
+        "vllm.v1.core.sched.request_queue",
+        queue,
+        {
+            "peek_request": ("self",),
+            "pop_request": ("self",),
+            "add_request": ("self", "request"),
+            "prepend_request": ("self", "request"),
+            "prepend_requests": ("self", "requests"),
+            "remove_request": ("self", "request"),
+            "remove_requests": ("self", "requests"),
+        },
+    )
+    for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
+)
+
+
 class Seams(NamedTuple):
     """What a generation's room relies on."""
 

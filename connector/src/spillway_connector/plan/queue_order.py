@@ -1,10 +1,10 @@
 """Which waiting request is admitted next: the one with the most tokens at hand, within a bound on overtaking.
 
 In a closed loop least-recently-used evicts what a request that waits is about to use, while others that find less
-compute before it. What a request has at hand is what it may lose by waiting. Where nobody has any, the order is that of
+compute before it. What a request has at hand is what it may lose by waiting. If none has any, the order is that of
 arrival: not the shortest prompt's, by which long ones would wait for the bound.
 
-Nobody starves: a request that has waited for the bound is admitted before every younger one, whatever those find, and
+No request starves: one that has waited for the bound is admitted before every younger one, whatever those find, and
 such requests are admitted in order of arrival. So only requests that came before it, or within the bound after it, are
 ever admitted before it.
 

@@ -74,7 +74,7 @@ class StoredFrame:
     """One block as a walk found it.
 
     stored_bytes: what it takes in the store. key, payload_bytes, tenant, created_s: None if they are damaged, or
-    where the walk did not read headers. created_s, used_s: seconds since 1970; used_s is None if the store does not
+    if the walk did not read headers. created_s, used_s: seconds since 1970; used_s is None if the store does not
     record uses. damage: as far as the header shows. place: where it is, for people.
     handle: for the inspector that found it.
     """

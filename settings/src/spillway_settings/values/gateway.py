@@ -42,6 +42,8 @@ from spillway_settings.values.pods import (
     SecretReference,
     StartupProbe,
     TopologySpread,
+    restricted_container,
+    restricted_pod,
 )
 
 
@@ -352,19 +354,5 @@ class Gateway(PodSettings, frozen=True):
     http_route: HttpRoute = HttpRoute()
     discovery: Discovery = Discovery()
     rbac: Rbac = Rbac()
-    pod_security_context: kubernetes.PodSecurityContext = msgspec.field(
-        default_factory=lambda: {
-            "runAsNonRoot": True,
-            "runAsUser": 10001,
-            "runAsGroup": 10001,
-            "fsGroup": 10001,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-    )
-    security_context: kubernetes.SecurityContext = msgspec.field(
-        default_factory=lambda: {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-    )
+    pod_security_context: kubernetes.PodSecurityContext = msgspec.field(default_factory=restricted_pod)
+    security_context: kubernetes.SecurityContext = msgspec.field(default_factory=restricted_container)

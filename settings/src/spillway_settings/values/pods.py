@@ -84,6 +84,26 @@ class Probes(Section, frozen=True):
     liveness: Probe = Probe()
 
 
+def restricted_pod() -> kubernetes.PodSecurityContext:
+    """The pod security context of pods that need no privilege, by Kubernetes' restricted standard."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def restricted_container() -> kubernetes.SecurityContext:
+    """The security context of their containers."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
 class PodSettings(Section, frozen=True):
     """What engines, gateways and the Redis for trials have alike."""
 

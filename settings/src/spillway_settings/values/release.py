@@ -29,7 +29,7 @@ from spillway_settings.values.kinds import (
     Size,
     WholeSeconds,
 )
-from spillway_settings.values.pods import Image, PodSettings, SecretReference
+from spillway_settings.values.pods import Image, PodSettings, SecretReference, restricted_container, restricted_pod
 
 
 class PullSecret(Section, frozen=True):
@@ -60,22 +60,8 @@ class Redis(PodSettings, frozen=True):
     cpu: RedisCores = RedisCores()
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     existing_secret: PasswordSecret = PasswordSecret()
-    pod_security_context: kubernetes.PodSecurityContext = msgspec.field(
-        default_factory=lambda: {
-            "runAsNonRoot": True,
-            "runAsUser": 10001,
-            "runAsGroup": 10001,
-            "fsGroup": 10001,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-    )
-    security_context: kubernetes.SecurityContext = msgspec.field(
-        default_factory=lambda: {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-    )
+    pod_security_context: kubernetes.PodSecurityContext = msgspec.field(default_factory=restricted_pod)
+    security_context: kubernetes.SecurityContext = msgspec.field(default_factory=restricted_container)
 
 
 class EgressRule(Section, frozen=True):

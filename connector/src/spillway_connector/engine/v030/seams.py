@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spillway_connector.engine.generation import Methods, Seams
+from spillway_connector.engine.generation import WAITING_QUEUES, Methods, Seams
 from spillway_connector.engine.patching import patched_methods
 from spillway_connector.engine.v030.patches import PATCHES
 
@@ -106,22 +106,7 @@ SEAMS = Seams(
                 "get_stats": ("self",),
             },
         ),
-        *(
-            Methods(
-                "vllm.v1.core.sched.request_queue",
-                queue,
-                {
-                    "peek_request": ("self",),
-                    "pop_request": ("self",),
-                    "add_request": ("self", "request"),
-                    "prepend_request": ("self", "request"),
-                    "prepend_requests": ("self", "requests"),
-                    "remove_request": ("self", "request"),
-                    "remove_requests": ("self", "requests"),
-                },
-            )
-            for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
-        ),
+        *WAITING_QUEUES,
         *patched_methods(PATCHES),
     ),
 )

@@ -35,7 +35,7 @@ class IdleMemory:
 
     @property
     def enough(self) -> bool:
-        """Read anew at most every CHECK_SECONDS. False if it cannot be read."""
+        """Read again at most every CHECK_SECONDS. False if it cannot be read."""
         with self._lock:  # the first to come reads for all
             now = self._clock()
             if now >= self._next_check:
