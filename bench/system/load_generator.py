@@ -19,6 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,10 @@ class Agents:
         self._began = time.perf_counter()
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS_MAX)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
-            places = [asyncio.create_task(self._place(http, place)) for place in range(self._load.sessions)]
-            _, open_places = await asyncio.wait(places, timeout=self._load.seconds + GRACE_SECONDS)
-            for place in open_places:
-                place.cancel()
-            await asyncio.gather(*places, return_exceptions=True)
+            with suppress(TimeoutError):  # what is under way after the grace does not count
+                async with asyncio.timeout(self._load.seconds + GRACE_SECONDS), asyncio.TaskGroup() as places:
+                    for place in range(self._load.places):
+                        places.create_task(self._place(http, place))
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
@@ -89,10 +89,13 @@ class Agents:
 
     async def _place(self, http: aiohttp.ClientSession, place: int) -> None:
         await asyncio.sleep(self._load.start_of(place))
-        common = self._load.common()
-        system = self._text(Segment(common.seed, common.tokens - TEMPLATE_TOKENS))
+        common = self._load.common(place)
+        beginning = []
+        if common.tokens:
+            system = self._text(Segment(common.seed, common.tokens - TEMPLATE_TOKENS))
+            beginning = [{"role": "system", "content": system}]
         for number in itertools.count():
-            messages = [{"role": "system", "content": system}]
+            messages = list(beginning)
             for message, pause in self._load.session(place, number):
                 if self._now() >= self._load.seconds:
                     return
@@ -112,6 +115,7 @@ class Agents:
                         reply.cached_tokens,
                         reply.promised_tokens,
                         reply.answer_tokens,
+                        of_crowd=self._load.is_crowd(place),
                     )
                 )
                 messages.append({"role": "assistant", "content": reply.text})
@@ -178,12 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--think-seconds", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    tokens = [int(each) for each in options.tokens.split(",")]
+    common_tokens, own_tokens, turn_tokens, answer_tokens = (int(each) for each in options.tokens.split(","))
     load = AgentLoad(
         options.sessions,
         options.seconds,
         options.ramp_seconds,
-        *tokens,
+        common_tokens,
+        own_tokens,
+        turn_tokens,
+        answer_tokens,
         turns=options.turns,
         think_seconds=options.think_seconds,
         seed=options.seed,

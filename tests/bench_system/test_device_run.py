@@ -50,6 +50,26 @@ def test_an_answer_is_whole_with_its_last_event() -> None:
     assert (reply.error, reply.text, reply.prompt_tokens, reply.cached_tokens) == (None, "a", 9, 4)
 
 
+async def test_every_place_asks_and_an_error_of_the_load_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[dict[str, str]]] = []
+
+    async def answer(self: Agents, http: object, url: str, messages: list[dict[str, str]]) -> Reply:
+        asked.append(messages)
+        if len(asked) == 2:
+            self._began -= 1_000.0  # the load's seconds are over
+        return Reply("a", 0.0, 9, 4, 2, 4)
+
+    monkeypatch.setattr(Agents, "_ask", answer)
+    load = AgentLoad(1, 900.0, 0.0, 20, 5, 5, 2, think_seconds=1e-9, crowd=1, crowd_tokens=(3, 3), crowd_is_cold=True)
+    agents = Agents(load, ["http://127.0.0.1:1"], "one", "model", ["word"])
+    await agents.run()
+    assert [messages[0]["role"] for messages in asked] == ["system", "user"]
+    assert [one.of_crowd for one in agents.answered] == [False, True]
+    with pytest.raises(ExceptionGroup) as raised:
+        await Agents(load, ["http://127.0.0.1:1"], "one", "model", []).run()
+    assert raised.group_contains(IndexError)
+
+
 def test_words_are_plain_and_whole(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     vocabulary = {"Ġhouse": 0, "Ġ12": 1, "tree": 2, "ĠHouse": 3, "Ġab": 4}
