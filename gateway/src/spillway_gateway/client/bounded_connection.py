@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from spillway_gateway.client.open_connections import Connection, OpenConnections
 from spillway_gateway.error_bodies import error_body
 
-HELD_BYTES_MAX = 64 * 1024  # of pipelined requests, kept until the one before them is answered
+HELD_BYTES_MAX = 64 * 1024  # of requests that wait for their turn, or for the reply to the one before them
 FRAMING_BYTES_PER_BYTE_MAX = 8  # of a chunked body: chunks of one byte take six
 DROPPED_BYTES_MAX = 1 << 30  # of a body, after its request was answered
 LINGER_SECONDS = 10.0  # for a client to stop sending after an answer that ends its connection
@@ -80,6 +80,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._refusal: Refusal | None = None
         self._refusal_due: Refusal | None = None  # after the replies to the requests before it
         self._held = bytearray()
+        self._waits_since: float | None = None  # for its turn to begin a request
         self._unsent_bytes = 0
         self._stalled_until = NEVER
         self._held_bytes = 0  # in the budget for replies
@@ -110,14 +111,29 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._drops_input:
             return
-        if not self.pipeline:
-            self._feed(data)
-            return
+        if not self.pipeline and self._waits_since is None:
+            begins = self._phase is _Phase.BETWEEN and self.parser is not None
+            if not begins or self.open_connections.request_turns.take(self.loop, self._begin):
+                self._feed(data)
+                return
+            self._waits_since = self.loop.time()
+            self.open_connections.mark_busy(self)
         # A pipelined request waits until the current one is answered. Reading goes on, since EOF, which cancels the
         # current request, is seen only by reading.
         self._held += data
         if len(self._held) > HELD_BYTES_MAX:
             self.flow.pause_reading()
+
+    def _begin(self) -> None:
+        """It is this connection's turn. The client is not to blame for the wait."""
+        assert self._waits_since is not None
+        self._deadline += self.loop.time() - self._waits_since
+        self._waits_since = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.open_connections.mark_idle(self)
+        if self._held and not self.pipeline:
+            self.flow.resume_reading()
+            self._feed_held()
 
     def _feed(self, data: bytes) -> None:
         while data and self.parser is not None and not self.transport.is_closing():
@@ -346,7 +362,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._reserved_bytes = 0
 
     def is_expired(self, now: float) -> bool:
-        if now > self._deadline:
+        if now > self._deadline and self._waits_since is None:
             return True
         if not self.flow.write_paused and not self.transport.is_closing():
             self._stalled_until = NEVER

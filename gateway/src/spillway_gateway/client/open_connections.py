@@ -12,6 +12,7 @@ from typing import Protocol
 
 from spillway_gateway.client.body_budget import BodyBudget
 from spillway_gateway.client.reply_budget import ENDED_PER_TICK, STALLED_SECONDS, ReplyBudget
+from spillway_gateway.client.request_turns import RequestTurns
 from spillway_gateway.config.settings import ConnectionsConfig
 
 CHECK_SECONDS = 1.0
@@ -47,6 +48,7 @@ class OpenConnections:
         self.per_address_max = min(bounds.per_address_max, max(1, open_max * 3 // 4))
         self.body_budget = BodyBudget()
         self.reply_budget = ReplyBudget(replies_bytes_max)
+        self.request_turns = RequestTurns()
         self.refused_total = 0
         self.evicted_total = 0
         self._address: dict[Connection, str] = {}

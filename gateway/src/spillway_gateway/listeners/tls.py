@@ -78,6 +78,9 @@ class TlsListener:
             return made
 
         try:
+            async with asyncio.timeout(self._open.bounds.head_seconds):
+                await self._first_bytes(accepted)
+            await self._turn()
             await self._loop.connect_accepted_socket(
                 connection, accepted, ssl=self._context, ssl_handshake_timeout=self._open.bounds.head_seconds
             )
@@ -85,6 +88,20 @@ class TlsListener:
             accepted.close()
         finally:
             self._open.remove(handshake)
+
+    async def _first_bytes(self, accepted: socket.socket) -> None:
+        """A handshake computes a signature as soon as they are here; until then it takes no turn."""
+        readable = asyncio.Event()
+        self._loop.add_reader(accepted, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(accepted)
+
+    async def _turn(self) -> None:
+        turn = asyncio.Event()
+        if not self._open.request_turns.take(self._loop, turn.set):
+            await turn.wait()
 
 
 class _Handshake:

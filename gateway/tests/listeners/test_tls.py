@@ -1,0 +1,58 @@
+"""TLS clients that connect at once: their handshakes begin a few in each event loop iteration."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from spillway_gateway.client.request_turns import PER_ITERATION
+from spillway_gateway.testing.certificates import make_pair
+from spillway_gateway.testing.running import gateway_config, running_gateway, until
+
+CLIENTS = 4 * PER_ITERATION + 3
+
+
+def hello(trust: ssl.SSLContext) -> bytes:
+    """The first bytes of a client."""
+    outgoing = ssl.MemoryBIO()
+    client = trust.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="127.0.0.1")
+    try:
+        client.do_handshake()
+    except ssl.SSLWantReadError:
+        return outgoing.read()
+    raise AssertionError("a handshake without its server")
+
+
+async def test_handshakes_that_begin_at_once_are_computed_a_few_at_a_time(start_engine: Any, tmp_path: Path) -> None:
+    certificate, key = make_pair("gateway")
+    (tmp_path / "tls.crt").write_bytes(certificate)
+    (tmp_path / "tls.key").write_bytes(key)
+    tls = {"certFile": str(tmp_path / "tls.crt"), "keyFile": str(tmp_path / "tls.key")}
+    trust = ssl.create_default_context(cafile=tls["certFile"])
+    config = gateway_config([await start_engine()], listen={"port": 0, "tls": tls})
+    computed = [0]
+
+    def counted(*_: object) -> None:
+        computed[-1] += 1
+
+    async with running_gateway(config) as running:
+        assert running.server.certificate is not None
+        running.server.certificate.context.sni_callback = counted  # called for each first message of a client
+        table = running.gateway.open_connections
+        with ExitStack() as stack:
+            clients = [stack.enter_context(socket.socket()) for _ in range(CLIENTS)]
+            for client in clients:
+                client.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
+            await until(lambda: len(table) == CLIENTS)
+            for client in clients:  # the loop runs no iteration meanwhile
+                client.sendall(hello(trust))
+            while sum(computed) < CLIENTS:
+                computed.append(0)
+                await asyncio.sleep(0)
+        await until(lambda: not len(table))
+
+    assert max(computed) <= PER_ITERATION
