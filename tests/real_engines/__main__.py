@@ -6,23 +6,25 @@ Ends with status 1 where something that is promised did not hold.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lanes.rules import LOCAL_VLLM, ROOT
 
-from . import failover, poisoned, weights
-from .fleet import Fleet, fleet
+from . import failover, lost_index, pauses, poisoned, tenants, weights
+from .fleet import fleet
 from .rows import Row, render
 
 VERSIONS = (LOCAL_VLLM, "0.32")
+FOLDER = "spillway-real-engines-"
 OUTPUT = ROOT / "build" / "real-engines.json"
-PARTS: dict[str, Callable[[Fleet], None]] = {part.PART: part.run for part in (poisoned, weights, failover)}
+PARTS = {part.PART: part for part in (poisoned, pauses, lost_index, weights, failover, tenants)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,15 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_parts(vllm: str, parts: Sequence[str]) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="spillway-real-engines-") as folder, fleet(vllm, Path(folder)) as engines:
-        for part in parts:
-            try:
-                PARTS[part](engines)
-            except Exception as error:
-                traceback.print_exc()
-                engines.rows.add(part, "ran to its end", f"{type(error).__name__}: {error}"[:300], False)
-                engines.ready()
-        return engines.rows.rows
+    """Parts one after the other on one fleet, as long as they need the same engines."""
+    rows: list[Row] = []
+    for overrides, group in itertools.groupby(parts, lambda part: tuple(getattr(PARTS[part], "OVERRIDES", ()))):
+        with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, fleet(vllm, Path(folder), overrides) as engines:
+            for part in group:
+                try:
+                    PARTS[part].run(engines)
+                except Exception as error:
+                    traceback.print_exc()
+                    engines.rows.add(part, "ran to its end", f"{type(error).__name__}: {error}"[:300], False)
+                    engines.ready()
+            rows += engines.rows.rows
+    return rows
 
 
 if __name__ == "__main__":

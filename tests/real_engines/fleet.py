@@ -72,13 +72,14 @@ def words(name: str, count: int) -> str:
 
 
 @contextmanager
-def fleet(vllm: str, folder: Path) -> Iterator[Fleet]:
+def fleet(vllm: str, folder: Path, overrides: tuple[str, ...]) -> Iterator[Fleet]:
+    """overrides: of the engines, as StackSettings.engine_overrides."""
     model = folder / SERVED_NAME
     shutil.copytree(prepare(print), model)
     kept: dict[str, Any] = {name: os.environ.get(name) for name in ("MODEL",)}
     os.environ["MODEL"] = str(model)
     try:
-        stack = RunningStack.start("nvme", folder / "stack", vllm=(vllm,), overrides=OVERRIDES)
+        stack = RunningStack.start("nvme", folder / "stack", vllm=(vllm,), overrides=(*OVERRIDES, *overrides))
     finally:
         for name, value in kept.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
