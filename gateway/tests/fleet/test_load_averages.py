@@ -45,14 +45,15 @@ def test_means_follow_a_change_of_traffic() -> None:
     assert 4_900 < means.uncached_tokens < 5_000
 
 
-def test_the_device_share_is_of_the_tokens_found_lately() -> None:
+def test_the_device_share_and_the_time_of_a_load_are_of_the_tokens_found_lately() -> None:
     means = RequestMeans()
-    assert means.device_share == 0.0
-    means.found(0, 0)
-    assert means.device_share == 0.0
+    assert means.device_share == means.reload_token_ms == 0.0
+    means.found(0, 0, 0.0)
+    assert means.device_share == means.reload_token_ms == 0.0
     for _ in range(1_000):
-        means.found(300, 400)
-    assert means.device_share == pytest.approx(0.75)
+        means.found(300, 100, 25.0)
+    assert (means.device_share, means.reload_token_ms) == pytest.approx((0.75, 0.25))
     for _ in range(1_000):
-        means.found(0, 400)
+        means.found(0, 400, 40.0)
     assert means.device_share < 0.01
+    assert means.reload_token_ms == pytest.approx(0.1, rel=0.01)

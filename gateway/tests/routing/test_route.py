@@ -213,13 +213,41 @@ def test_an_unknown_prompt_goes_to_an_idle_engine() -> None:
         assert decision is not None and decision.engine_name in "bc"
 
 
-def test_a_load_counts_for_what_it_evicts_and_is_loaded_again() -> None:
-    """At three of four cached tokens on devices each load causes three more in the end; the share is bounded."""
+def test_what_enters_the_device_counts_for_what_it_evicts_and_is_loaded_again() -> None:
+    """At three of four cached tokens on devices each block causes three loads in the end; the share is bounded."""
     held = HeldPrefix(cpu_tokens=1_000, shared_tokens=2_000)
     plain = cost_of(EngineView("e", True, 0, 0, RATES, held), 4_000)
     for share, loads in ((0.0, 0.0), (0.75, 3.0), (1.0, 4.0)):
-        cost = cost_of(EngineView("e", True, 0, 0, RATES, held, device_share=share), 4_000)
-        assert cost.load_ms == plain.load_ms > 0
-        assert cost.displaced_ms == pytest.approx(plain.displaced_ms + loads * plain.load_ms)
-    on_device = HeldPrefix(device_tokens=3_000)
-    assert cost_of(EngineView("e", True, 0, 0, RATES, on_device, device_share=0.75), 4_000).displaced_ms == 0
+        view = EngineView("e", True, 0, 0, RATES, held, device_share=share, reload_token_ms=0.02)
+        for prefix, entering in (
+            (held, 4_000),
+            (NOTHING_HELD, 4_000),
+            (HeldPrefix(device_tokens=3_000), 1_000),
+        ):
+            cost = cost_of(structs.replace(view, held=prefix), 4_000)
+            assert cost.displaced_ms == pytest.approx(plain.displaced_ms + loads * entering * 0.02)
+
+
+@given(
+    less=held_prefixes,
+    device_tokens=st.integers(0, 4_000),
+    cpu_tokens=st.integers(0, 4_000),
+    prefill_rate=st.floats(1_000, 100_000),
+    busy_share=shares,
+    kv_usage=shares,
+    device_share=shares,
+    reload_token_ms=st.floats(0, 10),
+)
+def test_of_two_engines_alike_the_one_that_holds_more_never_costs_more(
+    less: HeldPrefix, device_tokens: int, cpu_tokens: int, prefill_rate: float, **state: float
+) -> None:
+    """A turn leaves the engine of its prefix for a shorter queue alone, however busy and full the engines are, as long
+    as a load is faster than computing."""
+    rates = EngineRates(prefill_rate, 100_000.0, 40_000.0, 10.0)
+    view = structs.replace(EngineView("e", True, 3, 1_000, rates, less, kv_token_ms=0.1), **state)
+    more = HeldPrefix(less.device_tokens + device_tokens, less.cpu_tokens + cpu_tokens, less.shared_tokens)
+    prompt_tokens = more.total_tokens + 1_000
+
+    holder = cost_of(structs.replace(view, held=more), prompt_tokens)
+
+    assert holder.total_ms <= cost_of(view, prompt_tokens).total_ms + 1e-6

@@ -20,6 +20,7 @@ from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, OwnWork, foreign_work
 from spillway_gateway.fleet.listed_models import ListedModels
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
+from spillway_gateway.fleet.prefill_queue import PrefillQueue
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, RateSamples
 from spillway_gateway.fleet.tier_traffic import TierTraffic
 from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPrefix
@@ -122,7 +123,7 @@ class Engine:
         self.busy = BusyShare()
         self.shared_busy = BusyShare()  # of its link to the shared tier
         self.running_requests = 0
-        self.queued_tokens = 0
+        self.prefills = PrefillQueue(clock)
         self.cpu_link_tokens = 0
         self.shared_link_tokens = 0
         self.foreign: ForeignWork = NO_FOREIGN_WORK
@@ -144,6 +145,11 @@ class Engine:
         self.draining = False  # reported by the engine
         self.poll_soon: Callable[[], None] = lambda: None
         self.on_idle: Callable[[], None] = lambda: None  # the last request has ended
+
+    @property
+    def queued_tokens(self) -> int:
+        """Uncached prompt tokens of requests without a first byte."""
+        return self.prefills.tokens
 
     @property
     def routable(self) -> bool:
@@ -282,14 +288,16 @@ class Engine:
             since = self.resident_tokens - self._resident_at_reading
             kv_usage = self._kv_usage + since / self._kv_capacity_tokens
             kv_token_ms = 1000.0 * self.means.seconds / self._kv_capacity_tokens
+        rates = self.current_rates(now) if now < self._warm_at else self.rates
+        queued_tokens = self.prefills.tokens_left(now, rates.prefill_tokens_per_second)
+        if foreign.waiting_requests:
+            queued_tokens += int(foreign.waiting_requests * self.means.uncached_tokens)
         return EngineView(
             self.name,
             self.state is EngineState.READY and self.withheld is None and not ejected,
             self.running_requests + foreign.requests,
-            self.queued_tokens + int(foreign.waiting_requests * self.means.uncached_tokens)
-            if foreign.waiting_requests
-            else self.queued_tokens,
-            self.current_rates(now) if now < self._warm_at else self.rates,
+            queued_tokens,
+            rates,
             held,
             self.busy.at(now) * foreign.share,
             self.cpu_link_tokens,
@@ -299,5 +307,6 @@ class Engine:
             kv_usage,
             kv_token_ms,
             self.means.device_share,
+            self.means.reload_token_ms,
             self.events_live,
         )

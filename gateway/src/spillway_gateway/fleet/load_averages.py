@@ -36,11 +36,12 @@ class BusyShare:
 
 class RequestMeans:
     """What an average request of a model takes; 0 before the first. For work of other senders, whose sizes are not
-    known, for how long KV cache is occupied, and for what a load displaces."""
+    known, for how long KV cache is occupied, and for what a prompt displaces."""
 
     def __init__(self) -> None:
-        self._device_tokens = 0.0
-        self._cached_tokens = 0.0  # in any tier
+        self._device_tokens = 0.0  # found on the engine's device
+        self._loaded_tokens = 0.0  # found in its lower tiers
+        self._load_ms = 0.0
         self.uncached_tokens = 0.0
         self.seconds = 0.0  # from being sent to an engine until the end of the reply
 
@@ -51,12 +52,20 @@ class RequestMeans:
     @property
     def device_share(self) -> float:
         """Which share of the tokens that requests found cached was on the engine's device; 0 to 1."""
-        return self._device_tokens / self._cached_tokens if self._cached_tokens else 0.0
+        cached_tokens = self._device_tokens + self._loaded_tokens
+        return self._device_tokens / cached_tokens if cached_tokens else 0.0
 
-    def found(self, device_tokens: int, cached_tokens: int) -> None:
-        """A request was sent to an engine that is expected to have so many of its tokens."""
+    @property
+    def reload_token_ms(self) -> float:
+        """What the load of one token takes that is not on the device any more; 0 if none was loaded."""
+        return self._load_ms / self._loaded_tokens if self._loaded_tokens else 0.0
+
+    def found(self, device_tokens: int, loaded_tokens: int, load_ms: float) -> None:
+        """A request was sent to an engine that is expected to have so many of its tokens on its device, and to load so
+        many from its lower tiers, which takes load_ms."""
         self._device_tokens += REQUEST_WEIGHT * (device_tokens - self._device_tokens)
-        self._cached_tokens += REQUEST_WEIGHT * (cached_tokens - self._cached_tokens)
+        self._loaded_tokens += REQUEST_WEIGHT * (loaded_tokens - self._loaded_tokens)
+        self._load_ms += REQUEST_WEIGHT * (load_ms - self._load_ms)
 
     def finished(self, seconds: float) -> None:
         """A request has ended so many seconds after it was sent."""

@@ -23,6 +23,7 @@ from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
 from spillway_gateway.fleet.steps import Steps
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, RouteRequest
+from spillway_gateway.routing.load import load_time_ms
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
 from spillway_settings.vllm_salts import OLDEST, Version
@@ -61,10 +62,11 @@ class Lease:
         self._closed = False
         self.failed_at: float | None = None  # monotonic seconds; None: its engine has not failed
         engine.running_requests += 1
-        engine.queued_tokens += self._queued
+        engine.prefills.add(self, self._queued)
         engine.resident_tokens += self._queued
         engine.means.sent(self._queued)
-        engine.means.found(self._held.device_tokens, self._held.total_tokens)
+        loaded = self._held.cpu_tokens + self._held.shared_tokens
+        engine.means.found(self._held.device_tokens, loaded, load_time_ms(self._held, engine.rates))
         engine.cpu_link_tokens += self._held.cpu_tokens
         engine.shared_link_tokens += self._held.shared_tokens
         if self._held.shared_tokens:
@@ -132,7 +134,7 @@ class Lease:
 
     def _dequeue(self) -> None:
         engine = self.engine
-        engine.queued_tokens -= self._queued
+        engine.prefills.remove(self)
         engine.cpu_link_tokens -= self._held.cpu_tokens
         engine.shared_link_tokens -= self._held.shared_tokens
         self._queued = 0

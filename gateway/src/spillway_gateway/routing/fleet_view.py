@@ -43,7 +43,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     name: str
     routable: bool
     running_requests: int  # sent and unfinished
-    queued_tokens: int  # uncached prompt tokens of requests without a first byte
+    queued_tokens: int  # left to compute of requests without a first byte, by the engine's rate
     rates: EngineRates
     held: HeldPrefix = NOTHING_HELD
     busy_share: float = 0.0  # of prefill, over the last seconds; may exceed 1
@@ -54,6 +54,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     kv_usage: float = 0.0  # share of the device's KV cache taken by running requests; an estimate, may be outside 0..1
     kv_token_ms: float = 0.0  # time for which an average request takes one token's share of that cache; 0: unknown
     device_share: float = 0.0  # of the tokens that requests of this model found cached lately, those on a device
+    reload_token_ms: float = 0.0  # load of one token, as requests of this model loaded lately; 0: none did
     events_live: bool = True  # `held` is what it announced; of another engine, what it may still hold is not all known
     adapter_load_ms: float = 0.0  # until it can begin with the request's LoRA adapter; 0: it has it, or there is none
 

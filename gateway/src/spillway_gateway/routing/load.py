@@ -2,7 +2,8 @@
 
     cost = max(queue, link) + load from tiers + prefill of the rest + displaced + adapter
 
-queue: uncached tokens already sent and not answered, at the engine's prefill rate, plus a share per running request.
+queue: uncached tokens already sent and not answered, less what the oldest of these prompts has computed by now, at the
+engine's prefill rate, plus a share per running request.
 link: tokens that other requests are loading from the same tier, at that tier's rate: on the engine's link, and at the
 store behind the shared tier where its rate is configured. Both queues drain at the same time, so a request that loads
 waits for the longer of the two, and one that loads nothing waits for the first alone.
@@ -13,12 +14,14 @@ Systems, volume 1, 1975, chapter 5; the mean wait of the Pollaczek-Khinchine for
 1 / (1 - rho)). An idle engine displaces nothing, so a hot prefix spreads over idle engines; on a busy engine cache hits
 save more time. Two more resources are priced by the same factor. KV cache: a prompt takes its uncached share of the
 cache for as long as an average request runs. The link to the shared tier: a load occupies it for the load's duration.
-A load also displaces blocks: what it brings to the device evicts as much there, in a cache that is full as caches are.
-With h the share of cached tokens that requests find on a device, an evicted block would have been found there with a
-probability of about h; then it is loaded again, which evicts another one, and so on: h + h^2 + ... = h / (1 - h)
-further loads of the same size, the factor from above again. Without this term small differences of the queues scatter
-a prefix over all engines that can load it, and each one's device holds less that is of use (docs/benchmarks.md, many
-prompt groups).
+A prompt also displaces blocks: what it brings to the device, computed or loaded, evicts as much there, in a cache that
+is full as caches are. With h the share of cached tokens that requests find on a device, an evicted block would have
+been found there with a probability of about h; then it is loaded, which evicts another one, and so on:
+h + h^2 + ... = h / (1 - h) loads for each block, the factor from above again, at the time that loads of the model took
+lately. Without this term small differences of the queues scatter a prefix over all engines that can load it, and each
+one's device holds less that is of use (docs/benchmarks.md, many prompt groups). If it counted loads alone, computing a
+prefix again on another engine would be the cheaper choice wherever the device finds most (docs/benchmarks.md, the whole
+under load).
 adapter: what the engine takes to load the request's LoRA adapter, where it does not have it. So an engine that has it
 is preferred until its queue is longer than such a load.
 Every term is a time, so there are no weights to tune.
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 import msgspec
 
-from spillway_gateway.routing.fleet_view import EngineView, HeldPrefix
+from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPrefix
 
 # rho / (1 - rho) is unbounded at 1, and rho is an estimate over seconds: above this bound its error would decide.
 RHO_MAX = 0.8
@@ -51,19 +54,19 @@ def cost_of(engine: EngineView, prompt_tokens: int) -> Cost:
     rates = engine.rates
     held = engine.held
     per_token_ms = 1000.0 / rates.prefill_tokens_per_second
-    load_ms = link_ms = displaced_ms = 0.0
+    link_ms = displaced_ms = 0.0
+    load_ms = load_time_ms(held, rates)
     if held.cpu_tokens:
-        load_ms = 1000.0 * held.cpu_tokens / rates.cpu_load_tokens_per_second
         link_ms = 1000.0 * engine.cpu_link_tokens / rates.cpu_load_tokens_per_second
     if held.shared_tokens:
         shared_ms = 1000.0 * held.shared_tokens / rates.shared_load_tokens_per_second
-        load_ms += shared_ms
         displaced_ms = shared_ms * crowding(engine.shared_busy_share)
         own_link_ms = 1000.0 * engine.shared_link_tokens / rates.shared_load_tokens_per_second
         link_ms = max(link_ms, own_link_ms, engine.store_wait_ms)
-    if load_ms:
-        displaced_ms += load_ms * crowding(engine.device_share)
     uncached = uncached_tokens(held, prompt_tokens)
+    if engine.reload_token_ms:
+        entering = uncached + held.cpu_tokens + held.shared_tokens
+        displaced_ms += entering * engine.reload_token_ms * crowding(engine.device_share)
     prefill_ms = uncached * per_token_ms
     queue_ms = engine.queued_tokens * per_token_ms + engine.running_requests * rates.running_request_ms
     displaced_ms += prefill_ms * crowding(engine.busy_share)
@@ -85,3 +88,10 @@ def uncached_tokens(held: HeldPrefix, prompt_tokens: int) -> int:
     """Tokens left to compute; at least one, as an engine always computes the last token for its logits."""
     rest = prompt_tokens - held.device_tokens - held.cpu_tokens - held.shared_tokens
     return rest if rest > 1 else 1
+
+
+def load_time_ms(held: HeldPrefix, rates: EngineRates) -> float:
+    """Until what an engine's tiers hold of a prompt is on its device."""
+    return 1000.0 * (
+        held.cpu_tokens / rates.cpu_load_tokens_per_second + held.shared_tokens / rates.shared_load_tokens_per_second
+    )

@@ -1,0 +1,41 @@
+"""Prompts that were sent to an engine and have no first byte yet, in the order in which they were sent.
+
+A prompt is counted until its first byte. One of ten thousand tokens that is nearly computed would look like a queue of
+ten thousand, and the next turn of a conversation would leave the engine that holds it. So what the oldest prompt has
+computed by now, at the engine's rate, does not count any more; of the others none counts as begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class PrefillQueue:
+    """One engine's. On the event loop only. clock: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._prompts: dict[object, int] = {}  # uncached tokens by request, oldest first
+        self._begun_at = 0.0  # when the oldest became the oldest
+        self.tokens = 0
+
+    def add(self, request: object, tokens: int) -> None:
+        """A prompt with so many uncached tokens was sent. Each request once."""
+        if not self._prompts:
+            self._begun_at = self._clock()
+        self._prompts[request] = tokens
+        self.tokens += tokens
+
+    def remove(self, request: object) -> None:
+        """Its first byte came, or it has ended."""
+        tokens = self._prompts.pop(request, None)
+        if tokens is not None:
+            self.tokens -= tokens
+            self._begun_at = self._clock()
+
+    def tokens_left(self, now: float, tokens_per_second: float) -> int:
+        """Left to compute, at the engine's rate."""
+        if not self._prompts:
+            return 0
+        oldest = next(iter(self._prompts.values()))
+        return self.tokens - min(oldest, int((now - self._begun_at) * tokens_per_second))
