@@ -41,9 +41,9 @@ async def test_a_write_that_fails_holds_up_no_other(caplog: pytest.LogCaptureFix
 async def test_a_single_request_defers_nothing() -> None:
     coalescer = WriteCoalescer.of_running_loop()
     assert not coalescer.active
-    coalescer.requests = 1
+    coalescer.begin_request()
     assert not coalescer.active
-    coalescer.requests = 2
+    coalescer.begin_request()
     assert coalescer.active
 
 

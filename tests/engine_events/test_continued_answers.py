@@ -26,9 +26,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
-from spillway_gateway.upstream.continuation import ContinuedEvents, body_of, plan_of
-from spillway_gateway.upstream.junction import joined, known_junction, pieces
-from spillway_gateway.upstream.sent_answer import KeptBytes, SentAnswer
+from spillway_gateway.upstream.continuation.continued_events import ContinuedEvents, body_of, plan_of
+from spillway_gateway.upstream.continuation.junction import joined, known_junction, pieces
+from spillway_gateway.upstream.continuation.sent_answer import KeptBytes, SentAnswer
 
 TEXT = " No caf\u00e9 \u4e2d\u6587 \U0001f600\U0001f680 \u00fcber, and so on.\n" * 2
 PROMPT = [5, 6, 7]

@@ -85,6 +85,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/tokens": (NOTHING,),
     "gateway/tests/tracing": (NOTHING,),
     "gateway/tests/upstream": (NOTHING,),
+    "gateway/tests/upstream/continuation": (NOTHING,),
     "services/ctl/tests": ("valkey",),
     "services/engine/tests": (NOTHING,),
     "services/engine/tests/ascend_acceptance": (NOTHING,),

@@ -47,12 +47,12 @@ from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
+from spillway_gateway.upstream.continuation.sent_answer import KeptBytes
 from spillway_gateway.upstream.dispatch import OwnDispatch
 from spillway_gateway.upstream.outbound import Dispatch, UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.promotion_hints import PromotionHints
 from spillway_gateway.upstream.retry import RetryBudget
-from spillway_gateway.upstream.sent_answer import KeptBytes
 from spillway_gateway.upstream.suspects import EngineLooks, Suspects
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Write coalescing: writes of one event loop iteration are sent together at its end.
 
-A write wakes its reader, and where the reader sleeps on the same machine, waking it costs more than the write. Under
+A write wakes its reader, and if the reader sleeps on the same machine, waking it costs more than the write. Under
 load many requests share an iteration, and an engine or a client is woken once for all of them instead of once for each.
 A single request has nothing to share, and its writes go out at once.
 """
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class WriteCoalescer:
-    """One per event loop, used on its thread only. requests: in progress; each request adds and removes itself."""
+    """One per event loop, used on its thread only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._call_soon = loop.call_soon
         self._writes: list[Callable[[], None]] = []
-        self.requests = 0
+        self._requests = 0  # in progress
 
     @classmethod
     def of_running_loop(cls) -> WriteCoalescer:
@@ -31,10 +31,16 @@ class WriteCoalescer:
             found = _of_loop[loop] = cls(loop)
         return found
 
+    def begin_request(self) -> None:
+        self._requests += 1
+
+    def end_request(self) -> None:
+        self._requests -= 1
+
     @property
     def active(self) -> bool:
         """Whether a write that is due now should be deferred."""
-        return self.requests > 1
+        return self._requests > 1
 
     def defer(self, write: Callable[[], None]) -> None:
         """Call `write` once at the end of this iteration, before the loop polls its sockets."""

@@ -44,7 +44,8 @@ async def test_a_head_is_sent_with_the_first_bytes_of_its_body() -> None:
 
 
 async def test_with_several_requests_a_reply_is_sent_at_the_end_of_the_iteration() -> None:
-    WriteCoalescer.of_running_loop().requests = 2
+    for _ in range(2):
+        WriteCoalescer.of_running_loop().begin_request()
     wires = Wire(), Wire()
     for wire in wires:
         transport = HeadWithBody(wire)
@@ -57,7 +58,8 @@ async def test_with_several_requests_a_reply_is_sent_at_the_end_of_the_iteration
 
 
 async def test_nothing_is_written_to_a_connection_that_was_lost_in_the_iteration() -> None:
-    WriteCoalescer.of_running_loop().requests = 2
+    for _ in range(2):
+        WriteCoalescer.of_running_loop().begin_request()
     wire = Wire()
     HeadWithBody(wire).write(HEAD)
     wire.closed = True

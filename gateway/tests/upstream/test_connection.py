@@ -79,7 +79,8 @@ async def test_two_exchanges_on_one_connection() -> None:
 
 async def test_with_several_requests_a_request_is_sent_at_the_end_of_the_iteration() -> None:
     async with connected(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc") as connection:
-        WriteCoalescer.of_running_loop().requests = 2
+        for _ in range(2):
+            WriteCoalescer.of_running_loop().begin_request()
         for _ in range(2):
             connection.send([REQUEST])
             assert await whole_body(connection) == b"abc"

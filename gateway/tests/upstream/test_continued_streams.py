@@ -14,7 +14,7 @@ from spillway_gateway.testing.fake_engine import FakeEngine, Scripted, byte_toke
 from spillway_gateway.testing.faults import DieInStream, ErrorInStream, HoldInStream, Status
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 from spillway_gateway.testing.spelled_answers import SpelledAnswer
-from spillway_gateway.upstream.waits import SILENT_SECONDS, RequestWaits
+from spillway_gateway.upstream.exchange import SILENT_SECONDS, Exchange
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -188,19 +188,19 @@ async def test_an_engine_that_halts_is_left(start_engine: Any, client: aiohttp.C
         chosen.fault = HoldInStream(3, asyncio.Event())
         answer = asyncio.create_task(stream(client, running, CHAT))
         engine = running.engine(chosen.name)
-        await until(lambda: any(waits.bytes_sent and not waits.sending for waits in engine.requests))
-        await until(lambda: len(_waits(engine).movable_tokens()) == 2)
-        waits = _waits(engine).waits
+        await until(lambda: any(each.committed and not each.sending for each in engine.requests))
+        exchange = _exchange(engine)
+        await until(lambda: exchange._continuation.tokens == 2)
         if ending == "ends":
             engine.end_requests()
         elif ending == "went_down":
-            waits.engine_went_down(engine)  # which it is not yet known to have halted for
+            exchange.engine_went_down(engine)  # which it is not yet known to have halted for
             assert not answer.done()
-            waits.deadline -= SILENT_SECONDS
-            waits.engine_went_down(engine)
+            exchange.since -= SILENT_SECONDS
+            exchange.engine_went_down(engine)
         else:
-            waits.deadline = asyncio.get_running_loop().time()
-            waits._on_timer()
+            exchange.since -= exchange.due
+            exchange.on_timer()
         assert contents(await answer)[0] == b"".join(PIECES).decode()
         reason = {"ends": "ending", "went_down": "went_down", "stalled": "idle_timeout"}[ending]
         assert await counted(client, running, "continued_answers_total") == {reason: 1.0}
@@ -219,20 +219,11 @@ async def test_a_first_silence_is_as_long_as_configured(start_engine: Any, clien
         assert_idle(running)
 
 
-class _waits:
-    """The one request of an engine."""
-
-    def __init__(self, engine: Any) -> None:
-        (waits,) = engine.requests
-        assert isinstance(waits, RequestWaits)
-        self.waits = waits
-
-    def movable_tokens(self) -> Any:
-        assert self.waits.movable is not None
-        continuing = next(
-            cell.cell_contents for cell in self.waits.movable.__closure__ or () if hasattr(cell.cell_contents, "sent")
-        )
-        return continuing.sent.tokens
+def _exchange(engine: Any) -> Any:
+    """That of the engine's one request."""
+    (exchange,) = engine.requests
+    assert isinstance(exchange, Exchange)
+    return exchange
 
 
 async def test_a_stall_is_waited_for_where_no_other_engine_is_ready(
@@ -244,15 +235,15 @@ async def test_a_stall_is_waited_for_where_no_other_engine_is_ready(
         engines[0].fault = HoldInStream(3, release)
         answer = asyncio.create_task(stream(client, running, CHAT))
         engine = running.engine("a")
-        await until(lambda: any(waits.bytes_sent and not waits.sending for waits in engine.requests))
-        waits = _waits(engine).waits
+        await until(lambda: any(each.committed and not each.sending for each in engine.requests))
+        exchange = _exchange(engine)
+        services = running.gateway.services
+        began = exchange.since
+        assert exchange.due == pytest.approx(began + services.continuation.stall_seconds)
+        exchange.since -= services.continuation.stall_seconds
         for _ in range(2):
-            waits.deadline = before = asyncio.get_running_loop().time()
-            waits._put_off = 0.0
-            waits._on_timer()
-            services = running.gateway.services
-            more = services.timeouts.idle_seconds - services.continuation.stall_seconds
-            assert waits.deadline == pytest.approx(before + more)
+            exchange.on_timer()
+            assert exchange.due == pytest.approx(exchange.since + services.timeouts.idle_seconds)
         release.set()
         assert contents(await answer)[0] == b"".join(PIECES).decode()
 

@@ -15,7 +15,7 @@ from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import DieInStream, ErrorInStream, Hang, HeadThenDie, HoldInStream, Slow, Status
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
-from spillway_gateway.upstream.waits import RequestWaits
+from spillway_gateway.upstream.exchange import Exchange
 
 CHAT = "/v1/chat/completions"
 
@@ -49,11 +49,11 @@ async def ask(client: aiohttp.ClientSession, running: RunningGateway, **fields: 
 def pass_deadline(engine: Engine) -> float:
     """The only request's present wait ends, as at its deadline; returns the seconds that were left. Short deadlines
     would be passed by slow machines where nothing is late."""
-    (waits,) = engine.requests
-    assert isinstance(waits, RequestWaits)
-    now = asyncio.get_running_loop().time()
-    left, waits.deadline = waits.deadline - now, now
-    waits._on_timer()
+    (exchange,) = engine.requests
+    assert isinstance(exchange, Exchange) and exchange.due is not None
+    left = exchange.due - asyncio.get_running_loop().time()
+    exchange.since -= left
+    exchange.on_timer()
     return left
 
 

@@ -24,8 +24,8 @@ from spillway_gateway.testing.fake_documents import (
     untyped_event,
 )
 from spillway_gateway.testing.running import RunningGateway, running_gateway, until
+from spillway_gateway.upstream.exchange import Exchange, State
 from spillway_gateway.upstream.stream_relay import PREAMBLE_BYTES_MAX
-from spillway_gateway.upstream.waits import RequestWaits
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -266,12 +266,12 @@ async def test_figures_and_timeouts_wait_for_the_first_part(
     async with running_gateway(config(late)) as running:
         asked = asyncio.create_task(ask(client, running, path))
         engine = running.engine("late")
-        await until(lambda: late.asked and engine.requests and _waits(engine).deadline)
+        await until(lambda: late.asked and engine.requests)
         for _ in range(20):  # of the loops of both sides
             await asyncio.sleep(0)
-        assert engine.queued_tokens > 0 and not _waits(engine).begun
+        assert engine.queued_tokens > 0 and _exchange(engine).state is not State.ANSWERING
         assert "first_byte_seconds_count" not in await _metrics(client, running)
-        assert _waits(engine).deadline - asyncio.get_running_loop().time() > 200, "firstByteSeconds, from the start"
+        assert _left(_exchange(engine)) > 200, "firstByteSeconds, from the start"
         go_on.set()
         await asked
         assert "first_byte_seconds_count" in await _metrics(client, running)
@@ -288,10 +288,11 @@ async def test_comments_do_not_keep_a_stream_alive_for_ever(client: aiohttp.Clie
         client.post(running.url + CHAT, json=BODIES[CHAT]) as reply,
     ):
         assert await reply.content.readexactly(len(COMMENT)) == COMMENT
-        waits = _waits(running.engine("a"))
-        assert waits.deadline > asyncio.get_running_loop().time() + 100, "set once, when the request was sent"
-        waits.sending, waits.deadline = False, asyncio.get_running_loop().time()
-        waits._on_timer()
+        exchange = _exchange(running.engine("a"))
+        assert _left(exchange) > 100, "set once, when the request was sent"
+        exchange.sending = False
+        exchange.since -= _left(exchange)
+        exchange.on_timer()
         body = await reply.read()
 
     assert json.loads(body.rsplit(b"data: ", 1)[1])["error"]["code"] == "engine_timeout"
@@ -306,7 +307,7 @@ async def test_a_preamble_that_is_too_long_is_not_held_back(client: aiohttp.Clie
         client.post(running.url + RESPONSES, json=BODIES[RESPONSES]) as reply,
     ):
         assert await reply.content.readexactly(len(typed_event(created))) == typed_event(created)
-        assert not _waits(running.engine("a")).begun
+        assert _exchange(running.engine("a")).state is State.PREAMBLE
         go_on.set()
         assert await reply.read() == answer(RESPONSES, "a").whole
 
@@ -421,30 +422,34 @@ async def test_a_silent_stream_of_an_engine_that_works_goes_on(
     async with running_gateway(config(engine)) as running:
         asked = asyncio.create_task(ask(client, running, CHAT))
         seen = running.engine("a")
-        await until(lambda: seen.requests and _waits(seen).begun)
-        waits = _waits(seen)
+        await until(lambda: seen.requests and _exchange(seen).state is State.ANSWERING)
+        exchange = _exchange(seen)
         await until(lambda: seen._computed_tokens == 1.0)
         if works:
             engine.metrics = engine.metrics.replace(b" 1.0\n", b" 2.0\n", 1)
             await until(lambda: seen.progressed_by is None)
-        now = asyncio.get_running_loop().time()
-        waits.deadline = now - 1
-        waits._on_timer()
+        exchange.since -= 121  # more than idleSeconds
+        exchange.on_timer()
         if works:
-            assert waits.deadline == pytest.approx(now + 119, abs=60)
-            waits.deadline = waits._put_off = now - 1
-            waits._silent_since = now - 900  # as long as a plain reply may take
-            waits._on_timer()
+            assert _left(exchange) == pytest.approx(119, abs=60)
+            exchange.since -= 900  # more than a plain reply may take
+            exchange.on_timer()
         release.set()
         _, _, body = await asked
 
     assert json.loads(body.rsplit(b"data: ", 1)[1])["error"]["code"] == "engine_timeout"
 
 
-def _waits(engine: Engine) -> RequestWaits:
-    (waits,) = engine.requests
-    assert isinstance(waits, RequestWaits)
-    return waits
+def _exchange(engine: Engine) -> Exchange:
+    (exchange,) = engine.requests
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+def _left(exchange: Exchange) -> float:
+    """Seconds until its present wait ends."""
+    assert exchange.due is not None
+    return exchange.due - asyncio.get_running_loop().time()
 
 
 async def _metrics(client: aiohttp.ClientSession, running: RunningGateway) -> str:

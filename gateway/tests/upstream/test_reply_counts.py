@@ -130,7 +130,7 @@ def test_counts_are_possible_whatever_is_said(said: list[dict[str, Any]], length
     for usage in said:
         document = json.dumps({"usage": usage}).encode()
         if events:
-            counts.streams = True
+            counts.begin_attempt(streams=True)
             counts.read_events(engine_of_length(length), b"data: " + document + b"\n\n")
         else:
             counts.read_plain(engine_of_length(length), document)

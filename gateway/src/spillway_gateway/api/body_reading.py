@@ -9,8 +9,8 @@ from spillway_gateway.client.body_budget import SHORT_BYTES_MAX
 from spillway_gateway.client.connection import ClientRequest
 from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
 from spillway_gateway.errors import RequestBodyTimeout, RequestTooLarge, UnsupportedEncoding
+from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
-from spillway_gateway.upstream.waits import ClientDisconnected
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -36,13 +36,13 @@ from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
+from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.relay import Relay
 from spillway_gateway.upstream.splice import MemberValue, insert_member
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
-from spillway_gateway.upstream.waits import ClientDisconnected
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where traces are exported
     from spillway_gateway.tracing.exporting import Tracing

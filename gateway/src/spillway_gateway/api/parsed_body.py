@@ -19,7 +19,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     estimate for the other prompts of a batch, which count as work and not as prefix. charged_tokens: charged to the
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
     False where their tokens are never reported. previous_response: the id of a stored response that this one
-    continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation.py.
+    continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation/.
     session: OpenAI's prompt_cache_key. choices: answers that it asks for. reply_tokens_max: of all of them, as it asks;
     None: as many as the model allows; 0: nothing is generated. background: the engine goes on after its reply.
     longest_tokens: an estimate, of the longest input for embeddings. server_tools: the engine may call tools itself and

@@ -64,7 +64,7 @@ class ListenConfig(CamelSection, frozen=True):
 
 
 class ContinuationConfig(CamelSection, frozen=True):
-    """Streamed answers that go on from another engine when theirs fails; see upstream/continuation.py."""
+    """Streamed answers that go on from another engine when theirs fails; see upstream/continuation/."""
 
     enabled: bool = False
     attempts_max: Count = 3  # engines that may be asked to continue one answer

@@ -13,26 +13,30 @@ COMMENT = b": keep-alive\n\n"
 class KeepAlive:
     """Times the comments of one streaming request, from its creation to close(). On the event loop.
 
-    sent_at: loop time of the client's last bytes, set by whoever sends them.
+    sent() is called after each write to the client.
     """
 
-    __slots__ = ("_comment", "_loop", "_seconds", "_timer", "sent_at")
+    __slots__ = ("_comment", "_loop", "_seconds", "_sent_at", "_timer")
 
     def __init__(self, seconds: float, comment: Callable[[], None]) -> None:
         """seconds: of silence before a comment; 0: none is sent. comment: sends one, if that is possible now."""
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._comment = comment
-        self.sent_at = self._loop.time()
+        self._sent_at = self._loop.time()
         self._timer = self._loop.call_later(seconds, self.on_timer) if seconds else None
 
+    def sent(self) -> None:
+        """The client has got bytes."""
+        self._sent_at = self._loop.time()
+
     def on_timer(self) -> None:
-        """Send a comment where one is due, and look again when the next one may be."""
+        """Send a comment if one is due, and look again when the next one may be."""
         now = self._loop.time()
-        if now - self.sent_at >= self._seconds:
-            self.sent_at = now
+        if now - self._sent_at >= self._seconds:
+            self._sent_at = now
             self._comment()
-        self._timer = self._loop.call_at(self.sent_at + self._seconds, self.on_timer)
+        self._timer = self._loop.call_at(self._sent_at + self._seconds, self.on_timer)
 
     def close(self) -> None:
         """No comment follows."""

@@ -20,10 +20,10 @@ from spillway_gateway.lifecycle import RunningRequest
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
+from spillway_gateway.upstream.continuation.sent_answer import KeptBytes
 from spillway_gateway.upstream.forward import Body, Headers
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.retry import RetryBudget
-from spillway_gateway.upstream.sent_answer import KeptBytes
 from spillway_gateway.upstream.usage import Usage
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """One client request: admission, a routing decision and an attempt for each engine tried, and its accounting.
 
-The reply itself passes in reply.py; what ends a wait from outside is in waits.py.
+The reply itself passes in reply.py. exchange.py has the request's states, their deadlines, and what ends a wait from
+outside; continuation/ says whether and how an answer goes on from another engine.
 """
 
 from __future__ import annotations
@@ -8,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from time import perf_counter
-
-import msgspec
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.errors import (
@@ -28,29 +26,19 @@ from spillway_gateway.errors import (
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.upstream.connection import EngineConnection
-from spillway_gateway.upstream.continuing import Continuing, NotJoined
+from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
+from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
 from spillway_gateway.upstream.forward import request_head
-from spillway_gateway.upstream.junction import Junction, joined, pieces
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Place, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect
 from spillway_gateway.upstream.reply import EngineAnsweredError, EngineErrorTooLong, Reply
 from spillway_gateway.upstream.retry import is_attempt, may_retry
 from spillway_gateway.upstream.suspects import EndedEngines
-from spillway_gateway.upstream.waits import ClientDisconnected, ClientStalled, RequestWaits
 from spillway_gateway.write_coalescing import WriteCoalescer
 
 logger = logging.getLogger(__name__)
 
-CHAT_PATH = b"/v1/chat/completions"
-DETOKENIZE_PATH = b"/detokenize"
-TEXT_BYTES_MAX = 1024 * 1024  # of its reply
-
-
-class _Text(msgspec.Struct):
-    prompt: str
-
-
-_read_text = msgspec.json.Decoder(_Text).decode
+TEXT_BYTES_MAX = 1024 * 1024  # of an engine's reply that a continuation asks for
 
 
 class Relay:
@@ -64,12 +52,13 @@ class Relay:
         "_client",
         "_coalescer",
         "_connection",
+        "_continuing",
         "_dispatched",
         "_ended",
+        "_exchange",
         "_fleet",
         "_request",
         "_services",
-        "_waits",
         "lease",
         "reply",
     )
@@ -82,7 +71,6 @@ class Relay:
         self._services = services
         self._client = client
         self._coalescer = WriteCoalescer.of_running_loop()
-        self._waits = RequestWaits(fleet, services, stream=request.stream)
         self._dispatched = False
         self._ended = EndedEngines(request, fleet.name, services)
         self._chosen_at = 0.0  # the last engine
@@ -90,11 +78,11 @@ class Relay:
         self._attempt_trace: AttemptTrace | None = None
         self._attempt_status = 0  # of the engine's reply
         self.lease: Lease | None = None
-        continuing = None
+        self._continuing: Continuing | None = None
         if request.asks_ids:
-            chat = request.path == CHAT_PATH
-            continuing = Continuing(request, fleet, services.continuation, services.kept, chat=chat)
-        self.reply = Reply(request, services, self._waits, client, send, model=fleet.name, continuing=continuing)
+            self._continuing = Continuing(request, fleet, services.continuation, services.kept)
+        self._exchange = Exchange(fleet, services, send, stream=request.stream, continuation=self._continuing)
+        self.reply = Reply(request, services, self._exchange, client, model=fleet.name, continuing=self._continuing)
 
     @property
     def model(self) -> str:
@@ -102,10 +90,10 @@ class Relay:
 
     async def run(self) -> None:
         """Raises nothing but what cancels the task from outside."""
-        services, waits, reply = self._services, self._waits, self.reply
-        self._client.set_disconnect_callback(waits.client_disconnected)
-        services.running.add(waits)
-        self._coalescer.requests += 1
+        services, exchange, reply = self._services, self._exchange, self.reply
+        self._client.set_disconnect_callback(exchange.client_disconnected)
+        services.running.add(exchange)
+        self._coalescer.begin_request()
         services.budget.earn()
         try:
             admission = services.admissions.get(self._fleet.name)
@@ -120,66 +108,53 @@ class Relay:
         except ClientDisconnected as error:
             if reply.stream.ended and not isinstance(error, ClientStalled):
                 return  # SDKs disconnect at [DONE], before the reply's own end
-            if self.lease is not None:
-                reply.counts.abandoned(self.lease.engine, perf_counter() - self._chosen_at)
-            phase = "after_first_byte" if waits.bytes_sent else "before_first_byte"
+            phase = "after_first_byte" if exchange.committed else "before_first_byte"
             services.metrics.disconnect(self._fleet.name, phase).inc()
-            reply.status = 499
+            reply.abandon(self.lease, perf_counter() - self._chosen_at)
             if isinstance(error, ClientStalled):
                 logger.warning("request %s: the client stopped reading; its request was ended", self._id())
         except GatewayError as error:
             await reply.answer_error(error, self.lease)
         finally:
-            services.running.discard(waits)
-            self._coalescer.requests -= 1
-            self._client.clear_disconnect_callback(waits.client_disconnected)
-            waits.close()
+            services.running.discard(exchange)
+            self._coalescer.end_request()
+            self._client.clear_disconnect_callback(exchange.client_disconnected)
+            exchange.take(Step.FINISH)
             reply.close()
-            if reply.continuing is not None:
-                reply.continuing.sent.close()
+            if self._continuing is not None:
+                self._continuing.close()
             self._record_metrics()
 
     async def _enter(self, admission: Admission) -> Place:
         """Wait until the engines have room."""
-        waits = self._waits
-        if waits.disconnected:
-            raise ClientDisconnected
-        waits.abortable = True
         trace = self._request.trace
         asked_ns = time.time_ns() if trace is not None else 0
         hints, hinted = self._services.promotion_hints, None
         if self._request.prompt.tokens is not None and hints is not None and admission.is_full:
             hinted = hints.expect(self._fleet, self._request)
         try:
-            return await self._services.dispatch.enter(admission, self._fleet, self._request)
-        except asyncio.CancelledError:
-            cause = waits.take_cause()
-            if cause is None:
-                raise
-            raise cause from None
+            with self._exchange:
+                return await self._services.dispatch.enter(admission, self._fleet, self._request)
         finally:
-            waits.abortable = False
             if trace is not None:
                 trace.admitted(asked_ns, hinted)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
     async def _attempts(self, place: Place) -> None:
-        """Try one engine after another until one answers, and where it fails within a stream, others that continue it.
-        Raises the last failure where no retry is allowed."""
-        services, request = self._services, self._request
+        """Try one engine after another until one answers; if it fails within a stream, try others that continue it.
+        Raises the last failure if no retry is allowed."""
+        services, request, exchange, continuing = self._services, self._request, self._exchange, self._continuing
         tried: frozenset[str] = frozenset()
         attempts = 0
         failure: UpstreamError | None = None
         while True:
-            if self._waits.disconnected:
-                raise ClientDisconnected
             try:
                 lease = await self._choose(place, tried)
             except NoEngineReady:
                 if failure is None:
                     raise
-                if self.reply.continuing is not None and self._waits.bytes_sent:
+                if exchange.state is State.BRIDGING:
                     services.metrics.not_continued(self._fleet.name, "no_engine").inc()
                 raise failure from None
             try:
@@ -194,18 +169,18 @@ class Relay:
                     failure.__cause__ = error
                 self._engine_failed(lease, error)
                 self._end_attempt(error.reason)
-                if not await self._ended.allow_another(error, place, lease, begun=self._waits.bytes_sent):
+                if not await self._ended.allow_another(error, place, lease, begun=exchange.committed):
                     raise failure from None
             except NotJoined:
                 assert failure is not None
-                self._services.metrics.not_continued(self._fleet.name, "text").inc()
+                services.metrics.not_continued(self._fleet.name, "text").inc()
                 raise failure from None
             finally:
                 lease.close()
                 self._end_attempt("cancelled")  # no effect on an attempt that has ended
-            if self.reply.continuing is not None and self._waits.bytes_sent:
-                tried = self._left_out(self.reply.continuing, failure, lease.engine, tried)
-                if self.reply.continuing.complete:
+            if continuing is not None and exchange.committed:
+                tried = self._left_out(continuing, failure, lease.engine, tried)
+                if continuing.complete:
                     await self.reply.stream.complete()
                     return
                 continue
@@ -216,7 +191,7 @@ class Relay:
             movable = movable and request.only_engine is None
             engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
             again = may_retry(
-                bytes_sent=self._waits.bytes_sent,
+                bytes_sent=exchange.committed,
                 attempts=attempts,
                 attempts_max=services.limits.attempts_max,
                 engines_left=movable and engines_left,
@@ -232,10 +207,12 @@ class Relay:
     def _left_out(
         self, continuing: Continuing, failure: UpstreamError, engine: Engine, tried: frozenset[str]
     ) -> frozenset[str]:
-        """A stream broke: the engines that do not get the rest of its answer. Raises the failure where it ends here."""
-        left_out = continuing.after(failure, engine, tried, asyncio.get_running_loop().time())
-        if left_out is not None and not continuing.complete and not self._services.budget.spend(failure):
-            continuing.why_not, left_out = "retry_budget", None
+        """A stream broke: the engines that do not get the rest of its answer. Raises the failure if it ends here."""
+        exchange = self._exchange
+        first = exchange.state is not State.BRIDGING
+        exchange.take(Step.BREAK)
+        budget, overdue = self._services.budget, exchange.overdue
+        left_out = continuing.after(failure, engine, tried, budget, first=first, overdue=overdue)
         if left_out is None:
             self._services.metrics.not_continued(self._fleet.name, continuing.why_not).inc()
             raise failure
@@ -244,21 +221,13 @@ class Relay:
 
     async def _choose(self, place: Place, tried: frozenset[str]) -> Lease:
         """Route the request to an engine that was not tried yet. Raises NoEngineReady."""
-        request, continuing = self._request, self.reply.continuing
+        request, exchange = self._request, self._exchange
+        exchange.take(Step.ROUTE)
+        continuing = self._continuing if exchange.state is State.BRIDGING else None
         trace = request.trace
         asked_ns = time.time_ns() if trace is not None else 0
-        joins = continuing is not None and continuing.failed_at is not None
-        prompt = continuing.prompt() if continuing is not None and joins else request.prompt
-        self._waits.abortable = True
-        try:
-            lease = await place.choose(prompt, tried)
-        except asyncio.CancelledError:
-            cause = self._waits.take_cause()
-            if cause is None:
-                raise
-            raise cause from None
-        finally:
-            self._waits.abortable = False
+        with exchange:
+            lease = await place.choose(continuing.prompt() if continuing is not None else request.prompt, tried)
         self.lease = lease
         self._chosen_at = perf_counter()
         self._services.recent.decided(self._fleet.name, request.request_id, lease.decision)
@@ -272,7 +241,7 @@ class Relay:
                 lease.engine,
                 request.headers,
                 again=bool(tried),
-                continues_after=len(continuing.sent.tokens) if continuing is not None and joins else None,
+                continues_after=continuing.tokens if continuing is not None else None,
             )
         return lease
 
@@ -294,80 +263,50 @@ class Relay:
             engine.refused(error.message)
         elif not isinstance(error, (EngineAnsweredError, EngineErrorTooLong)):
             engine.poll_soon()
-        if self._waits.bytes_sent and not self._waits.joining_seconds:
+        if self._exchange.committed and self._exchange.state is not State.BRIDGING:
             self._services.metrics.broken(engine.name, error.reason).inc()
 
     async def _attempt(self, lease: Lease) -> None:
-        engine, waits = lease.engine, self._waits
-        waits.engine = engine
-        waits.abortable = True
-        waits.sending = False
-        engine.requests.add(waits)
+        engine, exchange, continuing = lease.engine, self._exchange, self._continuing
+        exchange.ask(engine)
+        engine.requests.add(exchange)
         assumed: asyncio.TimerHandle | None = None
         if not self._request.stream:
             loop = asyncio.get_running_loop()
             assumed = loop.call_later(lease.expected_prefill_seconds, lease.prefill_assumed)
         try:
-            continuing = self.reply.continuing
-            if continuing is not None and continuing.failed_at is not None:
-                connection = await self._join(engine, continuing)
+            with exchange:
+                if continuing is not None and exchange.state is State.BRIDGING:
+                    request, events = await continuing.join(engine, self._ask_whole)
+                    connection = await self._ask(engine, request)
+                    self._attempt_status = connection.status
+                    await self.reply.stream.relay_continued(lease, connection, self._attempt_trace, events)
+                    return
+                connection = await self._ask(engine, self._request)
                 self._attempt_status = connection.status
-                await self.reply.stream.relay_continued(lease, connection, self._attempt_trace)
-                return
-            connection = await self._exchange(engine, self._request)
-            self._attempt_status = connection.status
-            await self.reply.relay(lease, connection, self._attempt_trace)
-        except asyncio.CancelledError:
-            cause = waits.take_cause()
-            if cause is None:
-                raise
-            raise cause from None
+                await self.reply.relay(lease, connection, self._attempt_trace)
         finally:
-            waits.abortable = False
             if assumed is not None:
                 assumed.cancel()
-            engine.requests.discard(waits)
+            engine.requests.discard(exchange)
             if self._connection is not None:
                 self._services.pool.release(engine, self._connection)
                 self._connection = None
 
-    async def _join(self, engine: Engine, continuing: Continuing) -> EngineConnection:
-        """Ask another engine for the rest of the answer. Raises NotJoined where the place to go on from is unknown."""
-        continuing.begin()
-        waits = self._waits
-        waits.joining_seconds = self._services.continuation.pause_seconds
-        junction = continuing.known_junction()
-        if junction is None:
-            junction = await self._decoded_junction(engine, continuing)
-        return await self._exchange(engine, continuing.join(junction, engine.prompt_tokens_max))
-
-    async def _decoded_junction(self, engine: Engine, continuing: Continuing) -> Junction:
-        """By the text that the engine gives for the last tokens."""
-        sent, withheld_chars = continuing.sent, continuing.plan.held_back
-        for piece in pieces(sent, withheld_chars):
-            text = await self._text_of(engine, continuing, sent.tokens[piece.start : piece.end])
-            junction = joined(piece, text, sent.sent_text(), withheld_chars)
-            if junction is not None:
-                return junction
-        raise NotJoined
-
-    async def _text_of(self, engine: Engine, continuing: Continuing, tokens: Sequence[int]) -> str:
-        body = continuing.text_request(tokens)
-        request = msgspec.structs.replace(self._request, path=DETOKENIZE_PATH, body=body, stream=False)
-        connection = await self._exchange(engine, request)
+    async def _ask_whole(self, request: OutboundRequest) -> tuple[int, bytes]:
+        """The status and the short reply of the engine that is to continue the answer."""
+        engine = self._exchange.engine
+        assert engine is not None
+        connection = await self._ask(engine, request)
         reply = await collect(connection, TEXT_BYTES_MAX)
         status, self._connection = connection.status, None
         self._services.pool.release(engine, connection)
-        try:
-            return _read_text(reply).prompt
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise EngineBadReply(f"Engine {engine.name} answered {status} to {DETOKENIZE_PATH.decode()}") from error
+        return status, reply
 
-    async def _exchange(self, engine: Engine, request: OutboundRequest) -> EngineConnection:
+    async def _ask(self, engine: Engine, request: OutboundRequest) -> EngineConnection:
         """Send the request and wait for the reply's head. A reused connection that turns out closed is no failure of
         the engine: a fresh connection decides."""
         pool = self._services.pool
-        timeouts = self._services.timeouts
         head = request_head(
             engine.base_path.encode() + request.path,
             engine.host_header,
@@ -377,11 +316,6 @@ class Relay:
             method=request.method,
             rank=engine.rank,
         )
-        continuing = self.reply.continuing
-        if continuing is not None and continuing.failed_at is not None:
-            self._waits.expect_within(continuing.seconds_left(asyncio.get_running_loop().time()))
-        else:
-            self._waits.expect_within(timeouts.first_byte_seconds if request.stream else timeouts.plain_seconds)
         connection = pool.take_idle(engine)
         if connection is not None:
             self._connection = connection
@@ -409,7 +343,7 @@ class Relay:
         connection.send((head, request.body))
         if not self._dispatched:
             self._dispatched = True
-            self.reply.overhead_seconds += perf_counter() - self._request.received_at
+            self.reply.add_overhead(perf_counter() - self._request.received_at)
 
     # -- accounting --------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 the dialect of the route.
 
 Nothing of an answer reaches the client before its first part (streams) or the whole reply (plain), so until then the
-request can be retried on another engine. A stream that breaks afterwards is continued by another engine where that is
-possible, and ends with an error event and no [DONE] where it is not.
+request can be retried on another engine. A stream that breaks afterwards is continued by another engine if that is
+possible; otherwise it ends with an error event and no [DONE].
 
 A stream that waits gets comments meanwhile (keep_alive.py). The first one begins the reply with status 200, and an
 error behind it is an event.
@@ -22,15 +22,15 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease
 from spillway_gateway.upstream.adapter_refusals import require_adapter
 from spillway_gateway.upstream.connection import EngineConnection
-from spillway_gateway.upstream.continuing import Continuing
+from spillway_gateway.upstream.continuation.continuing import Continuing
+from spillway_gateway.upstream.exchange import Exchange, Step
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.keep_alive import COMMENT, KeepAlive
-from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
+from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, HeldBytes, collect
 from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, plain_failure
 from spillway_gateway.upstream.stream_relay import EVENT_STREAM, StreamRelay, is_event_stream
-from spillway_gateway.upstream.waits import RequestWaits
 from spillway_settings.wire import ENGINE_HEADER, OVERHEAD_HEADER, PREFIX_TOKENS_HEADER, ROUTE_HEADER
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _EARLY = ((b"content-type", EVENT_STREAM + b"; charset=utf-8"),)
 
 
 class EngineAnsweredError(UpstreamError):
-    """The engine answered 502, 503 or 504. Retried; passed on unchanged where no other engine is left."""
+    """The engine answered 502, 503 or 504. Retried; passed on unchanged if no other engine is left."""
 
     reason = "status"
 
@@ -68,7 +68,7 @@ class EngineErrorTooLong(UpstreamError):
 class Reply:
     """The reply to one request, over all its attempts.
 
-    status: sent to the client; 499 where it disconnected first, 0 where nothing was sent. error_code: of an error that
+    status: sent to the client; 499 if it disconnected first, 0 if nothing was sent. error_code: of an error that
     the gateway itself answered. overhead_seconds: the gateway's own work so far. stream: the part of it that is a
     stream of events.
     """
@@ -76,14 +76,13 @@ class Reply:
     __slots__ = (
         "_client",
         "_comments_over",
+        "_exchange",
         "_head_sent",
         "_keep_alive",
         "_model",
         "_request",
-        "_send",
         "_services",
         "_silent_task",
-        "_waits",
         "counts",
         "error_code",
         "overhead_seconds",
@@ -95,9 +94,8 @@ class Reply:
         self,
         request: OutboundRequest,
         services: UpstreamServices,
-        waits: RequestWaits,
+        exchange: Exchange,
         client: Client,
-        send: Send,
         *,
         model: str,
         continuing: Continuing | None = None,
@@ -105,23 +103,26 @@ class Reply:
         self._request = request
         self._model = model
         self._services = services
-        self._waits = waits
+        self._exchange = exchange
         self._client = client
-        self._send = send
         self.counts = ReplyCounts(request)
         self._head_sent = False
         self._comments_over = False
         self._silent_task: asyncio.Task[None] | None = None
         self._keep_alive = KeepAlive(services.timeouts.keep_alive_seconds if request.stream else 0, self._is_silent)
-        self.stream = StreamRelay(self, request, services, waits, self.counts, model=model, continuing=continuing)
+        self.stream = StreamRelay(self, request, services, exchange, self.counts, model=model, continuing=continuing)
         self.status = 0
         self.error_code: str | None = None
         self.overhead_seconds = 0.0
 
-    @property
-    def continuing(self) -> Continuing | None:
-        """State of an answer that another engine may continue, else None."""
-        return self.stream.continuing
+    def add_overhead(self, seconds: float) -> None:
+        self.overhead_seconds += seconds
+
+    def abandon(self, lease: Lease | None, seconds: float) -> None:
+        """The client has left. seconds: since the lease's engine was chosen."""
+        if lease is not None:
+            self.counts.abandoned(lease.engine, seconds)
+        self.status = 499
 
     def close(self) -> None:
         """The request has ended."""
@@ -129,15 +130,17 @@ class Reply:
         self._keep_alive.close()
 
     async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
-        """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until
-        waits.bytes_sent is set it may be retried."""
-        self.stream.framer, self.counts.streams = None, False
-        if connection.status in RETRYABLE_STATUSES:
+        """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until the exchange
+        is committed it may be retried."""
+        self.stream.reset()
+        retryable, streams = connection.status in RETRYABLE_STATUSES, is_event_stream(connection)
+        self.counts.begin_attempt(streams=streams and not retryable)
+        if retryable:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
             if not connection.complete:
                 raise EngineErrorTooLong(lease.engine, connection.status)
             raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
-        if is_event_stream(connection):
+        if streams:
             await self.stream.relay(lease, connection, trace)
         else:
             await self._relay_plain(lease, connection, trace)
@@ -150,14 +153,11 @@ class Reply:
             await self._start(status, [*headers, *_UNBUFFERED], lease)
 
     async def pass_events(self, events: bytes) -> None:
-        waits = self._waits
-        waits.sending = True
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        waits.sending = False
-        self._keep_alive.sent_at = asyncio.get_running_loop().time()
+        await self._exchange.send({"type": "http.response.body", "body": events, "more_body": True})
+        self._keep_alive.sent()
 
     async def comment(self, comment: bytes) -> None:
-        """Send a comment to the client of a stream, and before it the head where none was sent: with status 200, and
+        """Send a comment to the client of a stream, and before it the head if none was sent: with status 200, and
         without what is not known yet."""
         if not self._head_sent:
             await self._start(200, [*_EARLY, *_UNBUFFERED], None)
@@ -171,15 +171,13 @@ class Reply:
     async def _comment_on_silence(self) -> None:
         """Does not wait: the client takes bytes. So no other write of this reply comes between."""
         if self._may_comment():
-            if not self._head_sent:
-                await self._start(200, [*_EARLY, *_UNBUFFERED], None)
-            await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            await self.comment(COMMENT)
 
     def _may_comment(self) -> bool:
         """Between two events of a client that reads."""
-        framer = self.stream.framer
-        between = framer is None or framer.at_boundary or not self._waits.bytes_sent
-        return between and not self._comments_over and not self._waits.sending and self._client.writable
+        exchange = self._exchange
+        between = self.stream.at_boundary or not exchange.committed
+        return between and not self._comments_over and not exchange.sending and self._client.writable
 
     # -- plain -------------------------------------------------------------------------------------------------------
 
@@ -193,7 +191,6 @@ class Reply:
     async def _collect_plain(
         self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None, held: HeldBytes
     ) -> None:
-        waits = self._waits
         body = await collect(connection, self._services.limits.plain_reply_buffer_bytes, held)
         if trace is not None:
             trace.first_byte()
@@ -220,20 +217,20 @@ class Reply:
             self._comments_over = True  # no comment may come between
             if not self._client.reply(status, headers, body):
                 await self._send_head(status, headers)
-                waits.bytes_sent = True
+                self._exchange.take(Step.COMMIT)
                 await self.finish(body)
-            waits.bytes_sent = True
             _plain_succeeded(lease, status)
             return
-        self._comments_over = waits.bytes_sent = waits.begun = True
+        self._comments_over = True
+        self._exchange.take(Step.BEGIN)
         await self._start(status, headers, lease)
         held.give_back()  # from here on the client's own connection counts
+        loop_time = asyncio.get_running_loop().time
         while body:
             self.counts.read_part(lease.engine, body)
-            waits.sending = True
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
-            waits.sending = False
+            await self._exchange.send({"type": "http.response.body", "body": body, "more_body": True})
             body = await connection.chunk()
+            self._exchange.heard(loop_time())
         _plain_succeeded(lease, status)
         await self.finish(b"")
 
@@ -244,7 +241,7 @@ class Reply:
         if status < 400:
             status, body = 502, b""
         self.error_code = "engine_bad_reply" if not body else None
-        self._waits.bytes_sent = True
+        self._exchange.take(Step.COMMIT)
         await self.finish(event_of_reply(status, body, self._request.dialect))
 
     # -- to the client -----------------------------------------------------------------------------------------------
@@ -265,21 +262,15 @@ class Reply:
             headers.append((b"x-request-id", self._request.request_id))
 
     async def _send_head(self, status: int, headers: Headers) -> None:
-        waits = self._waits
         self._head_sent = True
-        waits.sending = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        waits.sending = False
+        await self._exchange.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def finish(self, body: bytes) -> None:
-        waits = self._waits
         self._comments_over = True
-        waits.sending = True  # a client that stops reading here is no failure of the engine
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        waits.sending = False
+        await self._exchange.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def answer_error(self, error: GatewayError, lease: Lease | None) -> None:
-        """Answer a request that failed for good: with an error body, or an error event where a stream has begun."""
+        """Answer a request that failed for good: with an error body, or an error event if a stream has begun."""
         request_id = self._request.request_id.decode("latin-1")
         self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
         if self._head_sent:
@@ -287,8 +278,8 @@ class Reply:
             stream, dialect = self.stream, self._request.dialect
             if stream.ended:
                 await self.finish(b"")
-            elif stream.framer is not None or not self._waits.bytes_sent:
-                whole = stream.framer is None or stream.framer.at_boundary or not self._waits.bytes_sent
+            elif stream.framed or not self._exchange.committed:
+                whole = stream.at_boundary or not self._exchange.committed
                 if isinstance(error, EngineAnsweredError):
                     event = event_of_reply(error.status, error.reply_body, dialect)
                 else:
@@ -297,16 +288,16 @@ class Reply:
             # A plain reply that was too long to be held back stays incomplete. The server closes the connection, which
             # is all that tells the client.
             return
-        self._comments_over = True
+        self._comments_over = True  # no comment may come between head and body
         if isinstance(error, EngineAnsweredError):
             await self._start(error.status, reply_headers(error.reply_headers), lease)
-            await self._send({"type": "http.response.body", "body": error.reply_body, "more_body": False})
+            await self.finish(error.reply_body)
             return
         logger.warning("request %s: answered %d: %s", request_id, error.status, error.message)
         body = body_of(error, self._request.dialect)
         headers = [*headers_of(error), (b"content-length", str(len(body)).encode())]
         await self._start(error.status, headers, lease if isinstance(error, UpstreamError) else None)
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self.finish(body)
 
     # -- usage -------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ ABANDONED_TOKENS_PER_SECOND = 100  # of one answer
 class ReplyCounts:
     """Counts of one request, over all its attempts."""
 
-    __slots__ = ("_bytes", "_events", "_given_up", "_reader", "_request", "_usage", "streams")
+    __slots__ = ("_bytes", "_events", "_given_up", "_reader", "_request", "_streams", "_usage")
 
     def __init__(self, request: OutboundRequest) -> None:
         self._request = request
@@ -38,7 +38,11 @@ class ReplyCounts:
         self._events = 0
         self._bytes = 0
         self._given_up: int | None = None  # tokens of a reply that its client did not wait for
-        self.streams = False  # the reply is a stream of events
+        self._streams = False  # the reply is a stream of events
+
+    def begin_attempt(self, *, streams: bool) -> None:
+        """An engine has begun its reply. streams: by events."""
+        self._streams = streams
 
     @property
     def reported(self) -> Usage | None:
@@ -52,7 +56,7 @@ class ReplyCounts:
         usage = self._usage or NO_USAGE
         if usage.completion_tokens is not None or not self._request.computes:
             return usage
-        if self.streams:
+        if self._streams:
             return usage._replace(completion_tokens=self._events)
         if self._given_up is not None:
             return usage._replace(completion_tokens=self._given_up)

@@ -17,7 +17,9 @@ from spillway_gateway.errors import EngineDisconnected, EngineFailed
 from spillway_gateway.fleet.model_fleet import Lease
 from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
 from spillway_gateway.upstream.connection import EngineConnection
-from spillway_gateway.upstream.continuing import Continuing
+from spillway_gateway.upstream.continuation.continued_events import ContinuedEvents
+from spillway_gateway.upstream.continuation.continuing import Continuing
+from spillway_gateway.upstream.exchange import Exchange, State, Step
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, collect, next_events, read_to_end
@@ -32,7 +34,6 @@ from spillway_gateway.upstream.stream_events import (
     says_nothing,
 )
 from spillway_gateway.upstream.usage import Usage
-from spillway_gateway.upstream.waits import RequestWaits
 
 IDS_BYTES_MAX = 48  # of an event for each token that its prompt is estimated to have
 PREAMBLE_BYTES_MAX = 512 * 1024  # held back; Responses repeat instructions and tools twice in theirs
@@ -48,7 +49,7 @@ class ToClient(Protocol):
     async def pass_events(self, events: bytes) -> None: ...
 
     async def comment(self, comment: bytes) -> None:
-        """Send a comment, and before it the head where none was sent."""
+        """Send a comment, and before it the head if none was sent."""
 
     async def finish(self, body: bytes) -> None: ...
 
@@ -62,22 +63,20 @@ class StreamRelay:
     """Relays the stream of one request, over all its attempts.
 
     ended: the last event was passed on, and a failure afterwards changes nothing. last_chunk: what the client got last.
-    framer: of the present attempt; None before one whose reply is a stream. continuing: of an answer that another
-    engine may continue, else None.
     """
 
     __slots__ = (
+        "_continuing",
         "_counts",
         "_engine_failed",
+        "_exchange",
+        "_framer",
         "_model",
         "_reply",
         "_request",
         "_services",
-        "_waits",
-        "continuing",
         "ended",
         "first_byte_seconds",
-        "framer",
         "last_chunk",
     )
 
@@ -86,7 +85,7 @@ class StreamRelay:
         reply: ToClient,
         request: OutboundRequest,
         services: UpstreamServices,
-        waits: RequestWaits,
+        exchange: Exchange,
         counts: ReplyCounts,
         *,
         model: str,
@@ -95,91 +94,103 @@ class StreamRelay:
         self._reply = reply
         self._request = request
         self._services = services
-        self._waits = waits
+        self._exchange = exchange
         self._counts = counts
         self._model = model
         self._engine_failed = False  # the stream held an error event of the engine
-        self.continuing = continuing
+        self._continuing = continuing
         self.ended = False
         self.first_byte_seconds: float | None = None
-        self.framer: EventFramer | None = None
+        self._framer: EventFramer | None = None  # of the present attempt; None before one whose reply is a stream
         self.last_chunk = b""
 
+    @property
+    def framed(self) -> bool:
+        """Whether the present attempt's reply is a stream."""
+        return self._framer is not None
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether what was passed on ends with a whole event."""
+        return self._framer is None or self._framer.at_boundary
+
+    def reset(self) -> None:
+        """Another attempt has a reply."""
+        self._framer = None
+
     async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
-        """Pass on a stream from its beginning. Raises UpstreamError for a failure of the engine; until waits.bytes_sent
-        is set the request may be sent to another one."""
-        waits, reply, continuing, engine = self._waits, self._reply, self.continuing, lease.engine
+        """Pass on a stream from its beginning. Raises UpstreamError for a failure of the engine; until the exchange is
+        committed the request may be sent to another one."""
+        exchange, reply, continuing, engine = self._exchange, self._reply, self._continuing, lease.engine
         dialect = self._request.dialect
-        self._counts.streams = True
         ids_bytes = IDS_BYTES_MAX * self._request.prompt.prompt_tokens if continuing is not None else 0
-        framer = self.framer = EventFramer(EVENT_BYTES_MAX + ids_bytes)
+        framer = self._framer = EventFramer(EVENT_BYTES_MAX + ids_bytes)
         bytes_max = PREAMBLE_BYTES_MAX + ids_bytes
         loop_time = asyncio.get_running_loop().time
-        idle_seconds = self._services.timeouts.idle_seconds
         held = b""
+        begun = passing = False  # the first part of the answer has come; the client gets the events
         while True:
             whole = framer.at_boundary  # else the chunk is the rest of an event that was too long to be held back
             chunk = await next_events(connection, framer)
             if not chunk:
                 break
-            if not waits.begun and whole:
+            if not begun and whole:
                 event = first_event(chunk, dialect, ids_asked=self._request.asks_ids)
-                if event.kind is Kind.FAILED and not waits.bytes_sent:
+                if event.kind is Kind.FAILED and not passing:
                     raise EngineFailed(f"Engine {engine.name} failed: {event.message}")
                 if event.kind is Kind.NOTHING and connection.status == 200:
                     await reply.comment(chunk)
                     continue
                 if event.kind is Kind.PART:
-                    self._begin(lease, trace, idle_seconds)
-                elif event.kind in BEFORE_AN_ANSWER and not waits.bytes_sent and not event.binds:
+                    begun = True
+                    exchange.take(Step.BEGIN)
+                    self._begin(lease, trace)
+                elif event.kind in BEFORE_AN_ANSWER and not passing and not event.binds:
                     held += chunk
                     if len(held) <= bytes_max:
                         continue
                     chunk, held = held, b""
-            if not waits.bytes_sent:
+            if not passing:
+                passing = True
                 chunk, held = held + chunk, b""
                 await self._commit(lease, connection, chunk)
-                if waits.movable is not None:
-                    idle_seconds = min(idle_seconds, waits.stall_seconds)
-                    if waits.begun:
-                        waits.expect_within(idle_seconds)  # sooner than the timer would look at a deadline
-            waits.bytes_sent = True
-            silent = waits.begun and says_nothing(chunk, dialect)
+            silent = begun and says_nothing(chunk, dialect)
+            failure = None
             if continuing is not None:
-                chunk = await self._without_ids(lease, continuing, chunk)
-            self.last_chunk = chunk
-            if self._read(lease, chunk):
+                chunk, failure = continuing.take(chunk, engine)
+            if failure is None:
+                self.last_chunk = chunk
+            if self._read(lease, chunk) and failure is None:
                 await reply.finish(chunk)
-                waits.answered = True
+                exchange.take(Step.FINISH)
                 await read_to_end(connection)
                 return
             if chunk:
                 await reply.pass_events(chunk)
-            if waits.begun and not silent:
-                now = loop_time()
-                waits.deadline = now + idle_seconds
-                engine.progressed(now, waits)
+            if failure is not None:
+                raise EngineFailed(f"Engine {engine.name} failed: {failure}")
+            if begun and not silent:
+                exchange.heard(loop_time())
         await self._end(lease, connection, held)
 
     async def _end(self, lease: Lease, connection: EngineConnection, held: bytes) -> None:
-        """The stream has ended, without an event behind which nothing follows. Raises EngineDisconnected where its
+        """The stream has ended, without an event behind which nothing follows. Raises EngineDisconnected if its
         answer is not whole."""
-        continuing, whole = self.continuing, self._engine_failed or self.ended
+        continuing, committed, whole = self._continuing, self._exchange.committed, self._engine_failed or self.ended
         if not whole:
-            if continuing is not None and self._waits.bytes_sent and continuing.possible(lease.engine):
+            if continuing is not None and committed and continuing.possible(lease.engine):
                 raise EngineDisconnected("it ended the reply early")
             if connection.status == 200 and not ends_unmarked(self.last_chunk, self._request.dialect):
                 raise EngineDisconnected("it ended the reply early")
             if connection.status < 500:
                 lease.succeeded()
-        if not self._waits.bytes_sent:  # of an error status, without an event that says so
+        if not committed:  # of an error status, without an event that says so
             await self._commit(lease, connection, held)
         await self._reply.finish(held)
 
-    def _begin(self, lease: Lease, trace: AttemptTrace | None, idle_seconds: float) -> None:
+    def _begin(self, lease: Lease, trace: AttemptTrace | None) -> None:
         """The first part of the answer has come."""
-        services, engine, waits = self._services, lease.engine, self._waits
-        waits.begun = True
+        services, engine = self._services, lease.engine
         lease.accepted(time.monotonic())
         lease.first_byte(time.monotonic(), measures_prefill=True)
         lease.began()
@@ -188,11 +199,9 @@ class StreamRelay:
         services.recent.first_byte(self._model, engine.name, self.first_byte_seconds)
         if trace is not None:
             trace.first_byte()
-        waits.expect_within(idle_seconds)
 
     async def _commit(self, lease: Lease, connection: EngineConnection, events: bytes) -> None:
         """The client gets these events, and from now on no other engine's answer from the start."""
-        continuing, waits = self.continuing, self._waits
         headers = [
             pair
             for pair in reply_headers(connection.headers)
@@ -201,27 +210,7 @@ class StreamRelay:
         if self._request.on_reply is not None and connection.status == 200:
             self._request.on_reply(lease.engine.name, events)
         await self._reply.start_events(connection.status, headers, lease)
-        if continuing is not None and connection.status == 200:
-            waits.movable = lambda: continuing.possible(lease.engine)
-            waits.stall_seconds = min(self._services.timeouts.idle_seconds, continuing.stall_seconds)
-
-    async def _without_ids(self, lease: Lease, continuing: Continuing, events: bytes) -> bytes:
-        """The events as the client gets them. Raises EngineFailed where the engine reports a failure that another one
-        can make good; what comes before it has then been sent."""
-        sent = continuing.sent
-        passed = sent.take(events)
-        if sent.failure is None:
-            return passed
-        failure, held = sent.failure, sent.held
-        if not continuing.possible(lease.engine):
-            sent.lose("failed")
-            sent.failure = None
-            return passed + held
-        sent.failure = None
-        if passed:
-            self._read(lease, passed)
-            await self._reply.pass_events(passed)
-        raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
+        self._exchange.take(Step.COMMIT)
 
     def _read(self, lease: Lease, events: bytes) -> bool:
         """Take usage, errors and the end out of whole events. True when nothing follows them."""
@@ -237,18 +226,20 @@ class StreamRelay:
 
     # -- continued by another engine ---------------------------------------------------------------------------------
 
-    async def relay_continued(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
-        """Pass on the rest of an answer, of which the client has the beginning. Raises UpstreamError."""
-        waits, continuing, name = self._waits, self.continuing, lease.engine.name
-        assert continuing is not None and continuing.events is not None
-        answer = continuing.events
+    async def relay_continued(
+        self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None, answer: ContinuedEvents
+    ) -> None:
+        """Pass on the rest of an answer, of which the client has the beginning. answer: reads it. Raises
+        UpstreamError."""
+        exchange, continuing, name = self._exchange, self._continuing, lease.engine.name
+        assert continuing is not None
         if self._request.adapter is not None and connection.status in REFUSED:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
             require_adapter(lease.engine, self._request.adapter, connection.status, body)
         if connection.status != 200 or not is_event_stream(connection):
             raise EngineFailed(f"Engine {name} answered {connection.status} to a continuation")
         ids_bytes = IDS_BYTES_MAX * self._request.prompt.prompt_tokens
-        framer = self.framer = EventFramer(EVENT_BYTES_MAX + ids_bytes)
+        framer = self._framer = EventFramer(EVENT_BYTES_MAX + ids_bytes)
         loop_time = asyncio.get_running_loop().time
         while events := await next_events(connection, framer):
             before = answer.tokens
@@ -257,15 +248,15 @@ class StreamRelay:
             except ValueError as error:
                 raise EngineFailed(f"Engine {name} continued with what is no chunk: {error}") from error
             goes_on = answer.tokens > before or answer.done or bool(passed)
-            if continuing.failed_at is not None and answer.failure is None and goes_on:
-                self._resumed(lease, continuing, loop_time() - continuing.failed_at, trace)
+            if exchange.state is State.BRIDGING and answer.failure is None and goes_on:
+                self._resumed(lease, continuing, loop_time() - exchange.since, trace)
             cached_tokens = answer.cached_tokens if answer.done else None
-            self._counts.continued(passed, Usage(continuing.sent.prompt_tokens, answer.tokens, cached_tokens))
+            self._counts.continued(passed, Usage(continuing.prompt_tokens, answer.tokens, cached_tokens))
             if answer.done:
                 lease.succeeded()
                 self.ended = True
                 await self._reply.finish(passed)
-                waits.answered = True
+                exchange.take(Step.FINISH)
                 await read_to_end(connection)
                 return
             if passed:
@@ -273,9 +264,7 @@ class StreamRelay:
             if answer.failure is not None:
                 raise EngineFailed(f"Engine {name} failed: {answer.failure}")
             if goes_on:
-                now = loop_time()
-                waits.deadline = now + waits.stall_seconds
-                lease.engine.progressed(now, waits)
+                exchange.heard(loop_time())
         raise EngineDisconnected("it ended the reply early")
 
     def _resumed(self, lease: Lease, continuing: Continuing, seconds: float, trace: AttemptTrace | None) -> None:
@@ -285,22 +274,19 @@ class StreamRelay:
         lease.began()
         if trace is not None:
             trace.first_byte()
-        failure, continuing.failed_at = continuing.failure, None
-        assert failure is not None
-        self._waits.joining_seconds = 0.0
-        self._waits.expect_within(self._waits.stall_seconds)
-        self._waits.movable = lambda: continuing.possible(lease.engine)
+        self._exchange.take(Step.RESUME)
+        assert continuing.failure is not None
         services = self._services
-        services.metrics.continued(self._model, failure.reason).inc()
+        services.metrics.continued(self._model, continuing.failure.reason).inc()
         services.metrics.pause(self._model).observe(seconds)
         services.recent.continued(self._model, seconds)
 
     async def complete(self) -> None:
         """End an answer whose engine failed after the last token."""
-        continuing = self.continuing
+        continuing = self._continuing
         assert continuing is not None
         events = continuing.last_events()
-        self._counts.continued(b"", Usage(continuing.sent.prompt_tokens, len(continuing.sent.tokens), None))
+        self._counts.continued(b"", Usage(continuing.prompt_tokens, continuing.tokens, None))
         self.ended = True
         await self._reply.finish(events)
-        self._waits.answered = True
+        self._exchange.take(Step.FINISH)

@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.testing.spelled_answers import SpelledAnswer
-from spillway_gateway.upstream.continuation import ContinuedEvents, NotContinuable, Plan, body_of, plan_of
-from spillway_gateway.upstream.junction import Junction, joined, known_junction, pieces
-from spillway_gateway.upstream.sent_answer import KeptBytes, SentAnswer
+from spillway_gateway.upstream.continuation.continued_events import (
+    ContinuedEvents,
+    NotContinuable,
+    Plan,
+    body_of,
+    plan_of,
+)
+from spillway_gateway.upstream.continuation.junction import Junction, joined, known_junction, pieces
+from spillway_gateway.upstream.continuation.sent_answer import KeptBytes, SentAnswer
 
 PROMPT = tuple(range(40))
 DONE = b"data: [DONE]\n\n"

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from spillway_gateway.upstream.continuation.junction import Junction, StopsAcross, held_back
+from spillway_gateway.upstream.continuation.sent_answer import Chunk, SentAnswer, decode_chunk, failure_of
 from spillway_gateway.upstream.forward import Body
-from spillway_gateway.upstream.junction import Junction, StopsAcross, held_back
-from spillway_gateway.upstream.sent_answer import Chunk, SentAnswer, decode_chunk, failure_of
 from spillway_gateway.upstream.usage import count
 from spillway_settings.wire import SESSION_MEMBER
 

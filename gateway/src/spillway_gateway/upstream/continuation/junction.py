@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from spillway_gateway.upstream.sent_answer import SentAnswer
+from spillway_gateway.upstream.continuation.sent_answer import SentAnswer
 
 CONTEXT_TOKENS = 24  # decoded besides those that hold the withheld characters
 _CHAR_TOKENS = 4  # of one character, at most: one for each byte

@@ -179,6 +179,12 @@ class SentAnswer:
             at = end
         return b"".join(parts)
 
+    def take_failure(self) -> tuple[str, bytes]:
+        """The failure that `take` found, and the events from the one that holds it on."""
+        assert self.failure is not None
+        failure, self.failure = self.failure, None
+        return failure, self.held
+
     def note(self, ids: list[int], text: str) -> None:
         """Tokens and text that the client has from an engine that continues the answer."""
         self.tokens.extend(ids)
