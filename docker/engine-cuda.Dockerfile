@@ -13,6 +13,7 @@ RUN python3 -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r
 COPY settings settings
 COPY connector connector
 COPY services/ctl services/ctl
+COPY charts/spillway charts/spillway
 COPY services/engine services/engine
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./settings ./connector ./services/ctl ./services/engine
 

@@ -1,6 +1,7 @@
 # Everything of Spillway that needs no engine, for looking at a running installation from inside the cluster:
 #   python3 -m spillway_gateway --check --config FILE    is this configuration valid?
 #   spillway tier status|ls|verify|purge                  what a shared tier holds, whether it is whole
+#   spillway check FILE                                   are these values of the chart right?
 # Build from the repository's root:  docker build -f docker/tools.Dockerfile -t spillway-tools:0.1.0 .
 ARG BASE=docker.io/library/python:3.11.13-slim-bookworm
 
@@ -14,6 +15,7 @@ COPY settings settings
 COPY connector connector
 COPY gateway gateway
 COPY services/ctl services/ctl
+COPY charts/spillway charts/spillway
 COPY services/engine services/engine
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./settings ./connector ./gateway ./services/ctl ./services/engine \
     && /opt/spillway/bin/pip install --no-deps --no-index /wheels/*.whl \

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from spillway_connector.errors import ConfigError, TierError
 from spillway_connector.tiers.inspection import CheckPayload
+from spillway_ctl.check.command_line import check
 from spillway_ctl.doctor import doctor
 from spillway_ctl.doctor_options import patient_of, questions_of
 from spillway_ctl.errors import CommandError
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interruption = Interruption()
     try:
         with interruption.watching():
+            if given.area == "check":
+                return check(given)
             if given.area == "plan":
                 return plan(planned_engines(given), rates_of(given), given.prompt_tokens, as_json=given.json)
             if given.area == "doctor":

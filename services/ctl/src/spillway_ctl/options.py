@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from spillway_ctl.check.command_line import add_check
 from spillway_ctl.doctor_options import add_doctor
 from spillway_ctl.frame_filter import FrameFilter, parse_namespace_prefix, parse_tenant
 from spillway_ctl.plan_options import add_plan
@@ -66,7 +67,8 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """`spillway`, with everything below it."""
     top = _Parser(prog="spillway", description="The operator's command of Spillway.")
-    areas = top.add_subparsers(dest="area", required=True, metavar="tier|plan|doctor")
+    areas = top.add_subparsers(dest="area", required=True, metavar="tier|check|plan|doctor")
+    add_check(areas)
     add_plan(areas)
     add_doctor(areas)
     tier = areas.add_parser(

@@ -1,0 +1,63 @@
+"""Facts that the chart's templates and `spillway check` share: one file of the chart each, read by both.
+
+`chart` beside this module is a link to the chart; a built package holds what it leads to.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+CHART = Path(__file__).with_name("chart")
+# Kinds that a cluster has only if somebody installed them; without a cluster they are taken to be there.
+CUSTOM_KINDS = (
+    "keda.sh/v1alpha1/ScaledObject",
+    "monitoring.coreos.com/v1/PodMonitor",
+    "monitoring.coreos.com/v1/ServiceMonitor",
+    "monitoring.coreos.com/v1/PrometheusRule",
+    "gateway.networking.k8s.io/v1/HTTPRoute",
+)
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """What is known of the cluster and of the release.
+
+    Attributes:
+        kubernetes: major and minor version; None: not known, so that nothing is refused for it.
+        kinds: API version and kind of what is installed there, such as `keda.sh/v1alpha1/ScaledObject`.
+        release: name of the release, which begins the objects' names.
+        namespace: of the release.
+        is_root: whether the chart is installed by itself, not as a part of another chart.
+    """
+
+    kubernetes: tuple[int, int] | None = None
+    kinds: frozenset[str] = frozenset(CUSTOM_KINDS)
+    release: str = "chat"
+    namespace: str = "default"
+    is_root: bool = True
+
+    @property
+    def version(self) -> str:
+        return ".".join(map(str, self.kubernetes or ()))
+
+    def is_before(self, version: str) -> bool:
+        """Whether the cluster is known to be older than `1.35`, for example."""
+        major, minor = version.split(".")
+        return self.kubernetes is not None and self.kubernetes < (int(major), int(minor))
+
+
+@cache
+def facts(name: str) -> Any:
+    """The content of a file below the chart's files/, which nobody may change."""
+    return yaml.load((CHART / "files" / name).read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+
+
+@cache
+def schema() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    return loaded

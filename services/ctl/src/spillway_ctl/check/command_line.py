@@ -1,0 +1,151 @@
+"""The command line of `spillway check`, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import yaml
+
+from spillway_ctl.check.chart_facts import CUSTOM_KINDS, Cluster
+from spillway_ctl.check.finding import Finding
+from spillway_ctl.check.judgement import findings
+from spillway_ctl.check.typed_values import whole
+from spillway_ctl.check.values_files import merged_values, read_values
+from spillway_ctl.errors import CommandError
+from spillway_ctl.run import JSON_FORMAT, OK
+
+REFUSED = 1
+RENDERED_KEY = "values.yaml"  # of the Secret that the chart's hook mounts
+_DESCRIPTION = """\
+Are these values of the chart right? Keys, types and bounds by the chart's schema, then everything that holds between
+settings. Nothing is rendered and no cluster is asked. Files are merged as Helm merges them, the last one wins.
+"""
+_EPILOG = """\
+exit status:
+  0    the values are right
+  1    they cannot work; each mistake is one sentence
+  2    the command is wrong, or a file cannot be read
+
+examples:
+  spillway check my-values.yaml
+  spillway check base.yaml production.yaml --set engine.replicas=4 --kube-version 1.31 --json
+  spillway check umbrella-values.yaml --part spillway       values of a chart that has this one as its part
+  helm template chat charts/spillway -f my-values.yaml | spillway check --rendered -
+"""
+
+
+class _Set(argparse.Action):
+    """--set and --set-string in the order in which they are given."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        namespace.assignments = [*namespace.assignments, (values, option == "--set-string")]
+
+
+def add_check(areas: Any) -> None:
+    parser = areas.add_parser(
+        "check",
+        help="whether values of the chart are right, before anything is installed",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="values; - for standard input")
+    parser.add_argument("-f", "--values", action="append", default=[], metavar="FILE", help="as Helm's")
+    parser.add_argument("--set", action=_Set, dest="assignments", default=[], metavar="KEY=VALUE", help="as Helm's")
+    parser.add_argument("--set-string", action=_Set, dest="assignments", metavar="KEY=VALUE", help="as Helm's")
+    parser.add_argument("--part", metavar="KEY", help="the values lie below this key, as those of a parent chart do")
+    parser.add_argument("--rendered", metavar="FILE", help="output of helm template; - for standard input")
+    parser.add_argument(
+        "--whole", action="store_true", help="the values have every default; what is missing was removed by null"
+    )
+    parser.add_argument("--release", default="chat", metavar="NAME", help="of the release (default: %(default)s)")
+    parser.add_argument("-n", "--namespace", default="default", metavar="NAME", help="of the release")
+    parser.add_argument(
+        "--kube-version", type=_version, metavar="VERSION", help="of the cluster; without it no field is too new"
+    )
+    parser.add_argument(
+        "--api-versions",
+        metavar="KINDS",
+        help="what is installed in the cluster, with commas: monitoring.coreos.com/v1/PodMonitor,... (default: all)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of sentences")
+
+
+def check(given: argparse.Namespace, out: TextIO | None = None) -> int:
+    """Print what is wrong with the values; the exit status. Raises CommandError."""
+    out = out if out is not None else sys.stdout
+    values, cluster = _values(given), _cluster(given)
+    found = findings(whole(values) if given.whole or given.rendered else values, cluster)
+    print(_document(found) if given.json else _text(found), file=out, flush=True)
+    return REFUSED if found else OK
+
+
+def rendered_values(text: str) -> dict[str, Any]:
+    """The values in what helm template printed: the Secret of the chart's hook has them. Raises CommandError."""
+    try:
+        documents = [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if isinstance(each, dict)]
+    except yaml.YAMLError as error:
+        raise CommandError(f"what was rendered is no YAML ({error}); give the output of helm template") from error
+    for document in documents:
+        labels = (document.get("metadata") or {}).get("labels") or {}
+        is_check = labels.get("app.kubernetes.io/component") == "check"
+        if is_check and document.get("kind") == "Secret" and RENDERED_KEY in (document.get("stringData") or {}):
+            return read_values(document["stringData"][RENDERED_KEY], RENDERED_KEY)
+    raise CommandError(
+        "no values are in what was rendered; give the output of helm template of charts/spillway with checks.hook: "
+        "true, without --no-hooks"
+    )
+
+
+def _values(given: argparse.Namespace) -> dict[str, Any]:
+    files = [*given.files, *given.values]
+    if given.rendered is not None:
+        if files or given.assignments:
+            raise CommandError("--rendered has the values already; give files and --set to helm template instead")
+        return rendered_values(_read(given.rendered))
+    if not files and not given.assignments:
+        raise CommandError("no values given; write spillway check FILE, or - for standard input")
+    values = merged_values(files, given.assignments, sys.stdin.read() if "-" in files else "")
+    if given.part is None:
+        return values
+    part = values.get(given.part)
+    if not isinstance(part, dict):
+        raise CommandError(f"--part {given.part}: the values have no such map; known: {', '.join(values) or 'none'}")
+    return {**part, **({"global": values["global"]} if "global" in values else {})}
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--rendered {name}: cannot be read ({error})") from error
+
+
+def _cluster(given: argparse.Namespace) -> Cluster:
+    kinds = CUSTOM_KINDS if given.api_versions is None else tuple(filter(None, given.api_versions.split(",")))
+    return Cluster(given.kube_version, frozenset(kinds), given.release, given.namespace, given.part is None)
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"v?([0-9]+)\.([0-9]+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} given, a version such as 1.32 needed")
+    return int(found[1]), int(found[2])
+
+
+def _document(found: Iterable[Finding]) -> str:
+    listed = [{**msgspec.to_builtins(finding), "sentence": finding.sentence} for finding in found]
+    return json.dumps({"format": JSON_FORMAT, "command": "check", "findings": listed}, indent=2)
+
+
+def _text(found: list[Finding]) -> str:
+    if not found:
+        return "These values are right."
+    return "\n".join(["These values cannot work:", *(f"- {finding.sentence}" for finding in found)])

@@ -1,0 +1,310 @@
+"""Rules of containers, volumes and mounts that values add to a pod, held against the chart's own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from spillway_ctl.check.finding import Finding, milli_cores, number, quoted
+from spillway_ctl.check.group import Group, Mount, Release, fitting
+from spillway_ctl.check.pod_rules import OWN_FOLDERS
+from spillway_settings.byte_sizes import parse_byte_count
+
+_CHOSEN = {
+    "model": "model.volume.mountPath",
+    "adapters": "lora.volume.mountPath",
+    "kv": "offload.sharedTier.nvme.path",
+    "hugepages": "hugePages.mountPath",
+}
+_SYSTEM = frozenset(
+    [
+        "/bin",
+        "/boot",
+        "/dev",
+        "/etc",
+        "/home",
+        "/lib",
+        "/lib64",
+        "/opt",
+        "/proc",
+        "/root",
+        "/run",
+        "/sbin",
+        "/sys",
+        "/usr",
+        "/usr/local",
+        "/var",
+        "/var/lib",
+        "/var/lib/spillway",
+    ]
+)
+_READ_ONLY = ("/etc/spillway", "/etc/valkey", "/var/lib/spillway/secrets")
+_NEEDS_AN_END = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle")
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """What a component's pod has before values add to it."""
+
+    path: str
+    section: Any
+    container: str
+    volumes: tuple[str, ...]
+    ports: dict[str, int]
+    mounts: tuple[Mount, ...]
+    is_privileged: bool
+
+
+def container_findings(release: Release) -> Iterator[Finding]:
+    for pod in _pods(release):
+        yield from _mounts(pod)
+        yield from _containers(pod, release)
+    for group in release.groups:
+        yield from _chosen_folders(group)
+        yield from _host_ports(group)
+
+
+def _pods(release: Release) -> Iterator[Pod]:
+    gateway, redis = release.values.gateway, release.values.redis
+    tokenizers = tuple(
+        Mount(
+            fitting(f"model-{group.key or 'default'}", 63), f"/var/lib/spillway/models/{group.key or 'default'}", True
+        )
+        for group in release.groups
+        if group.engine.model.tokenizer == "volume"
+    )
+    ports = {"http": gateway.port} | ({"ops": gateway.ops_port} if gateway.ops_port else {})
+    names = ("config", "scratch", "secrets", *(mount.name for mount in tokenizers))
+    is_privileged = bool(gateway.security_context.get("privileged"))
+    yield Pod("gateway", gateway, "gateway", names, ports, tokenizers, is_privileged)
+    yield Pod("redis", redis, "valkey", ("config", "scratch"), {"redis": redis.port}, (), False)
+    for group in release.groups:
+        mounts = group.mounts()
+        yield Pod(
+            group.path,
+            group.engine,
+            "engine",
+            tuple(mount.name for mount in mounts),
+            {"http": group.engine.port, **group.event_ports},
+            mounts,
+            bool(group.device.security_context.get("privileged")),
+        )
+
+
+def _mounts(pod: Pod) -> Iterator[Finding]:
+    at, volumes = f"{pod.path}.extraVolumeMounts", _volumes(pod)
+    read_only = dict.fromkeys([*_READ_ONLY, *(each.path.removesuffix("/") for each in pod.mounts if each.read_only)])
+    folders = {mount.path.removesuffix("/"): mount.name for mount in pod.mounts}
+    for mount in pod.section.extra_volume_mounts:
+        name, path = mount["name"], mount["mountPath"]
+        folder = path.removesuffix("/")
+        if name not in volumes:
+            yield Finding(
+                at, f"{name} at {path} is no volume of the pod", "add it to extraVolumes, or correct the name"
+            )
+        if folder in folders and folder not in OWN_FOLDERS:
+            yield Finding(at, f"{path} is where the chart mounts {folders[folder]}", f"mount {name} elsewhere")
+        for other in read_only:
+            if path.startswith(f"{other}/"):
+                yield Finding(
+                    at,
+                    f"{path} lies in {other}, which is mounted read-only, so that no folder can be made there",
+                    f"mount {name} outside",
+                )
+        if mount.get("mountPropagation") == "Bidirectional" and not pod.is_privileged:
+            yield Finding(
+                at,
+                f"mountPropagation: Bidirectional of {name} is for privileged containers alone",
+                "set HostToContainer, or remove it",
+            )
+        if ".." in (mount.get("subPath") or "").split("/"):
+            yield Finding(
+                at, f"subPath: {quoted(mount['subPath'])} of {name} leaves its volume", "write a path without .."
+            )
+
+
+def _volumes(pod: Pod) -> set[str]:
+    return {*pod.volumes, *(volume["name"] for volume in pod.section.extra_volumes)}
+
+
+def _containers(pod: Pod, release: Release) -> Iterator[Finding]:
+    ports, volumes = dict(pod.ports), _volumes(pod)
+    names = {pod.container: "the chart's own container"}
+    for kind, containers in (("initContainers", pod.section.init_containers), ("sidecars", pod.section.sidecars)):
+        for index, container in enumerate(containers):
+            if container["name"] in names:
+                yield Finding(
+                    f"{pod.path}.{kind}[{index}].name",
+                    f"{container['name']} is {names[container['name']]}",
+                    "choose another name",
+                )
+            names[container["name"]] = f"the name of {kind}[{index}] too"
+    for kind, containers in (("sidecars", pod.section.sidecars), ("initContainers", pod.section.init_containers)):
+        for index, container in enumerate(containers):
+            at = f"{pod.path}.{kind}[{index}]"
+            yield from _own(at, kind, container, release)
+            for mount in container.get("volumeMounts") or ():
+                if mount["name"] not in volumes:
+                    yield Finding(
+                        f"{at}.volumeMounts",
+                        f"{mount['name']} at {mount['mountPath']} is no volume of the pod",
+                        f"add it to {pod.path}.extraVolumes, or correct the name",
+                    )
+            if kind == "sidecars" or container.get("restartPolicy") == "Always":
+                yield from _ports(at, container, ports)
+                continue
+            for probe in _NEEDS_AN_END:
+                if container.get(probe):
+                    yield Finding(
+                        f"{at}.{probe}",
+                        "given, but a container that ends before the others begin has none",
+                        "remove it, or set restartPolicy: Always",
+                    )
+
+
+def _ports(at: str, container: Mapping[str, Any], ports: dict[str, int]) -> Iterator[Finding]:
+    listed = container.get("ports") or ()
+    for port in listed:
+        for name, taken in ports.items():
+            if port["containerPort"] == taken and port.get("protocol") != "UDP":
+                yield Finding(
+                    f"{at}.ports",
+                    f"{taken} is the pod's port {name} already",
+                    f"let {container['name']} listen on another",
+                )
+            elif port.get("name") == name:
+                yield Finding(
+                    f"{at}.ports",
+                    f"the name {name} is that of port {taken} of the pod, which Services look for",
+                    "choose another name",
+                )
+    for port in listed:
+        ports[port.get("name") or f"of {container['name']}"] = port["containerPort"]
+
+
+def _own(at: str, kind: str, container: Mapping[str, Any], release: Release) -> Iterator[Finding]:
+    """What contradicts itself within one container."""
+    policy = container.get("restartPolicy")
+    if policy and release.cluster.is_before("1.35"):
+        if kind == "sidecars":
+            yield Finding(
+                f"{at}.restartPolicy",
+                f"{policy} given, but before Kubernetes 1.35 a container has none of its own",
+                "remove it, or make it one of initContainers with restartPolicy: Always, which starts first and stays",
+            )
+        elif policy != "Always":
+            yield Finding(
+                f"{at}.restartPolicy",
+                f"{policy} given, Always needed before Kubernetes 1.35, for one that stays",
+                "set that, or remove it for one that ends",
+            )
+    names: set[str] = set()
+    for port in container.get("ports") or ():
+        name = port.get("name")
+        if name and name in names:
+            yield Finding(f"{at}.ports", f"the name {name} is there twice", "give each port its own")
+        names |= {name} if name else set()
+    yield from _probes(at, container, names)
+    folders: set[str] = set()
+    is_privileged = (container.get("securityContext") or {}).get("privileged")
+    for mount in container.get("volumeMounts") or ():
+        folder = mount["mountPath"].removesuffix("/")
+        if folder in folders:
+            yield Finding(
+                f"{at}.volumeMounts",
+                f"{mount['mountPath']} is given twice",
+                "mount each volume at a folder of its own",
+            )
+        folders.add(folder)
+        if mount.get("mountPropagation") == "Bidirectional" and not is_privileged:
+            yield Finding(
+                f"{at}.volumeMounts",
+                f"mountPropagation: Bidirectional of {mount['name']} is for privileged containers alone",
+                "set HostToContainer, or remove it",
+            )
+    yield from _resources(at, container.get("resources") or {})
+
+
+def _probes(at: str, container: Mapping[str, Any], names: set[str]) -> Iterator[Finding]:
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        given = container.get(probe) or {}
+        if probe != "readinessProbe" and (given.get("successThreshold") or 1) > 1:
+            yield Finding(
+                f"{at}.{probe}.successThreshold",
+                f"{given['successThreshold']} given, 1 needed",
+                "remove it: only a readinessProbe has another",
+            )
+        for way in ("httpGet", "tcpSocket"):
+            port = (given.get(way) or {}).get("port")
+            if isinstance(port, str) and port not in names:
+                yield Finding(
+                    f"{at}.{probe}.{way}.port",
+                    f"{port} is no name among the container's ports",
+                    "add it there, or write the number",
+                )
+
+
+def _resources(at: str, resources: Mapping[str, Any]) -> Iterator[Finding]:
+    limits = resources.get("limits") or {}
+    for name, request in (resources.get("requests") or {}).items():
+        limit = limits.get(name)
+        if ("/" in name or name.startswith("hugepages-")) and str(request) != str(limit):
+            yield Finding(
+                f"{at}.resources",
+                f"requests of {name}: {number(request)} given, but limits have "
+                f"{'none' if limit is None else number(limit)}, and Kubernetes takes this resource with both alike",
+                "give both the same",
+            )
+        if limit is None or not (name.startswith("cpu") or name in ("memory", "ephemeral-storage")):
+            continue
+        read = milli_cores if name == "cpu" else parse_byte_count
+        if read(request) > read(limit):
+            yield Finding(
+                f"{at}.resources",
+                f"requests.{name} {number(request)} is more than limits.{name} {number(limit)}",
+                "lower the first or raise the second",
+            )
+
+
+def _chosen_folders(group: Group) -> Iterator[Finding]:
+    """Folders that values choose, and where no volume can be."""
+    mounts = group.mounts()
+    named: set[str] = set()  # of two that were chosen, the first says it
+    for mount in mounts:
+        if mount.name not in _CHOSEN:
+            continue
+        at, folder = f"{group.path}.{_CHOSEN[mount.name]}", mount.path.removesuffix("/")
+        if folder in _SYSTEM:
+            yield Finding(
+                at,
+                f"{folder} holds files of the image, which a volume there would hide",
+                "choose a folder of its own, such as /data",
+            )
+        for other in mounts:
+            taken = other.path.removesuffix("/")
+            if other.name == mount.name:
+                continue
+            if folder == taken and other.name not in named:
+                yield Finding(at, f"{folder} is where the pod has its volume {other.name}", "choose another folder")
+            elif other.read_only and folder.startswith(f"{taken}/"):
+                yield Finding(
+                    at,
+                    f"{folder} lies in {taken}, which is mounted read-only, so that no folder can be made there",
+                    "choose one outside",
+                )
+        named.add(mount.name)
+
+
+def _host_ports(group: Group) -> Iterator[Finding]:
+    engine = group.engine
+    for kind, containers in (("sidecars", engine.sidecars), ("initContainers", engine.init_containers)):
+        for index, container in enumerate(containers if engine.host_network else ()):
+            for port in container.get("ports") or ():
+                if port.get("hostPort") and port["hostPort"] != port["containerPort"]:
+                    yield Finding(
+                        f"{group.path}.{kind}[{index}].ports",
+                        f"hostPort: {port['hostPort']} given, but with hostNetwork: true it is containerPort: "
+                        f"{port['containerPort']}",
+                        "give both the same, or remove hostPort",
+                    )

@@ -1,0 +1,243 @@
+"""Rules within one group of engines: CPU tier, ports, scaling, the environment and another KV connector. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from spillway_ctl.check.argument_rules import argument_findings
+from spillway_ctl.check.chart_facts import facts
+from spillway_ctl.check.finding import Finding, number, on_off
+from spillway_ctl.check.group import Group, Release, driver_mounts
+
+STEP_CHANGING = (("layerwiseLoads", "layerwise_loads"), ("computeWhileLoading", "compute_while_loading"))
+_OWN_VARIABLES = (
+    "POD_NAME",
+    "POD_IP",
+    "VLLM_HOST_IP",
+    "PYTHONHASHSEED",
+    "HOME",
+    "USER",
+    "HF_HOME",
+    "HF_TOKEN",
+    "VLLM_API_KEY",
+    "SPILLWAY_REDIS_USERNAME",
+    "SPILLWAY_REDIS_PASSWORD",
+    "SPILLWAY_VISIBLE_DEVICES",
+)
+_SET_BY_PLUGIN = {
+    "npu": {
+        "ASCEND_RT_VISIBLE_DEVICES": "set accelerator.visibleDevices in its place",
+        "ASCEND_VISIBLE_DEVICES": "set accelerator.visibleDevices in its place",
+    },
+    "cuda": {"CUDA_VISIBLE_DEVICES": "remove it", "NVIDIA_VISIBLE_DEVICES": "remove it"},
+    "cpu": {},
+}
+_OWN_VOLUMES = ("config", "shared-memory", "scratch", "model", "hub", "adapters", "kv", "secrets", "hugepages")
+_SECRET_KEY = re.compile(r"(?i)(password|secret|credential|api_?key)")
+
+
+def engine_findings(group: Group, release: Release) -> Iterator[Finding]:
+    yield from _cpu_tier(group)
+    yield from _ports(group)
+    yield from _rank_ports(group)
+    yield from _scaling(group, release)
+    yield from _environment(group)
+    yield from argument_findings(group)
+    own = (*_OWN_VOLUMES, *(each["name"] for each in driver_mounts(group.engine)))
+    yield from volume_names(group.path, group.engine.extra_volumes, own)
+    yield from _kv_transfer(group)
+
+
+def volume_names(path: str, volumes: list[dict[str, object]], own: tuple[str, ...]) -> Iterator[Finding]:
+    """extraVolumes may not bear names of the chart's own volumes."""
+    for volume in volumes:
+        if volume["name"] in own:
+            yield Finding(
+                f"{path}.extraVolumes",
+                f"{volume['name']} is the name of a volume of the chart's own",
+                "choose another",
+            )
+
+
+def is_secret_entry(key: str, value: object) -> bool:
+    """Whether an entry of a configuration that is passed on unread holds a secret itself."""
+    return isinstance(value, str) and bool(_SECRET_KEY.search(key)) and not key.endswith(("_env", "_file"))
+
+
+def _cpu_tier(group: Group) -> Iterator[Finding]:
+    offload, path, preset = group.engine.offload, f"{group.path}.offload", group.engine.accelerator.preset
+    if offload.enabled and offload.num_cpu_blocks and offload.cpu_bytes is not None:
+        yield Finding(
+            path,
+            f"numCpuBlocks: {offload.num_cpu_blocks} and cpuBytes: {number(offload.cpu_bytes)} both size the CPU tier",
+            "set one of them to null",
+        )
+    elif offload.enabled and not offload.num_cpu_blocks and offload.cpu_bytes is None:
+        yield Finding(path, "the CPU tier has no size", "set numCpuBlocks (or cpuBytes), or offload.enabled: false")
+    if offload.transport == "cpu" and group.platform != "cpu":
+        yield Finding(
+            f"{path}.transport",
+            f"cpu cannot reach the memory of a device; accelerator.preset: {preset} needs auto",
+            "set it to auto",
+        )
+    if offload.acl_library_path and offload.transport == "auto" and group.platform == "cpu":
+        yield Finding(
+            f"{path}.aclLibraryPath",
+            f"{offload.acl_library_path} is read by transport: npu alone",
+            "with preset: cpu name the transport too",
+        )
+
+
+def _ports(group: Group) -> Iterator[Finding]:
+    engine = group.engine
+    holders = {"port": engine.port}
+    if engine.kv_events.enabled:
+        holders |= {"kvEvents.port": engine.kv_events.port, "kvEvents.replayPort": engine.kv_events.replay_port}
+    taken: dict[int, str] = {}
+    for key in sorted(holders):
+        port = holders[key]
+        if port in taken:
+            yield Finding(f"{group.path}.{key}", f"{port} is also {taken[port]}", "give each its own port")
+        taken[port] = key
+
+
+def _rank_ports(group: Group) -> Iterator[Finding]:
+    """vLLM publishes the events of data parallel rank r at both ports + r."""
+    engine, path = group.engine, group.path
+    cores, events = engine.data_parallel_size, engine.kv_events
+    if not events.enabled or cores == 1:
+        return
+    for key, first in (("port", events.port), ("replayPort", events.replay_port)):
+        last = first + cores - 1
+        if last > 65535:
+            yield Finding(
+                f"{path}.kvEvents.{key}",
+                f"{first} with dataParallelSize: {cores}, whose last rank would use {last}",
+                f"set it to {65536 - cores} or less",
+            )
+        if first < engine.port <= last:
+            yield Finding(
+                f"{path}.port",
+                f"{engine.port} is among {first} to {last}, kvEvents.{key} of the ranks of dataParallelSize: {cores}",
+                "choose one outside",
+            )
+    apart = abs(events.port - events.replay_port)
+    if 0 < apart < cores:
+        yield Finding(
+            f"{path}.kvEvents",
+            f"port: {events.port} and replayPort: {events.replay_port} are {apart} apart, and rank r of "
+            f"dataParallelSize: {cores} uses both + r",
+            f"set them {cores} or more apart",
+        )
+
+
+def _scaling(group: Group, release: Release) -> Iterator[Finding]:
+    scaling, path = group.engine.autoscaling, f"{group.path}.autoscaling"
+    if scaling.enabled and scaling.min_replicas > scaling.max_replicas:
+        yield Finding(
+            path,
+            f"minReplicas: {scaling.min_replicas} is more than maxReplicas: {scaling.max_replicas}",
+            "lower the first or raise the second",
+        )
+    if not re.search(r"^https?://[^ @]+$", scaling.prometheus_address):
+        yield Finding(
+            f"{path}.prometheusAddress",
+            f"text of {len(scaling.prometheus_address)} characters given, an address such as "
+            "http://prometheus-operated.monitoring.svc:9090, without credentials, needed",
+            "correct it",
+        )
+    if scaling.enabled and "keda.sh/v1alpha1/ScaledObject" not in release.cluster.kinds:
+        yield Finding(
+            f"{path}.enabled",
+            "this cluster has no keda.sh/v1alpha1 ScaledObject",
+            "install KEDA first (with helm template: -a keda.sh/v1alpha1/ScaledObject)",
+        )
+    if scaling.enabled and scaling.min_replicas == 0 and scaling.trigger != "gateway":
+        yield Finding(
+            f"{path}.minReplicas",
+            "0 with trigger: engines never starts an engine again, as only engines report waiting requests",
+            "set trigger: gateway, or minReplicas: 1",
+        )
+    if scaling.wake_timeout_seconds and not (scaling.enabled and scaling.min_replicas == 0):
+        yield Finding(
+            f"{path}.wakeTimeoutSeconds",
+            f"{number(scaling.wake_timeout_seconds)} is about a model without a pod",
+            "set autoscaling.enabled: true and minReplicas: 0, or null here",
+        )
+
+
+def _environment(group: Group) -> Iterator[Finding]:
+    engine, path = group.engine, group.path
+    if "PYTHONHASHSEED" in engine.extra_env:
+        yield Finding(
+            f"{path}.extraEnv",
+            "PYTHONHASHSEED is the chart's own, equal on all engines",
+            "remove it: with another value no engine finds what others stored",
+        )
+    for name, remedy in _SET_BY_PLUGIN[group.platform].items():
+        if name in group.variables:
+            yield Finding(
+                f"{path}.extraEnv",
+                f"{name} chooses devices beside the device plugin, which gives each pod its own",
+                remedy,
+            )
+    own = [*_OWN_VARIABLES]
+    if group.platform == "npu" and group.device.visible_devices == "literal":
+        own.append("ASCEND_RT_VISIBLE_DEVICES")
+    seen: set[str] = set()
+    for variable in engine.extra_env_vars:
+        name = variable.name
+        if name in own:
+            yield Finding(f"{path}.extraEnvVars", f"{name} is set by the chart", "remove it")
+        if name in engine.extra_env:
+            yield Finding(f"{path}.extraEnvVars", f"{name} is in extraEnv too", "give it once")
+        if name in seen:
+            yield Finding(f"{path}.extraEnvVars", f"{name} is listed twice", "remove one")
+        seen.add(name)
+
+
+def _kv_transfer(group: Group) -> Iterator[Finding]:
+    """Which other connector there can be beside Spillway's, and what is not proven beside it."""
+    engine, path, transfer = group.engine, group.path, group.engine.kv_transfer
+    names = facts("vllm-names.yaml")
+    for known in names["connectors"].split() if not transfer.module_path else ():
+        if known.lower() == transfer.connector.lower() and known != transfer.connector:
+            yield Finding(
+                f"{path}.kvTransfer.connector",
+                f"{transfer.connector} is not how vLLM writes it",
+                f"did you mean {known}?",
+            )
+    methods = names["quantization"].split()
+    if engine.model.quantization and engine.model.quantization not in methods and group.is_chart_image:
+        yield Finding(
+            f"{path}.model.quantization",
+            f"{engine.model.quantization} is no method of vLLM",
+            f"write one of {', '.join(methods)}",
+        )
+    if transfer.connector in (
+        "SpillwayConnector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+        "MultiConnector",
+    ):
+        yield Finding(
+            f"{path}.kvTransfer.connector",
+            f"{transfer.connector} is no second connector: Spillway's own is there with offload.enabled: true and "
+            "combines the two itself",
+            "name the other one, or remove kvTransfer",
+        )
+    for key, field in STEP_CHANGING if transfer.connector else ():
+        if on_off(getattr(engine.offload, field)) == "on":
+            yield Finding(
+                f"{path}.offload.{key}",
+                f"on is not proven beside kvTransfer.connector: {transfer.connector}",
+                'set it to "off"',
+            )
+    for key, value in transfer.extra_config.items():
+        if is_secret_entry(key, value):
+            yield Finding(
+                f"{path}.kvTransfer.extraConfig.{key}",
+                "would lie in a ConfigMap in plain text",
+                "give that connector its secret by a variable (extraEnvVars) or a file (extraVolumes)",
+            )

@@ -1,0 +1,128 @@
+"""What is known of a model: the shape that values give, over that of files/model-shapes.yaml. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from spillway_ctl.check.chart_facts import facts
+from spillway_ctl.check.finding import Finding, quoted, size
+from spillway_engine.model_shape import ModelShape
+from spillway_settings.values.engine import Engine
+
+_ENDINGS = re.compile(
+    r"(-(instruct|thinking|chat|base|it|hf|bf16|v0\.[0-9]+|[0-9]{4}|awq|gptq|gptqmodel|autoround|quantized|bnb|marlin"
+    r"|fp8|fp4|nvfp4|mxfp4|mxfp8|int4|int8|[48]bit|(quantized\.)?w[48]a(4|8|16)|dynamic|block|kv|128g|g128))+$"
+)
+# Quantised weights, in eighths of those in 16 bits: embeddings stay as they are, so more than half or a quarter.
+_EIGHTHS = (
+    (re.compile(r"-(fp8|mxfp8|int8|8bit|(quantized\.)?w8a)"), 5),
+    (re.compile(r"-(awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|(quantized\.)?w4a)"), 3),
+)
+_RECURRENT = re.compile(
+    r"^(deepseek-v(3\.2|4)|qwen3-next|qwen3\.[5-9]|kimi-(k3|linear)|nemotron-h|jamba|falcon-h1|granite-4)"
+)
+_GIVEN = {
+    "layers": "layers",
+    "sliding_layers": "slidingLayers",
+    "kv_heads": "kvHeads",
+    "head_dim": "headDim",
+    "latent_dim": "latentDim",
+    "dtype": "dtype",
+    "weight_bytes": "weightBytes",
+}
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """shape: of its KV cache. heads: of attention; 0: not known."""
+
+    shape: ModelShape
+    heads: int
+
+
+def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
+    """The model's shape, and what is wrong with what the values say of it."""
+    given = engine.model.shape
+    known = facts("model-shapes.yaml")
+    file = engine.model.path.rstrip("/").rsplit("/", 1)[-1].lower()
+    plain = file.removeprefix("meta-")
+    name = file if file in known else _ENDINGS.sub("", plain)
+    eighths = 8
+    if plain.startswith(name) and not given.preset:
+        ending = plain.removeprefix(name)
+        eighths = next((share for form, share in _EIGHTHS if form.match(ending)), 8)
+    name = given.preset or name
+    found = []
+    if given.preset and name not in known:
+        found.append(
+            Finding(
+                f"{path}.model.shape.preset",
+                f"{quoted(name)} is no known model",
+                f"give layers, kvHeads and headDim from its config.json, or one of: {', '.join(sorted(known))}",
+            )
+        )
+    shape: dict[str, Any] = {"dtype": "bfloat16", "weightBytes": 0, **known.get(name, {})}
+    quantized = eighths < 8
+    if quantized:
+        shape["weightBytes"] = int(shape["weightBytes"]) * eighths // 8
+    for field, key in _GIVEN.items():
+        value = getattr(given, field)
+        if value is not None:
+            shape[key] = value
+            if key in ("kvHeads", "headDim"):
+                shape.pop("latentDim", None)
+            if key == "layers":
+                shape.pop("slidingLayers", None)
+    if shape.get("layers") and shape.get("slidingLayers", 0) > shape["layers"]:
+        layers, sliding = shape["layers"], shape.pop("slidingLayers")
+        found.append(
+            Finding(
+                f"{path}.model.shape.slidingLayers",
+                f"{sliding} of {layers} layers",
+                f"set it to the number of sliding_attention in layer_types of config.json, {layers} or less",
+            )
+        )
+    if given.latent_dim and (given.kv_heads or given.head_dim):
+        found.append(
+            Finding(
+                f"{path}.model.shape",
+                f"latentDim: {given.latent_dim} given beside kvHeads or headDim, but a model has one kind of cache",
+                "keep latentDim for MLA, or the other two",
+            )
+        )
+    if not (shape.get("layers") and (shape.get("latentDim") or (shape.get("kvHeads") and shape.get("headDim")))):
+        found.append(_unknown(engine, path, file, known))
+        shape |= {"layers": 1, "kvHeads": 1, "headDim": 1}
+    model_shape = ModelShape(
+        layers=shape["layers"],
+        kv_heads=shape.get("kvHeads", 0),
+        head_dim=shape.get("headDim", 0),
+        latent_dim=shape.get("latentDim"),
+        dtype=shape["dtype"],
+        max_length=shape.get("maxLength"),
+        weight_bytes=size(shape["weightBytes"]),
+        experts=shape.get("experts", 0),
+        quantized=quantized,
+        sliding_layers=shape.get("slidingLayers", 0),
+    )
+    return ModelFacts(model_shape, shape.get("heads", 0)), found
+
+
+def _unknown(engine: Engine, path: str, file: str, known: dict[str, Any]) -> Finding:
+    family = re.match("[a-z]+", file)
+    alike = sorted(each for each in known if family and re.match("[a-z]+", each)[0] == family[0])  # type: ignore[index]
+    why = "is no model the chart knows, so its KV cache has no known size"
+    if _RECURRENT.match(file):
+        why = (
+            "keeps recurrent or compressed states beside its KV cache, whose blocks vLLM sizes when it starts; an "
+            "engine's `spillway doctor` shows them as `row of the CPU tier`"
+        )
+    return Finding(
+        f"{path}.model.path",
+        f"{quoted(engine.model.path)} {why}",
+        f"set {path}.model.shape.layers, kvHeads and headDim (or latentDim for MLA) from its config.json, or "
+        f"{path}.model.shape.preset to the known model that it is made from: "
+        f"{', '.join(alike) or 'one of files/model-shapes.yaml, such as qwen3-8b'}",
+    )

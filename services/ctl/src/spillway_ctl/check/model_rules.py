@@ -1,0 +1,423 @@
+"""Rules of the model: where it, its tokenizer and its adapters lie, its heads, layers and length. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from spillway_ctl.check.engine_rules import STEP_CHANGING
+from spillway_ctl.check.finding import Finding, below, bytes_text, number, on_off, quantity, quoted, size
+from spillway_ctl.check.group import ON_VOLUME, Group, Release, base_name
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_ODD_FOLDER = re.compile(r"(/\.\.?(/|$)|\s$)")
+_VOLUME_NEEDS = (("existingClaim", "claimName", "claim_name"), ("hostPath", "hostPath", "host_path"))
+_TRUE = ("1", "on", "yes", "true")
+_NO_HOST_BYTES = 16 << 40
+_START_SECONDS = 30.0
+_START_BYTES_PER_SECOND = 20e9  # above any disk, network or kernel that an engine starts on
+
+
+def model_findings(group: Group, release: Release) -> Iterator[Finding]:
+    yield from _place(group)
+    yield from _hub(group, release)
+    yield from _volumes(group)
+    yield from _tokenizer(group)
+    yield from _adapters(group)
+    yield from _resolver(group)
+    yield from _parallelism(group)
+    yield from _pipeline(group)
+    yield from _data_parallel(group)
+    yield from _length(group)
+    yield from _downloads(group)
+    yield from _start(group)
+
+
+def _place(group: Group) -> Iterator[Finding]:
+    model, path = group.engine.model, f"{group.path}.model.path"
+    volume, is_folder = model.volume, model.path.startswith("/")
+    if is_folder and volume.type == "none":
+        yield Finding(
+            path,
+            f"{model.path} is a folder, but no volume brings it",
+            "set model.volume.type to existingClaim, hostPath or nfs, or to image when the engine image holds it",
+        )
+    if not is_folder and volume.type != "none":
+        yield Finding(
+            path,
+            f"{model.path} is a hub name, but model.volume.type is {volume.type}",
+            f"write the folder below {volume.mount_path}, or type: none",
+        )
+    if is_folder and volume.type in ON_VOLUME and not below(model.path, volume.mount_path):
+        yield Finding(
+            path,
+            f"{model.path} does not lie below model.volume.mountPath: {volume.mount_path}, where the volume is",
+            "change one of the two",
+        )
+    if not is_folder and _HUB_NAME.fullmatch(model.path) is None:
+        yield Finding(
+            path,
+            f"{quoted(model.path)} is neither an absolute folder nor a hub name",
+            "write /models/Qwen3-8B or Qwen/Qwen3-8B, for example",
+        )
+    if is_folder and _ODD_FOLDER.search(model.path):
+        yield Finding(
+            path,
+            f"{quoted(model.path)} given, an absolute folder without .. in it and without a blank at its end needed",
+            "correct it",
+        )
+
+
+def _hub(group: Group, release: Release) -> Iterator[Finding]:
+    engine, path, policy = group.engine, group.path, release.values.network_policy
+    if policy.enabled and policy.restrict_egress and engine.model.cache.type == "emptyDir" and not policy.engine_egress:
+        places = {f"{path}.model.path": (engine.model.path, "the model by model.volume")}
+        places |= {
+            f"{path}.lora.adapters[{index}].path": (adapter.path, "the adapter by lora.volume")
+            for index, adapter in enumerate(engine.lora.adapters)
+        }
+        for place, (name, remedy) in places.items():
+            if not name.startswith("/"):
+                yield Finding(
+                    "networkPolicy.restrictEgress",
+                    f"true closes the way to the hub that {place}: {name} comes from",
+                    f"list it in networkPolicy.engineEgress, or bring {remedy}",
+                )
+    offline = [
+        name
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        if str(engine.extra_env.get(name, "")).lower() in _TRUE
+    ]
+    if offline and engine.model.cache.type == "emptyDir" and group.uses_hub:
+        yield Finding(
+            f"{path}.extraEnv",
+            f"{offline[-1]} forbids the download of what has a hub name, and model.cache.type: emptyDir begins empty",
+            "remove it, or bring a filled cache by model.cache.type: existingClaim or hostPath",
+        )
+
+
+def _volumes(group: Group) -> Iterator[Finding]:
+    model, lora = group.engine.model, group.engine.lora
+    for key, volume in (("model.volume", model.volume), ("model.cache", model.cache), ("lora.volume", lora.volume)):
+        for kind, setting, field in _VOLUME_NEEDS:
+            if volume.type == kind and not getattr(volume, field):
+                yield Finding(f"{group.path}.{key}.{setting}", f"is empty, and type: {kind} needs it", "set it")
+    for key, source in (("model.volume", model.volume), ("lora.volume", lora.volume)):
+        if source.type == "nfs" and not (source.nfs.server and source.nfs.path):
+            yield Finding(f"{group.path}.{key}.nfs", "type: nfs needs server and path", "set both")
+
+
+def _tokenizer(group: Group) -> Iterator[Finding]:
+    model, path = group.engine.model, f"{group.path}.model.tokenizer"
+    if model.tokenizer == "volume" and model.volume.type not in ON_VOLUME:
+        yield Finding(
+            path,
+            "volume needs model.volume.type existingClaim (ReadOnlyMany or ReadWriteMany), hostPath or nfs; it is "
+            f"{model.volume.type}",
+            "set that type, or tokenizer: none",
+        )
+    if model.tokenizer not in ("none", "volume") and not model.tokenizer.startswith("/"):
+        yield Finding(
+            path, f"{quoted(model.tokenizer)} is none of none, volume and an absolute folder", "write one of these"
+        )
+
+
+def _adapter_root(group: Group) -> str:
+    engine = group.engine
+    if engine.lora.volume.type in ON_VOLUME:
+        return engine.lora.volume.mount_path
+    return engine.model.volume.mount_path if engine.lora.volume.type == "modelVolume" else ""
+
+
+def _adapters(group: Group) -> Iterator[Finding]:
+    lora, path = group.engine.lora, f"{group.path}.lora"
+    kind, root = lora.volume.type, _adapter_root(group)
+    folders = [adapter.path for adapter in lora.adapters if adapter.path.startswith("/")]
+    for index, adapter in enumerate(lora.adapters):
+        at = f"{path}.adapters[{index}].path"
+        is_folder = adapter.path.startswith("/")
+        if is_folder and _ODD_FOLDER.search(adapter.path):
+            yield Finding(
+                at,
+                f"{quoted(adapter.path)} given, an absolute folder without .. in it and without a blank at its end "
+                "needed",
+                "correct it",
+            )
+        if is_folder and root and not adapter.path.startswith(f"{root.rstrip('/')}/"):
+            yield Finding(
+                at,
+                f"{adapter.path} does not lie below {root}, where lora.volume.type: {kind} appears",
+                "correct one of the two",
+            )
+        if not is_folder and _HUB_NAME.fullmatch(adapter.path) is None:
+            yield Finding(
+                at,
+                f"{quoted(adapter.path)} is neither an absolute folder nor a hub name such as owner/adapter",
+                "write one of the two",
+            )
+    names = [adapter.name for adapter in lora.adapters]
+    for index, alias in enumerate(lora.aliases if not lora.runtime_updating else ()):
+        if alias.adapter not in names:
+            yield Finding(
+                f"{path}.aliases[{index}].adapter",
+                f"{quoted(alias.adapter)} is none of lora.adapters ({', '.join(names) or 'none'}), and none comes "
+                "later without runtimeUpdating: true",
+                "correct it, or add the adapter",
+            )
+    if folders and kind == "none":
+        yield Finding(
+            f"{path}.adapters",
+            f"{folders[0]} is a folder, but no volume brings it",
+            "set lora.volume.type to existingClaim, hostPath or nfs, to modelVolume when it lies in the model's, or to "
+            "image",
+        )
+    if kind != "none" and not folders and not lora.runtime_updating:
+        yield Finding(
+            f"{path}.volume.type",
+            f"{kind}, but no adapter has a path in it",
+            "name one in lora.adapters, set runtimeUpdating: true, or type: none",
+        )
+    if kind == "modelVolume" and group.engine.model.volume.type not in ON_VOLUME:
+        yield Finding(
+            f"{path}.volume.type",
+            "modelVolume needs model.volume.type existingClaim, hostPath or nfs; it is "
+            f"{group.engine.model.volume.type}",
+            "set that type, or another one here",
+        )
+    if lora.max_in_memory and lora.max_in_memory < lora.max_active:
+        yield Finding(
+            f"{path}.maxInMemory",
+            f"{lora.max_in_memory} is less than maxActive: {lora.max_active}, whose adapters are in memory too",
+            "raise it, or set null",
+        )
+
+
+def _resolver(group: Group) -> Iterator[Finding]:
+    lora, path = group.engine.lora, f"{group.path}.lora"
+    folder, kind, root = lora.resolver_folder, lora.volume.type, _adapter_root(group)
+    if not folder:
+        return
+    if not lora.runtime_updating:
+        yield Finding(
+            f"{path}.resolverFolder",
+            "vLLM loads adapters by name only where they may change at run time",
+            "set lora.runtimeUpdating: true",
+        )
+    if not lora.resolver_names:
+        yield Finding(
+            f"{path}.resolverNames",
+            "empty, so no request would load an adapter",
+            'write ["*"] for every name, or set resolverFolder: ""',
+        )
+    if kind == "none":
+        yield Finding(
+            f"{path}.resolverFolder",
+            f"{folder}, but no volume brings it",
+            "set lora.volume.type to existingClaim, hostPath or nfs, to modelVolume when it lies in the model's, or to "
+            "image",
+        )
+    elif root and not below(folder, root):
+        yield Finding(
+            f"{path}.resolverFolder",
+            f"{folder} does not lie in {root}, where lora.volume.type: {kind} appears",
+            "correct one of the two",
+        )
+
+
+def _parallelism(group: Group) -> Iterator[Finding]:
+    engine, shape, path = group.engine, group.model.shape, group.path
+    ranks, setting = engine.tensor_parallel_size, f"{path}.tensorParallelSize"
+    heads = shape.kv_heads
+    if heads and not shape.latent_dim:
+        if ranks < heads and heads % ranks:
+            yield Finding(
+                setting,
+                f"{ranks} does not divide the model's {heads} KV heads",
+                "vLLM needs a divisor, or a multiple of it: set one",
+            )
+        if ranks > heads and ranks % heads:
+            yield Finding(
+                setting,
+                f"{ranks} is no multiple of the model's {heads} KV heads, of which every rank needs a whole one",
+                f"set it to {ranks // heads * heads}",
+            )
+    if group.model.heads and group.model.heads % ranks:
+        yield Finding(
+            setting,
+            f"{ranks} does not divide the model's {group.model.heads} attention heads, as vLLM needs it",
+            f"choose a divisor of {group.model.heads}",
+        )
+    step = group.device.block_tokens_multiple
+    if engine.block_size % step:
+        yield Finding(
+            f"{path}.blockSize",
+            f"{engine.block_size} given, a multiple of {step} needed by accelerator.preset: "
+            f"{engine.accelerator.preset}",
+            f"set it to {-(-engine.block_size // step) * step}",
+        )
+
+
+def _pipeline(group: Group) -> Iterator[Finding]:
+    """What does not go with several stages of layers."""
+    engine, path, layers = group.engine, group.path, group.model.shape.layers
+    stages = engine.pipeline_parallel_size
+    if stages == 1:
+        return
+    if stages > layers:
+        yield Finding(
+            f"{path}.pipelineParallelSize",
+            f"{stages} stages for the model's {layers} layers, of which every stage needs one",
+            f"set it to {layers} or less",
+        )
+    if group.platform == "cpu" and engine.image.vllm != "0.23":
+        yield Finding(
+            f"{path}.pipelineParallelSize",
+            f"{stages} needs vLLM 0.23 with accelerator.preset: cpu, but {path}.image.vllm is "
+            f"{quoted(engine.image.vllm)}, whose CPU engines fail at the first step of a pipeline",
+            'set it to 1, or vllm: "0.23"',
+        )
+    for key, field in STEP_CHANGING if engine.offload.enabled else ():
+        if on_off(getattr(engine.offload, field)) == "on":
+            yield Finding(
+                f"{path}.offload.{key}",
+                f"on changes a step after it was sent, but pipelineParallelSize: {stages} keeps several steps under "
+                "way",
+                "set it to off, or pipelineParallelSize: 1",
+            )
+    if "VLLM_PP_LAYER_PARTITION" in engine.extra_env:
+        yield Finding(
+            f"{path}.extraEnv",
+            "VLLM_PP_LAYER_PARTITION gives stages other layers than memory is reckoned with",
+            f"remove it: vLLM spreads the layers evenly over the stages of pipelineParallelSize: {stages}",
+        )
+    for index, argument in enumerate(engine.extra_args):
+        if re.match("--distributed[-_]executor[-_]backend", argument):
+            following = [*engine.extra_args, ""][index + 1]
+            executor = argument.rsplit("=", 1)[1] if "=" in argument else following
+            if executor != "mp":
+                yield Finding(
+                    f"{path}.extraArgs",
+                    f"--distributed-executor-backend: {quoted(executor)} cannot run pipelineParallelSize: {stages} in "
+                    "one pod",
+                    "remove it, and vLLM takes mp",
+                )
+
+
+def _data_parallel(group: Group) -> Iterator[Finding]:
+    engine, path, cores = group.engine, group.path, group.engine.data_parallel_size
+    if cores == 1:
+        return
+    if engine.pipeline_parallel_size > 1:
+        yield Finding(
+            f"{path}.pipelineParallelSize",
+            f"{engine.pipeline_parallel_size} and dataParallelSize: {cores}: stages are not proven with data parallel "
+            "ranks",
+            "set pipelineParallelSize: 1 or dataParallelSize: 1",
+        )
+    for key, field in STEP_CHANGING if engine.offload.enabled else ():
+        if on_off(getattr(engine.offload, field)) == "on":
+            yield Finding(
+                f"{path}.offload.{key}",
+                f"on changes the steps of one rank, but the ranks of dataParallelSize: {cores} step together where the "
+                "model is a mixture of experts",
+                "set it to off, or dataParallelSize: 1",
+            )
+    if group.platform == "cpu" and group.model.shape.experts:
+        yield Finding(
+            f"{path}.dataParallelSize",
+            f"{cores} ranks of a mixture of {group.model.shape.experts} experts need exchanges of tokens that vLLM's "
+            "CPU platform does not have",
+            "set it to 1 and raise replicas",
+        )
+    if engine.kv_transfer.connector:
+        yield Finding(
+            f"{path}.kvTransfer",
+            f"{engine.kv_transfer.connector} is not proven with dataParallelSize: {cores}",
+            "remove it, or set dataParallelSize: 1",
+        )
+
+
+def _length(group: Group) -> Iterator[Finding]:
+    engine, path, shape = group.engine, group.path, group.model.shape
+    longest, tokens = engine.model.max_length, group.memory.chunk_tokens
+    is_stretched = "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in engine.extra_env or any(
+        re.match("--(hf|rope)[-_]", argument) for argument in engine.extra_args
+    )
+    if shape.max_length and longest > shape.max_length and not is_stretched:
+        yield Finding(
+            f"{path}.model.maxLength",
+            f"{longest} given, but {base_name(engine.model.path)} has {shape.max_length} positions",
+            f"set it to {shape.max_length} or less, or give vLLM a longer model by --hf-overrides in extraArgs",
+        )
+    if engine.offload.enabled and tokens > longest:
+        remedy = f"set it to {longest // engine.block_size} or less"
+        if longest < engine.block_size:
+            remedy = f"raise model.maxLength to {engine.block_size} or more, or lower blockSize"
+        yield Finding(
+            f"{path}.offload.blocksPerChunk",
+            f"{engine.offload.blocks_per_chunk} blocks of {engine.block_size} tokens are a chunk of {tokens}, which no "
+            f"prompt of model.maxLength: {longest} fills, so nothing would ever be spilled",
+            remedy,
+        )
+
+
+def _downloads(group: Group) -> Iterator[Finding]:
+    engine, path, weights = group.engine, group.path, group.model.shape.weight_bytes
+    model, cache = engine.model, engine.model.cache
+    if not model.path.startswith("/") and cache.type == "emptyDir":
+        enough = quantity(weights * 11 // 10)
+        if cache.size_limit is not None and size(cache.size_limit) < weights:
+            yield Finding(
+                f"{path}.model.cache.sizeLimit",
+                f"{number(cache.size_limit)} holds no download of {model.path}, {bytes_text(weights)}, and kubelet "
+                "would "
+                "evict the pod",
+                f"set {enough} or more, or null",
+            )
+        limit = engine.ephemeral_storage.limit
+        if limit is not None and size(limit) < weights:
+            yield Finding(
+                f"{path}.ephemeralStorage.limit",
+                f"{number(limit)} holds no download of {model.path}, {bytes_text(weights)}, into model.cache.type: "
+                "emptyDir, which counts against it, and kubelet would evict the pod",
+                f"set {enough} or more, or null",
+            )
+    if not group.uses_hub and (cache.type != "emptyDir" or cache.size_limit is not None):
+        yield Finding(
+            f"{path}.model.cache",
+            f"type {cache.type} given, but model.path: {model.path} is a folder, and only downloads are kept there",
+            "remove model.cache",
+        )
+
+
+def _start(group: Group) -> Iterator[Finding]:
+    """A start that cannot end in time is killed and begun anew for ever."""
+    engine, lifecycle, tier = group.engine, group.engine.lifecycle, group.memory.tier
+    seconds, parts = _START_SECONDS, ["30 s for Python and vLLM"]
+    if on_off(lifecycle.self_check) != "off":
+        seconds += lifecycle.self_check_timeout_seconds
+        parts.append(
+            f"up to {number(lifecycle.self_check_timeout_seconds)} s for the start-up check (selfCheckTimeoutSeconds)"
+        )
+    if tier > _NO_HOST_BYTES:
+        by_blocks = bool(engine.offload.num_cpu_blocks)
+        given = engine.offload.num_cpu_blocks if by_blocks else engine.offload.cpu_bytes
+        yield Finding(
+            f"{group.path}.offload.{'numCpuBlocks' if by_blocks else 'cpuBytes'}",
+            f"{number(given)} given, a CPU tier of {bytes_text(tier)} for each pod, which no host's memory holds",
+            f"lower it (a chunk has {bytes_text(group.memory.row)})",
+        )
+        tier = 0
+    moved = group.model.shape.weight_bytes + tier
+    if moving := math.ceil(moved / _START_BYTES_PER_SECOND):
+        seconds += moving
+        parts.append(f"{moving} s for weights and CPU tier ({bytes_text(moved)} at 20 GB/s)")
+    if lifecycle.startup_timeout_seconds < seconds:
+        yield Finding(
+            f"{group.path}.lifecycle.startupTimeoutSeconds",
+            f"{number(lifecycle.startup_timeout_seconds)} given, at least {number(seconds)} needed: "
+            f"{', '.join(parts)}; a "
+            "pod that is not ready by then is killed and starts anew, for ever",
+            "raise it",
+        )

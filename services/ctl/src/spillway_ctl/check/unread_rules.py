@@ -1,0 +1,84 @@
+"""Settings that nothing reads as the other ones are: files/unread-settings.yaml names them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from spillway_ctl.check.chart_facts import facts
+from spillway_ctl.check.finding import Finding, number, shown
+from spillway_ctl.check.group import Release
+
+_ABSENT = object()
+
+
+def unread_findings(release: Release) -> Iterator[Finding]:
+    groups = {group.key: msgspec.to_builtins(group.engine) for group in release.groups}
+    seen: set[str] = set()
+    for rule in facts("unread-settings.yaml"):
+        for setting, default in rule["settings"].items():
+            for finding in _of_setting(release, groups, rule, setting, default):
+                if finding.setting not in seen:
+                    seen.add(finding.setting)
+                    yield finding
+
+
+def _of_setting(
+    release: Release, groups: dict[str, Any], rule: dict[str, Any], setting: str, default: Any
+) -> Iterator[Finding]:
+    reader = rule["readBy"]
+    if not setting.startswith("engine."):
+        given, choice = _at(release.tree, setting), _at(release.tree, reader)
+        if _is_given(given, default) and not _is_chosen(rule, choice):
+            yield _unread(setting, reader, rule, given, choice)
+        return
+    own, by = setting.removeprefix("engine."), reader.removeprefix("engine.")
+    is_read_anywhere = False
+    for key, engine in groups.items():
+        choice = _at(engine, by)
+        if _is_chosen(rule, choice):
+            is_read_anywhere = True
+        elif key:
+            # What an entry inherits from `engine` may be there for the other entries.
+            given = _at(release.tree["engines"][key] or {}, own)
+            if _is_given(given, default):
+                yield _unread(f"engines.{key}.{own}", f"engines.{key}.{by}", rule, given, choice)
+    given = _at(release.tree["engine"], own)
+    if not is_read_anywhere and _is_given(given, default):
+        yield _unread(setting, reader, rule, given, _at(release.tree["engine"], by))
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        if not isinstance(tree, dict) or key not in tree:
+            return _ABSENT
+        tree = tree[key]
+    return tree
+
+
+def _is_given(given: Any, default: Any) -> bool:
+    return given is not _ABSENT and given is not None and given != default
+
+
+def _is_chosen(rule: dict[str, Any], choice: Any) -> bool:
+    if "values" not in rule:
+        return choice is not _ABSENT and choice not in (None, "")
+    return any(choice == value and isinstance(choice, bool) == isinstance(value, bool) for value in rule["values"])
+
+
+def _unread(path: str, by: str, rule: dict[str, Any], given: Any, choice: Any) -> Finding:
+    chosen = "empty" if choice in ("", _ABSENT) else number(choice)
+    words = " or ".join(number(value) for value in rule.get("values", ()))
+    if words:
+        return Finding(
+            path,
+            f"{shown(given, path)} given, but it is read with {by}: {words} alone, which is {chosen}",
+            "set that, or remove this",
+        )
+    return Finding(
+        path,
+        f"{shown(given, path)} given, but it is read with {by} alone, which is {chosen}",
+        "give that, or remove this",
+    )

@@ -1,0 +1,109 @@
+"""`spillway check` on the table of mistakes and on right values; what it computes is what the chart computes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart.rendering import CHART, CUSTOM_KINDS, VALUES_FILES, render
+from chart.test_documented_values import PAGES, fragments
+from lanes.rules import ROOT
+
+from spillway_ctl.check.chart_facts import CUSTOM_KINDS as CHECKED_KINDS
+from spillway_ctl.check.chart_facts import Cluster
+from spillway_ctl.check.finding import Finding
+from spillway_ctl.check.group import group_of
+from spillway_ctl.check.judgement import findings
+from spillway_ctl.check.shape import shape_findings
+from spillway_ctl.check.typed_values import engine_groups, laid_out, typed
+
+TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
+UNUSUAL: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("unusual.yaml").read_text())
+CLUSTER = Cluster((1, 32), frozenset(CUSTOM_KINDS), "chat", "llm")
+REPORT = ROOT / "build" / "mistakes.md"
+# Where it is; what is wrong; what to do.
+FORM = re.compile(r"[a-zA-Z]+(\.[\w./-]+|\[\d+\])*( \w+)?[:, ].+; .+", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, list[Finding]]:
+    return {name: findings(case["values"], CLUSTER) for name, case in TABLE.items()}
+
+
+def test_every_mistake_is_refused_in_words_as_good_as_the_charts(verdicts: dict[str, list[Finding]]) -> None:
+    unclear = {}
+    for name, case in TABLE.items():
+        text = "\n".join(finding.sentence for finding in verdicts[name])
+        # Helm writes a.0.b for a[0].b.
+        places = [re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", place) for place in case.get("refusedAt", [])]
+        needed = case.get("checkSays") or [*case.get("says", []), *places]
+        if not verdicts[name] or not all(words in text for words in needed):
+            unclear[name] = text
+
+    assert unclear == {}
+
+
+def test_a_sentence_has_its_setting_its_remedy_and_no_secret(verdicts: dict[str, list[Finding]]) -> None:
+    sentences = [finding.sentence for found in verdicts.values() for finding in found]
+
+    assert [text for text in sentences if not FORM.fullmatch(text)] == []
+    assert [text for text in sentences if re.search(r"SECRET|None|\{|<", text) and "SECRET" in text] == []
+
+
+def test_the_table_by_door(verdicts: dict[str, list[Finding]]) -> None:
+    rows = []
+    for name, case in TABLE.items():
+        door = "schema" if shape_findings(case["values"]) else "check"
+        rows.append((door, name, "<br>".join(finding.sentence for finding in verdicts[name])))
+    REPORT.parent.mkdir(exist_ok=True)
+    lines = [f"| {door} | {name} | {text.replace('|', '&#124;')} |" for door, name, text in rows]
+    REPORT.write_text("\n".join(["| door | mistake | sentences |", "| --- | --- | --- |", *lines, ""]))
+
+    schema = {name for door, name, _ in rows if door == "schema"}
+    assert schema == {name for name, case in TABLE.items() if "refusedAt" in case} | {"a default taken away"}
+
+
+@pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.name)
+def test_the_charts_own_values_are_right(file: Path) -> None:
+    assert findings(yaml.safe_load(file.read_text()), CLUSTER) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_documented_values_have_no_wrong_form(page: str) -> None:
+    for values in fragments((ROOT / page).read_text()):
+        assert shape_findings(values) == [], values
+
+
+def test_unusual_values_are_right() -> None:
+    found = {name: findings(values, Cluster(None, frozenset(CUSTOM_KINDS))) for name, values in UNUSUAL.items()}
+
+    assert {name: each for name, each in found.items() if each} == {}
+
+
+@pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.name)
+def test_memory_of_a_pod_is_what_the_chart_computes(file: Path) -> None:
+    """The one rule that a render needs too: it sizes the pods."""
+    tree = laid_out(yaml.safe_load(file.read_text()))
+    rendered = {
+        item["metadata"]["name"]: json.loads(item["data"]["memory.json"])
+        for item in render(file).of_kind("ConfigMap", "engine")
+    }
+
+    for key, engine in engine_groups(tree).items():
+        group, found = group_of(key, engine, typed(tree), CLUSTER)
+        memory = rendered[group.name]
+        assert found == []
+        assert group.memory.row == memory["cpuRowBytes"] and group.memory.tier == memory["cpuTierBytes"]
+        assert group.memory.needed == memory["podNeedsBytes"] and group.memory.limit == memory["memoryLimitBytes"]
+        assert group.memory.shared_memory == memory["sharedMemoryBytes"]
+
+
+def test_kinds_are_those_that_the_chart_asks_for() -> None:
+    templates = "".join(file.read_text() for file in (CHART / "templates").rglob("*.tpl"))
+
+    assert set(CHECKED_KINDS) == set(CUSTOM_KINDS)
+    assert all(kind.rsplit("/", 1)[1] in templates or kind in templates for kind in CHECKED_KINDS)
