@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -401,8 +402,10 @@ def all_replayed(running: Any) -> bool:
     return all(f'event_replays_total{{engine="{name}",outcome="completed"}}' in exposition for name in names)
 
 
-async def test_requests_follow_the_events(start_engine: Any) -> None:
-    """End to end: the engine announces blocks, and the next request with that prefix goes there by token blocks."""
+async def test_requests_follow_the_events(start_engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """End to end: the engine announces blocks, and the next request with that prefix goes there by token blocks. The
+    log says so, step by step, and holds no token of the prompt."""
+    caplog.set_level(logging.DEBUG, "spillway_gateway")
     publisher = KvPublisher()
     engines = [
         await start_engine(name=name, publisher=published, block_tokens=16)
@@ -445,6 +448,19 @@ async def test_requests_follow_the_events(start_engine: Any) -> None:
     assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in metrics
     assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in later
     assert 'spillway_gateway_missing_cached_tokens_total{model="fake"} 0.0' in metrics
+
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("spillway_gateway")]
+    steps = (
+        "engine b: its events are connected",
+        "engine b: replayed up to batch",
+        "engine b: batch 11 applied: 1 events",
+        "201 prompt tokens in 12 blocks; salted: False",
+        "is routed to engine b by prefix: of 201 tokens 192 are expected on its device",
+        "status 200",
+    )
+    at = [next(at for at, line in enumerate(lines) if step in line) for step in steps]
+    assert at == sorted(at)
+    assert not any("198, 199" in line for line in lines), "tokens of a prompt"
 
 
 async def test_requests_follow_the_events_of_their_adapter(start_engine: Any) -> None:

@@ -164,6 +164,21 @@ class InferenceEndpoint:
                 charged_tokens += owner.tokens
             elif gatekeeper.enabled:
                 raise _no_response(parsed.previous_response)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s of tenant %r for model %s: %d prompt tokens in %d blocks; salted: %s, session: %s, "
+                "adapter: %s, may be continued: %s, only engine: %s",
+                request_id.decode("latin-1"),
+                tenant.name,
+                model,
+                prompt.prompt_tokens,
+                len(prompt.keys),
+                source.cache_salt is not None,
+                session is not None,
+                adapter,
+                asks_ids,
+                only_engine,
+            )
         stored = _StoredResponse(context.response_owners, tenant.name, model) if route.keeps_responses else None
         outbound = OutboundRequest(
             self._path,

@@ -188,14 +188,16 @@ class EventFollower:
             elif isinstance(item, _ReplayBegun | _ReplayUnanswered):
                 await self._replay_answered(item)
             elif item is _Signal.CONNECTED:
+                logger.debug("engine %s: its events are connected; all it holds is replayed", self._engine.name)
                 self._engine.events_live = True
                 self._replays_failed = 0
                 await self._rebuild()
             elif item is _Signal.ENGINE_UP:
-                # Not a second time where the connection was first: the replay would replace live events for nothing.
+                # Not a second time if the connection was first: the replay would replace live events for nothing.
                 if self._clean and self._engine.events_live and not (self._replayed or self._replay_pending):
                     await self._rebuild()
             else:
+                logger.debug("engine %s: its entries are dropped: %s", self._engine.name, item.name)
                 if item is _Signal.DISCONNECTED:
                     self._engine.events_live = False
                 self._cancel_request()
@@ -216,6 +218,8 @@ class EventFollower:
                 self._metrics.event_restarts.labels(self._engine.name).inc()
                 await self._rebuild()
                 await self._apply(frame, batch)
+            else:
+                logger.debug("engine %s: batch %d was applied before", self._engine.name, frame.sequence)
             return
         if frame.sequence > self._applied + 1:
             await self._fill_gap(frame.sequence)
@@ -225,6 +229,7 @@ class EventFollower:
     async def _fill_gap(self, sequence: int) -> None:
         """Replay what is missing before `sequence`; if that fails, drop the engine's entries and go on from there."""
         if self._replay_pending:  # a whole replay, which includes what is missing
+            logger.debug("engine %s: batches up to %d come with the replay", self._engine.name, sequence - 1)
             await self._clear()
             self._applied = sequence - 1
             return
@@ -284,6 +289,7 @@ class EventFollower:
             if self._replayed and self._applied < seen:
                 await self._replay(self._applied + 1)  # live events newer than the replay
         else:
+            logger.debug("engine %s: a replay that is no longer wanted is dropped", self._engine.name)
             answer.replay.close()
 
     async def _clear(self) -> None:
@@ -310,6 +316,7 @@ class EventFollower:
                 start = resume
                 resume = await self._replay_from(self._replay_url, start)
             outcome = "completed"
+            logger.debug("engine %s: replayed up to batch %d", self._engine.name, self._applied)
             self._replay_due = None
             self._replays_failed = 0
         except ReplayFailed as error:
@@ -396,6 +403,7 @@ class EventFollower:
             await self._yield_when_due()
         self._applied = frame.sequence
         self._applied_at = batch.timestamp_seconds
+        logger.debug("engine %s: batch %d applied: %d events", name, frame.sequence, len(batch.events))
         self._metrics.event_batches.labels(name).inc()
         self._metrics.event_last_batch.labels(name).set(batch.timestamp_seconds)
         if batch.undecodable:

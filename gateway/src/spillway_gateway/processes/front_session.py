@@ -25,6 +25,7 @@ from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message
 from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.upstream.dispatch import log_decision
 from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 
 logger = logging.getLogger(__name__)
@@ -241,6 +242,7 @@ class FrontSession:
             return
         decision = lease.decision
         self._gateway.services.recent.decided(asked.model, asked.request_id, decision)
+        log_decision(asked.request_id, decision, asked.tried)
         self._publisher.publish_engine(lease.engine)
         held = decision.held
         self.send(

@@ -1,12 +1,18 @@
-"""Places and engines for requests, where this process alone serves."""
+"""Places and engines for requests, if this process alone serves."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Collection
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import OutboundRequest, Place
 from spillway_gateway.upstream.suspects import Fingerprint, Suspects
+
+logger = logging.getLogger(__name__)
 
 
 class OwnDispatch:
@@ -16,6 +22,8 @@ class OwnDispatch:
         self._suspects = suspects
 
     async def enter(self, admission: Admission, fleet: ModelFleet, request: OutboundRequest) -> Place:
+        if logger.isEnabledFor(logging.DEBUG) and admission.is_full:
+            logger.debug("request %s waits for room on the engines of %s", request.shown_id, fleet.name)
         await admission.enter(request.tenant, request.priority)
         return _OwnPlace(admission, fleet, request, self._suspects)
 
@@ -31,7 +39,9 @@ class _OwnPlace:
 
     async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
         request = self._request
-        return self._fleet.choose(prompt, tried, request.only_engine, request.session, request.adapter)
+        lease = self._fleet.choose(prompt, tried, request.only_engine, request.session, request.adapter)
+        log_decision(request.request_id, lease.decision, tried)
+        return lease
 
     async def ended(self, lease: Lease, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
         if lease.engine.was_to_end:
@@ -41,3 +51,22 @@ class _OwnPlace:
 
     def leave(self) -> None:
         self._admission.leave()
+
+
+def log_decision(request_id: bytes, decision: Decision, tried: Collection[str]) -> None:
+    """At debug level: which engine a request was routed to, and why."""
+    if logger.isEnabledFor(logging.DEBUG):
+        held = decision.held
+        logger.debug(
+            "request %s is routed to engine %s by %s: of %d tokens %d are expected on its device, %d in its CPU tier, "
+            "%d in its shared tier; costs in ms: %s; tried before: %s",
+            request_id.decode("latin-1"),
+            decision.engine_name,
+            decision.reason.value,
+            decision.prompt_tokens,
+            held.device_tokens,
+            held.cpu_tokens,
+            held.shared_tokens,
+            ", ".join(f"{each.engine.name} {each.cost.total_ms:.1f}" for each in decision.candidates) or "not sent",
+            ", ".join(sorted(tried)) or "none",
+        )

@@ -162,3 +162,8 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     choices: int = 1
     reply_tokens_max: int | None = 0
     computes: bool = True
+
+    @property
+    def shown_id(self) -> str:
+        """The request's id in log lines."""
+        return self.request_id.decode("latin-1")

@@ -112,7 +112,7 @@ class Relay:
             services.metrics.disconnect(self._fleet.name, phase).inc()
             reply.abandon(self.lease, perf_counter() - self._chosen_at)
             if isinstance(error, ClientStalled):
-                logger.warning("request %s: the client stopped reading; its request was ended", self._id())
+                logger.warning("request %s: the client stopped reading; its request was ended", self._request.shown_id)
         except GatewayError as error:
             await reply.answer_error(error, self.lease)
         finally:
@@ -199,10 +199,10 @@ class Relay:
             if not again:
                 raise failure
             if not services.budget.spend(failure):
-                logger.warning("request %s: %s; the retry budget is used up", self._id(), failure.message)
+                logger.warning("request %s: %s; the retry budget is used up", self._request.shown_id, failure.message)
                 raise failure
             services.metrics.retry(lease.engine.name, failure.reason).inc()
-            logger.warning("request %s: %s; trying another engine", self._id(), failure.message)
+            logger.warning("request %s: %s; trying another engine", self._request.shown_id, failure.message)
 
     def _left_out(
         self, continuing: Continuing, failure: UpstreamError, engine: Engine, tried: frozenset[str]
@@ -215,8 +215,9 @@ class Relay:
         left_out = continuing.after(failure, engine, tried, budget, first=first, overdue=overdue)
         if left_out is None:
             self._services.metrics.not_continued(self._fleet.name, continuing.why_not).inc()
+            logger.debug("request %s: its answer is not continued: %s", self._request.shown_id, continuing.why_not)
             raise failure
-        logger.warning("request %s: %s; another engine continues", self._id(), failure.message)
+        logger.warning("request %s: %s; another engine continues", self._request.shown_id, failure.message)
         return left_out
 
     async def _choose(self, place: Place, tried: frozenset[str]) -> Lease:
@@ -357,13 +358,10 @@ class Relay:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s: model %s engine %s route %s status %d overhead %.3f ms",
-                self._id(),
+                self._request.shown_id,
                 self._fleet.name,
                 engine,
                 route,
                 reply.status,
                 reply.overhead_seconds * 1000,
             )
-
-    def _id(self) -> str:
-        return self._request.request_id.decode("latin-1")

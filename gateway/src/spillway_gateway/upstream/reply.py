@@ -271,7 +271,7 @@ class Reply:
 
     async def answer_error(self, error: GatewayError, lease: Lease | None) -> None:
         """Answer a request that failed for good: with an error body, or an error event if a stream has begun."""
-        request_id = self._request.request_id.decode("latin-1")
+        request_id = self._request.shown_id
         self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
         if self._head_sent:
             logger.warning("request %s: ended after the reply had begun: %s", request_id, error.message)

@@ -9,6 +9,7 @@ Comments pass at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from time import perf_counter
 from typing import Protocol
@@ -34,6 +35,8 @@ from spillway_gateway.upstream.stream_events import (
     says_nothing,
 )
 from spillway_gateway.upstream.usage import Usage
+
+logger = logging.getLogger(__name__)
 
 IDS_BYTES_MAX = 48  # of an event for each token that its prompt is estimated to have
 PREAMBLE_BYTES_MAX = 512 * 1024  # held back; Responses repeat instructions and tools twice in theirs
@@ -197,6 +200,9 @@ class StreamRelay:
         self.first_byte_seconds = perf_counter() - self._request.received_at
         services.metrics.first_byte(self._model, engine.name).observe(self.first_byte_seconds)
         services.recent.first_byte(self._model, engine.name, self.first_byte_seconds)
+        if logger.isEnabledFor(logging.DEBUG):
+            seconds = self.first_byte_seconds
+            logger.debug("request %s: engine %s began after %.3f s", self._request.shown_id, engine.name, seconds)
         if trace is not None:
             trace.first_byte()
 

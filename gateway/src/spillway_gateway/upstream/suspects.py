@@ -217,7 +217,7 @@ class EndedEngines:
         services.metrics.suspect(self._model, "found").inc()
         logger.error(
             "request %s: engine %s ended while it served it; it is not sent again, and refused for a time",
-            self._request.request_id.decode("latin-1"),
+            self._request.shown_id,
             engine.name,
         )
         return False
