@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     logs.set_up(config.log)
     descriptors.raise_limit()
     if config.processes > 1:
-        from spillway_gateway.processes.server import serve  # noqa: PLC0415 - only where several serve
+        from spillway_gateway.processes.server import serve  # noqa: PLC0415 - only if several serve
 
         return serve(config, options.config)
     listen = config.listen

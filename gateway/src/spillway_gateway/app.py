@@ -128,7 +128,7 @@ class Gateway:
         )
         self.ops_app.router.redirect_slashes = False
 
-    # -- parts that are others where several processes serve (processes/) --------------------------------------------
+    # -- parts that are others if several processes serve (processes/) -----------------------------------------------
 
     def _gatekeeper(self) -> Gatekeeper:
         return Gatekeeper(self.config.auth)
@@ -163,7 +163,7 @@ class Gateway:
             )
 
     def _operator_routes(self, operations: Operations, page: PageRoutes) -> list[Route]:
-        """On the clients' listener, where it is the only one."""
+        """On the clients' listener, if it is the only one."""
         return [*operations.operator_routes(require_key=True), *page.routes(require_key=True)]
 
     # ----------------------------------------------------------------------------------------------------------------

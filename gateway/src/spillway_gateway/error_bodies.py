@@ -72,7 +72,7 @@ def event_of(
 ) -> bytes:
     """The error as one server-sent event. No end marker follows, so no client takes the stream for complete.
 
-    at_event_boundary: False where the engine died inside an event; newlines then end that event first. last_chunk: the
+    at_event_boundary: False if the engine died inside an event; newlines then end that event first. last_chunk: the
     bytes sent last; the Responses API numbers its events.
     """
     boundary = b"" if at_event_boundary else b"\n\n"

@@ -24,7 +24,7 @@ def prepare() -> None:
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop where it is installed, because it is faster."""
+    """uvloop's event loop if it is installed, because it is faster."""
     try:
         import uvloop  # noqa: PLC0415 - optional
     except ImportError:

@@ -30,7 +30,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.exposed: Collected = self.registry  # with the counts of other processes, where there are any
+        self.exposed: Collected = self.registry  # with the counts of other processes, if there are any
         self._requests = Counter(
             "spillway_gateway_requests",
             "Finished requests by model, engine, route reason and status class.",

@@ -115,10 +115,10 @@ class Gatekeeper:
 
     def allow_uncounted(self, tenant: Tenant, path: str, *, prompt_counts: bool, reply_counts: bool) -> None:
         """prompt_counts, reply_counts: whether the tokens of prompt and reply will be known. Raises TokensNotCounted
-        where the tenant has a limit of tokens that will not be."""
+        if the tenant has a limit of tokens that will not be."""
         if (tenant.counts_prompts and not prompt_counts) or (tenant.tokens_per_minute is not None and not reply_counts):
             raise TokensNotCounted(
-                f"This API key has a limit of tokens, and those of this request to {path} cannot be counted; where "
+                f"This API key has a limit of tokens, and those of this request to {path} cannot be counted; if "
                 "the route can stream, send 'stream': true and 'stream_options': {'include_usage': true}"
             )
 

@@ -77,7 +77,7 @@ class Tenant:
         return not self.models or model in self.models
 
 
-NOBODY = Tenant("")  # where no keys are configured: one tenant without a name, a salt or limits
+NOBODY = Tenant("")  # if no keys are configured: one tenant without a name, a salt or limits
 
 
 class KeyRing:

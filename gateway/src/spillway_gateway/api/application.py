@@ -51,7 +51,7 @@ class RawResponse(Response):
 def client_application(
     context: InferenceContext, model_list: ModelList, other_routes: Sequence[Route], lifespan: Any, cors: Cors
 ) -> InferenceDispatch:
-    """What the main listener runs. other_routes: of operations, and in the document where they are its probes."""
+    """What the main listener runs. other_routes: of operations, and in the document if they are its probes."""
     api = FastAPI(
         title="Spillway gateway",
         version="1",

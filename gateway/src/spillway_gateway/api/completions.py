@@ -33,7 +33,7 @@ class CompletionBody(StreamFields, kw_only=True):
     prompt_embeds: Any = None
 
 
-_LENGTH = 16  # vLLM's max_tokens where a body names none
+_LENGTH = 16  # vLLM's max_tokens if a body names none
 _decoder = decoder_of(CompletionBody)
 
 

@@ -53,7 +53,7 @@ class InferenceDispatch:
 
 
 async def _internal_error(send: Send) -> None:
-    """Answer 500. Where a reply has begun the server refuses a second one, and closes the connection."""
+    """Answer 500. If a reply has begun the server refuses a second one, and closes the connection."""
     with contextlib.suppress(RuntimeError):
         await _answer(send, 500, [(b"content-type", b"application/json")], INTERNAL_ERROR)
 

@@ -44,7 +44,7 @@ from spillway_gateway.upstream.splice import MemberValue, insert_member
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
 
-if TYPE_CHECKING:  # OpenTelemetry is imported only where traces are exported
+if TYPE_CHECKING:  # OpenTelemetry is imported only if traces are exported
     from spillway_gateway.tracing.exporting import Tracing
     from spillway_gateway.tracing.request_trace import RequestTrace
 
@@ -360,7 +360,7 @@ async def serve(
 
 async def _count_failed(gatekeeper: Gatekeeper, tenant: Tenant) -> GatewayError | None:
     """A request that reached no engine, because of its own fault, is one of the tenant's requests all the same. The
-    refusal where its limits are reached."""
+    refusal if its limits are reached."""
     try:
         usage = await gatekeeper.begin(tenant, 0)
     except GatewayError as refusal:

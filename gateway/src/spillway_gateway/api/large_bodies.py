@@ -7,7 +7,7 @@ parsed, its short members, and its prompt is matched by its raw bytes.
 
 Costs are those of the worst shapes, measured with msgspec 0.20 and CPython 3.11 on one core of a Xeon of 2.5 GHz, in
 milliseconds per MB: `[],` 307 (the garbage collector included), `{"a":{"b":[]}},` 294, distinct keys 70, floats 105,
-`"ab",` 26, `12345,` 19, escapes 10, text 0.3 and 4 where memory is new.
+`"ab",` 26, `12345,` 19, escapes 10, text 0.3 and 4 if memory is new.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class LargeBodies:
         def count() -> bool:
             nonlocal at, seconds
             end = at + _COUNT_BYTES
-            marks = body[at:end].translate(None, _UNMARKED)  # one pass, where counting each takes four
+            marks = body[at:end].translate(None, _UNMARKED)  # one pass, while counting each takes four
             seconds += marks.count(b",") * _SECONDS_PER_COMMA
             seconds += (marks.count(b"[") + marks.count(b"{")) * _SECONDS_PER_CONTAINER
             seconds += marks.count(b"\\") * _SECONDS_PER_ESCAPE
@@ -222,7 +222,7 @@ class LargeBodies:
         return ids
 
     async def _tokens(self, body: Body, member: Member) -> int:
-        """Estimated tokens of a value: of its text, or its numbers where it holds no text."""
+        """Estimated tokens of a value: of its text, or its numbers if it holds no text."""
         if member.strings:
             return member.text_bytes // BYTES_PER_TOKEN
         numbers, at = 1, member.start

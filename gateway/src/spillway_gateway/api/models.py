@@ -82,7 +82,7 @@ def merge_models(fleets: Iterable[ModelFleet], started_at: int) -> dict[str, Car
 
 
 def merge_in_steps(fleets: Sequence[ModelFleet], started_at: int, cards: dict[str, Card]) -> Iterator[None]:
-    """Put one card per model, adapter and alias into `cards`, by name. Where engines disagree on max_model_len, the
+    """Put one card per model, adapter and alias into `cards`, by name. If engines disagree on max_model_len, the
     smallest holds.
 
     Of one name that several models serve the first holds, names in the configuration before adapters that are loaded:

@@ -79,7 +79,7 @@ def audio_of(body: Body, parts: Iterable[Part]) -> ParsedBody:
 
 
 def _field_value(name: str, text: bytes) -> Any:
-    """As vLLM reads it: a text, which is a JSON document where the field holds an object."""
+    """As vLLM reads it: a text, which is a JSON document if the field holds an object."""
     if len(text) > TEXT_FIELD_BYTES_MAX:
         raise ClientBadRequest(
             f"The form field {name!r} has {len(text)} bytes, at most {TEXT_FIELD_BYTES_MAX} needed; send less of it",

@@ -18,7 +18,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     """model: None when the body names none. names_salt: cache_salt is present, whatever its value. other_tokens: an
     estimate for the other prompts of a batch, which count as work and not as prefix. charged_tokens: charged to the
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
-    False where their tokens are never reported. previous_response: the id of a stored response that this one
+    False if their tokens are never reported. previous_response: the id of a stored response that this one
     continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation/.
     session: OpenAI's prompt_cache_key. choices: answers that it asks for. reply_tokens_max: of all of them, as it asks;
     None: as many as the model allows; 0: nothing is generated. background: the engine goes on after its reply.

@@ -39,7 +39,7 @@ class ApiRoute:
     """body: the fields that are read of a JSON body; None for a form. parse: reads them. set_text: replaces the text
     of a top-level field. keeps_responses: the engine stores replies, and serves them again by id.
     takes_transfer_params: the engine reads kv_transfer_params of the body. salted_since: the first vLLM whose code
-    hashes the salt, where salting is FIELD."""
+    hashes the salt, if salting is FIELD."""
 
     path: str
     body: type | None
@@ -63,7 +63,7 @@ class ApiRoute:
 
     @property
     def takes_salt(self) -> bool:
-        """Whether the body may name a cache_salt; where an engine does not know the field, it ignores it."""
+        """Whether the body may name a cache_salt; if an engine does not know the field, it ignores it."""
         return self.salting is not Salting.NEEDLESS and self.body is not None
 
 

@@ -31,7 +31,7 @@ class SessionHint(NamedTuple):
 
 
 def session_hint(tenant: str, headers: Headers, in_body: str | None) -> SessionHint | None:
-    """None where the request names no session; the header goes before the body. Raises ClientBadRequest for an end or
+    """None if the request names no session; the header goes before the body. Raises ClientBadRequest for an end or
     a return that cannot be read."""
     ended, return_seconds = _ended(headers), _return_seconds(headers)
     name = header(headers, SESSION_HEADER)

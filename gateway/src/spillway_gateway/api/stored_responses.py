@@ -41,12 +41,12 @@ class ResponseOwners:
 
     def add(self, reply_start: bytes, owner: Owner) -> str | None:
         """Record the owner of a new response, and return its id: the first in reply_start, which is a plain reply or a
-        stream's first events. None where there is no id, or another tenant owns it."""
+        stream's first events. None if there is no id, or another tenant owns it."""
         response_id = response_id_in(reply_start)
         return response_id if response_id is not None and self.record(response_id, owner) else None
 
     def record(self, response_id: str, owner: Owner) -> bool:
-        """Record the owner of a new response. False where another tenant owns it."""
+        """Record the owner of a new response. False if another tenant owns it."""
         known = self._owners.get(response_id)
         if known is not None and known.tenant != owner.tenant:
             return False  # a client may choose the id, and must not take over another tenant's response
@@ -68,7 +68,7 @@ class ResponseOwners:
             self._owners[response_id] = owner._replace(tokens=tokens)
 
     async def find(self, response_id: str, tenant: str) -> Owner | None:
-        """As `of`; where several processes serve, one of them is asked."""
+        """As `of`; if several processes serve, one of them is asked."""
         return self.of(response_id, tenant)
 
     def of(self, response_id: str, tenant: str) -> Owner | None:

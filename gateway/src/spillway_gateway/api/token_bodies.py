@@ -26,7 +26,7 @@ class GenerateBody(EngineFields):
     cache_salt: Any = msgspec.UNSET
 
 
-_LENGTH = 16  # vLLM's max_tokens where sampling_params name none
+_LENGTH = 16  # vLLM's max_tokens if sampling_params name none
 _any = decoder_of(AnyBody)
 _generate = decoder_of(GenerateBody)
 

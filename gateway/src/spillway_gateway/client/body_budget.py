@@ -28,7 +28,7 @@ class BodyBudget:
         self.reserved_bytes = 0
 
     def check(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
-        """Raises BodyBudgetSpent where more_bytes do not fit, of a body of body_bytes with them."""
+        """Raises BodyBudgetSpent if more_bytes do not fit, of a body of body_bytes with them."""
         share = 1.0 if body_bytes <= SHORT_BYTES_MAX else LONG_BODY_SHARE
         if self.reserved_bytes + more_bytes > share * bytes_max:
             raise BodyBudgetSpent(

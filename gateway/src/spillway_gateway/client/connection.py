@@ -1,6 +1,6 @@
 """A client's connection: a bounded one, with what ASGI does not offer.
 
-A reply's head is sent with the first bytes of its body, in one packet. A disconnect calls back, where ASGI needs a task
+A reply's head is sent with the first bytes of its body, in one packet. A disconnect calls back, while ASGI needs a task
 that waits for it: with a thousand streams that is a thousand tasks. A whole reply is one write, without messages. A
 draining gateway closes each connection with its next reply.
 
@@ -108,7 +108,7 @@ class ClientRequest:
         self._cycle = cycle
 
     def take_whole_body(self) -> bytes | None:
-        """The body, as one ASGI message would hold it. None where it is not complete, or the client disconnected."""
+        """The body, as one ASGI message would hold it. None if it is not complete, or the client disconnected."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
@@ -124,7 +124,7 @@ class ClientRequest:
         return self._connection.body_timed_out
 
     def check_body_budget(self, body_bytes: int, bytes_max: int) -> None:
-        """Raises BodyBudgetSpent where a body of that size would exceed the budget now."""
+        """Raises BodyBudgetSpent if a body of that size would exceed the budget now."""
         self._connection.open_connections.body_budget.check(body_bytes, body_bytes, bytes_max)
 
     def reserve_body_bytes(self, more_bytes: int, bytes_max: int) -> None:
@@ -135,7 +135,7 @@ class ClientRequest:
         self._connection.release_body_bytes()
 
     def take_reply_bytes(self, more_bytes: int) -> bool:
-        """Count bytes of a reply that is collected, until give_reply_bytes(). False where there is no room for them."""
+        """Count bytes of a reply that is collected, until give_reply_bytes(). False if there is no room for them."""
         return self._connection.open_connections.reply_budget.take(more_bytes)
 
     def give_reply_bytes(self, taken_bytes: int) -> None:
@@ -164,9 +164,9 @@ class ClientRequest:
 
     def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
         """Send a whole reply in one write. headers: names in lower case, values without line breaks; content-length is
-        added where it is missing.
+        added if it is missing.
 
-        False where nothing was written and the caller has to send messages: a reply has begun, the client still reads
+        False if nothing was written and the caller has to send messages: a reply has begun, the client still reads
         the one before, or the method is HEAD."""
         connection, cycle = self._connection, self._cycle
         if connection.flow.write_paused or cycle.response_started or cycle.scope["method"] == "HEAD":
@@ -192,7 +192,7 @@ class ClientRequest:
 
 
 class HeadWithBody:
-    """A transport that holds the head of a reply until the next write or the end of the event loop iteration. Where
+    """A transport that holds the head of a reply until the next write or the end of the event loop iteration. If
     several requests share the iteration, it holds the body too (write_coalescing.py).
 
     linger: asked by close() whether the connection stays to be read; a second close() ends it.

@@ -22,7 +22,7 @@ class DescriptorShares:
 
 
 def shares(descriptors: int, clients_max: int, upstream_max: int, engines: int) -> DescriptorShares:
-    """Pure. descriptors: RLIMIT_NOFILE. Where they are too few for both, each side gets half of what is not reserved,
+    """Pure. descriptors: RLIMIT_NOFILE. If they are too few for both, each side gets half of what is not reserved,
     since a request takes one on either side."""
     free = max(descriptors - RESERVED - PER_ENGINE * engines, 2 * SHARE_MIN)
     if clients_max + upstream_max <= free:
@@ -39,6 +39,6 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """The soft limit of open files; UNLIMITED where there is none."""
+    """The soft limit of open files; UNLIMITED if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else UNLIMITED

@@ -2,7 +2,7 @@
 
 Nothing here waits or has a timer of its own: tick() checks every connection once a second, and ends expired ones a few
 at a time, since thousands may expire at once. A full listener evicts the connection that has been idle longest, so
-silent clients cannot keep others out; a new connection is refused only where every open one has a request.
+silent clients cannot keep others out; a new connection is refused only if every open one has a request.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class OpenConnections:
         return True
 
     def replace(self, connection: Connection, successor: Connection) -> bool:
-        """Put the successor in the place of an admitted connection. False where that was removed meanwhile."""
+        """Put the successor in the place of an admitted connection. False if that was removed meanwhile."""
         if connection not in self._address:
             return False
         self.mark_busy(connection)
@@ -98,7 +98,7 @@ class OpenConnections:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """The connection has ended. Does nothing where it was not admitted."""
+        """The connection has ended. Does nothing if it was not admitted."""
         if connection not in self._address:
             return
         self.mark_busy(connection)

@@ -29,7 +29,7 @@ class ReplyBudget:
         self.held_bytes += more_bytes
 
     def take(self, more_bytes: int) -> bool:
-        """Hold them where there is room. False, and nothing held, where there is none."""
+        """Hold them if there is room. False, and nothing held, if there is none."""
         if self.held_bytes + more_bytes > self.bytes_max:
             return False
         self.held_bytes += more_bytes

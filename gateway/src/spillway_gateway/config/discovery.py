@@ -44,7 +44,7 @@ class KubernetesDiscovery(CamelSection, frozen=True):
 
 
 class DnsDiscovery(CamelSection, frozen=True):
-    """All addresses of one name, asked for again and again. With port: A records, AAAA where there are none. Without:
+    """All addresses of one name, asked for again and again. With port: A records, AAAA if there are none. Without:
     SRV records, which bring the port."""
 
     name: Text

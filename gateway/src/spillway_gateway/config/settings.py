@@ -80,7 +80,7 @@ class ConnectionsConfig(CamelSection, frozen=True):
     See client/bounded_connection.py.
     """
 
-    open_max: Count = 8192  # of clients; fewer where `ulimit -n` allows fewer
+    open_max: Count = 8192  # of clients; fewer if `ulimit -n` allows fewer
     per_address_max: Count = 6144  # of open_max; behind a proxy all clients may have one address
     head_bytes_max: Count = 64 * 1024  # request line and headers
     target_bytes_max: Count = 8 * 1024  # path and query
@@ -148,7 +148,7 @@ class TimeoutsConfig(CamelSection, frozen=True):
     idle_seconds: Positive = 120.0  # streams: between two events; an engine that works gets plain_seconds
     keep_alive_seconds: NotNegative = 30.0  # streams: silence after which the client gets a comment; 0: it gets none
     plain_seconds: Positive = 900.0  # plain replies: request sent -> whole reply
-    body_read_seconds: Positive = 60.0  # the client's upload; longer where it keeps connections.bodyBytesPerSecondMin
+    body_read_seconds: Positive = 60.0  # the client's upload; longer if it keeps connections.bodyBytesPerSecondMin
 
 
 class HealthConfig(CamelSection, frozen=True):
@@ -165,12 +165,12 @@ class LimitsConfig(CamelSection, frozen=True):
     plain_reply_buffer_bytes: Count = 4 * 1024 * 1024  # a larger plain reply is streamed and cannot be retried
     replies_bytes_max: Count = 128 * 1024 * 1024  # that clients have not read; see client/reply_budget.py
     attempts_max: Count = 3  # engines that may get one request, the first included
-    retry_ratio: NotNegative = 0.2  # retries per request, over time, where the engine that failed is still there
+    retry_ratio: NotNegative = 0.2  # retries per request, over time, if the engine that failed is still there
     retry_burst: Annotated[int, Meta(ge=0)] = 64  # such retries at once
     ended_engines_max: Count = 2  # engines that may end while they have one request; the last ends its attempts
     suspect_seconds: Positive = 600.0  # a request that engines ended of is refused; see upstream/suspects.py
     upstream_connections_max: Count = 4096  # per gateway process
-    text_chars_max: Count = 262_144  # text hashed per request where no tokenizer is used
+    text_chars_max: Count = 262_144  # text hashed per request if no tokenizer is used
 
 
 class RoutingConfig(CamelSection, frozen=True):

@@ -64,7 +64,7 @@ def check_shared_limits(where: str, given: SharedLimitsConfig) -> None:
 
 
 def login(config: SharedLimitsConfig, environment: Mapping[str, str] = os.environ) -> Login:
-    """Raises ConfigError where a named variable is not set."""
+    """Raises ConfigError if a named variable is not set."""
     values: list[str | None] = []
     for key, name in (("usernameEnv", config.username_env), ("passwordEnv", config.password_env)):
         if name is not None and not environment.get(name):

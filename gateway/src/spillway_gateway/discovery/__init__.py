@@ -1,1 +1,1 @@
-"""Finds a model's engines where the configuration does not list them: Kubernetes EndpointSlices and DNS."""
+"""Finds a model's engines if the configuration does not list them: Kubernetes EndpointSlices and DNS."""

@@ -92,7 +92,7 @@ class DnsSource:
         return srv_engines(config, answered)
 
     async def _addresses(self, name: str) -> list[str]:
-        """IPv4, or IPv6 where there is none: a dual-stack engine must not be listed twice."""
+        """IPv4, or IPv6 if there is none: a dual-stack engine must not be listed twice."""
         rows = await self._records(name, "A") or await self._records(name, "AAAA")
         return [row.address for row in rows]
 
@@ -122,7 +122,7 @@ def addressed_engines(config: DnsDiscovery, addresses: Sequence[str]) -> tuple[F
 
 
 def srv_engines(config: DnsDiscovery, targets: Sequence[tuple[str, int, Sequence[str]]]) -> tuple[FoundEngine, ...]:
-    """One engine per target and port, named by the target's first label where that is enough. Pure.
+    """One engine per target and port, named by the target's first label if that is enough. Pure.
 
     targets: name, port, addresses. Priority and weight are not looked at: routing chooses better.
     """

@@ -128,7 +128,7 @@ class _Entry(NamedTuple):
 def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> Reduction:
     """The engines of a Service. The order of slices and of endpoints does not matter.
 
-    An engine whose pod is not ready or terminating is withheld: it keeps its requests and gets no new ones. Where a pod
+    An engine whose pod is not ready or terminating is withheld: it keeps its requests and gets no new ones. If a pod
     is listed more than once, one such entry is enough; its IPv4 address is taken if there is one.
     """
     entries: dict[str, list[_Entry]] = {}

@@ -28,7 +28,7 @@ def make_source(config: DiscoveryConfig, status: SourceStatus, publish: Publish)
     if config.kubernetes is not None:
         return KubernetesSource(config.kubernetes, status, publish)
     assert config.dns is not None
-    from spillway_gateway.discovery.dns import DnsSource  # noqa: PLC0415 - the resolver is loaded where it is used
+    from spillway_gateway.discovery.dns import DnsSource  # noqa: PLC0415 - the resolver is loaded only if it is used
 
     return DnsSource(config.dns, status, publish)
 

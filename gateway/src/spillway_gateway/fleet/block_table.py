@@ -87,7 +87,7 @@ class BlockTable:
 
     def _compact_one(self) -> None:
         """Copy the next shard. A dict keeps the places of removed keys until it is full and then grows threefold; full
-        shards lose entries as fast as they gain them. Copied in turn they keep memory level, where otherwise all of
+        shards lose entries as fast as they gain them. Copied in turn they keep memory level, while otherwise all of
         them would grow at about the same time."""
         at = self._next_compacted & self.shard_mask
         self._next_compacted += 1

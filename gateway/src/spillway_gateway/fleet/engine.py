@@ -42,7 +42,7 @@ class EngineState(StrEnum):
 
 
 class StoreView(msgspec.Struct, frozen=True, gc=False):
-    """The one store behind the shared tier, where its rate is configured: its queue of loads and its busy share."""
+    """The one store behind the shared tier, if its rate is configured: its queue of loads and its busy share."""
 
     wait_ms: float
     busy_share: float
@@ -78,7 +78,7 @@ class Engine:
         breaker: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """instance: of the process at the address, where discovery gives it. newcomer: the process was just started, so
+        """instance: of the process at the address, if discovery gives it. newcomer: the process was just started, so
         its first readiness begins a slow start. fleet_samples, means: shared by the engines of a model."""
         self.serial = next(_serials)  # of this object: a name may get another address
         self.model = model
@@ -229,7 +229,7 @@ class Engine:
 
     @property
     def rates(self) -> EngineRates:
-        """Measured rates, the configured ones where nothing was measured."""
+        """Measured rates, the configured ones if nothing was measured."""
         prefill = self.prefill.tokens_per_second
         if prefill != self._rates.prefill_tokens_per_second:
             self._rates = structs.replace(self._rates, prefill_tokens_per_second=prefill)

@@ -1,7 +1,7 @@
 """What routing reads of an engine's /metrics page: requests of other senders, and the rates that the engine measured.
 
 A page has hundreds of lines and is read every second, so only the wanted names are parsed. A data-parallel engine
-has one line per rank, distinguished by the label `engine`. Where the ranks are routed to one by one, each has a reading
+has one line per rank, distinguished by the label `engine`. If the ranks are routed to one by one, each has a reading
 of its own lines. Else requests, rates and totals add up, and the fullest rank is the KV cache usage.
 """
 

@@ -49,7 +49,7 @@ class BlockStored:
     extra_keys: list[object]  # per block: None or a list; empty when absent
     group: int
     spec_kind: str | None
-    store: str | None = None  # the shared tier's, where the medium names it
+    store: str | None = None  # the shared tier's, if the medium names it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Polls every engine: GET /ready, or /health where the engine has no /ready.
+"""Polls every engine: GET /ready, or /health if the engine has no /ready.
 
 A refused connection takes an engine down at once; polls that time out do so only after several in a row, since a busy
 machine answers late. One good answer makes it ready again. A request that failed to connect triggers a poll.

@@ -3,7 +3,7 @@
 A PUB socket drops messages sent before the subscription is established and messages that a slow reader misses, so only
 sequence numbers show what is missing. On every new connection the index's entries of this engine are dropped and
 rebuilt from a replay. A gap is replayed from its first missing number. A number that was applied before, with a later
-timestamp, comes from a new process at the same address. Where a gap cannot be filled, the index of this engine is
+timestamp, comes from a new process at the same address. If a gap cannot be filled, the index of this engine is
 emptied: it may be incomplete, never wrong.
 
 A replay is requested beside the live events, which are applied meanwhile: each is valid by itself. Entries are dropped

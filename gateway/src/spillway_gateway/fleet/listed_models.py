@@ -71,7 +71,7 @@ class _Page(msgspec.Struct):
 
 
 def read_version(page: bytes | None) -> Version:
-    """OLDEST where the page names none."""
+    """OLDEST if the page names none."""
     try:
         return version_of(msgspec.json.decode(page or b"", type=_Page).version)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -16,7 +16,7 @@ _SLACK_BYTES = 64 * 1024
 
 _decode = msgspec.msgpack.Decoder().decode
 
-# By a value's first byte: the bytes of its head and body where that byte decides them, and the values inside it.
+# By a value's first byte: the bytes of its head and body if that byte decides them, and the values inside it.
 _BYTES = [0] * 256
 _VALUES = [0] * 256
 for _byte in (*range(0x80), 0xC0, 0xC2, 0xC3, *range(0xE0, 0x100)):
@@ -71,7 +71,7 @@ class Container:
         return start, self.at
 
     def take(self, count: int) -> Generator[None, None, list[object]]:
-        """The next values, decoded; fewer where fewer are left."""
+        """The next values, decoded; fewer if fewer are left."""
         count = min(count, self.left)
         start = self.at
         self.at = yield from end_of(self._data, start, count)

@@ -41,7 +41,7 @@ class PortInUse(Exception):
 
 
 def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
-    """A non-blocking socket that listens. Raises PortInUse where it cannot."""
+    """A non-blocking socket that listens. Raises PortInUse if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +60,7 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
 
 def reserve(host: str, port: int) -> socket.socket:
     """A socket that keeps the address for bind_shared(), of this user's processes, and takes no connections. Raises
-    PortInUse where somebody else listens there, who may share it likewise."""
+    PortInUse if somebody else listens there, who may share it likewise."""
     with bind(host, port) as alone:
         port = alone.getsockname()[1]
     return _shared(host, port)

@@ -15,7 +15,7 @@ from spillway_gateway.client.open_connections import OpenConnections
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 64
-PAUSE_SECONDS = 1.0  # where the process has no free file descriptor
+PAUSE_SECONDS = 1.0  # if the process has no free file descriptor
 
 
 class TlsListener:

@@ -41,7 +41,7 @@ def discovered(sources: Mapping[str, SourceStatus], fleets: Sequence[ModelFleet]
 def discovery_families(
     sources: Mapping[str, SourceStatus], fleets: Sequence[ModelFleet]
 ) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-    """Empty families where every engine is listed in the configuration."""
+    """Empty families if every engine is listed in the configuration."""
     engines = GaugeMetricFamily(
         "spillway_gateway_discovered_engines",
         "Engines found, by whether their source wants new requests to go there.",

@@ -167,7 +167,7 @@ def audit_families(audit: AuditLog | None) -> Iterable[CounterMetricFamily]:
 
 
 def process_families(serving: int, restarts: int) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-    """The processes that serve clients; they are started again where there are several."""
+    """The processes that serve clients; they are started again if there are several."""
     yield GaugeMetricFamily(
         "spillway_gateway_serving_processes", "Processes of this gateway that accept connections.", serving
     )

@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 class Operations:
-    """Routes for probes on every listener, and for operators on the operations listener where there is one.
+    """Routes for probes on every listener, and for operators on the operations listener if there is one.
 
     fleets: live. config: returns the configuration in use. discovered: returns the discovered engines by model.
     """
@@ -54,7 +54,7 @@ class Operations:
         self._gatekeeper = gatekeeper
         self._config = config
         self._discovered = discovered
-        # Where several processes serve: why none of them does yet, and what is done before each scrape.
+        # If several processes serve: why none of them does yet, and what is done before each scrape.
         self.not_serving: Callable[[], str | None] = lambda: None
         self.before_scrape: Callable[[], Awaitable[None]] | None = None
         self._started = False

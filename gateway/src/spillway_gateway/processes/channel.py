@@ -64,7 +64,7 @@ class Channel(asyncio.Protocol):
         return waiting > WAITING_BYTES_MAX
 
     def send(self, message: Message) -> None:
-        """Write with the other messages of this iteration. Lost where the channel is closed. Raises ValueError for a
+        """Write with the other messages of this iteration. Lost if the channel is closed. Raises ValueError for a
         message that is too long for a frame."""
         append_frame(message, self._buffer)
         self._flush_soon()

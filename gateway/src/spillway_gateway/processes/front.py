@@ -84,7 +84,7 @@ class FrontOwners(ResponseOwners):
 
     def record(self, response_id: str, owner: Owner) -> bool:
         self._router.send(messages.OwnResponse(response_id, owner.tenant, owner.model, owner.engine))
-        return True  # where another tenant owns it the router records nothing
+        return True  # if another tenant owns it the router records nothing
 
     def set_tokens(self, response_id: str, tenant: str, tokens: int) -> None:
         self._router.send(messages.ResponseTokens(response_id, tenant, tokens))

@@ -38,7 +38,7 @@ class Listening(Message, tag=1, frozen=True):
 
 
 class Begin(Message, tag=2, frozen=True):
-    """A request of a tenant with limits; Settle follows where it is not refused."""
+    """A request of a tenant with limits; Settle follows if it is not refused."""
 
     number: int
     tenant: Tenant
@@ -239,7 +239,7 @@ class State(Message, tag=65, frozen=True):
 
 
 class Listed(Message, tag=66, frozen=True):
-    """The page of models of an engine that State names; body: None where it gives none."""
+    """The page of models of an engine that State names; body: None if it gives none."""
 
     model: str
     serial: int
@@ -373,7 +373,7 @@ from_router: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromR
 
 
 def append_frame(message: Message, buffer: bytearray) -> None:
-    """Append the message's frame. Raises ValueError where it is too long; the buffer is then as before."""
+    """Append the message's frame. Raises ValueError if it is too long; the buffer is then as before."""
     start = len(buffer)
     buffer += b"\0\0\0\0"
     _encoder.encode_into(message, buffer, start + _LENGTH.size)

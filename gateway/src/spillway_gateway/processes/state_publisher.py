@@ -38,7 +38,7 @@ class StatePublisher:
             await asyncio.sleep(LOOK_SECONDS)
 
     def publish_changes(self) -> None:
-        """Now, where there are any."""
+        """Now, if there are any."""
         now = tuple(self._fingerprint())
         if now != self._seen:
             self._seen = now
@@ -64,7 +64,7 @@ class StatePublisher:
             self._tell(Progressed(serials))
 
     def publish_engine(self, engine: Engine) -> None:
-        """Before a message that names it: where the fronts do not know it yet."""
+        """Before a message that names it: if the fronts do not know it yet."""
         if engine.serial not in self._serials:
             self.publish_changes()
 

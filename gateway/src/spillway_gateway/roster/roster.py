@@ -44,7 +44,7 @@ class _Following:
 
 
 class Roster:
-    """On the event loop. models: by name and by alias. sources: by model, where engines are discovered. fleets, models,
+    """On the event loop. models: by name and by alias. sources: by model, if engines are discovered. fleets, models,
     admissions and sources are changed in place, so their holders see the current state."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, threads: FairThreads) -> None:

@@ -1,4 +1,4 @@
-"""Estimates of token counts where no tokenizer is available. Pure.
+"""Estimates of token counts if no tokenizer is available. Pure.
 
 Tenants' limits are charged by the estimate until the engine's count settles them, so it must not be far too low: each
 character that is not ASCII counts as one token, as in Chinese, Japanese and Korean.

@@ -1,4 +1,4 @@
-"""From a parsed body to the blocks that routing hashes: by the model's tokens where possible, by text otherwise."""
+"""From a parsed body to the blocks that routing hashes: by the model's tokens if possible, by text otherwise."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PromptReader:
     """Prompts of one model: from a parsed body to keys of blocks. On the event loop; long prompts on the threads.
 
     tokenizer: owned, and replaced when the configuration changes or an engine disagrees with it. threads: shared,
-    closed by the application. tokens_max: the longest prompt that the model's engines take, where that is known.
+    closed by the application. tokens_max: the longest prompt that the model's engines take, if that is known.
     keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens. tables: of
     the event loop, shared by all models; without it fastokens' own bounds hold.
     """

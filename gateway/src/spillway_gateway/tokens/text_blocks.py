@@ -1,6 +1,6 @@
 """Normalised prompt text, for models without a usable tokenizer and for prompts with media.
 
-It contains roles, contents and tools in the order of chat templates: two prompts share a text prefix only where they
+It contains roles, contents and tools in the order of chat templates: two prompts share a text prefix only if they
 would share a token prefix. Pure.
 """
 

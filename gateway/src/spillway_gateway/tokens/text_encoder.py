@@ -1,4 +1,4 @@
-"""Text to token ids: by the library fastokens where it gives the ids of Hugging Face's tokenizers, else by that.
+"""Text to token ids: by the library fastokens if it gives the ids of Hugging Face's tokenizers, else by that.
 
 fastokens takes about a thirtieth of the time, which is what new text costs the gateway, but it is another
 implementation of the same file. So it is used only if it reads the file and agrees on the probes below, one text in

@@ -1,7 +1,7 @@
 """The model's tokenizer: text to the token ids that the engine uses, with a cache for text that repeats.
 
 A conversation grows at its end, so most of a prompt was tokenised with its previous turn. Nearly all tokenizers treat
-text between special tokens independently of the rest. Where that holds (checked at load) each such segment is cached by
+text between special tokens independently of the rest. If that holds (checked at load) each such segment is cached by
 its hash, and a growing conversation costs only its new messages.
 """
 
@@ -48,7 +48,7 @@ _cut_places = re.compile(r"(?<=\w)(?=[^\w\n])|(?<=\n)(?=\w)|(?<=[^\w\s])(?=\w)")
 
 
 class Encoded(NamedTuple):
-    """ids: little-endian uint32, of the text or of its beginning. tokens: of the whole text, estimated where ids are of
+    """ids: little-endian uint32, of the text or of its beginning. tokens: of the whole text, estimated if ids are of
     its beginning."""
 
     ids: bytes
@@ -115,8 +115,8 @@ class PromptTokenizer:
         tables: WordTables | None = None,
     ) -> bytes | None:
         """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
-        the event loop for short prompts, where handing them to a thread would cost more. owner: whose texts are cached
-        apart. tables: of the event loop, where it is called there."""
+        the event loop for short prompts, if handing them to a thread would cost more. owner: whose texts are cached
+        apart. tables: of the event loop, if it is called there."""
         if add_special_tokens or self._special is None:
             return self._encode(text, add_special_tokens, tables) if len(text) <= new_chars_max else None
         cuts = [0, *[match.start() for match in self._special.finditer(text)], len(text)]
@@ -141,7 +141,7 @@ class PromptTokenizer:
         late: Callable[[], bool] = lambda: False,
     ) -> Generator[None, None, Encoded]:
         """As encode(), and yields after each STEP_CHARS of new text. Stops early, with the ids of the text's beginning:
-        above tokens_max (no engine takes such a prompt), when late() after a step, and where a long text cannot be cut.
+        above tokens_max (no engine takes such a prompt), when late() after a step, and if a long text cannot be cut.
         On a tokenizer thread. Raises UnicodeEncodeError for lone surrogates."""
         if len(text) <= SEARCH_CHARS:  # most prompts: one step, with all look-ups together
             ids = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS, owner=owner)

@@ -43,7 +43,7 @@ Attributes = dict[str, str | bool | int | float]
 
 
 def operation_of(path: str) -> str:
-    """gen_ai.operation.name of a route: a well-known value where there is one, else the route's last part."""
+    """gen_ai.operation.name of a route: a well-known value if there is one, else the route's last part."""
     return _OPERATIONS.get(path) or path.rpartition("/")[2]
 
 

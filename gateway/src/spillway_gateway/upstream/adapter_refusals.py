@@ -12,8 +12,8 @@ _MESSAGE_CHARS_MAX = 500
 
 
 def require_adapter(engine: Engine, adapter: str | None, status: int, body: bytes) -> None:
-    """Raises AdapterNotServed where the reply says that the engine does not serve the request's adapter; other errors
-    are the client's to see. adapter: None where the request names none."""
+    """Raises AdapterNotServed if the reply says that the engine does not serve the request's adapter; other errors
+    are the client's to see. adapter: None if the request names none."""
     if adapter is None or status not in REFUSED:
         return
     error = error_in(body)

@@ -35,7 +35,7 @@ class Inflater:
         self._input += data
 
     def more(self) -> bytes:
-        """The next piece; empty where more input is needed. Raises EngineBadReply."""
+        """The next piece; empty if more input is needed. Raises EngineBadReply."""
         decompressor = self._decompressor
         if decompressor.eof:
             raise EngineBadReply("the engine's reply goes on behind its compressed body")
@@ -47,7 +47,7 @@ class Inflater:
         return piece
 
     def end(self) -> None:
-        """Raises EngineBadReply where the body is not whole."""
+        """Raises EngineBadReply if the body is not whole."""
         if not self._decompressor.eof:
             raise EngineBadReply("the engine's compressed reply ends early")
 

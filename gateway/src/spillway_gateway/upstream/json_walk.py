@@ -111,7 +111,7 @@ class JsonWalk:
         return True
 
     def _member(self, end: int) -> bool:
-        """A member in one match, the common case; False where its bytes have to be read one by one."""
+        """A member in one match, the common case; False if its bytes have to be read one by one."""
         match = _MEMBER.match(self._body, self.at, end)
         if match is None:
             return False

@@ -62,7 +62,7 @@ class AttemptTrace(Protocol):
 
 
 class RequestTrace(Protocol):
-    """The trace of one request (tracing/request_trace.py, which is imported only where traces are exported)."""
+    """The trace of one request (tracing/request_trace.py, which is imported only if traces are exported)."""
 
     def admitted(self, asked_ns: int, hinted: str | None = None) -> None: ...
 
@@ -78,10 +78,10 @@ class Place(Protocol):
 
     async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
         """Route the request to an engine that was not tried yet, and count it there. Raises NoEngineReady, and
-        ModelNotFound where no engine has its adapter any more."""
+        ModelNotFound if no engine has its adapter any more."""
 
     async def ended(self, lease: Lease, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
-        """The lease's engine has ended. Whether another one may get the request: always where that end was known
+        """The lease's engine has ended. Whether another one may get the request: always if that end was known
         to come, otherwise as Suspects.judge, whose arguments these are."""
 
     def leave(self) -> None:

@@ -127,7 +127,7 @@ def loop_was_late(now: float, deadline: float, extensions: int) -> bool:
 
 @asynccontextmanager
 async def _patient_timeout(seconds: float) -> AsyncIterator[None]:
-    """asyncio.timeout, extended where loop_was_late."""
+    """asyncio.timeout, extended if loop_was_late."""
     loop = asyncio.get_running_loop()
     extensions = 0
     timer: asyncio.TimerHandle

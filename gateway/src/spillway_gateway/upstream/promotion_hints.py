@@ -53,7 +53,7 @@ class PromotionHints:
         return engine.name if self.tell(engine, tokens, decision.held.total_tokens) else None
 
     def tell(self, engine: Engine, tokens: PromptTokens, first: int) -> bool:
-        """Send an engine the first so many tokens of a prompt. False where too many are under way."""
+        """Send an engine the first so many tokens of a prompt. False if too many are under way."""
         if self.session is None:
             return False
         if len(self._under_way) >= HINTS_MAX:

@@ -304,7 +304,7 @@ class Reply:
     def count_cached(self, lease: Lease | None) -> None:
         """Once, at the end: what routing expected to be cached and what the engine reports.
 
-        vLLM leaves the number out where it is 0, as an engine that is not to report it does always.
+        vLLM leaves the number out if it is 0, as an engine that is not to report it does always.
         """
         usage = self.counts.reported
         if lease is None or usage is None or usage.prompt_tokens is None:

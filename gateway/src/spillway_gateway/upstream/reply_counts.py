@@ -21,7 +21,7 @@ from spillway_gateway.upstream.usage import (
 )
 
 BYTES_PER_TOKEN = 4  # of a plain reply without usage
-LENGTH_MAX = 1 << 24  # tokens of prompt and answer, where the engine does not say
+LENGTH_MAX = 1 << 24  # tokens of prompt and answer, if the engine does not say
 TURNS_MAX = 64  # of a response whose tools the engine calls itself: its counts are of all turns
 ABANDONED_TOKENS_PER_SECOND = 100  # of one answer
 
@@ -46,7 +46,7 @@ class ReplyCounts:
 
     @property
     def reported(self) -> Usage | None:
-        """As the engine counts, as far as that is possible; None where it said nothing."""
+        """As the engine counts, as far as that is possible; None if it said nothing."""
         return self._usage
 
     @property

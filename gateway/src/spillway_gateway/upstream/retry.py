@@ -43,7 +43,7 @@ _decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 def plain_failure(status: int, body: bytes) -> str | None:
-    """The engine's message where a plain reply says that its core is dead. A 500 alone may be the request's fault and
+    """The engine's message if a plain reply says that its core is dead. A 500 alone may be the request's fault and
     is passed on."""
     error = error_in(body) if status == 500 else None
     return error.message if error is not None and _DEAD_CORE in error.message else None
@@ -61,7 +61,7 @@ class RetryBudget:
     """Token bucket filled by requests: a share of the traffic may be retried, and a burst at once.
 
     ratio: retries earned per request. burst: the most that can be saved up. It bounds retries after failures of an
-    engine that still runs, such as a refusal or a timeout under overload, where a retry adds load. A retry after an
+    engine that still runs, such as a refusal or a timeout under overload, when a retry adds load. A retry after an
     engine that is gone is not charged; `may_retry`'s attempts_max bounds it.
     """
 

@@ -50,7 +50,7 @@ class EventFramer:
         return whole
 
     def rest(self) -> bytes:
-        """At the end of a stream: its last event, where that has no blank line."""
+        """At the end of a stream: its last event, if that has no blank line."""
         rest = bytes(self._pending)
         self._pending.clear()
         return rest

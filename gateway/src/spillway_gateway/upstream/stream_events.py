@@ -141,7 +141,7 @@ _decode_typed = msgspec.json.Decoder(_Typed).decode
 
 def first_event(events: bytes, dialect: Dialect, *, ids_asked: bool = False) -> Event:
     """The event among these that decides whether an answer has begun: the first that is part of one or ends it. Else
-    one that is held back until then, and NOTHING where all are comments. ids_asked: token ids are not the client's."""
+    one that is held back until then, and NOTHING if all are comments. ids_asked: token ids are not the client's."""
     found = _NOTHING
     for name, data in _fields(events):
         event = _read(name, data, dialect, ids_asked)

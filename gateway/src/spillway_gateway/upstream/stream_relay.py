@@ -226,7 +226,7 @@ class StreamRelay:
                 self._engine_failed = True
                 lease.failed(time.monotonic())
             elif not self.ended and not self._engine_failed:
-                lease.succeeded()  # also where it refuses: the request is at fault
+                lease.succeeded()  # also if it refuses: the request is at fault
             self.ended = True
         return is_done(events)
 

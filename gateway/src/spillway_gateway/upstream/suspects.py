@@ -1,7 +1,7 @@
 """Requests that may have ended the engines that served them.
 
 A request can end an engine's process. Sent to the next engine, it ends that one too, and so does the client's own
-retry. So a request whose engine ended is sent to one more at most, and to none where that engine had nothing else to
+retry. So a request whose engine ended is sent to one more at most, and to none if that engine had nothing else to
 serve. It is then a suspect: for a time the same request of the same tenant is refused. That time is short after one
 engine, which something else may have ended, and long after a second one. No matter of this are an engine that lives and
 broke a connection alone, and one whose end was known to come: it drained, or its pod was deleted.
@@ -205,7 +205,7 @@ class EndedEngines:
             )
 
     async def allow_another(self, failure: UpstreamError, place: Place, lease: Lease, *, begun: bool) -> bool:
-        """An attempt has failed. False where its engine has ended, and no other one may get the request."""
+        """An attempt has failed. False if its engine has ended, and no other one may get the request."""
         services, engine = self._services, lease.engine
         if type(failure) not in _MAY_HAVE_ENDED or not await services.looks.has_ended(engine):
             return True

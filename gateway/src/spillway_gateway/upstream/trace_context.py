@@ -1,4 +1,4 @@
-"""W3C trace context: a caller's `traceparent` passes unchanged, and one is generated where there is none.
+"""W3C trace context: a caller's `traceparent` passes unchanged, and one is generated if there is none.
 
 A generated one has the sampled flag: an engine without a parent samples by its own setting, and a parent that is not
 sampled would turn that off.
@@ -16,7 +16,7 @@ _SHAPE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def with_trace(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """headers: names in lower case. The same list where it has a traceparent, valid or not."""
+    """headers: names in lower case. The same list if it has a traceparent, valid or not."""
     if header(headers, b"traceparent") is not None:
         return headers
     return [*headers, (b"traceparent", new_traceparent())]

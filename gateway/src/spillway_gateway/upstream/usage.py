@@ -61,7 +61,7 @@ OBJECT_BYTES_MAX = 4096  # of a usage object
 
 
 def usage_in_events(events: bytes) -> Usage | None:
-    """From whole events; None where they report none. Of several reports, each number's last one counts."""
+    """From whole events; None if they report none. Of several reports, each number's last one counts."""
     found: Usage | None = None
     at = events.find(_MARK)
     while at >= 0:
@@ -78,7 +78,7 @@ def usage_in_events(events: bytes) -> Usage | None:
 
 
 def usage_in_reply(body: bytes) -> Usage | None:
-    """From a plain reply; None where it reports none."""
+    """From a plain reply; None if it reports none."""
     if len(body) <= WHOLE_BYTES_MAX:
         return _usage_in(body) if _MARK in body else None
     reader = ReplyUsage()
@@ -167,7 +167,7 @@ _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
 def count(value: object) -> int | None:
-    """A number of tokens that an engine gave; None where it is none."""
+    """A number of tokens that an engine gave; None if it is none."""
     return value if type(value) is int and 0 <= value <= COUNT_MAX else None
 
 

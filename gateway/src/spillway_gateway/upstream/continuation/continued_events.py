@@ -20,7 +20,7 @@ from spillway_settings.wire import SESSION_MEMBER
 PATH = b"/v1/completions"
 BODY_BYTES_MAX = 4 * 1024 * 1024  # decoded at once when an engine has failed
 STOP_CHARS_MAX = 1024
-_COMPLETION_TOKENS = 16  # vLLM's max_tokens where a completion names none
+_COMPLETION_TOKENS = 16  # vLLM's max_tokens if a completion names none
 # With the same meaning in both routes, and counted from no request's start. repetition_penalty counts the prompt's
 # tokens as it does the answer's.
 _PASSED = frozenset(
@@ -224,7 +224,7 @@ class Shape:
         return _event(document)
 
     def end(self, tokens: int, fingerprint: str | None = None) -> bytes:
-        """What follows the last chunk: the usage where the client asked for it, and [DONE]."""
+        """What follows the last chunk: the usage if the client asked for it, and [DONE]."""
         if not self._usage_at_end:
             return b"data: [DONE]\n\n"
         document = {**self._document, "choices": [], "usage": self.usage(tokens)}

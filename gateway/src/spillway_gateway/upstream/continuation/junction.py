@@ -39,7 +39,7 @@ def held_back(stop: Sequence[str], include_stop: bool) -> int:
 
 
 def known_junction(sent: SentAnswer, withheld_chars: int) -> Junction | None:
-    """Without decoding: None where an engine has to be asked.
+    """Without decoding: None if an engine has to be asked.
 
     A token that comes alone and with text completes all characters begun before it: vLLM's detokenizers hold text back
     until it ends with a whole character.
@@ -60,7 +60,7 @@ def pieces(sent: SentAnswer, withheld_chars: int) -> Iterator[Piece]:
 
 
 def joined(piece: Piece, text: str, sent_text: str, withheld_chars: int) -> Junction | None:
-    """The junction at the end of a decoded piece, where its text continues the client's: None where it does not, or
+    """The junction at the end of a decoded piece, where its text continues the client's: None if it does not, or
     ends inside a character. sent_text: SentAnswer.sent_text()."""
     if text.endswith(_REPLACEMENT) or len(text) < withheld_chars:
         return None
@@ -85,7 +85,7 @@ class Stopped(NamedTuple):
 class StopsAcross:
     """Finds stop strings that begin before a junction and end after it.
 
-    before: the text before the junction, as far as a stop string may begin in it. Where stop strings are not part of
+    before: the text before the junction, as far as a stop string may begin in it. If stop strings are not part of
     answers it is the withheld text, and is sent with what follows, once none can begin in it any more.
     """
 

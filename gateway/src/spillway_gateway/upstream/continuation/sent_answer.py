@@ -51,7 +51,7 @@ class KeptBytes:
         self.taken = 0
 
     def take(self, more: int) -> bool:
-        """False, and nothing taken, where it would exceed the bound."""
+        """False, and nothing taken, if it would exceed the bound."""
         if self.taken + more > self.bytes_max:
             return False
         self.taken += more
@@ -260,7 +260,7 @@ class SentAnswer:
         self._grow()
 
     def _record(self, chunk: Chunk, shown: bytes) -> bytes:
-        """The event for the client; empty where the engine sends it only because it was asked for ids."""
+        """The event for the client; empty if the engine sends it only because it was asked for ids."""
         if not chunk.choices and chunk.usage is not None:
             self.usage_sent = True
         for choice in chunk.choices:
