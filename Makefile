@@ -121,7 +121,7 @@ test-adapters: $(STAMP) ## LoRA adapters that two engines load and unload at run
 	@TEST_ADAPTERS=1 $(BIN)/python -m pytest tests/e2e/test_adapters.py -n 0
 
 .PHONY: test-real-engines
-test-real-engines: $(STAMP) $(foreach version,$(TESTED_VLLM),$(call installed,$(version))) ## Poisoned requests, changed weights and kills on real engines of 0.23 and 0.32; build/real-engines.json. About 40 minutes
+test-real-engines: $(STAMP) $(foreach version,$(TESTED_VLLM),$(call installed,$(version))) ## Harmful requests, pauses, a cut index, changed weights, kills, quotas on real engines of 0.23 and 0.32; build/real-engines.json. About an hour
 ##+ REAL_ENGINES="0.32 --parts poisoned failover" narrows it
 	@PYTHONPATH=tests $(BIN)/python -m real_engines $(REAL_ENGINES)
 

@@ -60,12 +60,13 @@ def run(fleet: Fleet) -> None:
     known.append(stack.compute_and_store(engine))
     for name, fault in FAULTS.items():
         cores = fleet.cores()
-        engine.reset_prefix_cache(cpu_tier=True)
+        for each in stack.engines:
+            each.reset_prefix_cache(cpu_tier=True)
         fault(index, kept)
         wrong, sources = [], []
         for one in known:
-            for asked in (engine, stack.engines[0]):
-                answer = asked.ask(one.prompt.tokens)
+            for each in stack.engines:
+                answer = each.ask(one.prompt.tokens)
                 sources.append(answer.source)
                 reference = one.by_cached_tokens.get(answer.cached_tokens, one.by_cached_tokens[0])
                 mismatch = difference(reference, answer.scored, ROUNDING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -55,11 +55,10 @@ class Loading:
             time.sleep(share * self.seconds)
             self.within += not any(answer.done() for answer in asked)
             paused = threads.submit(self._post, path, {**params, "mode": mode})
-            if mode != "wait":
-                paused.result()
-            else:
-                _until_done([*asked, paused])
-            self._post(end, {})
+            try:
+                paused.result()  # with mode `wait` it ends after the requests that the engine had
+            finally:
+                self._post(end, {})
             wrong = [self._mismatch(prompt, answer.result()) for answer, prompt in asked.items()]
         wrong += [self._mismatch(prompt, self._ask(prompt)) for prompt in self.references]
         return [mismatch for mismatch in wrong if mismatch is not None]
@@ -81,11 +80,6 @@ class Loading:
         if choice["finish_reason"] == "abort":
             return None
         return difference(self.references[prompt], scored(choice), ROUNDING)
-
-
-def _until_done(futures: list[Future[Any]]) -> None:
-    for future in futures:
-        future.result()
 
 
 def run(fleet: Fleet) -> None:
