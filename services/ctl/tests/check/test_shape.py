@@ -34,6 +34,10 @@ def sentences(values: object) -> str:
         ("engine: {offload: {prefillTokensPerSecond: 8k}}", 'prefillTokensPerSecond: "8k" given, a number above 0'),
         ('engine: {apiKeySecret: {name: "keys\\n"}}', "with a blank or a line break at its end"),
         ('gateway: {ingress: {tlsSecret: "llm\\n"}}', "with a blank or a line break at its end"),
+        ("engine: {image: {tag: 1.0}}", "engine.image.tag: 1.0 given"),
+        ("engines: {replicas: 2}", "write engines: {NAME: {replicas: ...}}, or engine.replicas for all groups"),
+        ("engines: {model: {path: /m}}", "write engines: {NAME: {model: ...}}, or engine.model for all groups"),
+        ("engine: {extraEnv: [{name: A}]}", "engine.extraEnv: a list given, a map whose keys are each the name of an"),
         ("engine: {lifecycle: null}", "engine.lifecycle: null given, a map needed; remove the line"),
     ],
 )

@@ -30,7 +30,7 @@ _PRESETS = {"nvidia": "cuda", "gpu": "cuda", "ascend": "mindcluster", "npu": "mi
 
 def shape_findings(values: Mapping[str, Any]) -> list[Finding]:
     """Everything in the values as they were given that the schema refuses; nothing twice."""
-    found = [finding for error in _validator().iter_errors(values) for finding in _findings(error, "")]
+    found = [finding for error in _validator().iter_errors(values) for finding in _findings(error, values)]
     return list(dict.fromkeys(found))
 
 
@@ -41,12 +41,15 @@ def _validator() -> Draft7Validator:
     return Draft7Validator(schema())
 
 
-def _findings(error: ValidationError, above: str) -> Iterator[Finding]:
+def _findings(error: ValidationError, values: Mapping[str, Any]) -> Iterator[Finding]:
     path = _path(error)
+    if (nameless := _nameless_group(error, values)) is not None:
+        yield nameless
+        return
     where = path or "the values"
     if error.validator in ("anyOf", "oneOf") and error.context:
         nearest = max(error.context, key=lambda inner: len(inner.absolute_path))
-        yield from _findings(nearest, above)
+        yield from _findings(nearest, values)
     elif error.validator == "additionalProperties":
         known = error.schema.get("properties", {})
         forms = error.schema.get("patternProperties", {})
@@ -63,6 +66,23 @@ def _findings(error: ValidationError, above: str) -> Iterator[Finding]:
         yield Finding(where, f"{given} given, {needed(error.schema, error.instance)} needed", _remedy(error, path))
 
 
+def _nameless_group(error: ValidationError, values: Mapping[str, Any]) -> Finding | None:
+    """A setting where the name of a group belongs: `engines: {replicas: 2}`."""
+    steps = list(error.absolute_path)
+    settings = schema()["definitions"]["engine"]["properties"]
+    if len(steps) < 2 or steps[0] != "engines" or steps[1] not in settings:
+        return None
+    key = steps[1]
+    group = values["engines"][key]
+    if isinstance(group, Mapping) and any(inner in settings for inner in group):
+        return None
+    return Finding(
+        f"engines.{key}",
+        f"{key} is a setting of a group of engines, and the name of the group is missing",
+        f"write engines: {{NAME: {{{key}: ...}}}}, or engine.{key} for all groups",
+    )
+
+
 def _path(error: ValidationError) -> str:
     path = ""
     for step in error.absolute_path:
@@ -73,14 +93,15 @@ def _path(error: ValidationError) -> str:
 def _given(value: Any, path: str) -> str:
     if isinstance(value, str) and value != value.strip():
         return f"text of {len(value)} characters with a blank or a line break at its end"
-    return shown(value, path)
+    return str(value) if isinstance(value, float) else shown(value, path)
 
 
 def needed(node: Mapping[str, Any], instance: Any = None) -> str:
     """What a setting takes, in words."""
     if described := _NEEDED.search(node.get("description", "")):
-        return described[1]
-    if "default" not in node and node.get("description"):  # of an entry in a map or a list: what it is
+        words = described[1]
+        return f"a map whose {words}" if words.startswith("keys are each ") else words
+    if "default" not in node and "pattern" in node and node.get("description"):  # an entry of a map or a list
         return str(node["description"])
     if "$ref" in node:
         return needed(schema()["definitions"][node["$ref"].rsplit("/", 1)[1]], instance)
@@ -96,6 +117,8 @@ def needed(node: Mapping[str, Any], instance: Any = None) -> str:
 
 def _bounded(kind: str, node: Mapping[str, Any]) -> str:
     noun = _NOUNS[kind]
+    if kind == "object" and (keys := node.get("description", "").partition("keys are each ")[2]):
+        return f"a map whose keys are each {keys}"
     if kind in ("integer", "number"):
         low, high = node.get("minimum"), node.get("maximum")
         if "multipleOf" in node:
