@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from spillway_connector.plan.queue_order import CANDIDATES_MAX, admission_order
+from spillway_settings.queue_order import CANDIDATES_MAX, admission_order
 from spillway_simulator.model.engine import EngineShape, SimulatedEngine
 from spillway_simulator.model.rates import EngineRates
 from spillway_simulator.model.request import EngineRequest, Sequence

@@ -9,7 +9,7 @@ from routing_policies.blind import RoundRobin
 from routing_policies.policy import Fleet, Policy, RoutedRequest
 from routing_policies.spillway import Spillway
 
-from spillway_connector.plan.queue_order import OVERTAKE_SECONDS
+from spillway_settings.queue_order import OVERTAKE_SECONDS
 from system.design import Design, Storing
 from system.rates import BLOCK_TOKENS
 

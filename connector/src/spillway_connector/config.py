@@ -21,9 +21,9 @@ from spillway_connector.limits import (
 )
 from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
-from spillway_connector.plan.queue_order import OVERTAKE_SECONDS
 from spillway_connector.setting_names import SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
+from spillway_settings.queue_order import OVERTAKE_SECONDS
 from spillway_settings.typed import Count, Portion, Positive, Settings, Share, WrongSetting, read_settings
 
 # Keys of the extra config that vLLM itself reads; we pass them by.

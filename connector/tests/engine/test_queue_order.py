@@ -23,8 +23,8 @@ from spillway_connector.engine.queue_order import (
     ordering_queue,
 )
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.plan.queue_order import CANDIDATES_MAX
 from spillway_connector.testing.clock import SteppedClock
+from spillway_settings.queue_order import CANDIDATES_MAX
 
 BLOCK_TOKENS, BLOCKS, BOUND = 4, 8, 4.0
 QUEUES = {"fcfs": OrderedFCFSQueue, "priority": OrderedPriorityQueue}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.plan.waiting import SECONDS_MAX, Turn, WaitingChunks
+from spillway_connector.plan.waiting import SECONDS_MAX, Turn, WaitingChunks, leading_count
 
 Key = tuple[str, int]
 TENANTS = ("a", "b", "c")
@@ -147,3 +147,15 @@ def test_a_tenant_that_floods_the_queue_leaves_another_its_share():
 
     queue.end("b")
     assert [queue.plan.chunks_of(f"a{number}") for number in range(3)] == [3, 3, 0]
+
+
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_a_prefix_without_holes_is_counted_by_few_questions(chunks: int, held: int):
+    asked: list[int] = []
+
+    def is_held(chunk: int) -> bool:
+        asked.append(chunk)
+        return chunk < held
+
+    assert leading_count(chunks, is_held) == min(chunks, held)
+    assert len(asked) <= 9 and all(0 <= chunk < chunks for chunk in asked)

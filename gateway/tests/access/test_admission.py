@@ -4,11 +4,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
+from spillway_settings.queue_order import OVERTAKE_SECONDS
 
 
 async def queued(admission: Admission, tenant: str, order: list[str], priority: Priority = Priority.NORMAL) -> Any:
@@ -108,3 +111,81 @@ async def test_an_engine_that_never_comes_is_named_as_the_reason() -> None:
         await admission.enter("a", Priority.NORMAL)
 
     assert (admission.waiting_requests, admission.refused_total) == (0, 1)
+
+
+async def test_of_one_tenants_requests_the_one_with_most_at_hand_goes_first_and_tenants_still_take_turns() -> None:
+    now = 0.0
+    admission = Admission(AdmissionConfig(), lambda: 1, clock=lambda: now)
+    await admission.enter("first", Priority.NORMAL)
+    order: list[str] = []
+
+    async def go(tenant: str, name: str, tokens: int) -> None:
+        await admission.enter(tenant, Priority.NORMAL, lambda: tokens)
+        order.append(name)
+
+    waiting = [("many", "cold", 0), ("many", "warm", 100), ("many", "warmer", 900), ("few", "cold-of-few", 0)]
+    tasks = [asyncio.create_task(go(*one)) for one in waiting]
+    await asyncio.sleep(0)
+    for at, _ in enumerate(tasks):
+        if at == 2:
+            now = OVERTAKE_SECONDS  # nobody may be overtaken any more
+        admission.leave()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+
+    assert order == ["warmer", "cold-of-few", "cold", "warm"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 9_000), st.floats(0, 3)), min_size=1, max_size=40
+    )
+)
+def test_nobody_is_overtaken_by_a_request_of_the_same_tenant_beyond_the_bound(
+    steps: list[tuple[int, int, int, float]],
+) -> None:
+    """Requests of three tenants arrive, some leave the queue, and places become free, in any order."""
+
+    async def scenario() -> None:
+        now = 0.0
+        admission = Admission(AdmissionConfig(normal_wait_seconds=1e6), lambda: 1, clock=lambda: now)
+        await admission.enter("first", Priority.NORMAL)
+        tasks: dict[int, asyncio.Task[None]] = {}
+        queued: dict[int, tuple[str, float]] = {}  # by number, in order of arrival
+
+        async def go(number: int, tenant: str, tokens: int) -> None:
+            await admission.enter(tenant, Priority.NORMAL, lambda: tokens)
+            came = queued.pop(number)
+            assert came[0] == tenant
+            for other, arrived in queued.values():
+                assert other != tenant or arrived >= came[1] or now - arrived < OVERTAKE_SECONDS
+
+        async def settle() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        for number, (action, tenant, tokens, seconds) in enumerate(steps):
+            now += seconds
+            if action == 0:
+                admission.leave()
+            elif action == 1 and queued:
+                gone = sorted(queued)[tokens % len(queued)]
+                del queued[gone]
+                tasks[gone].cancel()
+            else:
+                queued[number] = (f"tenant-{tenant}", now)
+                tasks[number] = asyncio.create_task(go(number, f"tenant-{tenant}", tokens))
+            await settle()
+            while not admission.admitted_requests:
+                if not queued:
+                    await admission.enter("first", Priority.NORMAL)
+                await settle()
+        while queued:
+            admission.leave()
+            await settle()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert not any(task.exception() for task in tasks.values() if not task.cancelled())
+        assert admission.waiting_requests == 0
+
+    asyncio.run(scenario())

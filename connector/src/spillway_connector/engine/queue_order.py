@@ -1,4 +1,4 @@
-"""vLLM's queue of waiting requests, which gives the one that has most tokens at hand first (plan/queue_order.py).
+"""vLLM's queue of waiting requests, which gives the one that has most tokens at hand first (settings, queue_order.py).
 
 The order within vLLM's queue is its own, by arrival or by priority; what changes is which of the requests at its head
 vLLM is shown next. Requests of another priority are never compared. A request that a step has preempted goes first, as
@@ -29,7 +29,8 @@ from vllm.v1.request import Request, RequestStatus
 from spillway_connector.engine.own_connector import own_connector
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.tiering import TieringManager
-from spillway_connector.plan.queue_order import CANDIDATES_MAX, admission_order, leading_count, next_due
+from spillway_connector.plan.waiting import leading_count
+from spillway_settings.queue_order import CANDIDATES_MAX, admission_order, next_due
 
 _CURRENT_SECONDS = 0.1  # so long an answer about a prefix is taken for true
 _FULL_ATTENTION_GROUP = 0

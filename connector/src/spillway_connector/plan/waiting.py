@@ -17,7 +17,7 @@ The cost of a request is that of its chunks, once when it begins to keep them an
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Hashable, Iterator, KeysView, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -259,3 +259,21 @@ def _remove(ordered: list[_Waiting[_Key]], waiting: _Waiting[_Key]) -> None:
     at = bisect_left(ordered, waiting.turn, key=_turn_of)
     if at < len(ordered) and ordered[at] is waiting:
         del ordered[at]
+
+
+def leading_count(count: int, is_held: Callable[[int], bool]) -> int:
+    """How many of `count` chunks of a prefix are held, from the first on, by a few questions.
+
+    The end of a prefix leaves every tier before its beginning. If one has holes, the answer is a guess.
+    """
+    low, high = 0, count
+    if not count or is_held(count - 1):
+        return count
+    high -= 1
+    while low < high:
+        middle = (low + high) // 2
+        if is_held(middle):
+            low = middle + 1
+        else:
+            high = middle
+    return low

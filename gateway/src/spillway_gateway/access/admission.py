@@ -2,7 +2,8 @@
 
 While a model has capacity a request passes without waiting. Otherwise it queues by priority, and within one priority
 tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
-first of another by one place.
+first of another by one place. Of one tenant's requests the one that finds most tokens at hand goes first, and none is
+overtaken for longer than OVERTAKE_SECONDS: an engine's queue has the same rule (spillway_settings.queue_order).
 
 A model that is scaled to zero has no capacity; its requests wait longer, for the first engine.
 """
@@ -10,12 +11,32 @@ A model that is scaled to zero has no capacity; its requests wait longer, for th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import islice
 
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
+from spillway_settings.queue_order import OVERTAKE_SECONDS, admission_order
+
+CANDIDATES_MAX = 16  # of one tenant that are compared: each asks the prefix index
+
+
+def _none_at_hand() -> int:
+    return 0
+
+
+class _Waiting:
+    """A queued request. at_hand: the tokens that it would find where there is room."""
+
+    __slots__ = ("arrived_at", "at_hand", "place")
+
+    def __init__(self, place: asyncio.Future[None], arrived_at: float, at_hand: Callable[[], int]) -> None:
+        self.place = place
+        self.arrived_at = arrived_at
+        self.at_hand = at_hand
 
 
 class Admission:
@@ -27,7 +48,9 @@ class Admission:
         config: AdmissionConfig,
         capacity: Callable[[], int],
         wake_seconds: Callable[[], float | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._config = config
         self._capacity = capacity
         self._wake_seconds = wake_seconds
@@ -37,7 +60,7 @@ class Admission:
             Priority.LOW: config.low_wait_seconds,
         }
         # priority -> tenant -> queued requests; the first tenant is next, and moves to the end when served
-        self._waiting: dict[Priority, OrderedDict[str, deque[asyncio.Future[None]]]] = {
+        self._waiting: dict[Priority, OrderedDict[str, deque[_Waiting]]] = {
             priority: OrderedDict() for priority in Priority
         }
         self.admitted_requests = 0
@@ -57,17 +80,31 @@ class Admission:
         self.admitted_requests += 1
         return True
 
-    async def enter(self, tenant: str, priority: Priority) -> None:
-        """Returns when the request may be sent; leave() must follow. Raises GatewayOverloaded when the queue is full
-        or the priority's deadline passes, NoEngineReady when no engine came in time."""
+    @property
+    def requests_per_engine_max(self) -> int:
+        """How many requests an engine has room for."""
+        return self._config.requests_per_engine_max
+
+    async def enter(self, tenant: str, priority: Priority, at_hand: Callable[[], int] = _none_at_hand) -> None:
+        """Returns when the request may be sent; leave() must follow.
+
+        Args:
+            tenant: whose turn it takes.
+            priority: before which others it goes, and how long it waits.
+            at_hand: asked whenever there is room: the tokens that it would find there.
+
+        Raises:
+            GatewayOverloaded: the queue is full, or the priority's deadline passed.
+            NoEngineReady: no engine came in time.
+        """
         if self.enter_at_once():
             return
         config = self._config
         if self.waiting_requests >= config.waiting_requests_max:
             self.refused_total += 1
             raise GatewayOverloaded(f"all engines are full and {config.waiting_requests_max} requests wait for them")
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[priority].setdefault(tenant, deque()).append(place)
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), self._clock(), at_hand)
+        self._waiting[priority].setdefault(tenant, deque()).append(waiting)
         self.waiting_requests += 1
         seconds, wake_seconds = self._seconds[priority], self._wake_seconds()
         wakes = wake_seconds is not None and not self._capacity()
@@ -75,15 +112,15 @@ class Admission:
             seconds = max(seconds, wake_seconds)
         try:
             async with asyncio.timeout(seconds):
-                await place
+                await waiting.place
         except TimeoutError:
-            self._give_up(place, tenant, priority)
+            self._give_up(waiting, tenant, priority)
             self.refused_total += 1
             if wakes and not self._capacity():
                 raise NoEngineReady(f"No engine of this model became ready within {seconds:g} s") from None
             raise GatewayOverloaded(f"all engines were full for {seconds:g} s") from None
         except asyncio.CancelledError:
-            self._give_up(place, tenant, priority)
+            self._give_up(waiting, tenant, priority)
             raise
 
     def leave(self) -> None:
@@ -103,21 +140,32 @@ class Admission:
     def _next(self) -> asyncio.Future[None]:
         for tenants in self._waiting.values():  # by priority
             if tenants:
-                tenant, places = tenants.popitem(last=False)
-                place = places.popleft()
-                if places:
-                    tenants[tenant] = places  # at the end: the other tenants come first
+                tenant, queue = tenants.popitem(last=False)
+                at = self._first_of(queue)
+                place = queue[at].place
+                del queue[at]
+                if queue:
+                    tenants[tenant] = queue  # at the end: the other tenants come first
                 return place
         raise AssertionError("waiting_requests counts a request that is not queued")
 
-    def _give_up(self, place: asyncio.Future[None], tenant: str, priority: Priority) -> None:
+    def _first_of(self, queue: deque[_Waiting]) -> int:
+        """Which of one tenant's requests is next."""
+        if len(queue) == 1:
+            return 0
+        head = list(islice(queue, CANDIDATES_MAX))
+        arrived_at = [each.arrived_at for each in head]
+        return admission_order(arrived_at, lambda at: head[at].at_hand(), self._clock(), OVERTAKE_SECONDS)[0]
+
+    def _give_up(self, waiting: _Waiting, tenant: str, priority: Priority) -> None:
         """Take a request off the queue; if it was admitted in the same iteration, its place goes to the next one."""
+        place = waiting.place
         if place.done() and not place.cancelled():
             self.leave()
             return
-        places = self._waiting[priority].get(tenant)
-        if places is not None and place in places:
-            places.remove(place)
+        queue = self._waiting[priority].get(tenant)
+        if queue is not None and waiting in queue:
+            queue.remove(waiting)
             self.waiting_requests -= 1
-            if not places:
+            if not queue:
                 del self._waiting[priority][tenant]

@@ -318,11 +318,7 @@ class ModelFleet:
         now: float,
         adapter: str | None,
     ) -> Decision | None:
-        held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
-        for tokens_per_block, keys in prompt.other_keys.items():
-            for name, found in self._match(prompt, keys, tokens_per_block).items():
-                if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
-                    held[name] = found
+        held = self.held(prompt)
         last = self.sessions.engine_of(session) if session is not None else None
         request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last)
         factor = self._routing.bounded_load_factor
@@ -330,6 +326,15 @@ class ModelFleet:
         if decision is None:  # every breaker is open: trying an engine is better than refusing
             decision = plan_route(request, self._view(held, now, adapter, breakers=False), factor)
         return decision
+
+    def held(self, prompt: PromptBlocks) -> dict[str, HeldPrefix]:
+        """What engines would use of what they hold, by engine."""
+        held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
+        for tokens_per_block, keys in prompt.other_keys.items():
+            for name, found in self._match(prompt, keys, tokens_per_block).items():
+                if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
+                    held[name] = found
+        return held
 
     def _match(self, prompt: PromptBlocks, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
         """What engines would use of what they hold: an engine computes a prompt's last token in any case, and behind a

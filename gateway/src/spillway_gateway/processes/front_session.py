@@ -20,6 +20,7 @@ from spillway_gateway.errors import GatewayError, ModelNotFound
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
+from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message
@@ -222,7 +223,8 @@ class FrontSession:
                 self._publisher.publish_engine(fleet.engines[decision.engine_name])
                 self.send(messages.Waiting(asked.number, decision.engine_name, decision.held.total_tokens))
         try:
-            await admission.enter(asked.tenant, asked.priority)
+            waiting = WaitingPrompt(fleet, prompt, asked.only, admission.requests_per_engine_max)
+            await admission.enter(asked.tenant, asked.priority, waiting.tokens_at_hand)
         except GatewayError as error:
             place.waiting = None
             self._drop(asked.number)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import OutboundRequest, Place
@@ -24,7 +25,8 @@ class OwnDispatch:
     async def enter(self, admission: Admission, fleet: ModelFleet, request: OutboundRequest) -> Place:
         if logger.isEnabledFor(logging.DEBUG) and admission.is_full:
             logger.debug("request %s waits for room on the engines of %s", request.shown_id, fleet.name)
-        await admission.enter(request.tenant, request.priority)
+        waiting = WaitingPrompt(fleet, request.prompt, request.only_engine, admission.requests_per_engine_max)
+        await admission.enter(request.tenant, request.priority, waiting.tokens_at_hand)
         return _OwnPlace(admission, fleet, request, self._suspects)
 
 

@@ -6,7 +6,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.plan.queue_order import CANDIDATES_MAX, admission_order, leading_count, next_due
+from spillway_settings.queue_order import CANDIDATES_MAX, admission_order, next_due
 
 SECONDS = st.integers(0, 40).map(float)
 
@@ -96,15 +96,3 @@ def test_the_order_is_current_until_the_next_request_has_waited_for_the_bound(
     assert (until == math.inf) is all(due)
     if until < math.inf:
         assert [until - came >= bound for came in arrived_at] != due
-
-
-@given(st.integers(0, 200), st.integers(0, 200))
-def test_a_prefix_without_holes_is_counted_by_few_questions(chunks: int, held: int):
-    asked: list[int] = []
-
-    def is_held(chunk: int) -> bool:
-        asked.append(chunk)
-        return chunk < held
-
-    assert leading_count(chunks, is_held) == min(chunks, held)
-    assert len(asked) <= 9 and all(0 <= chunk < chunks for chunk in asked)

@@ -1,4 +1,5 @@
-"""Which waiting request is admitted next: the one with the most tokens at hand, within a bound on overtaking.
+"""Which waiting request is admitted next: the one with the most tokens at hand, within a bound on overtaking. The rule
+of an engine's queue and of the gateway's.
 
 In a closed loop least-recently-used evicts what a request that waits is about to use, while others that find less
 compute before it. What a request has at hand is what it may lose by waiting. If none has any, the order is that of
@@ -43,21 +44,3 @@ def admission_order(
 def next_due(arrived_at: Sequence[float], now: float, overtake_seconds: float) -> float:
     """When the next of these requests may not be overtaken any more; inf: all of them may not already."""
     return min((at + overtake_seconds for at in arrived_at if now - at < overtake_seconds), default=math.inf)
-
-
-def leading_count(count: int, is_held: Callable[[int], bool]) -> int:
-    """How many of `count` chunks of a prefix are held, from the first on, by a few questions.
-
-    The end of a prefix leaves every tier before its beginning. If one has holes, the answer is a guess.
-    """
-    low, high = 0, count
-    if not count or is_held(count - 1):
-        return count
-    high -= 1
-    while low < high:
-        middle = (low + high) // 2
-        if is_held(middle):
-            low = middle + 1
-        else:
-            high = middle
-    return low
