@@ -240,6 +240,8 @@ def generate_load(options: argparse.Namespace, urls: Sequence[str], way: str, ou
     command += [f"--tokens={options.tokens}", f"--turns={3 if warm else options.turns}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(f"   {'warm-up' if warm else 'load'}: {done.stdout.strip()}", flush=True)
+    if warm and not json.loads(done.stdout)["answered"]:
+        raise SystemExit("no request of the warm-up was answered")
 
 
 def run_system(options: argparse.Namespace, name: str) -> dict[str, float]:

@@ -98,7 +98,7 @@ numCpuBlocks: null
 cpuBytes: 64GiB
 blocksPerChunk: 4
 generatedTokens: false
-storing: auto
+storing: eager
 queueOrder: arrival
 queueOvertakeSeconds: 2.5
 layerwiseLoads: true
@@ -157,7 +157,7 @@ def test_offload_values_reach_the_connector(engine_of):
         cpu_bytes_to_use=64 * GIB,
         blocks_per_chunk=4,
         generated_tokens="off",
-        storing="auto",
+        storing="eager",
         queue_order="arrival",
         queue_overtake_seconds=2.5,
         layerwise_loads="on",

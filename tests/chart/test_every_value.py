@@ -217,7 +217,7 @@ CHANGES: dict[str, Any] = {
     "engine.offload.numCpuBlocks": 4096,
     "engine.offload.cpuBytes": "10GiB",
     "engine.offload.generatedTokens": "off",
-    "engine.offload.storing": "auto",
+    "engine.offload.storing": "eager",
     "engine.offload.queueOrder": "arrival",
     "engine.offload.queueOvertakeSeconds": 2.5,
     "engine.offload.layerwiseLoads": "on",

@@ -58,7 +58,7 @@ def test_every_level_refuses_what_it_does_not_know() -> None:
 def test_every_setting_is_described_or_its_section_is() -> None:
     described = json.dumps(SCHEMA["definitions"]["engine"]["properties"]["offload"]["properties"]["storing"])
 
-    assert "eager: a block is copied to the CPU tier when it has been computed" in described
+    assert "auto: once the CPU tier is full, a block is copied to it when" in described
 
 
 @pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.name)
