@@ -649,3 +649,20 @@ async def test_a_stream_is_one_whatever_the_case_of_its_content_type(client: aio
         client.post(running.url + CHAT, json=chat(stream=True)) as reply,
     ):
         assert await reply.content.readuntil(b"\n\n") == event, "held back until its end"
+
+
+async def test_a_long_plain_reply_may_be_silent_between_two_parts_as_long_as_a_stream(
+    client: aiohttp.ClientSession,
+) -> None:
+    """The reply is longer than what is held back, and its second half never comes."""
+    server = await answer_once(b"HTTP/1.1 200 OK\r\ncontent-length: 2000\r\n\r\n" + b"x" * 1_000)
+    config = engine_config(server) | {
+        "limits": {"plainReplyBufferBytes": 500},
+        "timeouts": {"idleSeconds": 1_000, "plainSeconds": 5_000},
+    }
+    async with server, running_gateway(config) as running, client.post(running.url + CHAT, json=chat()) as reply:
+        assert await reply.content.readexactly(1_000) == b"x" * 1_000
+        assert 500 < pass_deadline(running.engine("fake-0")) <= 1_000
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await reply.content.read()
+        assert_idle(running)
