@@ -147,7 +147,7 @@ test-ui: $(STAMP) ## The live page in headless Chromium (Debian: apt install chr
 check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src)
+	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src) bench/gateway_load bench/routing_policies bench/stamping bench/system bench/traces
 
 .PHONY: schema
 schema: $(STAMP) ## Generate charts/spillway/values.schema.json from the model of values.yaml (settings/) and its comments

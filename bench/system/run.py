@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from routing_policies.policy import Policy, RoutedRequest, Scrape
 from routing_policies.spillway import Spillway
@@ -84,7 +85,7 @@ class SystemRun:
 
     def run(self) -> list[Answered]:
         for place in range(self._load.places):
-            self._time.at(self._load.start_of(place), lambda place=place: self._begin(place, 0))
+            self._time.at(self._load.start_of(place), partial(self._begin, place, 0))
         self._time.run(until=self._load.seconds)
         for engine in self.engines:
             engine.close()
