@@ -21,7 +21,8 @@ PROMPT_WORDS = 200  # computed in a second or more, so most of them wait when th
 SHORT_WORDS = 10
 TOKENS_MAX = 8
 LONG_TOKENS_MAX = 600
-STREAMS, TWINS = 2, 2  # of each dialect, and of each kind of request: both engines get some
+STREAMS_MAX = 6  # of each dialect, until one is on the engine that is killed: the gateway decides where each goes
+TWINS = 2  # of each kind of request: both engines get some
 KILLS: dict[str, Callable[[int], None]] = {
     "core": lambda group: engine_core(group).signal(signal.SIGKILL),
     "server and core": kill_group,
@@ -42,12 +43,15 @@ def _killed(fleet: Fleet, url: str, index: int, how: str, kill: Callable[[int], 
     eventually("the gateway sends requests to both engines", lambda: _both_take_requests(fleet, url))
     before = fleet.stack.process(victim)
     ejections = _ejections(url, victim)
-    for dialect in DIALECTS * STREAMS:
-        name = f"{how.replace(' ', '-')}-within-{dialect}-{len(crowd.exchanges)}"
-        text = f"{words(name, SHORT_WORDS)}. Tell a very long story about the sea and a ship."
-        crowd.send(name, dialect, body_of(dialect, fleet.model, text, LONG_TOKENS_MAX, stream=True))
-        eventually("the gateway has chosen an engine", partial(_routed, url, len(crowd.exchanges)))
-    eventually("streams of each dialect have begun there", lambda: _dialects(_begun_on(crowd, victim)) == {*DIALECTS})
+    for dialect in DIALECTS:
+        for number in range(STREAMS_MAX):
+            name = f"{how.replace(' ', '-')}-within-{dialect}-{number}"
+            text = f"{words(name, SHORT_WORDS)}. Tell a very long story about the sea and a ship."
+            one = crowd.send(name, dialect, body_of(dialect, fleet.model, text, LONG_TOKENS_MAX, stream=True))
+            eventually("the stream has begun", partial(_begun, one))
+            if one.engine == victim:
+                break
+    assert _dialects(_begun_on(crowd, victim)) == {*DIALECTS}, "streams of each dialect are under way there"
     waiting = []
     for number in range(TWINS):
         for dialect in DIALECTS:
@@ -92,6 +96,10 @@ def _killed(fleet: Fleet, url: str, index: int, how: str, kill: Callable[[int], 
     fleet.stack.local.wait_engine_ready(index, not_process=before)
     fleet.ready()
     fleet.rows.add(PART, f"{how}: started again, each engine answers", "", fleet.each_answers())
+
+
+def _begun(one: Exchange) -> bool:
+    return bool(one.parts) or one.ended.is_set()
 
 
 def _begun_on(crowd: Crowd, victim: str) -> list[Exchange]:
