@@ -89,7 +89,7 @@ the binding is off, as vllm-ascend would give it up after the start, with a warn
 {{- $texts = append $texts (printf "%s.cpu: request %v and limit %v given, but accelerator.cpuBinding: on needs %d whole CPUs or more (%d for each of %d devices), request and limit alike, which the static CPU manager then reserves; set both to %q, or cpuBinding: auto" $path (default "null" $engine.cpu.request) (default "null" $engine.cpu.limit) $needed (int64 $item.accelerator.cpusPerDevice) (int64 $item.accelerator.count) (toString $needed)) -}}
 {{- end -}}
 {{- if and $accelerator.driverMounts (not $accelerator.npuSmiPath) -}}
-{{- $texts = append $texts (printf "%s.accelerator.npuSmiPath is empty, and cpuBinding: on asks npu-smi where each device is; set its path on the node, or cpuBinding: off" $path) -}}
+{{- $texts = append $texts (printf "%s.accelerator.npuSmiPath is empty, and cpuBinding: on asks npu-smi for the location of each device; set its path on the node, or cpuBinding: off" $path) -}}
 {{- end -}}
 {{- end -}}
 {{- $bindsBySetting := include "spillway.cpuBinding" $item -}}

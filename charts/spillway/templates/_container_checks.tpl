@@ -33,7 +33,7 @@
 {{- $texts = append $texts (printf "%s.extraVolumeMounts: %s at %s is no volume of the pod; add it to extraVolumes, or correct the name" $path .name .mountPath) -}}
 {{- end -}}
 {{- if and (hasKey $folders (trimSuffix "/" .mountPath)) (not (has (trimSuffix "/" .mountPath) (include "spillway.ownFolders" . | fromYamlArray))) -}}
-{{- $texts = append $texts (printf "%s.extraVolumeMounts: %s is where the chart mounts %s; mount %s elsewhere" $path .mountPath (get $folders (trimSuffix "/" .mountPath)) .name) -}}
+{{- $texts = append $texts (printf "%s.extraVolumeMounts: at %s the chart mounts %s; mount %s elsewhere" $path .mountPath (get $folders (trimSuffix "/" .mountPath)) .name) -}}
 {{- end -}}
 {{- $mount := . -}}
 {{- range $other := $readOnly -}}
@@ -184,7 +184,7 @@ volume can be. */}}
 {{- if ne $other.name $mount.name -}}
 {{- $taken := trimSuffix "/" $other.mountPath -}}
 {{- if and (eq $folder $taken) (not (hasKey $seen $other.name)) -}}
-{{- $texts = append $texts (printf "%s: %s is where the pod has its volume %s; choose another folder" $at $folder $other.name) -}}
+{{- $texts = append $texts (printf "%s: at %s the pod mounts its volume %s; choose another folder" $at $folder $other.name) -}}
 {{- else if and $other.readOnly (hasPrefix (printf "%s/" $taken) $folder) -}}
 {{- $texts = append $texts (printf "%s: %s lies in %s, which is mounted read-only, so that no folder can be made there; choose one outside" $at $folder $taken) -}}
 {{- end -}}

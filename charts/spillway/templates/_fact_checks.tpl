@@ -177,7 +177,7 @@ weights and those kept in host memory may be smaller than is known here. */}}
 {{- toYaml $texts -}}
 {{- end -}}
 
-{{/* (item, weights) -> list of texts: a start that cannot end in time is killed and begun anew for ever. The rates are
+{{/* (item, weights) -> list of texts: a start that cannot end in time is killed and restarted without end. The rates are
 above those of any disk, network or kernel that an engine starts on, so that no start that could succeed is refused. */}}
 {{- define "spillway.startProblems" -}}
 {{- $engine := .item.engine -}}{{- $lifecycle := $engine.lifecycle -}}
@@ -203,7 +203,7 @@ above those of any disk, network or kernel that an engine starts on, so that no 
 {{- $parts = append $parts (printf "%v s for weights and CPU tier (%s at 20 GB/s)" $moving (include "spillway.bytesText" (int64 $bytes))) -}}
 {{- end -}}
 {{- if lt (float64 $lifecycle.startupTimeoutSeconds) $seconds -}}
-{{- $texts = append $texts (printf "%s.lifecycle.startupTimeoutSeconds: %v given, at least %v needed: %s; a pod that is not ready by then is killed and starts anew, for ever: raise it" .item.path $lifecycle.startupTimeoutSeconds $seconds (join ", " $parts)) -}}
+{{- $texts = append $texts (printf "%s.lifecycle.startupTimeoutSeconds: %v given, at least %v needed: %s; a pod that is not ready by then is killed and restarted, again and again: raise it" .item.path $lifecycle.startupTimeoutSeconds $seconds (join ", " $parts)) -}}
 {{- end -}}
 {{- toYaml $texts -}}
 {{- end -}}

@@ -80,7 +80,7 @@
 {{- end -}}
 {{- with $gateway.breaker -}}
 {{- if lt (float64 .openSecondsMax) (float64 .openSeconds) -}}
-{{- $texts = append $texts (printf "gateway.breaker.openSecondsMax: %v is less than openSeconds: %v, where it begins; raise openSecondsMax or lower openSeconds" .openSecondsMax .openSeconds) -}}
+{{- $texts = append $texts (printf "gateway.breaker.openSecondsMax: %v is less than openSeconds: %v, from which it grows; raise openSecondsMax or lower openSeconds" .openSecondsMax .openSeconds) -}}
 {{- end -}}
 {{- end -}}
 {{- if $gateway.opsPort -}}
@@ -88,9 +88,9 @@
 {{- $texts = append $texts (printf "gateway.opsPort: %d is also port; give each its own" (int64 $gateway.opsPort)) -}}
 {{- end -}}
 {{- else if and $gateway.tls.secret.name $values.monitoring.serviceMonitor.enabled -}}
-{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but gateway.tls closes /metrics to plain HTTP; set gateway.opsPort, e.g. 8001, where Prometheus needs no certificate" -}}
+{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but gateway.tls closes /metrics to plain HTTP; set gateway.opsPort, e.g. 8001: Prometheus needs no certificate there" -}}
 {{- else if and $gateway.auth.keysSecret.name $values.monitoring.serviceMonitor.enabled -}}
-{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but with gateway.auth.keysSecret /metrics on the port of clients requires an operator's key; set gateway.opsPort, e.g. 8001, where it does not" -}}
+{{- $texts = append $texts "monitoring.serviceMonitor.enabled: true, but with gateway.auth.keysSecret /metrics on the port of clients requires an operator's key; set gateway.opsPort, e.g. 8001: it needs no key there" -}}
 {{- end -}}
 {{- range $what := list "cpu" "ephemeralStorage" -}}
 {{- $request := get $gateway.resources.requests $what -}}{{- $limit := get $gateway.resources.limits $what -}}

@@ -19,7 +19,7 @@
 {{- $texts = append $texts (printf "%s.adapters[%d].path: %s does not lie below %s, where lora.volume.type: %s appears; correct one of the two" $path $index $adapter.path $root $volume.type) -}}
 {{- end -}}
 {{- else if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $adapter.path) -}}
-{{- $texts = append $texts (printf "%s.adapters[%d].path: %q is neither an absolute folder nor a hub name such as owner/adapter; write one of the two" $path $index $adapter.path) -}}
+{{- $texts = append $texts (printf "%s.adapters[%d].path: %q is neither an absolute folder nor a hub name; write /adapters/name or owner/adapter, for example" $path $index $adapter.path) -}}
 {{- end -}}
 {{- end -}}
 {{- if not $lora.runtimeUpdating -}}

@@ -88,7 +88,7 @@
 {{- if and $values.monitoring.alerts.enabled (not $values.monitoring.serviceMonitor.enabled) -}}
 {{- $texts = append $texts (printf
   "monitoring.alerts.enabled: true, but serviceMonitor.enabled is false, so that Prometheus %s; %s"
-  "has no series of the gateway under the name that alerts select by, and SpillwayGatewayDown would fire for ever"
+  "has no series of the gateway under the name that alerts select by, and SpillwayGatewayDown would never stop firing"
   "set monitoring.serviceMonitor.enabled: true (podMonitor too, for alerts about engines), or alerts.enabled: false") -}}
 {{- end -}}
 {{- range $key, $_ := $values.commonAnnotations -}}

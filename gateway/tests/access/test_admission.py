@@ -128,7 +128,7 @@ async def test_of_one_tenants_requests_the_one_with_most_at_hand_goes_first_and_
     await asyncio.sleep(0)
     for at, _ in enumerate(tasks):
         if at == 2:
-            now = OVERTAKE_SECONDS  # nobody may be overtaken any more
+            now = OVERTAKE_SECONDS  # no request may be overtaken any more
         admission.leave()
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -29,7 +29,7 @@ def _none_at_hand() -> int:
 
 
 class _Waiting:
-    """A queued request. at_hand: the tokens that it would find where there is room."""
+    """A queued request. at_hand: the cached tokens that it would find on an engine with room."""
 
     __slots__ = ("arrived_at", "at_hand", "place")
 
@@ -91,7 +91,7 @@ class Admission:
         Args:
             tenant: whose turn it takes.
             priority: before which others it goes, and how long it waits.
-            at_hand: asked whenever there is room: the tokens that it would find there.
+            at_hand: the cached tokens that it would find on an engine with room; called whenever there is room.
 
         Raises:
             GatewayOverloaded: the queue is full, or the priority's deadline passed.

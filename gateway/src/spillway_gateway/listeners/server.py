@@ -60,7 +60,7 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
 
 def reserve(host: str, port: int) -> socket.socket:
     """A socket that keeps the address for bind_shared(), of this user's processes, and takes no connections. Raises
-    PortInUse if somebody else listens there, who may share it likewise."""
+    PortInUse if another process listens there, even one that would share it."""
     with bind(host, port) as alone:
         port = alone.getsockname()[1]
     return _shared(host, port)

@@ -33,7 +33,7 @@ class ClientStalled(ClientDisconnected):
 
 
 class State(IntEnum):  # whose hash costs a tenth of that of an Enum
-    """PREAMBLE: the client has events that come before the first part of an answer, so no other engine may begin anew.
+    """PREAMBLE: the client has events that come before the first part of an answer, so no other engine may start over.
     ANSWERING: the first part has come. BRIDGING: the engine failed within its answer, and another one is to go on."""
 
     QUEUED = auto()
@@ -133,7 +133,7 @@ class Exchange:
 
     @property
     def committed(self) -> bool:
-        """Whether the client has events of an answer, so that no other engine may begin it anew."""
+        """Whether the client has events of an answer, so that no other engine may start it over."""
         return self.state in _COMMITTED
 
     @property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from spillway_ctl.errors import CommandError
+from spillway_ctl.named_text import read_named
 from spillway_ctl.plan_arithmetic import Rates
 from spillway_ctl.plan_input import PlannedEngines, read_rendered, render_chart
 from spillway_ctl.quantities import parse_rate
@@ -68,19 +68,12 @@ def planned_engines(given: argparse.Namespace) -> tuple[PlannedEngines, ...]:
     if given.rendered is not None:
         if given.values or given.set:
             raise CommandError("--rendered is rendered already; give -f and --set to helm template instead")
-        return read_rendered(_read(given.rendered))
+        return read_rendered(read_named(given.rendered, "--rendered"))
     return read_rendered(render_chart(given.helm, given.chart, given.values, given.set))
 
 
 def rates_of(given: argparse.Namespace) -> Rates:
     return Rates(given.prefill_tokens_per_second, given.device_copy_rate, given.tier_rate)
-
-
-def _read(name: str) -> str:
-    try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--rendered {name}: cannot be read ({error})") from error
 
 
 def _positive(text: str) -> float:

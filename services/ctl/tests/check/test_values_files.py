@@ -1,5 +1,7 @@
 """Values as Helm reads and merges them."""
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,15 +13,16 @@ KEYS = st.text(st.sampled_from("abc.,=[]{}\\-/0"), min_size=1, max_size=6)
 
 
 def values_of(*assignments: str, text: bool = False) -> dict[str, object]:
-    return merged_values([], [(each, text) for each in assignments], "")
+    return merged_values([], [(each, text) for each in assignments])
 
 
-def test_the_last_file_wins_and_maps_are_merged(tmp_path):
+def test_the_last_file_wins_and_maps_are_merged(tmp_path, monkeypatch):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("engine: {replicas: 2, model: {path: /m}}\nlist: [1, 2]")
     second.write_text("engine: {replicas: null}\nlist: [3]")
 
-    assert merged_values([first, second, "-"], [], "x: 1") == {
+    monkeypatch.setattr("sys.stdin", io.StringIO("x: 1"))
+    assert merged_values([first, second, "-"], []) == {
         "engine": {"replicas": None, "model": {"path": "/m"}},
         "list": [3],
         "x": 1,

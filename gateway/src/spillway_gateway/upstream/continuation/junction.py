@@ -60,8 +60,8 @@ def pieces(sent: SentAnswer, withheld_chars: int) -> Iterator[Piece]:
 
 
 def joined(piece: Piece, text: str, sent_text: str, withheld_chars: int) -> Junction | None:
-    """The junction at the end of a decoded piece, where its text continues the client's: None if it does not, or
-    ends inside a character. sent_text: SentAnswer.sent_text()."""
+    """The junction at the end of a decoded piece; None if its text does not continue the client's, or ends inside a
+    character. sent_text: SentAnswer.sent_text()."""
     if text.endswith(_REPLACEMENT) or len(text) < withheld_chars:
         return None
     at = len(text) - withheld_chars

@@ -121,7 +121,7 @@ def _cpu_binding(group: Group) -> Iterator[Finding]:
         if accelerator.driver_mounts and not accelerator.npu_smi_path:
             yield Finding(
                 f"{path}.accelerator.npuSmiPath",
-                "is empty, and cpuBinding: on asks npu-smi where each device is",
+                "is empty, and cpuBinding: on asks npu-smi for the location of each device",
                 "set its path on the node, or cpuBinding: off",
             )
     for argument in engine.extra_args:

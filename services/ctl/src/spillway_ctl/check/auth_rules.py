@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from spillway_ctl.check.finding import Finding, quoted, shown_url
 from spillway_ctl.check.group import Release
+from spillway_ctl.check.shared_rules import login
 
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
@@ -145,12 +146,7 @@ def _shared_limits(release: Release) -> Iterator[Finding]:
             f"{limits.existing_secret.name}, but url is empty",
             "give the server's address, or remove existingSecret",
         )
-    if limits.existing_secret.username_key and not limits.existing_secret.name:
-        yield Finding(
-            f"{at}.existingSecret.usernameKey",
-            f"{limits.existing_secret.username_key}, but existingSecret.name is empty",
-            "name the Secret, or remove usernameKey",
-        )
+    yield from login(f"{at}.existingSecret", limits.existing_secret)
     if values.redis.enabled and re.search(rf"//{re.escape(release.name('redis'))}[.:/]", f"{url}/"):
         yield Finding(
             f"{at}.url",

@@ -53,7 +53,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
 @cache
 def facts(name: str) -> Any:
-    """The content of a file below the chart's files/, which nobody may change."""
+    """The content of a file in the chart's files/; it is cached, so callers must not change it."""
     return yaml.load((CHART / "files" / name).read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
 
 

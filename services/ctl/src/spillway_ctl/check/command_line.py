@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -19,6 +18,7 @@ from spillway_ctl.check.judgement import findings
 from spillway_ctl.check.typed_values import whole
 from spillway_ctl.check.values_files import merged_values, read_values
 from spillway_ctl.errors import CommandError
+from spillway_ctl.named_text import read_named
 from spillway_ctl.run import JSON_FORMAT, OK
 
 REFUSED = 1
@@ -109,23 +109,16 @@ def _values(given: argparse.Namespace) -> dict[str, Any]:
     if given.rendered is not None:
         if files or given.assignments:
             raise CommandError("--rendered has the values already; give files and --set to helm template instead")
-        return rendered_values(_read(given.rendered))
+        return rendered_values(read_named(given.rendered, "--rendered"))
     if not files and not given.assignments:
         raise CommandError("no values given; write spillway check FILE, or - for standard input")
-    values = merged_values(files, given.assignments, sys.stdin.read() if "-" in files else "")
+    values = merged_values(files, given.assignments)
     if given.part is None:
         return values
     part = values.get(given.part)
     if not isinstance(part, dict):
         raise CommandError(f"--part {given.part}: the values have no such map; known: {', '.join(values) or 'none'}")
     return {**part, **({"global": values["global"]} if "global" in values else {})}
-
-
-def _read(name: str) -> str:
-    try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--rendered {name}: cannot be read ({error})") from error
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:

@@ -10,6 +10,7 @@ import msgspec
 from spillway_ctl.check.finding import Finding, milli_cores, number, quoted
 from spillway_ctl.check.group import Group, Mount, Release, fitting
 from spillway_ctl.check.pod_rules import OWN_FOLDERS
+from spillway_ctl.check.shared_rules import distinct_folders, propagation
 from spillway_settings.byte_sizes import parse_byte_count
 
 _CHOSEN = {
@@ -104,7 +105,7 @@ def _mounts(pod: Pod) -> Iterator[Finding]:
                 at, f"{name} at {path} is no volume of the pod", "add it to extraVolumes, or correct the name"
             )
         if folder in folders and folder not in OWN_FOLDERS:
-            yield Finding(at, f"{path} is where the chart mounts {folders[folder]}", f"mount {name} elsewhere")
+            yield Finding(at, f"at {path} the chart mounts {folders[folder]}", f"mount {name} elsewhere")
         for other in read_only:
             if path.startswith(f"{other}/"):
                 yield Finding(
@@ -112,12 +113,7 @@ def _mounts(pod: Pod) -> Iterator[Finding]:
                     f"{path} lies in {other}, which is mounted read-only, so that no folder can be made there",
                     f"mount {name} outside",
                 )
-        if mount.get("mountPropagation") == "Bidirectional" and not pod.is_privileged:
-            yield Finding(
-                at,
-                f"mountPropagation: Bidirectional of {name} is for privileged containers alone",
-                "set HostToContainer, or remove it",
-            )
+        yield from propagation(at, mount, is_privileged=pod.is_privileged)
         if ".." in (mount.get("subPath") or "").split("/"):
             yield Finding(
                 at, f"subPath: {quoted(mount['subPath'])} of {name} leaves its volume", "write a path without .."
@@ -206,23 +202,11 @@ def _own(at: str, kind: str, container: Mapping[str, Any], release: Release) -> 
             yield Finding(f"{at}.ports", f"the name {name} is there twice", "give each port its own")
         names |= {name} if name else set()
     yield from _probes(at, container, names)
-    folders: set[str] = set()
-    is_privileged = (container.get("securityContext") or {}).get("privileged")
-    for mount in container.get("volumeMounts") or ():
-        folder = mount["mountPath"].removesuffix("/")
-        if folder in folders:
-            yield Finding(
-                f"{at}.volumeMounts",
-                f"{mount['mountPath']} is given twice",
-                "mount each volume at a folder of its own",
-            )
-        folders.add(folder)
-        if mount.get("mountPropagation") == "Bidirectional" and not is_privileged:
-            yield Finding(
-                f"{at}.volumeMounts",
-                f"mountPropagation: Bidirectional of {mount['name']} is for privileged containers alone",
-                "set HostToContainer, or remove it",
-            )
+    is_privileged = bool((container.get("securityContext") or {}).get("privileged"))
+    mounts = container.get("volumeMounts") or ()
+    yield from distinct_folders(f"{at}.volumeMounts", mounts)
+    for mount in mounts:
+        yield from propagation(f"{at}.volumeMounts", mount, is_privileged=is_privileged)
     yield from _resources(at, container.get("resources") or {})
 
 
@@ -268,7 +252,7 @@ def _resources(at: str, resources: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _chosen_folders(group: Group) -> Iterator[Finding]:
-    """Folders that values choose, and where no volume can be."""
+    """Folders that values choose for volumes and at which none can be mounted."""
     mounts = group.mounts()
     named: set[str] = set()  # of two that were chosen, the first says it
     for mount in mounts:
@@ -286,7 +270,7 @@ def _chosen_folders(group: Group) -> Iterator[Finding]:
             if other.name == mount.name:
                 continue
             if folder == taken and other.name not in named:
-                yield Finding(at, f"{folder} is where the pod has its volume {other.name}", "choose another folder")
+                yield Finding(at, f"at {folder} the pod mounts its volume {other.name}", "choose another folder")
             elif other.read_only and folder.startswith(f"{taken}/"):
                 yield Finding(
                     at,

@@ -29,8 +29,7 @@ def credential_findings(release: Release) -> Iterator[Finding]:
                 yield Finding(
                     f"{group.path}.extraArgs[{index}]",
                     f"text of {len(argument)} characters that looks like a credential would lie in a ConfigMap in "
-                    "plain "
-                    "text",
+                    "plain text",
                     "use extraEnvVars with valueFrom.secretKeyRef",
                 )
     for path, section in release.sections():

@@ -9,6 +9,7 @@ from spillway_ctl.check.argument_rules import argument_findings
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number, on_off
 from spillway_ctl.check.group import Group, Release, driver_mounts
+from spillway_ctl.check.shared_rules import replica_bounds
 
 STEP_CHANGING = (("layerwiseLoads", "layerwise_loads"), ("computeWhileLoading", "compute_while_loading"))
 _OWN_VARIABLES = (
@@ -134,12 +135,7 @@ def _rank_ports(group: Group) -> Iterator[Finding]:
 
 def _scaling(group: Group, release: Release) -> Iterator[Finding]:
     scaling, path = group.engine.autoscaling, f"{group.path}.autoscaling"
-    if scaling.enabled and scaling.min_replicas > scaling.max_replicas:
-        yield Finding(
-            path,
-            f"minReplicas: {scaling.min_replicas} is more than maxReplicas: {scaling.max_replicas}",
-            "lower the first or raise the second",
-        )
+    yield from replica_bounds(path, scaling)
     if not re.search(r"^https?://[^ @]+$", scaling.prometheus_address):
         yield Finding(
             f"{path}.prometheusAddress",

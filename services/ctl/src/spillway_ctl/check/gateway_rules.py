@@ -18,6 +18,7 @@ from spillway_ctl.check.finding import (
     size,
 )
 from spillway_ctl.check.group import Release
+from spillway_ctl.check.shared_rules import replica_bounds
 
 _PROCESS_BYTES, _TOKENIZER_BYTES = 256 << 20, 192 << 20  # of a tokenizer of 150,000 tokens about 120, its cache 64
 _ROOM_BYTES_LEAST = 64 << 20
@@ -44,12 +45,7 @@ def gateway_findings(release: Release) -> Iterator[Finding]:
 def _scaling(release: Release) -> Iterator[Finding]:
     gateway = release.values.gateway
     scaling = gateway.autoscaling
-    if scaling.enabled and scaling.min_replicas > scaling.max_replicas:
-        yield Finding(
-            "gateway.autoscaling",
-            f"minReplicas: {scaling.min_replicas} is more than maxReplicas: {scaling.max_replicas}",
-            "lower the first or raise the second",
-        )
+    yield from replica_bounds("gateway.autoscaling", scaling)
     if scaling.enabled and not gateway.resources.requests.cpu:
         yield Finding(
             "gateway.resources.requests.cpu",
@@ -143,8 +139,8 @@ def _times(release: Release) -> Iterator[Finding]:
     if breaker.open_seconds_max < breaker.open_seconds:
         yield Finding(
             "gateway.breaker.openSecondsMax",
-            f"{number(breaker.open_seconds_max)} is less than openSeconds: {number(breaker.open_seconds)}, where it "
-            "begins",
+            f"{number(breaker.open_seconds_max)} is less than openSeconds: {number(breaker.open_seconds)}, "
+            "from which it grows",
             "raise openSecondsMax or lower openSeconds",
         )
 
@@ -186,13 +182,13 @@ def _operations(release: Release) -> Iterator[Finding]:
         yield Finding(
             "monitoring.serviceMonitor.enabled",
             "true, but gateway.tls closes /metrics to plain HTTP",
-            "set gateway.opsPort, e.g. 8001, where Prometheus needs no certificate",
+            "set gateway.opsPort, e.g. 8001: Prometheus needs no certificate there",
         )
     elif gateway.auth.keys_secret.name and monitors:
         yield Finding(
             "monitoring.serviceMonitor.enabled",
             "true, but with gateway.auth.keysSecret /metrics on the port of clients requires an operator's key",
-            "set gateway.opsPort, e.g. 8001, where it does not",
+            "set gateway.opsPort, e.g. 8001: it needs no key there",
         )
 
 

@@ -55,17 +55,20 @@ def _place(group: Group) -> Iterator[Finding]:
             f"{model.path} does not lie below model.volume.mountPath: {volume.mount_path}, where the volume is",
             "change one of the two",
         )
-    if not is_folder and _HUB_NAME.fullmatch(model.path) is None:
+    yield from _folder_or_hub_name(path, model.path, "/models/Qwen3-8B or Qwen/Qwen3-8B")
+
+
+def _folder_or_hub_name(at: str, path: str, examples: str) -> Iterator[Finding]:
+    if path.startswith("/"):
+        if _ODD_FOLDER.search(path):
+            yield Finding(
+                at,
+                f"{quoted(path)} given, an absolute folder without .. in it and without a blank at its end needed",
+                "correct it",
+            )
+    elif _HUB_NAME.fullmatch(path) is None:
         yield Finding(
-            path,
-            f"{quoted(model.path)} is neither an absolute folder nor a hub name",
-            "write /models/Qwen3-8B or Qwen/Qwen3-8B, for example",
-        )
-    if is_folder and _ODD_FOLDER.search(model.path):
-        yield Finding(
-            path,
-            f"{quoted(model.path)} given, an absolute folder without .. in it and without a blank at its end needed",
-            "correct it",
+            at, f"{quoted(path)} is neither an absolute folder nor a hub name", f"write {examples}, for example"
         )
 
 
@@ -137,24 +140,12 @@ def _adapters(group: Group) -> Iterator[Finding]:
     for index, adapter in enumerate(lora.adapters):
         at = f"{path}.adapters[{index}].path"
         is_folder = adapter.path.startswith("/")
-        if is_folder and _ODD_FOLDER.search(adapter.path):
-            yield Finding(
-                at,
-                f"{quoted(adapter.path)} given, an absolute folder without .. in it and without a blank at its end "
-                "needed",
-                "correct it",
-            )
+        yield from _folder_or_hub_name(at, adapter.path, "/adapters/name or owner/adapter")
         if is_folder and root and not adapter.path.startswith(f"{root.rstrip('/')}/"):
             yield Finding(
                 at,
                 f"{adapter.path} does not lie below {root}, where lora.volume.type: {kind} appears",
                 "correct one of the two",
-            )
-        if not is_folder and _HUB_NAME.fullmatch(adapter.path) is None:
-            yield Finding(
-                at,
-                f"{quoted(adapter.path)} is neither an absolute folder nor a hub name such as owner/adapter",
-                "write one of the two",
             )
     names = [adapter.name for adapter in lora.adapters]
     for index, alias in enumerate(lora.aliases if not lora.runtime_updating else ()):
@@ -392,7 +383,7 @@ def _downloads(group: Group) -> Iterator[Finding]:
 
 
 def _start(group: Group) -> Iterator[Finding]:
-    """A start that cannot end in time is killed and begun anew for ever."""
+    """A start that cannot end in time is killed and restarted without end."""
     engine, lifecycle, tier = group.engine, group.engine.lifecycle, group.memory.tier
     seconds, parts = _START_SECONDS, ["30 s for Python and vLLM"]
     if on_off(lifecycle.self_check) != "off":
@@ -418,6 +409,6 @@ def _start(group: Group) -> Iterator[Finding]:
             f"{group.path}.lifecycle.startupTimeoutSeconds",
             f"{number(lifecycle.startup_timeout_seconds)} given, at least {number(seconds)} needed: "
             f"{', '.join(parts)}; a "
-            "pod that is not ready by then is killed and starts anew, for ever",
+            "pod that is not ready by then is killed and restarted, again and again",
             "raise it",
         )

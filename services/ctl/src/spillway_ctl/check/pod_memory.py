@@ -21,7 +21,7 @@ _COMPUTED_BYTES_MAX = 8 << 50  # what the chart's sums hold in 64 bits
 
 
 class PodMemory(msgspec.Struct, frozen=True):
-    """Figures of one pod, in bytes where nothing else is said."""
+    """Figures of one pod, in bytes except for chunk_tokens."""
 
     row: int  # of the CPU tier: one chunk of one KV group over all ranks
     tier: int  # the CPU tier of all data parallel ranks

@@ -8,6 +8,7 @@ from typing import Any
 
 from spillway_ctl.check.finding import Finding, milli_cores, number, quoted, size
 from spillway_ctl.check.group import Group, Release
+from spillway_ctl.check.shared_rules import distinct_folders
 from spillway_settings.byte_sizes import parse_byte_count
 
 # Folders of the chart's own in any of its pods.
@@ -76,16 +77,9 @@ def _volumes(path: str, section: Any) -> Iterator[Finding]:
                     f"{source}.defaultMode: {mode} of {name} is a decimal number, {mode:04o} in octal",
                     f"write 0{mode} for what it looks like",
                 )
-    mounted: set[str] = set()
+    yield from distinct_folders(f"{path}.extraVolumeMounts", section.extra_volume_mounts)
     for mount in section.extra_volume_mounts:
         folder = mount["mountPath"].removesuffix("/")
-        if folder in mounted:
-            yield Finding(
-                f"{path}.extraVolumeMounts",
-                f"{mount['mountPath']} is given twice",
-                "mount each volume at a folder of its own",
-            )
-        mounted.add(folder)
         if folder in OWN_FOLDERS:
             yield Finding(
                 f"{path}.extraVolumeMounts",

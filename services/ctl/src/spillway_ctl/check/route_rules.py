@@ -190,7 +190,7 @@ def _monitoring(release: Release) -> Iterator[Finding]:
         yield Finding(
             "monitoring.alerts.enabled",
             "true, but serviceMonitor.enabled is false, so that Prometheus has no series of the gateway under the name "
-            "that alerts select by, and SpillwayGatewayDown would fire for ever",
+            "that alerts select by, and SpillwayGatewayDown would never stop firing",
             "set monitoring.serviceMonitor.enabled: true (podMonitor too, for alerts about engines), or "
             "alerts.enabled: "
             "false",

@@ -9,6 +9,7 @@ from spillway_ctl.check.engine_rules import is_secret_entry
 from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, quoted, shown_url, size
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
+from spillway_ctl.check.shared_rules import login
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
 _HOSTS = f"{_HOST}(,{_HOST})*"
@@ -229,12 +230,7 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
             f"it names Secrets, but url: {shown_url(group.redis_url)} asks for no TLS",
             "write rediss://..., or remove them",
         )
-    if redis.existing_secret.username_key and not redis.existing_secret.name:
-        yield Finding(
-            f"{at}.existingSecret.usernameKey",
-            f"{redis.existing_secret.username_key}, but existingSecret.name is empty",
-            "name the Secret, or remove usernameKey",
-        )
+    yield from login(f"{at}.existingSecret", redis.existing_secret)
     if redis.payload_connections > redis.connections:
         yield Finding(
             f"{at}.payloadConnections",

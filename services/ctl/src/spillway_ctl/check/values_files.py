@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from spillway_ctl.errors import CommandError
+from spillway_ctl.named_text import read_named
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _STEP = re.compile(r"((?:\\.|[^\\.\[\]])+)((?:\[[0-9]+\])*)(?:\.|$)")
@@ -73,24 +74,19 @@ def read_values(text: str, name: str) -> dict[str, Any]:
     return found
 
 
-def merged_values(files: Sequence[Path | str], sets: Iterable[tuple[str, bool]], standard_input: str) -> dict[str, Any]:
+def merged_values(files: Sequence[Path | str], sets: Iterable[tuple[str, bool]]) -> dict[str, Any]:
     """What the files and settings mean together.
 
     Args:
         files: paths, of which the last one wins; `-` is standard input.
         sets: each `KEY=VALUE` of --set with False, and of --set-string with True, in the order given.
-        standard_input: what `-` holds.
 
     Raises:
         CommandError: a file that cannot be read, is no YAML or gives a key twice; a setting that cannot be read.
     """
     values: dict[str, Any] = {}
     for file in files:
-        try:
-            text = standard_input if str(file) == "-" else Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-        values = laid_over(values, read_values(text, str(file)))
+        values = laid_over(values, read_values(read_named(file), str(file)))
     for assignment, is_text in sets:
         for one in _split(assignment, ","):
             _set(values, one, is_text)
