@@ -2,10 +2,12 @@
 
     PYTHONPATH=bench:... python -m system.device_run --model FOLDER [--systems vllm_offload_pinned spillway_cpu ...]
         [--engines 4] [--sessions 64] [--seconds 75] [--device-blocks 800] [--cpu-gib 24] [--load-format dummy]
-        [--engine-set KEY=VALUE ...] [--gateway-set KEY=VALUE ...] [--label NAME] [--tiny]
+        [--engine-set KEY=VALUE ...] [--gateway-set KEY=VALUE ...] [--kill-after SECONDS] [--label NAME] [--tiny]
 
 Each system: start the engines and what routes, warm them up, load, read their counters, end them. Prints the table of
 `make bench-system` and adds to OUTPUT its keys. Logs, configurations, answers and counters stay in WORK/<system>.
+`--kill-after` ends the last engine with SIGKILL so many seconds after the load has begun, and adds the figures of what
+was sent from then on (`..._after_kill`).
 `--tiny` is the same on CPU engines, with a small model and a small load: it shows that everything starts.
 """
 
@@ -23,12 +25,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from system.load_generator import read_answers
-from system.report import figures
+from system.report import Answered, figures
 
 READY_SECONDS_MAX = 300.0
 END_SECONDS_MAX = 20.0
@@ -196,6 +199,10 @@ class Processes:
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
+    def kill(self, name: str) -> None:
+        """Ends a process and all that it started, as a lost node does."""
+        os.killpg(self._running[name].pid, signal.SIGKILL)
+
     def log_end(self, name: str) -> str:
         lines = (self._folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"   | {line[:240]}" for line in lines[-20:])
@@ -229,8 +236,8 @@ class Processes:
             process.wait()
 
 
-def generate_load(options: argparse.Namespace, urls: Sequence[str], way: str, output: Path, seed: int) -> None:
-    """One load to its end. seed 0: the warm-up."""
+def generate_load(options: argparse.Namespace, urls: Sequence[str], way: str, output: Path, seed: int) -> int:
+    """One load to its end. seed 0: the warm-up. Returns how many requests failed."""
     warm = seed == 0
     command = [sys.executable, "-m", "system.load_generator", "--urls", ",".join(urls), "--way", way]
     command += ["--tokenizer", str(options.model / "tokenizer.json"), "--output", str(output), f"--seed={seed}"]
@@ -240,8 +247,23 @@ def generate_load(options: argparse.Namespace, urls: Sequence[str], way: str, ou
     command += [f"--tokens={options.tokens}", f"--turns={3 if warm else options.turns}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(f"   {'warm-up' if warm else 'load'}: {done.stdout.strip()}", flush=True)
-    if warm and not json.loads(done.stdout)["answered"]:
+    counts = json.loads(done.stdout)
+    if warm and not counts["answered"]:
         raise SystemExit("no request of the warm-up was answered")
+    return int(counts["failed"])
+
+
+def after_kill(answered: Sequence[Answered], options: argparse.Namespace) -> dict[str, float]:
+    """The figures of what was sent after the kill, over the seconds that were left."""
+    late = [
+        replace(
+            one, sent_seconds=one.sent_seconds - options.kill_after, end_seconds=one.end_seconds - options.kill_after
+        )
+        for one in answered
+        if one.sent_seconds >= options.kill_after
+    ]
+    values = figures(late, options.seconds - options.kill_after, 0.0)
+    return {f"{figure}_after_kill": value for figure, value in values.items()}
 
 
 def run_system(options: argparse.Namespace, name: str) -> dict[str, float]:
@@ -275,10 +297,18 @@ def run_system(options: argparse.Namespace, name: str) -> dict[str, float]:
             urls = [router_url]
         generate_load(options, engine_urls, "turns", folder / "warm.jsonl", 0)
         before = [counters(read(f"{url}/metrics")) for url in engine_urls]
-        generate_load(options, urls, system.way, folder / "answers.jsonl", options.seed)
-        after = [counters(read(f"{url}/metrics")) for url in engine_urls]
+        kill = Timer(options.kill_after or 0.0, processes.kill, [f"engine-{options.engines - 1}"])
+        living = engine_urls
+        if options.kill_after is not None:
+            kill.start()
+            living = engine_urls[:-1]
+        try:
+            failed = generate_load(options, urls, system.way, folder / "answers.jsonl", options.seed)
+        finally:
+            kill.cancel()
+        after = [counters(read(f"{url}/metrics")) for url in living]
         total = {
-            key: sum(page.get(key, 0.0) for page in after) - sum(page.get(key, 0.0) for page in before)
+            key: sum(page.get(key, 0.0) - first.get(key, 0.0) for page, first in zip(after, before, strict=False))
             for key in sorted({key for page in after for key in page})
         }
         (folder / "counters.json").write_text(json.dumps(total, indent=1), encoding="utf-8")
@@ -286,7 +316,9 @@ def run_system(options: argparse.Namespace, name: str) -> dict[str, float]:
             (folder / "gateway-metrics.txt").write_text(read(f"{router_url}/metrics"), encoding="utf-8")
     finally:
         processes.end()
-    return figures(read_answers(folder / "answers.jsonl"), options.seconds, options.ramp_seconds)
+    answered = read_answers(folder / "answers.jsonl")
+    values = figures(answered, options.seconds, options.ramp_seconds) | {"failed_requests": float(failed)}
+    return values if options.kill_after is None else values | after_kill(answered, options)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -299,6 +331,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ramp-seconds", type=float, default=RAMP_SECONDS)
     parser.add_argument("--tokens", default="4000,6000,1000,64", help="common, own, of a turn, of an answer")
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--kill-after", type=float, metavar="SECONDS", help="of the load; ends the last engine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device-blocks", type=int, default=800)
     parser.add_argument("--cpu-gib", type=float, default=24.0)

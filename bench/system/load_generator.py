@@ -151,6 +151,8 @@ class Agents:
             reply.error = None
             return
         event = json.loads(data)
+        if (error := event.get("error")) is not None:
+            reply.error = f"the stream ended with {error}"[:200]
         if (usage := event.get("usage")) is not None:
             reply.prompt_tokens = usage["prompt_tokens"]
             reply.answer_tokens = usage["completion_tokens"]

@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 from system.agents import AgentLoad
-from system.device_run import SYSTEMS, counters, engine_command, engine_document, gateway_document, parsed
+from system.device_run import (
+    SYSTEMS,
+    after_kill,
+    counters,
+    engine_command,
+    engine_document,
+    gateway_document,
+    parsed,
+)
 from system.load_generator import Agents, Reply, words
+from system.report import Answered
 
 from spillway_engine.settings_reader import load_engine_settings
 from spillway_gateway.config.settings import load_config
@@ -38,6 +47,18 @@ def test_counters_are_summed_over_processes() -> None:
     assert counters(page) == {'spillway_x_total{tier="cpu"}': 5.0}
 
 
+def test_figures_after_a_kill_are_of_what_was_sent_since(tmp_path: Path) -> None:
+    options = parsed(["--model", str(tmp_path), "--seconds", "60", "--kill-after", "20"])
+    answered = [
+        Answered(19.0, 9.0, 30.0, 100, 0, 0, 4),
+        Answered(21.0, 1.0, 31.0, 100, 50, 100, 4),
+        Answered(59.0, 2.0, 63.0, 100, 100, 100, 4),  # ended behind the load
+    ]
+    values = after_kill(answered, options)
+    assert values["requests_after_kill"] == 1 and values["input_tokens_per_second_after_kill"] == 2.5
+    assert (values["cached_share_after_kill"], values["first_token_max_seconds_after_kill"]) == (0.5, 1.0)
+
+
 def test_an_answer_is_whole_with_its_last_event() -> None:
     agents = Agents(AgentLoad(), ["http://127.0.0.1:1"], "one", "model", ["word"])
     agents._began = 0.0
@@ -48,6 +69,13 @@ def test_an_answer_is_whole_with_its_last_event() -> None:
         assert reply.error is not None
     agents._event(b"[DONE]", reply)
     assert (reply.error, reply.text, reply.prompt_tokens, reply.cached_tokens) == (None, "a", 9, 4)
+
+
+def test_an_error_within_a_stream_is_told() -> None:
+    agents = Agents(AgentLoad(), ["http://127.0.0.1:1"], "one", "model", ["word"])
+    reply = Reply(error="the stream ended without [DONE]")
+    agents._event(json.dumps({"error": {"message": "engine-3 ended"}}).encode(), reply)
+    assert reply.error is not None and "engine-3 ended" in reply.error
 
 
 async def test_every_place_asks_and_an_error_of_the_load_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
