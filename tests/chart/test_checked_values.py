@@ -37,6 +37,8 @@ def verdicts() -> dict[str, list[Finding]]:
 def test_every_mistake_is_refused_in_words_as_good_as_the_charts(verdicts: dict[str, list[Finding]]) -> None:
     unclear = {}
     for name, case in TABLE.items():
+        if "startSays" in case:  # by vLLM's own parser: services/engine/tests/vllm/test_server_contract.py
+            continue
         text = "\n".join(finding.sentence for finding in verdicts[name])
         # Helm writes a.0.b for a[0].b.
         places = [re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", place) for place in case.get("refusedAt", [])]
@@ -57,8 +59,9 @@ def test_a_sentence_has_its_setting_its_remedy_and_no_secret(verdicts: dict[str,
 def test_the_table_by_door(verdicts: dict[str, list[Finding]]) -> None:
     rows = []
     for name, case in TABLE.items():
-        door = "schema" if shape_findings(case["values"]) else "check"
-        rows.append((door, name, "<br>".join(finding.sentence for finding in verdicts[name])))
+        door = "schema" if shape_findings(case["values"]) else "check" if verdicts[name] else "start"
+        sentences = [finding.sentence for finding in verdicts[name]] or case["startSays"]
+        rows.append((door, name, "<br>".join(sentences)))
     REPORT.parent.mkdir(exist_ok=True)
     lines = [f"| {door} | {name} | {text.replace('|', '&#124;')} |" for door, name, text in rows]
     REPORT.write_text("\n".join(["| door | mistake | sentences |", "| --- | --- | --- |", *lines, ""]))

@@ -62,7 +62,7 @@ def _serve(command: EngineCommand, log: Path) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update({**command.environment, **command.brief.to_environment()})
-        sys.argv = [SERVER_MODULE, *command.arguments[3:]]
+        sys.argv = [SERVER_MODULE, *command.arguments[4:]]
         runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
     except BaseException:  # every error belongs in the log
         traceback.print_exc()

@@ -194,6 +194,25 @@ signal.pause()
     assert "pod: self-check failed: set model.dtype: float32" in output
 
 
+def test_arguments_that_vllm_refuses_end_the_pod_with_a_sentence(pods: list[Pod]) -> None:
+    """The engine ends at once after it has said so."""
+    pods.append(
+        pod := Pod(
+            ENGINE
+            + """
+core.kill()
+tell(event="refused", reason="extraArgs: --x is no argument of vLLM 0.32; remove it")
+os._exit(2)
+"""
+        )
+    )
+    code, output = pod.end()
+
+    assert code == 2
+    assert "pod: extraArgs: --x is no argument of vLLM 0.32; remove it" in output
+    assert "ended by itself" not in output
+
+
 def test_kill_9_of_the_parent_leaves_no_orphan_and_no_shared_memory(pods: list[Pod]) -> None:
     name = f"psm_spillway_test_{os.getpid()}"
     shared = Path("/dev/shm") / name

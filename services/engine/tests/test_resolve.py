@@ -91,7 +91,7 @@ def test_the_table_says_where_prefixes_are_shared(tier: dict[str, Any], message:
 def test_the_command_carries_the_brief_of_the_middleware() -> None:
     command = resolve_engine(settings(offload={"numCpuBlocks": 96}), SHAPE, MACHINE).command()
 
-    assert command.arguments[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command.arguments[1:4] == ["-m", "spillway_engine.server", "vllm.entrypoints.openai.api_server"]
     assert (command.brief.dtype, command.brief.eager, command.brief.quantised_kv) == ("float32", True, False)
     assert (command.brief.reference, command.brief.vocabulary, command.brief.self_check_text) == (None, None, "")
     assert command.brief.configuration["memory"]["bytes_per_token"] == 46_080

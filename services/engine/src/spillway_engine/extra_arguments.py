@@ -1,15 +1,17 @@
 """Which of vLLM's arguments a person may not add: those that Spillway writes itself, and secrets. Pure.
 
-The chart refuses the same ones while it renders (charts/spillway/files/refused-arguments.yaml); tests/chart holds the
-two to one list of cases.
+`spillway check` refuses the same ones by this module. How the others are spelt is judged by vLLM's own parser
+(argument_verdicts.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from spillway_connector.setting_names import SettingNames
+from spillway_engine.argument_verdicts import NO_FLAG, TWO_ENTRIES, ArgumentVerdict
 from spillway_engine.credentials import is_credential_argument
 from spillway_engine.errors import SettingsError
 
@@ -72,16 +74,13 @@ FIXED = {
     """,
 }
 WHY_FIXED = {argument: why for why, arguments in FIXED.items() for argument in arguments.split()}
-# vLLM's argument -> where the secret belongs.
-SECRET = {
-    "--api-key": "the environment variable VLLM_API_KEY",
-    "--hf-token": "the environment variable HF_TOKEN",
-}
+SECRET = ("--api-key", "--hf-token")
 # Other arguments of this kind, of plug-ins or of later versions.
 SECRET_NAME = re.compile(r"api-key|password|secret|-token$")
 BATCHED_TOKENS, SEQUENCES = "--max-num-batched-tokens", "--max-num-seqs"
 AUTO_TOOLS, TOOL_PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
-_TWO_ENTRIES = "write --flag=value, or flag and value as two entries"
+MEMORY_SHARE = "--gpu-memory-utilization"
+_NUMBER = re.compile(r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?")
 
 
 def argument_name(argument: str) -> str | None:
@@ -110,10 +109,62 @@ def is_secret(argument: str) -> bool:
     return bool(SECRET_NAME.search(name)) or _meant(name) in SECRET
 
 
+class SecretPlaces(NamedTuple):
+    """Where this setting is shown, and where secrets belong instead."""
+
+    shown_in: str
+    by_argument: Mapping[str, str]
+    other: str
+
+
+OF_A_PROCESS = SecretPlaces(
+    "this setting and in the list of processes",
+    {"--api-key": "the environment variable VLLM_API_KEY", "--hf-token": "the environment variable HF_TOKEN"},
+    "an environment variable or a file",
+)
+OF_THE_CHART = SecretPlaces(
+    "a ConfigMap",
+    {"--api-key": "apiKeySecret", "--hf-token": "model.hubTokenSecret"},
+    "extraEnvVars with valueFrom.secretKeyRef",
+)
+
+
+def refused_arguments(
+    arguments: Sequence[str], names: SettingNames, places: SecretPlaces = OF_A_PROCESS
+) -> Iterator[ArgumentVerdict]:
+    """What Spillway itself decides and so refuses; how the rest is spelt, vLLM judges when it starts."""
+    for argument in arguments:
+        if (refused := _refused(argument, names, places)) is not None:
+            yield ArgumentVerdict(*refused)
+    for index in _values_without_a_flag(arguments):
+        yield ArgumentVerdict(NO_FLAG, TWO_ENTRIES, index)
+    batch, sequences, share = (
+        argument_value(arguments, name) or "" for name in (BATCHED_TOKENS, SEQUENCES, MEMORY_SHARE)
+    )
+    if batch.isdecimal() and sequences.isdecimal() and int(batch) < int(sequences):
+        yield ArgumentVerdict(
+            f"{BATCHED_TOKENS}: {batch}, at least the {sequences} of {SEQUENCES} needed, as each sequence of a batch "
+            "computes a token",
+            "raise the first or lower the second",
+        )
+    for name, value in ((BATCHED_TOKENS, batch), (SEQUENCES, sequences)):
+        if re.fullmatch(r"-[0-9]+|[+]?0+", value):
+            yield ArgumentVerdict(f"{name}: {value}, at least 1 needed", "raise it")
+    if _NUMBER.fullmatch(share) and not 0 < float(share) <= 1:
+        yield ArgumentVerdict(
+            f"{MEMORY_SHARE}: {share} given, a share of the device's memory above 0 and up to 1 needed",
+            "write 0.9 for 90 %",
+        )
+    if any(argument_name(each) == AUTO_TOOLS for each in arguments) and not argument_value(arguments, TOOL_PARSER):
+        yield ArgumentVerdict(f"{AUTO_TOOLS} needs {TOOL_PARSER}", f"add it, such as {TOOL_PARSER}=hermes")
+
+
 def check_extra_arguments(arguments: Sequence[str], names: SettingNames) -> None:
     """Raises SettingsError with everything that is wrong, never with a secret's value."""
-    problems = [problem for argument in arguments if (problem := _problem(argument, names)) is not None]
-    texts = [f"{names.name('extraArgs')}: {problem}" for problem in problems]
+    texts = [
+        f"{names.name(verdict.setting)}: {verdict.problem}; {verdict.remedy}"
+        for verdict in refused_arguments(arguments, names)
+    ]
     texts += [
         f"{names.name(f'extraArgs[{index}]')}: text of {len(argument)} characters that looks like a credential would "
         "be shown in this setting and in the list of processes; use an environment variable or a file"
@@ -121,43 +172,25 @@ def check_extra_arguments(arguments: Sequence[str], names: SettingNames) -> None
         if is_credential_argument(argument)
         and not any(is_secret(flag) for flag in arguments[max(0, index - 1) : index + 1])  # refused by its name
     ]
-    texts += [
-        f"{names.name(f'extraArgs[{index}]')}: no flag before it takes this value; {_TWO_ENTRIES}"
-        for index in _values_without_a_flag(arguments)
-    ]
-    batch, sequences = (argument_value(arguments, name) or "" for name in (BATCHED_TOKENS, SEQUENCES))
-    if batch.isdecimal() and sequences.isdecimal() and int(batch) < int(sequences):
-        texts.append(
-            f"{names.name('extraArgs')}: {BATCHED_TOKENS}: {batch}, at least the {sequences} of {SEQUENCES} needed, as "
-            "each sequence of a batch computes a token; raise the first or lower the second"
-        )
-    texts += [
-        f"{names.name('extraArgs')}: {name}: {value}, at least 1 needed; raise it"
-        for name, value in ((BATCHED_TOKENS, batch), (SEQUENCES, sequences))
-        if re.fullmatch(r"-[0-9]+|[+]?0+", value)
-    ]
-    if any(argument_name(each) == AUTO_TOOLS for each in arguments) and not argument_value(arguments, TOOL_PARSER):
-        texts.append(
-            f"{names.name('extraArgs')}: {AUTO_TOOLS} needs {TOOL_PARSER}; add it, such as {TOOL_PARSER}=hermes"
-        )
     if texts:
         raise SettingsError("\n".join(texts))
 
 
-def _problem(argument: str, names: SettingNames) -> str | None:
+def _refused(argument: str, names: SettingNames, places: SecretPlaces) -> tuple[str, str] | None:
     name = argument_name(argument)
     if name is None:
         return None
     meant = _meant(name)
     if is_secret(argument):
-        place = SECRET.get(meant, "an environment variable or a file")
-        return f"{name} would show a secret in this setting and in the list of processes; use {place}"
+        place = places.by_argument.get(meant, places.other)
+        return f"{name} would show a secret in {places.shown_in}", f"use {place}"
     if meant in DECIDED_BY_A_SETTING:
-        return f"{name} is decided by {names.name(DECIDED_BY_A_SETTING[meant])}; change that instead"
+        return f"{name} is decided by {names.name(DECIDED_BY_A_SETTING[meant])}", "change that instead"
     if meant in WHY_FIXED:
-        return f"{name} {WHY_FIXED[meant]}"
+        why, _, remedy = WHY_FIXED[meant].partition("; ")
+        return f"{name} {why}", remedy
     if re.search(r"\s", argument.partition("=")[0]):
-        return f"{name} and what follows are one word to vLLM, which knows none such; {_TWO_ENTRIES}"
+        return f"{name} and what follows are one word to vLLM, which knows none such", TWO_ENTRIES
     return None
 
 

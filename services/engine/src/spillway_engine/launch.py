@@ -29,6 +29,7 @@ from spillway_engine.shared_memory import files_of_group, group_members, sweep_s
 from spillway_engine.watchdog import dismiss_watchdog, end_group, is_resource_tracker, start_watchdog
 from spillway_settings.byte_sizes import format_byte_count
 
+REFUSED_EXIT_CODE = 2
 SELF_CHECK_EXIT_CODE = 4
 DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so
 HURRIED_REPLY_SECONDS = 7.0
@@ -100,7 +101,7 @@ class _Pod:
         self._phase = Phase.STARTING
         self._deadline: float | None = None
         self._asked_to_stop = False
-        self._self_check_failure: str | None = None
+        self._refusal: tuple[int, str] | None = None  # exit code and reason
         self._tail = OutputTail()
         self._messages = MessageBuffer()
         self._shared_memory: set[Path] = set()  # of the whole group; after its end the owner of a file cannot be found
@@ -184,8 +185,10 @@ class _Pod:
         elif event == "ready":
             self._log("ready")
         elif event == "self_check_failed":
-            self._self_check_failure = str(message["reason"])
+            self._refusal = SELF_CHECK_EXIT_CODE, str(message["reason"])
             self._stop()
+        elif event == "refused":
+            self._refusal = REFUSED_EXIT_CODE, str(message["reason"])
         elif event == "drained" and self._phase is Phase.DRAINING:
             self._log(f"drained: {message['finished']} requests finished, {message['cancelled']} cancelled")
             self._stop()
@@ -271,15 +274,17 @@ class _Pod:
 
     def _conclude(self) -> int:
         self._read_rest()
+        self._read_last_messages()
         strays = sum(not is_resource_tracker(pid) for pid in group_members(self._group_id))
         removed = end_group(self._group_id, self._shared_memory)
         if strays:
             self._log(f"ended {strays} processes that vLLM left running, removed {len(removed)} shared-memory files")
         # vLLM removes its region on a clean stop only; an unmapped one belongs to no running engine.
         sweep_stale_regions()
-        if self._self_check_failure is not None:
-            self._log(self._self_check_failure)
-            return SELF_CHECK_EXIT_CODE
+        if self._refusal is not None:
+            exit_code, reason = self._refusal
+            self._log(reason)
+            return exit_code
         if self._asked_to_stop:
             self._log("stopped")
             return 0
@@ -296,6 +301,16 @@ class _Pod:
         except BlockingIOError:
             pass
         sys.stdout.buffer.flush()
+
+    def _read_last_messages(self) -> None:
+        """What the engine said just before it ended, such as why it refused to start."""
+        self._control.setblocking(False)
+        try:
+            while data := self._control.recv(4096):
+                for message in self._messages.feed(data):
+                    self._on_event(message)
+        except (BlockingIOError, ConnectionResetError):
+            pass
 
 
 def _die_with_parent() -> None:

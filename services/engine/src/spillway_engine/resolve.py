@@ -28,6 +28,8 @@ from spillway_engine.vllm_arguments import (
 )
 from spillway_settings.byte_sizes import format_byte_count
 
+JUDGING_MODULE = "spillway_engine.server"  # runs the module that is its first argument
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEngine:
@@ -69,7 +71,7 @@ class ResolvedEngine:
         arguments = server_arguments(settings, self.machine, self.budget)
         is_folder = Path(settings.model.path).is_dir()
         return EngineCommand(
-            arguments=python_module(SERVER_MODULE, arguments),
+            arguments=python_module(JUDGING_MODULE, [SERVER_MODULE, *arguments]),
             environment=server_environment(settings, self.machine, is_folder),
             brief=self._brief(arguments),
             lifecycle=settings.lifecycle,
@@ -90,6 +92,7 @@ class ResolvedEngine:
             quantised_kv=self.budget.kv_dtype not in DTYPE_BYTES,
             eager="--enforce-eager" in arguments,
             names=settings.names,
+            extra_arguments=len(settings.extra_args),
             configuration=self.public(),
         )
 

@@ -3,18 +3,16 @@ people. Run on every supported vLLM: the next one breaks a test here, not an eng
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import vllm
 import yaml
+from lanes.rules import ROOT
 
 from spillway_connector.setting_names import PLAIN_NAMES
+from spillway_engine.argument_verdicts import ServerParser, argument_verdicts, installed_parser
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, SECRET, WHY_FIXED, check_extra_arguments
 from spillway_engine.lora_settings import LoraRank
@@ -37,26 +35,65 @@ TREE: dict[str, Any] = {
     "offload": {"numCpuBlocks": 96, "sharedTier": {"type": "redis", "redis": {"url": "redis://cache:6379/0"}}},
     "extraArgs": ["--max-num-seqs", "8"],
 }
-ARGUMENTS = Path(__file__).parents[4] / "charts" / "spillway" / "files" / "vllm-arguments.yaml"
-NAMES = ARGUMENTS.with_name("vllm-names.yaml")
+NAMES = ROOT / "charts" / "spillway" / "files" / "vllm-names.yaml"
 REFUSED = {*DECIDED_BY_A_SETTING, *WHY_FIXED, *SECRET}
 NOT_EVERYWHERE = {"--prefix-match-unit"}  # of vLLM 0.30 and later
 NOT_ALONE = "--enable-auto-tool-choice"  # the server wants a parser with it
 AMBIGUOUS = "-dc"  # --diffusion-config, which is taken, in vLLM 0.30 and later; a beginning of -dcp in 0.23
 
 
-@pytest.fixture(scope="module")
-def parser() -> Any:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+MISTAKES = {
+    name: case
+    for name, case in yaml.safe_load((ROOT / "tests" / "chart" / "mistakes.yaml").read_text()).items()
+    if "startSays" in case
+}
 
-    # Where it moved to is no concern of ours: the service starts the server as a module.
-    for module in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-        return found.make_arg_parser(FlexibleArgumentParser())
-    raise AssertionError("this vLLM builds its server's arguments elsewhere")
+
+@pytest.fixture(scope="module")
+def server() -> ServerParser:
+    return installed_parser()
+
+
+@pytest.fixture(scope="module")
+def parser(server: ServerParser) -> Any:
+    return server.parser
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_an_argument_is_refused_in_plain_words(server: ServerParser, mistake: str) -> None:
+    engine = MISTAKES[mistake]["values"]["engine"]
+    verdicts = argument_verdicts(engine["extraArgs"], server)
+    text = "\n".join(f"{verdict.setting}: {verdict.problem}; {verdict.remedy}" for verdict in verdicts)
+
+    if engine.get("image", {}).get("vllm", server.version) != server.version:
+        assert verdicts == []
+        return
+    assert all(words.replace("vLLM 0.23", f"vLLM {server.version}") in text for words in MISTAKES[mistake]["startSays"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-cc.mod=3"], "-cc.mod: mod is no key of CompilationConfig; did you mean mode?"),
+        (["--attention-config.backend", "FLASH"], "Unknown attention backend: 'FLASH'. Valid options are"),
+        (["--max-num-seqs", "8", "9"], "extraArgs[2]: no flag before it takes this value"),
+        (["--kv_cache_dtype=fp9"], '--kv-cache-dtype: "fp9" given, one of auto, bfloat16'),
+        (["--max-num"], "--max-num is the beginning of --max-num-batched-tokens, "),
+        (["--atention-config.backend", "X"], "--atention-config.backend is no argument of vLLM"),
+    ],
+)
+def test_what_vllm_says_of_a_value_is_kept(server: ServerParser, arguments: list[str], sentence: str) -> None:
+    [verdict] = argument_verdicts(arguments, server)
+
+    assert sentence in f"{verdict.setting}: {verdict.problem}; {verdict.remedy}"
+
+
+def test_what_vllm_takes_is_not_refused(server: ServerParser) -> None:
+    taken = ["--max-num-seqs", "8", "-O3", "-cc.mode=3", "--compilation-config", '{"mode": 3}', "--max-logprobs", "-1"]
+    taken += ['--speculative-config={"method": "ngram"}', "--middleware", "a.b", "--attention-config.backend"]
+    taken += ["FLASH_ATTN", "-ep", "--max_num_batched_tokens=8k", "--no-enforce-eager", "--allowed-origins", '["*"]']
+
+    assert argument_verdicts(taken, server) == []
 
 
 def test_the_server_takes_adapters_and_quantisation(parser: Any) -> None:
@@ -114,39 +151,6 @@ def test_the_server_takes_our_command_line(parser: Any, platform: str) -> None:
 def test_what_is_refused_from_people_exists(parser: Any) -> None:
     known = {name for action in parser._actions for name in action.option_strings}
     assert REFUSED - known <= NOT_EVERYWHERE
-
-
-def kind_of(action: argparse.Action) -> str:
-    """As the chart's table has it. vLLM wraps the types of optional settings in a function."""
-    if isinstance(action, argparse.BooleanOptionalAction | argparse._StoreTrueAction | argparse._HelpAction):
-        return "switches"
-    wrapped = [cell.cell_contents for cell in getattr(action.type, "__closure__", None) or ()]
-    is_optional = getattr(action.type, "__name__", "") == "_optional_type"
-    taken = next(filter(callable, wrapped)) if is_optional else action.type
-    name = getattr(taken, "__name__", "")
-    if action.choices or (name in ("int", "float") and action.nargs is not None):
-        return "others"
-    return {"int": "numbers", "float": "numbers", "loads": "json", "parse_dataclass": "json"}.get(name, "others")
-
-
-def test_the_chart_knows_every_argument_of_the_server(parser: Any) -> None:
-    found = {
-        name: kind_of(action)
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--") and not (name.startswith("--no-") and f"--{name[5:]}" in action.option_strings)
-    }
-    table = yaml.safe_load(ARGUMENTS.read_text())
-    version = ".".join(vllm.__version__.split(".")[:2])
-
-    listed = {
-        name: kind
-        for section in (table["all"], table[version])
-        for kind, names in section.items()
-        for name in names.split()
-    }
-
-    assert listed == found
 
 
 def is_refused(argument: str) -> bool:

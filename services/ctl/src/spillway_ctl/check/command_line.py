@@ -17,6 +17,7 @@ from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.judgement import findings
 from spillway_ctl.check.typed_values import whole
 from spillway_ctl.check.values_files import merged_values, read_values
+from spillway_ctl.check.vllm_parser import vllm_findings
 from spillway_ctl.errors import CommandError
 from spillway_ctl.named_text import read_named
 from spillway_ctl.run import JSON_FORMAT, OK
@@ -37,6 +38,7 @@ examples:
   spillway check my-values.yaml
   spillway check base.yaml production.yaml --set engine.replicas=4 --kube-version 1.31 --json
   spillway check umbrella-values.yaml --part spillway       values of a chart that has this one as its part
+  spillway check my-values.yaml --vllm 0.32=/opt/vllm     extraArgs by the parser of the vLLM installed there
   helm template chat charts/spillway -f my-values.yaml | spillway check --rendered -
 """
 
@@ -75,6 +77,12 @@ def add_check(areas: Any) -> None:
         metavar="KINDS",
         help="what is installed in the cluster, with commas: monitoring.coreos.com/v1/PodMonitor,... (default: all)",
     )
+    parser.add_argument(
+        "--vllm",
+        metavar="VERSION[=FOLDER]",
+        help="have extraArgs judged by this vLLM's own parser too: 0.32 of the environment in which this command runs, "
+        "or of that in FOLDER; takes as long as vLLM's imports",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of sentences")
 
 
@@ -83,6 +91,8 @@ def check(given: argparse.Namespace, out: TextIO | None = None) -> int:
     out = out if out is not None else sys.stdout
     values, cluster = _values(given), _cluster(given)
     found = findings(whole(values) if given.whole or given.rendered else values, cluster)
+    if given.vllm is not None:
+        found += vllm_findings(values, given.vllm)
     print(_document(found) if given.json else _text(found), file=out, flush=True)
     return REFUSED if found else OK
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from spillway_ctl.check.argument_rules import argument_findings
+from spillway_connector.setting_names import SettingNames
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number, on_off
 from spillway_ctl.check.group import Group, Release, driver_mounts
 from spillway_ctl.check.shared_rules import replica_bounds
+from spillway_engine.argument_verdicts import ArgumentVerdict
+from spillway_engine.extra_arguments import OF_THE_CHART, refused_arguments
 
 STEP_CHANGING = (("layerwiseLoads", "layerwise_loads"), ("computeWhileLoading", "compute_while_loading"))
 _OWN_VARIABLES = (
@@ -237,3 +239,15 @@ def _kv_transfer(group: Group) -> Iterator[Finding]:
                 "would lie in a ConfigMap in plain text",
                 "give that connector its secret by a variable (extraEnvVars) or a file (extraVolumes)",
             )
+
+
+def argument_findings(group: Group) -> Iterator[Finding]:
+    """Which of vLLM's arguments may not be added, as the engine service has them."""
+    names = SettingNames({"host": "listenAddress"}, f"{group.path}.{{path}}")
+    yield from findings_of(group.path, refused_arguments(group.engine.extra_args, names, OF_THE_CHART))
+
+
+def findings_of(path: str, verdicts: Iterable[ArgumentVerdict]) -> Iterator[Finding]:
+    """Verdicts on the arguments of the engines at `path`, such as `engines.chat`."""
+    for verdict in verdicts:
+        yield Finding(f"{path}.{verdict.setting}", verdict.problem, verdict.remedy)
