@@ -47,9 +47,9 @@ def test_pods_without_a_device_are_restricted():
     """As Kubernetes' restricted Pod Security demands, and a read-only root file system on top."""
     rendered = render(CHART / "values-cpu.yaml")
     pods = [pod_spec(item) for kind in ("StatefulSet", "Deployment") for item in rendered.of_kind(kind)]
-    pods.append(rendered.one("Pod", "test")["spec"])
+    pods += [rendered.one("Pod", "test")["spec"], pod_spec(rendered.one("Job", "check"))]
 
-    assert len(pods) == 4
+    assert len(pods) == 5
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] >= 10_000
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -125,10 +125,11 @@ def test_policies_select_real_ports_and_pods():
 
 
 def test_secrets_are_only_referred_to():
-    """The chart makes no Secret, and no ConfigMap or argument holds one's content."""
+    """The chart makes no Secret but of its own values, and no ConfigMap or argument holds one's content."""
     for file in EXAMPLES:
         rendered = render(file)
-        assert not rendered.of_kind("Secret")
+        [of_values] = rendered.of_kind("Secret")
+        assert list(of_values["stringData"]) == ["values.yaml"] and "data" not in of_values
         for workload in [*rendered.of_kind("StatefulSet"), *rendered.of_kind("Deployment")]:
             words = json.dumps([container.get("args") for container in pod_spec(workload)["containers"]]).lower()
             assert "password" not in words and "key" not in words

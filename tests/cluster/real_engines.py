@@ -11,7 +11,7 @@ import yaml
 from cluster.helm import CHART, VERSION
 from cluster.local_cluster import REAL_ENGINES_NODE
 from cluster.valkey_password import SECRET
-from cluster.values import CLIENT_READS_METRICS, Values, over
+from cluster.values import CLIENT_READS_METRICS, NO_CHECK, Values, over
 
 TIER_FOLDER = Path("/var/tmp/spillway-lane-kv")  # of the node, which both pods share
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit"
@@ -49,7 +49,10 @@ def ascend(mode: str, resource: str = "huawei.com/Ascend910") -> Values:
         ],
     }
     gateway = {"replicas": 1, "resources": {"requests": {"cpu": "50m"}}}
-    return over(VALUES_CPU, {"engine": engine, "gateway": gateway, "redis": {"enabled": False}, **CLIENT_READS_METRICS})
+    return over(
+        VALUES_CPU,
+        {"engine": engine, "gateway": gateway, "redis": {"enabled": False}, **CLIENT_READS_METRICS, **NO_CHECK},
+    )
 
 
 def shared_tier(tier: str, replicas: int, secrets_revision: str = "") -> Values:
@@ -81,4 +84,4 @@ def shared_tier(tier: str, replicas: int, secrets_revision: str = "") -> Values:
             "cpu": {"request": "50m"},
         },
     }
-    return over(over(VALUES_CPU, small), CLIENT_READS_METRICS)
+    return over(over(VALUES_CPU, small), {**CLIENT_READS_METRICS, **NO_CHECK})

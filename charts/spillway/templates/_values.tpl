@@ -11,6 +11,26 @@
 {{- end -}}
 {{- end -}}
 
+{{/* map: changes it. Keys whose value is null are removed. */}}
+{{- define "spillway.withoutNulls" -}}
+{{- $map := . -}}
+{{- range $key, $value := $map -}}
+{{- if kindIs "invalid" $value -}}{{- $_ := unset $map $key -}}
+{{- else if kindIs "map" $value -}}{{- include "spillway.withoutNulls" $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* map or list: changes it. Keys that begin with `x-` are removed: an operator's own, such as anchors. */}}
+{{- define "spillway.withoutOwnKeys" -}}
+{{- $given := . -}}
+{{- range $key, $value := $given -}}
+{{- if and (kindIs "map" $given) (hasPrefix "x-" (toString $key)) -}}{{- $_ := unset $given $key -}}
+{{- else if or (kindIs "map" $value) (kindIs "slice" $value) -}}{{- include "spillway.withoutOwnKeys" $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* map: changes it. Helm reads every number as a float and would write 200000000 as 2e+08, which YAML readers take
 for a float again. */}}
 {{- define "spillway.wholeNumbers" -}}

@@ -160,6 +160,12 @@ class Tests(Section, frozen=True):
     api_key_secret: SecretReference = SecretReference(key="api-key")
 
 
+class Checks(Section, frozen=True):
+    hook: bool = True
+    timeout_seconds: WholeSeconds = 240
+    image: Image = Image(repository="spillway-tools")
+
+
 class Values(Section, frozen=True):
     engine: Engine = Engine()
     name_override: NamePart = ""
@@ -176,4 +182,5 @@ class Values(Section, frozen=True):
     network_policy: NetworkPolicy = NetworkPolicy()
     monitoring: Monitoring = Monitoring()
     tests: Tests = Tests()
+    checks: Checks = Checks()
     extra_objects: list[AnyObject] = []

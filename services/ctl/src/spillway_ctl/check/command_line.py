@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 import msgspec
@@ -89,10 +89,16 @@ def add_check(areas: Any) -> None:
 def check(given: argparse.Namespace, out: TextIO | None = None) -> int:
     """Print what is wrong with the values; the exit status. Raises CommandError."""
     out = out if out is not None else sys.stdout
-    values, cluster = _values(given), _cluster(given)
-    found = findings(whole(values) if given.whole or given.rendered else values, cluster)
+    values = _values(given)
+    if given.part is None and given.rendered is not None:
+        given.part = _part_of_rendered(values)
+    if given.part is not None:
+        values = _part(values, given.part)
+    found = findings(whole(values) if given.whole or given.rendered else values, _cluster(given))
     if given.vllm is not None:
         found += vllm_findings(values, given.vllm)
+    if given.part is not None:
+        found = [msgspec.structs.replace(finding, setting=f"{given.part}.{finding.setting}") for finding in found]
     print(_document(found) if given.json else _text(found), file=out, flush=True)
     return REFUSED if found else OK
 
@@ -122,12 +128,18 @@ def _values(given: argparse.Namespace) -> dict[str, Any]:
         return rendered_values(read_named(given.rendered, "--rendered"))
     if not files and not given.assignments:
         raise CommandError("no values given; write spillway check FILE, or - for standard input")
-    values = merged_values(files, given.assignments)
-    if given.part is None:
-        return values
-    part = values.get(given.part)
+    return merged_values(files, given.assignments)
+
+
+def _part_of_rendered(values: Mapping[str, Any]) -> str | None:
+    """The key above the values of a chart that is a part of another one; they have every section otherwise."""
+    return None if "engine" in values else next((key for key in values if key != "global"), None)
+
+
+def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    part = values.get(key)
     if not isinstance(part, dict):
-        raise CommandError(f"--part {given.part}: the values have no such map; known: {', '.join(values) or 'none'}")
+        raise CommandError(f"--part {key}: the values have no such map; known: {', '.join(values) or 'none'}")
     return {**part, **({"global": values["global"]} if "global" in values else {})}
 
 
