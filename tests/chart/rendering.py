@@ -38,9 +38,19 @@ class RenderRefused(Exception):
     """Helm's message."""
 
 
+_CHECKED = re.compile(r"^  values\.yaml: \".*\"$", re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Render:
     text: str
+
+    @property
+    def effects(self) -> str:
+        """The text without the values that the hook checks: every value is among them, read or not."""
+        text, count = _CHECKED.subn("  values.yaml: (the values)", self.text)
+        assert count <= 1
+        return text
 
     @cached_property
     def objects(self) -> list[dict[str, Any]]:

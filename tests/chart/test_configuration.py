@@ -603,7 +603,7 @@ def test_a_certificate_and_a_port_for_operators(gateway_of):
     test = rendered.one("Pod", "test")["spec"]
     (volume,) = (volume["secret"] for volume in test["volumes"] if volume["name"] == "certificate")
     assert volume == {"secretName": "cert", "items": [{"key": "tls.crt", "path": "tls.crt"}]}
-    expected = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
+    expected = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["release.json"])["gateway"]
     assert expected["url"] == "https://chat-spillway-gateway.llm.svc.cluster.local:80" and expected["open"]
     operations = rendered.one("Service", "operations")
     assert operations["spec"]["ports"] == [{"name": "ops", "port": 8001, "targetPort": "ops"}]

@@ -312,6 +312,7 @@ CHANGES: dict[str, Any] = {
     "gateway.image.digest": "sha256:" + "a" * 64,
     "redis.image.digest": "sha256:" + "a" * 64,
     "redis.image.registry": "other.example",
+    "checks.image.registry": "other.example",
     "redis.securityContext": {"privileged": False},
     "redis.memory": "4GiB",
     "redis.cpu.limit": "4",
@@ -381,7 +382,7 @@ def rendered_before():
     def before(values: dict[str, Any]) -> str:
         key = repr(values)
         if key not in known:
-            known[key] = render(values=values).text
+            known[key] = render(values=values).effects
         return known[key]
 
     return before
@@ -410,7 +411,7 @@ def test_changing_a_leaf_changes_the_render(path, value, rendered_before):
         change = laid_over(change, nested("engine.model.cache.hostPath", "/c"))
 
     try:
-        after = render(values=laid_over(base, change)).text
+        after = render(values=laid_over(base, change)).effects
     except RenderRefused as refused:  # what is switched off may not have settings left that nothing reads then
         assert path in str(refused) and "set that, or remove this" in str(refused)
     else:

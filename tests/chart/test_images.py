@@ -151,7 +151,7 @@ def test_one_registry_holds_for_every_image(image, redis, expected):
 
     assert pod_spec(rendered.one("StatefulSet", "redis"))["containers"][0]["image"] == expected
     others = [pod_spec(item) for item in rendered.of_kind("Deployment") + rendered.of_kind("StatefulSet", "engine")]
-    others += [item["spec"] for item in rendered.of_kind("Pod")]
+    others += [pod_spec(rendered.one("Job")), *(item["spec"] for item in rendered.of_kind("Pod"))]
     registry = f"{image['registry']}/" if image else "spillway-"
-    assert len(others) == 3
+    assert len(others) == 4
     assert all(pod["containers"][0]["image"].startswith(registry) for pod in others)

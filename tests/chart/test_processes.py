@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -14,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from chart.rendering import CHART, nested, pod_spec, render
+
+from spillway_ctl.live.asking import Asker
+from spillway_ctl.live.release import differences
 
 START_SECONDS = 180
 SMOLLM2 = {
@@ -95,7 +97,7 @@ def test_gateway_starts_and_says_what_it_lacks(tmp_path):
     assert process.returncode == 0
 
 
-def test_gateway_asks_for_the_keys_of_its_secret(tmp_path, monkeypatch):
+def test_gateway_asks_for_the_keys_of_its_secret(tmp_path):
     """Its Secrets as files, its own words for a key's hash, and its --check with the pod's command line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -126,13 +128,8 @@ def test_gateway_asks_for_the_keys_of_its_secret(tmp_path, monkeypatch):
         assert status(port, "/v1/chat/completions", chat, "sk-of-somebody-else-0123456789") == 401
         assert status(port, "/v1/chat/completions", chat, key) == 503  # no engine answers here
         # What `helm test` asks of a running gateway: its resolved settings are the values'.
-        url = f"http://127.0.0.1:{port}"
-        expected = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["gateway"]
-        expected = {**expected, "operations": url, "settings": yaml.safe_load(config.read_text())}
-        monkeypatch.setenv("SPILLWAY_CLIENT_KEY", key)
-        auth = {"required": True, "keyEnv": "SPILLWAY_CLIENT_KEY"}
-        assert "runs with the settings" in live_check()["check_gateway"](expected, auth)
-        assert expected["settings"]["breaker"] == expected["settings"]["breaker"]
+        resolved, _ = Asker().ask(f"http://127.0.0.1:{port}/spillway/config", key)
+        assert list(differences(yaml.safe_load(config.read_text()), resolved["settings"])) == []
     finally:
         process.terminate()
         process.communicate(timeout=START_SECONDS)
@@ -206,8 +203,4 @@ def test_every_value_of_a_tier_reaches_the_engine_service(tier, tmp_path):
 
     expected, resolved = yaml.safe_load(config.read_text()), json.loads(done.stdout)["settings"]
     assert len(expected["offload"]["sharedTier"]) >= 10
-    assert list(live_check()["differences"](expected, resolved)) == []
-
-
-def live_check() -> dict[str, Any]:
-    return runpy.run_path(str(CHART / "files" / "live_check.py"))
+    assert list(differences(expected, resolved)) == []

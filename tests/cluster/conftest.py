@@ -30,6 +30,7 @@ CASE_SECONDS = 900
 BUILD_SECONDS = 5400  # the first case of all may have to compile Kubernetes and build images
 SMALL_IMAGES = (
     f"spillway-gateway:{VERSION}",
+    f"spillway-tools:{VERSION}",
     "spillway-engine-simulated:lane",
     f"spillway-engine:{VERSION}-ascend",
     "valkey:lane",

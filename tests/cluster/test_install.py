@@ -125,7 +125,7 @@ def test_chat(client: ClientPod, case: Row) -> None:
 def test_values_arrived(installed: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
     """every value that the chart wrote is what each gateway and each engine reports"""
     compared = 0
-    expected = json.loads(namespace.get("configmap", f"{installed.name}-spillway-test")["data"]["expected.json"])
+    expected = json.loads(namespace.get("configmap", f"{installed.name}-spillway-test")["data"]["release.json"])
     for pod in namespace.ready_pods("gateway"):
         resolved = client.get(f"http://{pod['status']['podIP']}:{OPERATIONS_PORT}/spillway/config")
         compared += require_equal(expected["gateway"]["settings"], resolved["settings"])

@@ -16,10 +16,16 @@ LEVELS = {
         "findings frame_filter namespace_summary nvme_store plan_input progress readings redis_store seal_check",
         "named_text run store_choice",
         "check doctor listing plan_options purge status store_options tenant_id",
-        "doctor_options plan verify",
+        "live plan verify",
+        "doctor_options",
         "options",
         "command",
         "__main__",
+    ),
+    "ctl/live": (
+        "asking",
+        "chat",
+        "release",
     ),
     "ctl/check": (
         "chart_facts finding values_files",

@@ -11,10 +11,11 @@ from spillway_connector.errors import ConfigError, TierError
 from spillway_connector.tiers.inspection import CheckPayload
 from spillway_ctl.check.command_line import check
 from spillway_ctl.doctor import doctor
-from spillway_ctl.doctor_options import patient_of, questions_of
+from spillway_ctl.doctor_options import patient_of, questions_of, release_given
 from spillway_ctl.errors import CommandError
 from spillway_ctl.interruption import Interruption
 from spillway_ctl.listing import listing
+from spillway_ctl.live.release import check_release
 from spillway_ctl.options import filter_of, parser
 from spillway_ctl.plan import plan
 from spillway_ctl.plan_options import planned_engines, rates_of
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return check(given)
             if given.area == "plan":
                 return plan(planned_engines(given), rates_of(given), given.prompt_tokens, as_json=given.json)
+            if given.area == "doctor" and given.release is not None:
+                return check_release(release_given(given), as_json=given.json)
             if given.area == "doctor":
                 return doctor(patient_of(given), questions_of(given), as_json=given.json)
             return print_tenant(given) if given.command == "tenant" else _on_store(given, interruption)

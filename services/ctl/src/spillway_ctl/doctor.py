@@ -43,18 +43,30 @@ def doctor(patient: Patient, questions: Questions, *, as_json: bool, out: TextIO
     out = out if out is not None else sys.stdout
     gateway, engines = read_all(patient.gateway_url, patient.engine_urls, questions)
     findings = [*judge(gateway, engines, questions.window_seconds), _tier(patient, engines, questions.answer_seconds)]
-    failed = any(finding.verdict is Verdict.FAILED for finding in findings)
     if as_json:
-        whole = {
-            "format": JSON_FORMAT,
-            "command": "doctor",
-            "failed": failed,
-            "findings": [_as_json(each) for each in findings],
-        }
-        print(json.dumps(whole, indent=2), file=out, flush=True)
+        print_json(findings, out)
     else:
         print(table(findings), file=out, flush=True)
-    return FAILED if failed else OK
+    return status_of(findings)
+
+
+def status_of(findings: Sequence[Finding]) -> int:
+    return FAILED if any(finding.verdict is Verdict.FAILED for finding in findings) else OK
+
+
+def print_json(findings: Sequence[Finding], out: TextIO) -> None:
+    whole = {
+        "format": JSON_FORMAT,
+        "command": "doctor",
+        "failed": status_of(findings) == FAILED,
+        "findings": [_as_json(each) for each in findings],
+    }
+    print(json.dumps(whole, indent=2), file=out, flush=True)
+
+
+def counts_of(findings: Sequence[Finding]) -> str:
+    """`3 ok, 0 warning, 1 failed, 2 not checked`"""
+    return ", ".join(f"{sum(each.verdict is verdict for each in findings)} {verdict.value}" for verdict in Verdict)
 
 
 def table(findings: Sequence[Finding]) -> str:
@@ -65,9 +77,8 @@ def table(findings: Sequence[Finding]) -> str:
     for row in rows:
         start = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
         lines.append(f"{start}  {row[3]}{f' -> {row[4]}' if row[4] else ''}")
-    counts = ", ".join(f"{sum(each.verdict is verdict for each in findings)} {verdict.value}" for verdict in Verdict)
     lines[0] = f"{lines[0].partition(' -> ')[0]} -> {_COLUMNS[4]}"
-    return "\n".join([*lines, "", counts])
+    return "\n".join([*lines, "", counts_of(findings)])
 
 
 def _row(finding: Finding) -> tuple[str, str, str, str, str]:

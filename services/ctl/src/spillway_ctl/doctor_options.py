@@ -11,6 +11,7 @@ import yaml
 
 from spillway_ctl.doctor import Patient
 from spillway_ctl.errors import CommandError
+from spillway_ctl.live.release import Release, release_of
 from spillway_ctl.quantities import parse_age_seconds
 from spillway_ctl.readings import Questions
 from spillway_ctl.store_choice import StoreChoice, choice_from_config
@@ -35,6 +36,7 @@ exit status:
 examples:
   spillway doctor                                          the stack of `make up`, in this folder
   spillway doctor --gateway http://127.0.0.1:8001 --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101
+  helm test chat -n llm --logs                             a release: this with --release in the cluster
   spillway doctor --engine http://127.0.0.1:8100 --config /etc/spillway/engine.yaml     in an engine's pod
 """
 
@@ -49,6 +51,11 @@ def add_doctor(areas: Any) -> None:
     )
     parser.add_argument(
         "--stack", type=Path, metavar="FOLDER", help="of `make up` (default: .run, if nothing else is named)"
+    )
+    parser.add_argument(
+        "--release",
+        metavar="FILE",
+        help="what the chart wrote of a release; its chats, settings and tiers are tried too, as helm test does",
     )
     parser.add_argument("--gateway", metavar="URL", help="its operations port, or the clients' port if it has none")
     parser.add_argument(
@@ -95,6 +102,13 @@ def patient_of(given: argparse.Namespace) -> Patient:
         except CommandError as none:
             tier = str(none)
     return _patient(gateway, (), tier)
+
+
+def release_given(given: argparse.Namespace) -> Release:
+    """Raises CommandError."""
+    if given.gateway is not None or given.engine or given.stack is not None:
+        raise CommandError("--release names gateway and engines itself; leave out --gateway, --engine and --stack")
+    return release_of(given.release)
 
 
 def questions_of(given: argparse.Namespace) -> Questions:

@@ -1,7 +1,4 @@
-"""What a gateway and its engines say of themselves, as it was read. Findings are made of it.
-
-With the standard library alone: the chart carries a copy for `helm test` (tests/chart holds the two equal).
-"""
+"""What a gateway and its engines say of themselves, as it was read. Findings are made of it."""
 
 from __future__ import annotations
 

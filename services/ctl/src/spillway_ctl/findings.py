@@ -1,7 +1,7 @@
 """What `spillway doctor` and `helm test` conclude from what a gateway and its engines say of themselves. Pure.
 
-With the standard library alone: the chart carries a copy for `helm test` (tests/chart holds the two equal). Whatever an
-earlier release does not say is `not checked`, with the reason. Counters are judged by their growth over a window.
+Whatever an earlier release does not say is `not checked`, with the reason. Counters are judged by their growth over a
+window.
 """
 
 from __future__ import annotations

@@ -1,37 +1,34 @@
-"""`helm test`'s script against a gateway and engines that answer as real ones do, or do not."""
+"""What `helm test` runs, against a gateway and engines that answer as real ones do, or do not."""
 
 import datetime
 import http.server
-import importlib.util
+import io
 import json
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from chart.helm_binaries import ROOT
 from chart.rendering import CHART, render
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from spillway_ctl.command import main
+from spillway_ctl.live import asking, release
+from spillway_ctl.live.asking import Asker
 
-@pytest.fixture(scope="module")
-def live_check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("live_check", CHART / "files" / "live_check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.POLL_SECONDS = 0.0
-    return module
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch) -> None:
+    monkeypatch.setattr(release, "Asker", partial(Asker, poll_seconds=0.0))
 
 
 class Tier:
@@ -181,23 +178,25 @@ def expected() -> dict:
     """What the chart gives the script, for the CPU values without a port for operators: so keys are asked for."""
     values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"opsPort": None}}
     rendered = render(CHART / "values-cpu.yaml", values=values)
-    return json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])
+    return json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["release.json"])
 
 
 @pytest.fixture
-def run(live_check, expected, serve, tmp_path, capsys, monkeypatch):
+def run(expected, serve, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SPILLWAY_API_KEY_0", "sesame")
 
-    def check(*engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, **overrides):
+    def check(
+        *engines: EngineServer, gateway: GatewayServer | None = None, seconds: float = 20, arguments=(), **overrides
+    ):
         urls = [serve(engine) for engine in engines]
         given = json.loads(json.dumps(expected))
         url = serve(gateway or GatewayServer(given["gateway"]["settings"]))
         given["gateway"].update(url=url, operations=url)
         given["auth"] = overrides.pop("auth", given["auth"])
         given["models"][0].update({"engines": urls, **overrides})
-        file = tmp_path / "expected.json"
+        file = tmp_path / "release.json"
         file.write_text(json.dumps({**given, "timeoutSeconds": seconds}))
-        return live_check.main([str(file)]), capsys.readouterr().out
+        return main(["doctor", "--release", str(file), *arguments]), capsys.readouterr().out
 
     return check
 
@@ -236,30 +235,51 @@ def test_what_processes_say_of_themselves_is_checked_too(run, expected):
     assert "generatedTokens, engine-1: off" in failed[0] and "cannot be used -> start the Redis" in failed[1]
 
 
-def test_the_pod_runs_the_checks_of_spillway_doctor():
-    for name in ("evidence.py", "findings.py"):
-        own, original = CHART / "files" / "spillway_ctl" / name, ROOT / "services/ctl/src/spillway_ctl" / name
-        assert own.read_text() == original.read_text(), f"cp {original.relative_to(ROOT)} {own.relative_to(ROOT)}"
-
-
-def test_the_files_of_the_pod_need_the_standard_library_alone(tmp_path):
-    """Laid out as the volume lays them out; -S keeps installed packages away."""
-    rendered = render(CHART / "values-cpu.yaml", values={"tests": {"timeoutSeconds": 30}})
-    data = rendered.named("ConfigMap", "chat-spillway-test")["data"]
-    (volume,) = (each for each in rendered.one("Pod", "test")["spec"]["volumes"] if each["name"] == "config")
-    assert {item["key"] for item in volume["configMap"]["items"]} == data.keys()
+def test_its_pod_runs_the_command_on_what_the_chart_wrote(capsys, tmp_path, monkeypatch):
+    """In the image of the tools, without rights and without anything to write to. Here nothing answers."""
+    monkeypatch.setattr(release, "REACHABLE_SECONDS", 0.0)
+    front = {"nodeSelector": {"role": "front"}, "tolerations": [{"operator": "Exists"}]}
+    rendered = render(CHART / "values-cpu.yaml", values={"gateway": front, "tests": {"timeoutSeconds": 30}})
+    pod = rendered.one("Pod", "test")["spec"]
+    (container,) = pod["containers"]
+    assert {key: pod[key] for key in front} == front and pod["automountServiceAccountToken"] is False
+    assert container["image"].startswith("spillway-tools:")
+    assert container["command"][0] == "spillway" and container["securityContext"]["readOnlyRootFilesystem"]
+    folder = Path(container["volumeMounts"][0]["mountPath"])
     nobody = "http://127.0.0.1:1"
-    expected = json.loads(data["expected.json"])
-    expected["gateway"].update(url=nobody, operations=nobody)
-    expected["models"][0]["engines"] = [nobody]
-    for item in volume["configMap"]["items"]:
-        path = tmp_path / item["path"]
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(expected) if item["key"] == "expected.json" else data[item["key"]])
-    command = [sys.executable, "-S", str(tmp_path / "live_check.py"), str(tmp_path / "expected.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 1 and ran.stderr == "", ran.stderr
-    assert "none of http://127.0.0.1:1 is ready" in ran.stdout
+    for name, text in rendered.named("ConfigMap", "chat-spillway-test")["data"].items():
+        given = json.loads(text)
+        given["gateway"].update(url=nobody, operations=nobody)
+        given["models"][0]["engines"] = [nobody]
+        (tmp_path / name).write_text(json.dumps(given))
+
+    status = main([word.replace(str(folder), str(tmp_path)) for word in container["command"][1:]])
+
+    assert status == 1 and "none of http://127.0.0.1:1 is ready" in capsys.readouterr().out
+
+
+def test_it_speaks_json_too(run, expected):
+    engine = EngineServer(expected["models"][0]["settings"], None)
+
+    status, output = run(engine, shared=False, arguments=("--json",))
+
+    document = json.loads(output)
+    assert status == 0 and document["command"] == "doctor" and not document["failed"]
+    assert {"chat", "settings", "tier"} <= {finding["check"] for finding in document["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--release", "/no/such.json"), "--release /no/such.json: cannot be read"),
+        (("--release", "-"), "--release -: not a release as the chart writes it ('gateway')"),
+        (("--release", "-", "--gateway", "http://g"), "--release names gateway and engines itself"),
+    ],
+)
+def test_a_wrong_command_ends_with_two(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("{}"))
+
+    assert main(["doctor", *arguments]) == 2 and words in capsys.readouterr().err
 
 
 def test_a_gateway_with_other_settings_is_named(run, expected):
@@ -285,7 +305,7 @@ def auth_of(test_key: str) -> tuple[dict, dict]:
     """What the script gets about keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
     values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"auth": AUTH}}
     rendered = render(CHART / "values-cpu.yaml", values={**values, "tests": {"apiKeySecret": {"name": test_key}}})
-    given_auth = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["expected.json"])["auth"]
+    given_auth = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["release.json"])["auth"]
     variables = rendered.one("Pod", "test")["spec"]["containers"][0]["env"]
     return given_auth, {entry["name"]: entry["valueFrom"]["secretKeyRef"]["name"] for entry in variables}
 
@@ -332,19 +352,27 @@ def test_a_gateway_that_lets_anybody_in_is_found(run, expected):
 
     status, output = run(EngineServer(expected["models"][0]["settings"], None), auth=auth, shared=False)
 
-    assert status == 1 and "chat: " in output and "answers without a key" in output
+    assert status == 1 and "FAILED chat, " in output and "answers without a key" in output
 
 
-def test_only_the_gateway_s_own_certificate_is_trusted(live_check, serve, expected, tmp_path, monkeypatch):
+def test_only_the_gateway_s_own_certificate_is_trusted(serve, expected, tmp_path):
     """Whatever names it was made for, and without the authority that signed it."""
     mine, other = (self_signed(tmp_path / name) for name in ("mine.pem", "other.pem"))
     url = serve(GatewayServer(expected["gateway"]["settings"]), mine)
 
-    monkeypatch.setattr(live_check, "CERTIFICATE", mine)
-    assert live_check.ask(f"{url}/spillway/config", "")[0]["settings"]["index"]
-    monkeypatch.setattr(live_check, "CERTIFICATE", other)
-    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        live_check.ask(f"{url}/spillway/config", "")
+    assert Asker(mine).ask(f"{url}/spillway/config", "")[0]["settings"]["index"]
+    for asker in (Asker(other), Asker()):
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            asker.ask(f"{url}/spillway/config", "")
+
+
+def test_the_certificate_is_where_the_pod_has_it():
+    rendered = render(values={"gateway": {"tls": {"secret": {"name": "own"}}}})
+    gateway = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["release.json"])["gateway"]
+    mounts = rendered.one("Pod", "test")["spec"]["containers"][0]["volumeMounts"]
+
+    assert str(Path(gateway["certificate"]).parent) in {mount["mountPath"] for mount in mounts}
+    assert gateway["url"].startswith("https://")
 
 
 def self_signed(path: Path) -> Path:
@@ -376,10 +404,11 @@ def test_an_engine_with_other_settings_is_named(run, expected):
     assert "offload.numCpuBlocks is 7, not 128" in output
 
 
-def test_a_tier_that_shares_nothing_is_found(run, expected, live_check, monkeypatch):
+def test_a_tier_that_shares_nothing_is_found(run, expected, monkeypatch):
     # A slow machine too has to reach the wait for the second engine before the time is over.
     clock = SimpleNamespace(monotonic=partial(next, count(0.0, 0.1)), sleep=time.sleep, time=time.time)
-    monkeypatch.setattr(live_check, "time", clock)
+    monkeypatch.setattr(release, "time", clock)
+    monkeypatch.setattr(asking, "time", clock)
     settings = expected["models"][0]["settings"]
 
     status, output = run(EngineServer(settings, Tier()), EngineServer(settings, Tier()), seconds=10)
@@ -399,38 +428,24 @@ def test_no_engine_ready(run):
     assert status == 1 and "none of http://127.0.0.1:9 is ready" in output
 
 
-def test_prompts_fit_the_model(live_check):
+def test_prompts_fit_the_model():
     for chunk_tokens, longest in ((128, 2048), (2048, 4096), (16, 256)):
-        prompt = live_check.long_prompt({"chunkTokens": chunk_tokens, "maxLength": longest})
+        prompt = release.long_prompt({"chunkTokens": chunk_tokens, "maxLength": longest})
         assert len(prompt.split()) <= longest // 2 + 1
 
 
-STREAM = streamed("He", "re.")
-
-
-@pytest.mark.parametrize(
-    ("broken", "output"),
-    [
+def test_a_chat_that_is_not_well_formed_is_found(run, expected):
+    usage = {**USAGE, "prompt_tokens": 31, "total_tokens": 33}
+    for broken, output in (
         ({"chat": {"choices": []}}, "no chat.completion with one choice"),
-        ({"chat": {**CHAT, "choices": [{"message": {"content": "a"}}]}}, "is not assistant"),
-        ({"chat": json.loads(json.dumps(CHAT).replace("Here.", " "))}, "answer is empty"),
-        ({"chat": json.loads(json.dumps(CHAT).replace("stop", "error"))}, "finish_reason 'error'"),
-        ({"chat": {**CHAT, "usage": None}}, "does not add up"),
-        ({"chat": {**CHAT, "usage": {**USAGE, "prompt_tokens": 31, "total_tokens": 33}}}, "31 tokens, and 30 when"),
-        ({"stream": STREAM.replace("data: [DONE]\n\n", "")}, "without [DONE]"),
-        ({"stream": STREAM.replace(".chunk", "")}, "something else than chunks"),
-        ({"stream": STREAM.replace('"id": "1"', '"id": "2"', 1)}, "this one has 2"),
-        ({"stream": STREAM.replace('"stop"', "null")}, "and []"),
+        ({"chat": {**CHAT, "usage": usage}}, "31 tokens, and 30 when"),
         ({"stream": streamed(" ")}, "answer is empty"),
-        ({"stream": streamed("a", usage=None)}, "does not add up"),
-    ],
-)
-def test_a_chat_that_is_not_well_formed_is_found(run, expected, broken, output):
-    gateway = GatewayServer(expected["gateway"]["settings"], **broken)
+    ):
+        gateway = GatewayServer(expected["gateway"]["settings"], **broken)
 
-    status, printed = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
+        status, printed = run(EngineServer(expected["models"][0]["settings"], None), gateway=gateway, shared=False)
 
-    assert status == 1 and output in printed, printed
+        assert status == 1 and output in printed, printed
 
 
 def test_other_words_in_the_stream_are_no_fault(run, expected):
@@ -442,7 +457,7 @@ def test_other_words_in_the_stream_are_no_fault(run, expected):
     assert status == 0 and "'Here.', streamed 'Elsewhere.'" in output
 
 
-def test_an_address_that_a_policy_refuses_at_first_is_waited_for(live_check, monkeypatch):
+def test_an_address_that_a_policy_refuses_at_first_is_waited_for(monkeypatch):
     attempts = []
 
     def connect(address: tuple[str, int], timeout_seconds: float) -> socket.socket:
@@ -451,14 +466,14 @@ def test_an_address_that_a_policy_refuses_at_first_is_waited_for(live_check, mon
             raise ConnectionRefusedError
         return socket.socket()
 
-    monkeypatch.setattr(live_check.socket, "create_connection", connect)
-    live_check.wait_until_reachable("https://gateway.llm.svc", time.monotonic() + 600)
+    monkeypatch.setattr(asking.socket, "create_connection", connect)
+    Asker(poll_seconds=0.0).wait_until_reachable("https://gateway.llm.svc", time.monotonic() + 600)
     assert attempts == [("gateway.llm.svc", 443)] * 3
 
 
-def test_an_address_that_is_never_reached_is_left_to_the_checks(live_check, monkeypatch):
+def test_an_address_that_is_never_reached_is_left_to_the_checks(monkeypatch):
     def connect(address: tuple[str, int], timeout_seconds: float) -> socket.socket:
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(live_check.socket, "create_connection", connect)
-    live_check.wait_until_reachable("http://gateway.llm.svc:9090", time.monotonic())
+    monkeypatch.setattr(asking.socket, "create_connection", connect)
+    Asker(poll_seconds=0.0).wait_until_reachable("http://gateway.llm.svc:9090", time.monotonic())
