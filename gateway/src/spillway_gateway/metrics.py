@@ -121,8 +121,9 @@ class GatewayMetrics:
         )
         self._missing_tokens = Counter(
             "spillway_gateway_missing_cached_tokens",
-            "Prompt tokens by which requests found less than routing had expected for them.",
-            ("model",),
+            "Prompt tokens by which requests found less than routing had expected for them, by the tier in which the "
+            "first of them was expected.",
+            ("model", "tier"),
             registry=self.registry,
         )
         self.event_batches = Counter(

@@ -438,7 +438,7 @@ async def test_requests_follow_the_events(start_engine: Any, caplog: pytest.LogC
             assert (await reply.json())["usage"]["prompt_tokens_details"] is None
         in_vain = 'spillway_gateway_predicted_cached_tokens_total{model="fake",tier="device"} 384.0'
         await until(lambda: in_vain in running.gateway.metrics.exposition().decode())
-        not_found = 'spillway_gateway_missing_cached_tokens_total{model="fake"} 192.0'
+        not_found = 'spillway_gateway_missing_cached_tokens_total{model="fake",tier="device"} 192.0'
         await until(lambda: not_found in running.gateway.metrics.exposition().decode())
         later = running.gateway.metrics.exposition().decode()
 
@@ -447,7 +447,7 @@ async def test_requests_follow_the_events(start_engine: Any, caplog: pytest.LogC
     assert 'spillway_gateway_predicted_cached_tokens_total{model="fake",tier="device"} 192.0' in metrics
     assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in metrics
     assert 'spillway_gateway_actual_cached_tokens_total{model="fake"} 192.0' in later
-    assert 'spillway_gateway_missing_cached_tokens_total{model="fake"} 0.0' in metrics
+    assert 'spillway_gateway_missing_cached_tokens_total{model="fake",tier="device"} 0.0' in metrics
 
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("spillway_gateway")]
     steps = (

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 from spillway_gateway.fleet.recent import DECISIONS_MAX, FIRST_BYTES_MAX, REQUEST_ID_CHARS_MAX, Recent
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.route import Decision, RouteReason
@@ -24,11 +26,12 @@ def test_prompt_tokens_add_up_by_where_they_were_expected() -> None:
 def test_cached_tokens_add_up_as_expected_and_as_reported() -> None:
     recent = Recent()
 
-    recent.reported("m", 128, 0)
-    recent.reported("m", 256, 300)
+    recent.reported("m", HeldPrefix(128), 0)
+    recent.reported("m", HeldPrefix(64, 128, 64), 300)
 
     tokens = recent.prompt_tokens["m"]
     assert (tokens.expected, tokens.reported, tokens.device) == (384, 300, 0)
+    assert sum(minute.expected for minute in tokens.last_hour.minutes(time.time())) == 384
 
 
 def test_nothing_grows_beyond_its_bound() -> None:

@@ -133,7 +133,7 @@ def test_an_engine_that_cannot_tell_its_weights_says_why_it_shares_nothing() -> 
 
 
 def test_a_healthy_release_has_no_failure_whatever_its_counters_were_once() -> None:
-    findings = judge(gateway(), [engine()], 5.0)
+    findings = judge(gateway(routed()), [engine()], 5.0)
     assert {each.verdict for each in findings} == {Verdict.OK}
     assert "7 since the start" in found("shared tier", engine()).found
     assert "3 and 0 since the start" in found("event stream", engine()).found
@@ -337,3 +337,47 @@ def test_the_events_of_every_data_parallel_rank_are_followed() -> None:
     unknown = found("event stream", reading, front=gateway_of_ranks(1))
     assert (unknown.verdict, unknown.found) == (Verdict.FAILED, "engine-0/dp1 not followed by the gateway")
     assert "the gateway's dataParallelRanks has to be 2" in unknown.change
+
+
+def routed(device: int = 0, cpu: int = 0, shared: int = 0, *, expected: int = 100_000, sessions: int = 0) -> str:
+    """A gateway's page: missing tokens by tier."""
+    missing = {"device": device, "cpu": cpu, "shared": shared}
+    series = "spillway_gateway_missing_cached_tokens_total"
+    return "".join(
+        [
+            GATEWAY_PAGE,
+            f'spillway_gateway_predicted_cached_tokens_total{{model="m",tier="cpu"}} {expected}\n',
+            f'spillway_gateway_session_choices_total{{model="m",outcome="kept"}} {sessions}\n',
+            *[f'{series}{{model="m",tier="{tier}"}} {tokens}\n' for tier, tokens in missing.items()],
+        ]
+    )
+
+
+def test_prefixes_that_are_gone_before_their_turn_are_named_with_tier_and_remedy() -> None:
+    lost = found("expected prefixes", engine(), front=gateway(routed(4_000, 26_000)))
+    assert lost.verdict is Verdict.WARNING
+    assert "30% of 100000" in lost.found and "device 4%, cpu 26%, shared 0%" in lost.found
+    assert "offload.cpuBytes" in lost.change and "x-session-id" in lost.change
+    named = found("expected prefixes", engine(), front=gateway(routed(4_000, 26_000, sessions=3)))
+    assert "x-session-id" not in named.change
+
+
+def test_a_shared_tier_that_does_not_load_what_was_expected_says_why() -> None:
+    page = PAGE + 'spillway_tier_misses_total{tier="redis",reason="not_worth"} 9.0\n'
+    slow = found("expected prefixes", engine(page, before=PAGE), front=gateway(routed(1_000, 2_000, 30_000)))
+    assert slow.verdict is Verdict.WARNING and slow.found.endswith("its misses: not_worth")
+    assert "sharedTier.type: none" in slow.change
+
+
+@pytest.mark.parametrize(
+    ("page", "before", "verdict"),
+    [
+        (routed(cpu=15_000), GATEWAY_PAGE, Verdict.OK),
+        (routed(cpu=15_001), GATEWAY_PAGE, Verdict.WARNING),
+        (routed(cpu=90_000), routed(cpu=90_000, expected=20_000), Verdict.OK),  # lost before the window
+        (routed(cpu=90_000), routed(cpu=90_000), Verdict.NOT_CHECKED),
+        (GATEWAY_PAGE, GATEWAY_PAGE, Verdict.NOT_CHECKED),
+    ],
+)
+def test_lost_prefixes_are_judged_by_the_window_alone(page: str, before: str, verdict: Verdict) -> None:
+    assert found("expected prefixes", engine(), front=gateway(page, before)).verdict is verdict

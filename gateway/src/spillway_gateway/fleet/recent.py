@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from spillway_gateway.fleet.last_hour import LastHour
+from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.route import Decision
 
 DECISIONS_MAX = 200
@@ -50,13 +52,14 @@ class PromptTokens:
     """Prompt tokens of the requests that were sent, by the tier in which routing expected them. Since the start.
 
     expected, reported: of the requests whose reply says how many were cached, those that routing expected to be, and
-    those that the engine says were.
+    those that the engine says were; the same by minute in last_hour.
     """
 
-    __slots__ = ("computed", "cpu", "device", "expected", "reported", "shared")
+    __slots__ = ("computed", "cpu", "device", "expected", "last_hour", "reported", "shared")
 
     def __init__(self) -> None:
         self.device = self.cpu = self.shared = self.computed = self.expected = self.reported = 0
+        self.last_hour = LastHour()
 
     def add(self, decision: Decision) -> None:
         held = decision.held
@@ -81,11 +84,12 @@ class Recent:
         self.decisions.append(NotedDecision(self._clock(), model, request_id[:REQUEST_ID_CHARS_MAX], decision))
         self._tokens_of(model).add(decision)
 
-    def reported(self, model: str, expected_tokens: int, cached_tokens: int) -> None:
-        """An engine reported how many tokens of a prompt were cached."""
+    def reported(self, model: str, held: HeldPrefix, cached_tokens: int) -> None:
+        """An engine reported how many tokens of a prompt were cached. held: those that routing expected."""
         tokens = self._tokens_of(model)
-        tokens.expected += expected_tokens
+        tokens.expected += held.total_tokens
         tokens.reported += cached_tokens
+        tokens.last_hour.add(self._clock(), held, cached_tokens)
 
     def _tokens_of(self, model: str) -> PromptTokens:
         tokens = self.prompt_tokens.get(model)

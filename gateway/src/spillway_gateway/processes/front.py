@@ -37,6 +37,7 @@ from spillway_gateway.processes.front_fleet import FrontRoster
 from spillway_gateway.processes.messages import Message, from_router
 from spillway_gateway.processes.router_client import RouterClient
 from spillway_gateway.roster.roster import Roster
+from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import Dispatch
 from spillway_gateway.upstream.suspects import Fingerprint
@@ -105,8 +106,8 @@ class FrontRecent(Recent):
     def decided(self, model: str, request_id: bytes, decision: Decision) -> None:
         """Nothing."""
 
-    def reported(self, model: str, expected_tokens: int, cached_tokens: int) -> None:
-        self._router.send(messages.Cached(model, expected_tokens, cached_tokens))
+    def reported(self, model: str, held: HeldPrefix, cached_tokens: int) -> None:
+        self._router.send(messages.Cached(model, held, cached_tokens))
 
     def first_byte(self, model: str, engine: str, seconds: float) -> None:
         self._router.send(messages.Noted(model, engine, seconds))

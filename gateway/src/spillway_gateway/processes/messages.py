@@ -126,10 +126,10 @@ class Noted(Message, tag=7, frozen=True):
 
 
 class Cached(Message, tag=8, frozen=True):
-    """For the live page: prompt tokens that were expected and reported to be cached."""
+    """For the live page: prompt tokens that were expected, and those that were reported to be cached."""
 
     model: str
-    expected: int
+    expected: HeldPrefix
     cached: int
 
 

@@ -9,7 +9,17 @@ not visit it.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
+
+
+class TierLabel(StrEnum):
+    """In which a prefix is expected. Value of the label `tier` of metrics."""
+
+    DEVICE = "device"
+    CPU = "cpu"
+    SHARED = "shared"
 
 
 class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
@@ -23,6 +33,15 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
     def total_tokens(self) -> int:
         """Tokens that need not be computed."""
         return self.device_tokens + self.cpu_tokens + self.shared_tokens
+
+    def tier_of_first_missing(self, found_tokens: int) -> TierLabel | None:
+        """The tier that was to hold the first token that is not there; without it those behind it are of no use. None:
+        as many were found as expected."""
+        if found_tokens >= self.total_tokens:
+            return None
+        if found_tokens < self.device_tokens:
+            return TierLabel.DEVICE
+        return TierLabel.CPU if found_tokens < self.device_tokens + self.cpu_tokens else TierLabel.SHARED
 
 
 NOTHING_HELD = HeldPrefix()

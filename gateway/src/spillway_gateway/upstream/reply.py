@@ -20,6 +20,7 @@ from spillway_gateway.error_bodies import body_of, event_of, event_of_reply, hea
 from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease
+from spillway_gateway.routing.fleet_view import TierLabel
 from spillway_gateway.upstream.adapter_refusals import require_adapter
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.continuation.continuing import Continuing
@@ -310,18 +311,23 @@ class Reply:
         if lease is None or usage is None or usage.prompt_tokens is None:
             return
         engine = lease.engine
-        cached = usage.cached_tokens
+        cached = usage.cached_tokens or 0
         if cached:
             engine.reports_cached_tokens = True
         elif not engine.reports_cached_tokens:
             return
         metrics, held = self._services.metrics, lease.decision.held
-        metrics.predicted_tokens(self._model, "device").inc(held.device_tokens)
-        metrics.predicted_tokens(self._model, "cpu").inc(held.cpu_tokens)
-        metrics.predicted_tokens(self._model, "shared").inc(held.shared_tokens)
-        metrics.actual_tokens(self._model).inc(cached or 0)
-        metrics.missing_tokens(self._model).inc(max(0, held.total_tokens - (cached or 0)))
-        self._services.recent.reported(self._model, held.total_tokens, cached or 0)
+        expected = (
+            (TierLabel.DEVICE, held.device_tokens),
+            (TierLabel.CPU, held.cpu_tokens),
+            (TierLabel.SHARED, held.shared_tokens),
+        )
+        lost_in = held.tier_of_first_missing(cached)
+        for tier, tokens in expected:
+            metrics.predicted_tokens(self._model, tier).inc(tokens)
+            metrics.missing_tokens(self._model, tier).inc(held.total_tokens - cached if tier is lost_in else 0)
+        metrics.actual_tokens(self._model).inc(cached)
+        self._services.recent.reported(self._model, held, cached)
 
 
 def _plain_succeeded(lease: Lease, status: int) -> None:

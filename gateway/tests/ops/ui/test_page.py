@@ -63,6 +63,9 @@ async def test_the_state_shows_engines_waits_and_decisions_and_no_prompt(start_e
     assert sum(model["promptTokens"].values()) == sum(each["promptTokens"] for each in state["decisions"])
     # The second prompt is the first one, and these engines send no events by which to expect that.
     assert model["cachedTokens"] == {"expected": 0, "reported": 16}
+    hour = model["lastHour"]
+    assert (sum(hour["expected"]), sum(hour["reported"])) == (0, 16)
+    assert {len(each) for each in (hour["expected"], hour["reported"], *hour["missing"].values())} == {60}
     newest, first = state["decisions"]
     assert newest["time"] >= first["time"]
     assert {each["engine"] for each in first["candidates"]} == {"fake-0", "fake-1"}

@@ -74,6 +74,10 @@ class GatewayReading:
     after: Exposition | None = None
     skew_seconds: float | None = None  # its clock ahead of this one
 
+    def growth(self, name: str, **labels: str) -> tuple[float, float]:
+        """(within the window, since the start) of a counter."""
+        return _growth(self.before, self.after, name, labels)
+
     def engines(self) -> Iterator[tuple[str, str, str]]:
         """(model, name, url) of those that it knows; by its own name once for each data parallel rank."""
         config = self.config or {}
@@ -135,8 +139,14 @@ class EngineReading:
 
     def growth(self, name: str, **labels: str) -> tuple[float, float]:
         """(within the window, since the start) of a counter."""
-        now = (self.after or Exposition("")).total(name, **labels) or 0.0
-        return max(0.0, now - ((self.before or Exposition("")).total(name, **labels) or 0.0)), now
+        return _growth(self.before, self.after, name, labels)
+
+
+def _growth(
+    before: Exposition | None, after: Exposition | None, name: str, labels: Mapping[str, str]
+) -> tuple[float, float]:
+    now = (after or Exposition("")).total(name, **labels) or 0.0
+    return max(0.0, now - ((before or Exposition("")).total(name, **labels) or 0.0)), now
 
 
 def by_process(values: Mapping[str, str | None], prefix: str = "") -> str:

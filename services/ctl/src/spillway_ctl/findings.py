@@ -15,6 +15,8 @@ from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayRea
 
 SKEW_SECONDS_MAX = 2.0  # HTTP tells whole seconds
 EVENT_LAG_SECONDS_MAX = 2.0
+MISSING_SHARE_MAX = 0.15  # as SpillwayPrefixesLost
+EXPECTED_TOKENS_MIN = 5_000.0  # within the window; fewer say nothing
 ENGINE_CORE = "EngineCore"
 _SIZES = ("tensorParallelSize", "pipelineParallelSize", "dataParallelSize")
 NO_REPORT = "the engine's processes have not said it: an earlier release, offload is off, or no request since the start"
@@ -50,7 +52,7 @@ def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], wind
         findings.append(
             Finding("engines", "gateway", Verdict.NOT_CHECKED, "no engine is known", "give --engine, once for each")
         )
-    return [*findings, *_together(gateway, engines)]
+    return [*findings, *_together(gateway, engines, window_seconds)]
 
 
 def _gateway(gateway: GatewayReading | None) -> Iterator[Finding]:
@@ -279,7 +281,8 @@ def _shared_tier(engine: EngineReading, window_seconds: float) -> Finding:
         return Finding(name, engine.name, Verdict.FAILED, "rests: weights changed in place", "restart the engine")
     now, ever = engine.growth("spillway_tier_failures_total")
     if now:
-        found = f"{kind} at {place}: {now:.0f} operations failed within {window_seconds:.0f} s ({_reasons(engine)})"
+        why = ", ".join(_grown_reasons(engine, "spillway_tier_failures_total"))
+        found = f"{kind} at {place}: {now:.0f} operations failed within {window_seconds:.0f} s ({why})"
         return Finding(name, engine.name, Verdict.FAILED, found, change)
     found = f"{kind} at {place} is used; no failure within {window_seconds:.0f} s, {ever:.0f} since the start"
     return Finding(name, engine.name, Verdict.OK, found)
@@ -300,13 +303,14 @@ def _place(engine: EngineReading, kind: Any) -> tuple[str, str]:
     )
 
 
-def _reasons(engine: EngineReading) -> str:
-    grown = []
-    for labels, _ in (engine.after or Exposition("")).series("spillway_tier_failures_total"):
+def _grown_reasons(engine: EngineReading, series: str) -> list[str]:
+    """What the counter's labels name as operation and reason, of those that grew within the window."""
+    grown = set()
+    for labels, _ in (engine.after or Exposition("")).series(series):
         which = {name: labels[name] for name in ("operation", "reason") if name in labels}
-        if engine.growth("spillway_tier_failures_total", **which)[0]:
-            grown.append(" ".join(which.values()))
-    return ", ".join(sorted(set(grown)))
+        if engine.growth(series, **which)[0]:
+            grown.add(" ".join(which.values()))
+    return sorted(grown)
 
 
 def _clock(where: str, skew_seconds: float | None) -> Finding:
@@ -340,14 +344,11 @@ def _events(engine: EngineReading, gateway: GatewayReading | None, window_second
             found = f"{', '.join(silent)} {found}"
         return Finding(name, engine.name, Verdict.FAILED, found, change)
 
-    def growth(series: str) -> tuple[float, float]:
-        assert gateway is not None and gateway.after is not None
-        now = sum(gateway.after.total(series, engine=one) or 0.0 for one in routed)
-        page = gateway.before or Exposition("")
-        return max(0.0, now - sum(page.total(series, engine=one) or 0.0 for one in routed)), now
-
-    gaps, gaps_ever = growth("spillway_gateway_event_gaps_total")
-    broken, broken_ever = growth("spillway_gateway_events_undecodable_total")
+    grown = {
+        series: [sum(each) for each in zip(*(gateway.growth(series, engine=one) for one in routed), strict=True)]
+        for series in ("spillway_gateway_event_gaps_total", "spillway_gateway_events_undecodable_total")
+    }
+    (gaps, gaps_ever), (broken, broken_ever) = grown.values()
     lag = engine.event_lag_seconds
     late = f"lag not measured ({engine.request_problem or 'no request'})"
     if lag is not None:
@@ -365,7 +366,9 @@ def _events(engine: EngineReading, gateway: GatewayReading | None, window_second
     return Finding(name, engine.name, Verdict.OK, found)
 
 
-def _together(gateway: GatewayReading | None, engines: Sequence[EngineReading]) -> Iterator[Finding]:
+def _together(
+    gateway: GatewayReading | None, engines: Sequence[EngineReading], window_seconds: float
+) -> Iterator[Finding]:
     """Findings about what engines and gateway must agree on, model by model."""
     answering = [engine for engine in engines if engine.problem is None]
     for model in dict.fromkeys(engine.model for engine in answering):
@@ -381,6 +384,7 @@ def _together(gateway: GatewayReading | None, engines: Sequence[EngineReading]) 
             )
         yield _tokenizers(model, of_model)
         yield _gateway_tokenizer(model, gateway)
+        yield _expected_prefixes(model, gateway, of_model, window_seconds)
 
 
 def _tokenizers(model: str, engines: Sequence[EngineReading]) -> Finding:
@@ -410,3 +414,34 @@ def _gateway_tokenizer(model: str, gateway: GatewayReading | None) -> Finding:
         change = "let model.tokenizer be the folder that the engines serve; see SpillwayTokenizerUnusable"
         return Finding(name, model, Verdict.WARNING, "it does not load, or splits text unlike the engines", change)
     return Finding(name, model, Verdict.OK, "it agrees with every engine that the gateway has asked")
+
+
+def _expected_prefixes(
+    model: str, gateway: GatewayReading | None, engines: Sequence[EngineReading], window_seconds: float
+) -> Finding:
+    """Whether requests find what they were routed for; if not, in which tier it was to be and why it is not there."""
+    name = "expected prefixes"
+    if gateway is None or gateway.after is None:
+        return Finding(name, model, Verdict.NOT_CHECKED, "no gateway could be asked")
+    expected, _ = gateway.growth("spillway_gateway_predicted_cached_tokens_total", model=model)
+    if expected < EXPECTED_TOKENS_MIN:
+        found = f"requests were routed for {expected:.0f} cached tokens within {window_seconds:.0f} s: too few to judge"
+        return Finding(name, model, Verdict.NOT_CHECKED, found)
+    series = "spillway_gateway_missing_cached_tokens_total"
+    missing = {tier: gateway.growth(series, model=model, tier=tier)[0] for tier in ("device", "cpu", "shared")}
+    lost = sum(missing.values()) / expected
+    shares = ", ".join(f"{tier} {tokens / expected:.0%}" for tier, tokens in missing.items())
+    found = f"{lost:.0%} of {expected:.0f} cached tokens were not there at their request's turn, by tier: {shares}"
+    if lost <= MISSING_SHARE_MAX:
+        return Finding(name, model, Verdict.OK, found)
+    if missing["shared"] >= max(missing.values()):
+        reasons = sorted(
+            {reason for engine in engines for reason in _grown_reasons(engine, "spillway_tier_misses_total")}
+        )
+        found = f"{found}; its misses: {', '.join(reasons) or 'none'}"
+        change = "a faster or larger shared tier, or sharedTier.type: none; see SpillwayPrefixesLost for each reason"
+    else:
+        change = "more CPU blocks (offload.cpuBytes), or the node's memory to fewer engines; see SpillwayPrefixesLost"
+        if not gateway.growth("spillway_gateway_session_choices_total", model=model)[1]:
+            change = f"{change}; no request names a session: let clients send x-session-id"
+    return Finding(name, model, Verdict.WARNING, found, change)

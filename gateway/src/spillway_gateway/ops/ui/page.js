@@ -6,6 +6,7 @@ const PERIOD_MS = 1000;
 const RETRY_MS = 3000;
 const ANSWER_MS = 5000;
 const TIERS = ["device", "cpu", "shared", "computed"];
+const CURVES = { width: 590, height: 100 }; // of the viewBox
 
 const at = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -106,7 +107,35 @@ function updateModel(section, model) {
     const share = total ? ` (${percent.format(tokens / total)})` : "";
     text(section.querySelector(`.legend [data-tier="${tier}"] dd`), short.format(tokens) + share);
   }
+  updateHour(section.querySelector(".hour"), model);
   keep(section.querySelector("tbody"), model.engines, (engine) => engine.name, makeEngine, updateEngine);
+}
+
+function updateHour(figure, model) {
+  const { expected, reported, missing } = model.lastHour;
+  const tiers = Object.entries(missing);
+  const curves = { expected, reported, missing: expected.map((_, at) => sum(tiers.map(([, tokens]) => tokens[at]))) };
+  const most = Math.max(1, ...expected, ...reported);
+  const all = sum(expected);
+  const said = {
+    expected: short.format(all),
+    reported: short.format(sum(reported)),
+    missing: all ? tiers.map(([tier, tokens]) => `${tier} ${percent.format(sum(tokens) / all)}`).join(", ") : "-",
+  };
+  for (const [name, tokens] of Object.entries(curves)) {
+    const points = tokens.map((value, at) => {
+      const across = (at * CURVES.width) / (tokens.length - 1);
+      return `${across.toFixed(0)},${(CURVES.height - (value * CURVES.height) / most).toFixed(1)}`;
+    });
+    figure.querySelector(`polyline[data-curve="${name}"]`).setAttribute("points", points.join(" "));
+    text(figure.querySelector(`.legend [data-curve="${name}"] dd`), said[name]);
+  }
+  const label = `Cached tokens of ${model.name} in the last hour: expected ${said.expected}, reported ${said.reported}`;
+  figure.querySelector("svg").setAttribute("aria-label", label);
+}
+
+function sum(values) {
+  return values.reduce((all, value) => all + value, 0);
 }
 
 function makeEngine(engine) {

@@ -7,11 +7,12 @@ from typing import Any
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.last_hour import LastHour
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.recent import NotedDecision, NotedFirstByte, PromptTokens, Recent
 from spillway_gateway.ops.ui.explain import explain
-from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.fleet_view import HeldPrefix, TierLabel
 from spillway_gateway.routing.route import Candidate
 
 FIRST_BYTE_SECONDS = 300.0  # percentiles cover the last five minutes
@@ -33,7 +34,9 @@ def snapshot(
         "time": now,
         "draining": draining,
         "firstByteSeconds": FIRST_BYTE_SECONDS,
-        "models": [_model(fleet, admissions.get(fleet.name), recent, fresh, monotonic) for fleet in fleets],
+        "models": [
+            _model(fleet, admissions.get(fleet.name), recent, fresh, now=now, monotonic=monotonic) for fleet in fleets
+        ],
         "decisions": [_decision(noted) for noted in reversed(recent.decisions)],
     }
 
@@ -43,6 +46,8 @@ def _model(
     admission: Admission | None,
     recent: Recent,
     first_bytes: Sequence[NotedFirstByte],
+    *,
+    now: float,
     monotonic: float,
 ) -> dict[str, Any]:
     of_model = [noted for noted in first_bytes if noted.model == fleet.name]
@@ -59,12 +64,23 @@ def _model(
             "computed": tokens.computed,
         },
         "cachedTokens": {"expected": tokens.expected, "reported": tokens.reported},
+        "lastHour": _last_hour(tokens.last_hour, now),
         "firstByte": percentiles([noted.seconds for noted in of_model]),
         "continuationPause": percentiles(
             [noted.seconds for noted in recent.continuations if noted.model == fleet.name]
         ),
         "index": {"blocks": index.blocks, "bytes": index.estimated_bytes, "bytesMax": index.bytes_max},
         "engines": [_engine(engine, index, of_model, monotonic) for engine in fleet.engines.values()],
+    }
+
+
+def _last_hour(hour: LastHour, now: float) -> dict[str, Any]:
+    """Tokens of each minute, the current one last; as many of each kind."""
+    minutes = hour.minutes(now)
+    return {
+        "expected": [minute.expected for minute in minutes],
+        "reported": [minute.reported for minute in minutes],
+        "missing": {tier.value: [minute.missing[tier] for minute in minutes] for tier in TierLabel},
     }
 
 
