@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,6 +71,11 @@ class Policy(ABC):
     def choose(self, request: RoutedRequest) -> int:
         """The engine, 0 to engines - 1, for a request that is sent there at once."""
 
+    def held_back(self, request: RoutedRequest, again: Callable[[], None]) -> float | None:
+        """Until when a request may have to wait before choose(), in the fleet's seconds; None: it need not. again: to
+        be called when it is to be asked about again."""
+        return None
+
     def first_token(self, request_id: str) -> None:  # noqa: B027  nothing to do for most
         """The first byte of the answer passed the router."""
 
@@ -79,3 +84,9 @@ class Policy(ABC):
 
     def events(self, engine: int, events: list[KvEvent]) -> None:  # noqa: B027
         """KV events of an engine arrived."""
+
+    def engine_down(self, engine: int) -> None:  # noqa: B027
+        """Its process has died, with all that it held."""
+
+    def engine_up(self, engine: int) -> None:  # noqa: B027
+        """An empty one answers in its place."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from routing_policies.policy import Fleet, Policy, RoutedRequest
 from spillway_gateway.config.settings import EngineConfig, HealthConfig, IndexConfig, ModelConfig, RoutingConfig
 from spillway_gateway.fleet import event_decoder
+from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
@@ -68,21 +71,37 @@ class Spillway(Policy):
             engine.set_state(EngineState.READY, "ready")
             engine.events_live = self._events
         self._leases: dict[str, Lease] = {}
+        self._turns: dict[str, ColdTurn] = {}  # of requests that wait
         self._observed_at = float("-inf")
         self.reasons: dict[str, int] = {}
 
+    def held_back(self, request: RoutedRequest, again: Callable[[], None]) -> float | None:
+        turn = self._turns.setdefault(request.id, ColdTurn())
+        if self._route(request, turn):
+            del self._turns[request.id]
+            return None
+        turn.wake = again
+        return turn.until
+
     def choose(self, request: RoutedRequest) -> int:
+        if request.id not in self._leases:
+            self._route(request, ColdTurn(urgent=True))
+        lease = self._leases[request.id]
+        reason = lease.decision.reason.value
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        return self._names[lease.engine.name]
+
+    def _route(self, request: RoutedRequest, turn: ColdTurn) -> bool:
         self._observe()
         namespace = self.index.namespace()
         keys = token_block_keys(namespace, request.tokens, self.index.block_tokens)
         spread = keys[0] if keys else short_prompt_key(namespace, token_bytes(request.tokens))
         blocks = PromptBlocks(keys, self.index.block_tokens, len(request.tokens), spread)
         session = SessionKey.of("", request.session.encode()) if self._sessions else None
-        lease = self.model.choose(blocks, frozenset(), session=session)
-        self._leases[request.id] = lease
-        reason = lease.decision.reason.value
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        return self._names[lease.engine.name]
+        lease = self.model.choose_unless_held(blocks, frozenset(), session=session, turn=turn)
+        if lease is not None:
+            self._leases[request.id] = lease
+        return lease is not None
 
     def promised_tokens(self, request_id: str) -> int:
         """What the gateway expected an open request to find on its engine."""
@@ -116,6 +135,15 @@ class Spillway(Policy):
         if self._events:
             for event in events:
                 self.index.apply(f"engine-{engine}", gateway_event(event, self._block_tokens))
+
+    def engine_down(self, engine: int) -> None:
+        name = f"engine-{engine}"
+        self.model.engines[name].refused("it died")
+        for _ in self.index.clear_engine(name):
+            pass
+
+    def engine_up(self, engine: int) -> None:
+        self.model.engines[f"engine-{engine}"].set_state(EngineState.READY, "ready")
 
 
 def gateway_event(event: KvEvent, block_tokens: int) -> event_decoder.KvEvent:

@@ -46,6 +46,11 @@ class SystemEngine(SimulatedEngine):
         )
         return self.system_tiers
 
+    def restart(self) -> None:
+        self.close()
+        self._kept.clear()
+        super().restart()
+
     def close(self) -> None:
         self.system_tiers.cpu.close()
 

@@ -26,8 +26,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def figures(answered: Sequence[Answered], seconds: float, ramp_seconds: float) -> dict[str, float]:
-    """The figures of what ended within `seconds`; first tokens of what was sent after the ramp.
+def figures(
+    answered: Sequence[Answered], seconds: float, ramp_seconds: float, begin_seconds: float = 0.0
+) -> dict[str, float]:
+    """The figures of what ended within `seconds`; first tokens of what was sent after the ramp. begin_seconds: when the
+    first of them was sent.
 
     Raises:
         ValueError: nothing that was sent after the ramp has ended.
@@ -44,7 +47,7 @@ def figures(answered: Sequence[Answered], seconds: float, ramp_seconds: float) -
     promised = sum(one.promised_tokens for one in ended)
     return {
         "requests": len(ended),
-        "input_tokens_per_second": prompt_tokens / seconds,
+        "input_tokens_per_second": prompt_tokens / (seconds - begin_seconds),
         "cached_share": cached / prompt_tokens,
         "promised_share": promised / prompt_tokens,
         "found_of_promised": sum(min(one.cached_tokens, one.promised_tokens) for one in ended) / max(1, promised),

@@ -25,6 +25,16 @@ from system.rates import H200_QWEN3_8B, SHAPE, SHARED_BLOCKS
 from system.report import Answered
 
 EVENT_DELAY_SECONDS = 0.002
+ENGINES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The process of one engine dies. at, back_at: seconds of load; back_at: an empty one answers, None: none does."""
+
+    engine: int
+    at: float
+    back_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -37,7 +47,7 @@ class _Open:
     prompt: array[int]
     sent: float
     promised: int
-    engine: int
+    engine: int = -1
     first_token: float = 0.0
     cached: int = 0
 
@@ -51,9 +61,10 @@ class SystemRun:
         design: Design,
         load: AgentLoad,
         *,
-        engines: int = 4,
+        engines: int = ENGINES,
         shape: EngineShape = SHAPE,
         rates: EngineRates = H200_QWEN3_8B,
+        kill: Kill | None = None,
     ) -> None:
         shared = SharedTier(SHARED_BLOCKS, LoadLink()) if design.shared else None
         self.engines = [SystemEngine(f"engine-{at}", shape, rates, design, shared) for at in range(engines)]
@@ -61,6 +72,7 @@ class SystemRun:
         self.answered: list[Answered] = []
         self._policy = policy
         self._load = load
+        self._kill = kill
         self._time = FastForward(self.engines, self._progress, self._events)
         self._open: dict[str, _Open] = {}
         policy.start(self, engines, load.seed)
@@ -86,6 +98,10 @@ class SystemRun:
     def run(self) -> list[Answered]:
         for place in range(self._load.places):
             self._time.at(self._load.start_of(place), partial(self._begin, place, 0))
+        if self._kill is not None:
+            self._time.at(self._kill.at, self._die)
+            if self._kill.back_at is not None:
+                self._time.at(self._kill.back_at, partial(self._policy.engine_up, self._kill.engine))
         self._time.run(until=self._load.seconds)
         for engine in self.engines:
             engine.close()
@@ -103,22 +119,52 @@ class SystemRun:
             return
         message, pause = said
         prompt = context + message.ids()
-        request = RoutedRequest(f"{place}/{number}/{turn}", prompt, f"{place}/{number}")
-        engine = self._policy.choose(request)
+        name = f"{place}/{number}/{turn}"
+        self._open[name] = request = _Open(place, number, turn, turns, pause, prompt, self.now, 0)
+        self._send(name, request)
+
+    def _send(self, name: str, request: _Open) -> None:
+        prompt = request.prompt
+        routed = RoutedRequest(name, prompt, f"{request.place}/{request.number}")
+
+        def again() -> None:
+            self._time.at(self.now, send)
+
+        def send() -> None:
+            if request.engine < 0:
+                self._send(name, request)
+
+        request.engine = -1
+        until = self._policy.held_back(routed, again)
+        if until is not None:
+            self._time.at(until, send)
+            return
+        request.engine = engine = self._policy.choose(routed)
         asked = self.engines[engine]
         if isinstance(self._policy, Spillway):
-            promised = self._policy.promised_tokens(request.id)
+            request.promised = self._policy.promised_tokens(name)
         else:
             keys = block_keys(prompt, asked.shape.block_tokens)
-            promised = asked.held_tokens(keys, (len(prompt) - 1) // asked.shape.block_tokens)
-        self._open[request.id] = _Open(place, number, turn, turns, pause, prompt, self.now, promised, engine)
+            request.promised = asked.held_tokens(keys, (len(prompt) - 1) // asked.shape.block_tokens)
         self.in_flight[engine] += 1
-        answer = Segment(f"generated-{request.id}", self._load.answer_tokens).ids()
-        self._time.submit(engine, EngineRequest(request.id, prompt, answer))
+        answer = Segment(f"generated-{name}", self._load.answer_tokens).ids()
+        self._time.submit(engine, EngineRequest(name, prompt, answer))
+
+    def _die(self) -> None:
+        """What the engine had not answered is sent again, to others."""
+        assert self._kill is not None
+        killed = self._kill.engine
+        self.engines[killed].restart()
+        self._policy.engine_down(killed)
+        for name, request in list(self._open.items()):
+            if request.engine == killed:
+                self.in_flight[killed] -= 1
+                self._policy.finished(name)
+                self._send(name, request)
 
     def _progress(self, engine: int, progress: Progress) -> None:
         request = self._open[progress.request_id]
-        if progress.first:
+        if progress.first and not request.first_token:
             request.first_token = self.now
             request.cached = progress.cached.total
             self._policy.first_token(progress.request_id)

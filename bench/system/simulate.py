@@ -1,12 +1,16 @@
 """The whole under load, simulated: four engines with tiers, a router, agents in a closed loop. Virtual time.
 
     PYTHONPATH=bench python -m system.simulate [--systems spillway_cpu ...] [--sessions 64] [--seconds 75] [--seed 1]
-        [--crowd 32 [--crowd-tokens 1000 15000] [--cold]]
+        [--crowd 32 [--crowd-tokens 1000 15000] [--cold]] [--kill-at 40 [--back-after 30]]
 
 Engines keep the times of rates.py. The connector's own rows and order of eviction are the CPU tier, the gateway's own
 routing and prefix index choose among engines; what differs between systems stands in systems.py and design.py. When
 the default load runs, the figures of a real run (measured.py) stand beside the model's, and the rows that it does not
 reproduce are named; a part of a run may deviate, so only a whole one is compared.
+
+With --kill-at the last engine's process dies then, with all that it held, and requests that it had not answered are
+sent to the others; the figures are of what came later, and a line shows them for each 10 seconds. With --back-after an
+empty engine answers again so many seconds later.
 
 Promised: what the gateway expected a request to find; without a gateway, what the engine held when it came.
 Prints tables and writes build/bench/system.json (flat; keys `<system>_<figure>`, at other than 64 sessions
@@ -25,7 +29,7 @@ from pathlib import Path
 from system.agents import AgentLoad
 from system.measured import COMPARED, MEASURED, distances, outside
 from system.report import Answered, figures
-from system.run import SystemRun
+from system.run import ENGINES, Kill, SystemRun
 from system.systems import SYSTEMS
 
 SESSIONS = 64
@@ -42,6 +46,7 @@ _COLUMNS = (
     ("copied_of_computed", "copied", 1.0, "%8.2f"),
 )
 _CROWD = " (crowd)"
+SLICE_SECONDS = 10
 
 
 def row(name: str, values: Mapping[str, float]) -> str:
@@ -54,13 +59,24 @@ def heading(sessions: int) -> str:
     return f"{title:28}" + "".join(f"{name:>{len(pattern % 0)}}" for _, name, _, pattern in _COLUMNS)
 
 
-def run_system(name: str, load: AgentLoad) -> tuple[list[Answered], float]:
+def run_system(name: str, load: AgentLoad, kill: Kill | None = None) -> tuple[list[Answered], float]:
     """The answered requests, and blocks copied to the CPU tier over blocks computed."""
     system = SYSTEMS[name]
-    run = SystemRun(system.policy(), system.design, load)
+    run = SystemRun(system.policy(), system.design, load, kill=kill)
     answered = run.run()
     computed = sum(engine.counters.computed_tokens / engine.shape.block_tokens for engine in run.engines)
     return answered, sum(engine.system_tiers.copied_blocks for engine in run.engines) / max(1.0, computed)
+
+
+def by_time(answered: Sequence[Answered], seconds: float) -> str:
+    """Cached share and input tokens of what ended in each 10 seconds."""
+    cells = []
+    for begin in range(0, int(seconds), SLICE_SECONDS):
+        ended = [one for one in answered if begin <= one.end_seconds < begin + SLICE_SECONDS]
+        tokens = sum(one.prompt_tokens for one in ended)
+        share = sum(one.cached_tokens for one in ended) / max(1, tokens)
+        cells.append(f"{begin} s: {100 * share:.0f} %, {tokens / SLICE_SECONDS / 1000:.0f}k/s")
+    return "  ".join(cells)
 
 
 def comparison(answered: Mapping[tuple[str, int], Sequence[Answered]], ramp_seconds: float) -> list[str]:
@@ -91,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--crowd", type=int, default=0, help="places of a tenant that asks without a pause")
     parser.add_argument("--crowd-tokens", nargs=2, type=int, default=AgentLoad().crowd_tokens)
     parser.add_argument("--cold", action="store_true", help="the crowd's prompts share nothing")
+    parser.add_argument("--kill-at", type=float, help="second at which the last engine's process dies")
+    parser.add_argument("--back-after", type=float, help="seconds after which an empty engine takes its place")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
     written: dict[str, float] = {"seconds": options.seconds, "seed": options.seed}
@@ -102,23 +120,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         crowd_tokens=tuple(options.crowd_tokens),
         crowd_is_cold=options.cold,
     )
+    kill = None
+    if options.kill_at is not None:
+        back_at = None if options.back_after is None else options.kill_at + options.back_after
+        kill = Kill(ENGINES - 1, options.kill_at, back_at)
     for sessions in options.sessions:
         print(heading(sessions), flush=True)
         load = replace(load, sessions=sessions)
         for name in options.systems:
-            requests, copied = run_system(name, load)
+            requests, copied = run_system(name, load, kill)
+            if kill is not None:
+                print(by_time(requests, options.seconds), flush=True)
+                requests = [one for one in requests if one.sent_seconds >= kill.at]
             answered[name, sessions] = requests
             prefix = name if sessions == SESSIONS else f"{name}_{sessions}_sessions"
             for of_crowd in (False, True) if load.crowd else (False,):
                 of_tenant = [one for one in requests if one.of_crowd is of_crowd]
                 if not of_tenant:
                     continue
-                values = {**figures(of_tenant, options.seconds, load.ramp_seconds), "copied_of_computed": copied}
+                begin = 0.0 if kill is None else kill.at
+                values = {**figures(of_tenant, options.seconds, load.ramp_seconds, begin), "copied_of_computed": copied}
                 key = f"{prefix}_crowd" if of_crowd else prefix
                 written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
                 print(row(name + _CROWD * of_crowd, values), flush=True)
         print()
-    if not load.crowd and options.seconds >= max(measured.seconds for measured in MEASURED):
+    if not load.crowd and kill is None and options.seconds >= max(measured.seconds for measured in MEASURED):
         print("\n".join(comparison(answered, load.ramp_seconds)))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

@@ -23,10 +23,16 @@ class Pinned(Policy):
         self._used = engines
 
     def start(self, fleet: Fleet, engines: int, seed: int) -> None:
-        self._engines = self._used or engines
+        self._live = list(range(self._used or engines))
 
     def choose(self, request: RoutedRequest) -> int:
-        return int(request.session.split("/", 1)[0]) % self._engines
+        return self._live[int(request.session.split("/", 1)[0]) % len(self._live)]
+
+    def engine_down(self, engine: int) -> None:
+        self._live.remove(engine)
+
+    def engine_up(self, engine: int) -> None:
+        self._live.append(engine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from routing_policies.policy import Policy
+from routing_policies.spillway import Spillway
 from system import simulate
 from system.agents import AgentLoad
 from system.design import Design, Storing
 from system.measured import COMPARED, MEASURED, outside
 from system.rates import SHAPE
 from system.report import Answered, figures
-from system.run import SystemRun
+from system.run import Kill, SystemRun
 from system.systems import SYSTEMS, Pinned
 
 # An eighth of the real lengths and sizes, one engine: as crowded, in a tenth of a second.
@@ -53,6 +56,25 @@ def test_only_requests_that_wait_keep_their_blocks() -> None:
     kept = {key for _, keys in engine._kept.values() for key in keys}
     loaded = {key for *_, plan in engine._loading for key in plan.cpu_keys}
     assert set(engine.system_tiers.cpu.pinned) == kept | loaded
+
+
+@pytest.mark.parametrize("policy", [Pinned, lambda: Spillway(SMALL.block_tokens)])
+@pytest.mark.parametrize("back_at", [None, 12.0])
+def test_an_engine_that_dies_loses_no_request_and_gets_none_until_it_is_back(
+    policy: Callable[[], Policy], back_at: float | None
+) -> None:
+    load = replace(LOAD, seconds=24.0)
+    run = SystemRun(
+        policy(), Design(Storing.EXCLUSIVE, 0.4, 3.0), load, engines=2, shape=SMALL, kill=Kill(1, 8.0, back_at)
+    )
+    answered = run.run()
+    assert len({(one.sent_seconds, one.prompt_tokens) for one in answered}) == len(answered)
+    waited = max(one.first_token_seconds for one in answered)
+    assert all(run.now - request.sent <= 2 * waited for request in run._open.values()), "nobody is forgotten"
+    if back_at is None:
+        assert run.engines[1].counters.finished_requests == 0
+    elif policy is Pinned:
+        assert run.engines[1].counters.finished_requests > 0
 
 
 def test_a_run_repeats_exactly() -> None:

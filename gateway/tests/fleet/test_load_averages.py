@@ -47,7 +47,7 @@ def test_means_follow_a_change_of_traffic() -> None:
 
 def test_the_device_share_and_the_time_of_a_load_are_of_the_tokens_found_lately() -> None:
     means = RequestMeans()
-    assert means.device_share == means.reload_token_ms == 0.0
+    assert means.device_share == means.reload_token_ms == means.cached_share == 0.0
     means.found(0, 0, 0.0)
     assert means.device_share == means.reload_token_ms == 0.0
     for _ in range(1_000):
@@ -57,3 +57,11 @@ def test_the_device_share_and_the_time_of_a_load_are_of_the_tokens_found_lately(
         means.found(0, 400, 40.0)
     assert means.device_share < 0.01
     assert means.reload_token_ms == pytest.approx(0.1, rel=0.01)
+
+
+def test_the_cached_share_is_of_all_prompt_tokens() -> None:
+    means = RequestMeans()
+    for _ in range(1_000):
+        means.sent(100)
+        means.found(200, 100, 5.0)
+    assert means.cached_share == pytest.approx(0.75)

@@ -56,6 +56,12 @@ class RequestMeans:
         return self._device_tokens / cached_tokens if cached_tokens else 0.0
 
     @property
+    def cached_share(self) -> float:
+        """Which share of the prompt tokens of requests was expected in any tier; 0 to 1."""
+        cached_tokens = self._device_tokens + self._loaded_tokens
+        return cached_tokens / (cached_tokens + self.uncached_tokens) if cached_tokens else 0.0
+
+    @property
     def reload_token_ms(self) -> float:
         """What the load of one token takes that is not on the device any more; 0 if none was loaded."""
         return self._load_ms / self._loaded_tokens if self._loaded_tokens else 0.0

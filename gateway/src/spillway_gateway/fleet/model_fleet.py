@@ -15,6 +15,7 @@ from msgspec import structs
 from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
+from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, is_cold
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.expected_blocks import Expected
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
@@ -40,6 +41,7 @@ class Lease:
     __slots__ = (
         "_ahead_tokens",
         "_closed",
+        "_dequeued",
         "_held",
         "_probe",
         "_queued",
@@ -50,8 +52,17 @@ class Lease:
         "failed_at",
     )
 
-    def __init__(self, engine: Engine, decision: Decision, now: float, routed: RoutedBlocks | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        decision: Decision,
+        now: float,
+        routed: RoutedBlocks | None = None,
+        dequeued: Callable[[Engine], None] = lambda engine: None,
+    ) -> None:
+        """dequeued: called when the prompt leaves the engine's queue."""
         self.engine = engine
+        self._dequeued = dequeued
         self._routed = routed
         self.decision = decision
         self._ahead_tokens = engine.queued_tokens
@@ -62,7 +73,7 @@ class Lease:
         self._closed = False
         self.failed_at: float | None = None  # monotonic seconds; None: its engine has not failed
         engine.running_requests += 1
-        engine.prefills.add(self, self._queued)
+        engine.prefills.add(self, self._queued, cold=is_cold(engine, decision))
         engine.resident_tokens += self._queued
         engine.means.sent(self._queued)
         loaded = self._held.cpu_tokens + self._held.shared_tokens
@@ -139,6 +150,7 @@ class Lease:
         engine.shared_link_tokens -= self._held.shared_tokens
         self._queued = 0
         self._held = NOTHING_HELD
+        self._dequeued(engine)
 
 
 class RoutedBlocks:
@@ -193,6 +205,7 @@ class ModelFleet:
         self._means = RequestMeans()
         self._store_busy = BusyShare()
         self._steps = Steps()
+        self.cold = ColdPrompts(clock)
         self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
         self._oldest_vllm = OLDEST
         self.engines: dict[str, Engine] = {}
@@ -212,6 +225,7 @@ class ModelFleet:
         engine = self._engine(config, instance=instance, newcomer=newcomer)
         self.engines[config.name] = engine
         self.index.add_engine(config.name)
+        engine.on_state.append(lambda _: self.cold.changed())
         return engine
 
     def _engine(self, config: EngineConfig, *, instance: str, newcomer: bool) -> Engine:
@@ -230,7 +244,9 @@ class ModelFleet:
     def remove_engine(self, name: str) -> Engine:
         """Send no new request there; running ones keep their leases, counters and connections. The caller frees its
         entries in the index: index.retire_engine()."""
-        return self.engines.pop(name)
+        engine = self.engines.pop(name)
+        self.cold.changed()
+        return engine
 
     @property
     def oldest_vllm(self) -> Version:
@@ -278,6 +294,21 @@ class ModelFleet:
         Raises NoEngineReady, naming the engines and what they answered, and ModelNotFound where none has the adapter
         any more.
         """
+        lease = self.choose_unless_held(prompt, tried, only, session, adapter, turn=ColdTurn(urgent=True))
+        assert lease is not None
+        return lease
+
+    def choose_unless_held(
+        self,
+        prompt: PromptBlocks,
+        tried: frozenset[str],
+        only: str | None = None,
+        session: SessionKey | None = None,
+        adapter: str | None = None,
+        *,
+        turn: ColdTurn,
+    ) -> Lease | None:
+        """choose(), or None if the prompt has to wait for its turn: self.cold.wait(), in the end self.cold.leave()."""
         now = self._clock()
         decision = self._decide(prompt, tried, only, session, now=now, adapter=adapter)
         if decision is None and adapter is not None and not self.offers_adapter(adapter):
@@ -285,6 +316,8 @@ class ModelFleet:
         if decision is None:
             raise NoEngineReady(self.unavailable_message(tried))
         engine = self.engines[decision.engine_name]
+        if self.cold.holds(turn, engine, decision):
+            return None
         routed = None
         if prompt.keys:
             keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
@@ -292,7 +325,7 @@ class ModelFleet:
             seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
             routed = RoutedBlocks(self.index, self._steps, engine.name, keys, held_seconds=None if live else seconds)
             routed.expect(now + seconds)
-        lease = Lease(engine, decision, now, routed)
+        lease = Lease(engine, decision, now, routed, self.cold.left)
         if session is not None:
             self.sessions.served(session, engine.name)
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
@@ -300,6 +333,8 @@ class ModelFleet:
         store_rate = self._routing.shared_store_tokens_per_second
         if store_rate is not None and decision.held.shared_tokens:
             self._store_busy.add(decision.held.shared_tokens / store_rate, now)
+        self.cold.leave(turn)
+        self.cold.left(engine)
         return lease
 
     def expected_choice(

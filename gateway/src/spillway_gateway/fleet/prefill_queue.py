@@ -16,21 +16,29 @@ class PrefillQueue:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._prompts: dict[object, int] = {}  # uncached tokens by request, oldest first
+        self._cold: set[object] = set()
         self._begun_at = 0.0  # when the oldest became the oldest
         self.tokens = 0
+        self.cold_tokens = 0  # of those that are cold (cold_prompts.py)
 
-    def add(self, request: object, tokens: int) -> None:
+    def add(self, request: object, tokens: int, *, cold: bool = False) -> None:
         """A prompt with so many uncached tokens was sent. Each request once."""
         if not self._prompts:
             self._begun_at = self._clock()
         self._prompts[request] = tokens
         self.tokens += tokens
+        if cold:
+            self._cold.add(request)
+            self.cold_tokens += tokens
 
     def remove(self, request: object) -> None:
         """Its first byte came, or it has ended."""
         tokens = self._prompts.pop(request, None)
         if tokens is not None:
             self.tokens -= tokens
+            if request in self._cold:
+                self._cold.remove(request)
+                self.cold_tokens -= tokens
             self._begun_at = self._clock()
 
     def tokens_left(self, now: float, tokens_per_second: float) -> int:

@@ -53,6 +53,11 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         "Stores of shared tiers of which the prefix index knows anything.",
         labels=("model",),
     )
+    held_back = GaugeMetricFamily(
+        "spillway_gateway_cold_waiting_requests",
+        "Requests of which much has to be computed, waiting while their engine has enough of such.",
+        labels=("model",),
+    )
     blocks = GaugeMetricFamily("spillway_gateway_index_blocks", "Blocks in the prefix index.", labels=("model",))
     size = GaugeMetricFamily("spillway_gateway_index_bytes", "Estimated size of the prefix index.", labels=("model",))
     evicted = CounterMetricFamily(
@@ -78,6 +83,7 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
             loads_from.add_metric(labels, shared.stores)
             in_reach.add_metric(labels, shared.blocks)
         index = fleet.index
+        held_back.add_metric((fleet.name,), fleet.cold.waiting_requests)
         stores.add_metric((fleet.name,), index.shared_stores)
         blocks.add_metric((fleet.name,), index.blocks)
         size.add_metric((fleet.name,), index.estimated_bytes)
@@ -86,7 +92,7 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         ignored.add_metric((fleet.name, "unknown"), index.unknown_blocks_total)
         ignored.add_metric((fleet.name, "block_size"), index.mismatched_blocks_total)
     by_engines = (up, running, queued, rate, live, ejected, ejections, foreign, loads_from, in_reach)
-    return (*by_engines, blocks, size, evicted, ignored, stores)
+    return (*by_engines, blocks, size, evicted, ignored, stores, held_back)
 
 
 def connection_families(connections: OpenConnections) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:

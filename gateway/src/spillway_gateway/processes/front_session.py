@@ -12,81 +12,28 @@ from starlette.types import ASGIApp
 from starlette.types import Message as AsgiMessage
 
 from spillway_gateway.access.admission import Admission
-from spillway_gateway.access.keys import Tenant
+from spillway_gateway.access.keys import Priority, Tenant
 from spillway_gateway.access.limits import NOTHING_OWED, Settlement, TenantUsage
 from spillway_gateway.api.stored_responses import Owner
 from spillway_gateway.app import Gateway
 from spillway_gateway.errors import GatewayError, ModelNotFound
+from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message
+from spillway_gateway.processes.routed_place import RoutedPlace
 from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.upstream.dispatch import log_decision
-from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 
 logger = logging.getLogger(__name__)
 
 KEY = "Q"  # of an array of block hashes
 _QUESTIONS = (messages.Route, messages.Begin, messages.FindOwner, messages.Operator, messages.Ended)
-
-
-class _Place:
-    """One request of the front, in its model's queue or on an engine."""
-
-    __slots__ = ("_fleet", "_session", "admission", "lease", "waiting")
-
-    def __init__(self, session: FrontSession, fleet: ModelFleet) -> None:
-        self._session = session
-        self._fleet = fleet
-        self.admission: Admission | None = None  # once it was admitted
-        self.waiting: asyncio.Task[None] | None = None
-        self.lease: Lease | None = None
-
-    def choose(self, asked: messages.Route, prompt: PromptBlocks) -> Lease:
-        self.close(None)
-        session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
-        lease = self._fleet.choose(prompt, frozenset(asked.tried), asked.only, session, asked.adapter)
-        self.lease = lease
-        lease.engine.requests.add(self)
-        return lease
-
-    def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
-        """Its engine has ended."""
-        if self.lease is not None and self.lease.engine.was_to_end:
-            return True
-        fingerprint = Fingerprint(asked.digest, asked.body_bytes)
-        alone = self.lease is not None and self._fleet.served_alone(self.lease)
-        return suspects.judge(fingerprint, alone=alone, again=asked.again, begun=asked.begun)
-
-    def close(self, now: float | None) -> None:
-        """The lease, if there is one. now: as Lease.close()."""
-        if self.lease is not None:
-            self.lease.engine.requests.discard(self)
-            self.lease.close(now)
-            self.lease = None
-
-    def leave(self) -> None:
-        """Release everything. May be called more than once."""
-        if self.waiting is not None:
-            self.waiting.cancel()
-            self.waiting = None
-        self.close(None)
-        if self.admission is not None:
-            self.admission.leave()
-            self.admission = None
-
-    # -- fleet.engine.EngineRequest
-
-    def engine_went_down(self, engine: Engine) -> None:
-        self._session.notice(engine, ends=False)
-
-    def engine_ends(self, engine: Engine) -> None:
-        self._session.notice(engine, ends=True)
 
 
 class FrontSession:
@@ -106,7 +53,7 @@ class FrontSession:
         self._operators = operators
         self._on_listening = on_listening
         self._on_closed = on_closed
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, RoutedPlace] = {}
         self._usages: dict[int, tuple[Tenant, TenantUsage]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._noticed: set[tuple[int, bool]] = set()  # in this iteration
@@ -206,7 +153,7 @@ class FrontSession:
         if fleet is None or admission is None:
             self._refuse(asked.number, ModelNotFound(f"The model {asked.model!r} was removed a moment ago"))
             return
-        place = self._places[asked.number] = _Place(self, fleet)
+        place = self._places[asked.number] = RoutedPlace(self.notice, fleet)
         if admission.enter_at_once():
             place.admission = admission
             self._choose(place, asked, prompt)
@@ -214,7 +161,7 @@ class FrontSession:
             place.waiting = self._spawn(self._wait(place, admission, fleet, asked, prompt))
 
     async def _wait(
-        self, place: _Place, admission: Admission, fleet: ModelFleet, asked: messages.Route, prompt: PromptBlocks
+        self, place: RoutedPlace, admission: Admission, fleet: ModelFleet, asked: messages.Route, prompt: PromptBlocks
     ) -> None:
         if asked.hints and asked.adapter is None:
             session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
@@ -234,14 +181,31 @@ class FrontSession:
         place.admission = admission
         self._choose(place, asked, prompt)
 
-    def _choose(self, place: _Place, asked: messages.Route, prompt: PromptBlocks) -> None:
+    def _choose(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> None:
+        place.fleet.cold.leave(place.turn)
+        place.turn = ColdTurn(urgent=asked.priority is Priority.HIGH)
+        if not self._choose_unless_held(place, asked, prompt):
+            place.waiting = self._spawn(self._choose_in_turn(place, asked, prompt))
+
+    async def _choose_in_turn(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> None:
+        await place.fleet.cold.wait(place.turn)
+        while not self._choose_unless_held(place, asked, prompt):
+            await place.fleet.cold.wait(place.turn)
+        place.waiting = None
+
+    def _choose_unless_held(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> bool:
+        """Answer the front. False: the prompt has to wait for its turn."""
         try:
             lease = place.choose(asked, prompt)
         except GatewayError as error:
+            place.waiting = None  # this task, if it has waited
+            place.fleet.cold.leave(place.turn)
             if asked.first:
                 self._drop(asked.number)
             self._refuse(asked.number, error)
-            return
+            return True
+        if lease is None:
+            return False
         decision = lease.decision
         self._gateway.services.recent.decided(asked.model, asked.request_id, decision)
         log_decision(asked.request_id, decision, asked.tried)
@@ -261,6 +225,7 @@ class FrontSession:
                 decision.candidates if asked.detailed else (),
             )
         )
+        return True
 
     def _ended(self, asked: messages.Ended) -> None:
         place = self._places.get(asked.number)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from spillway_gateway import errors
 from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.keys import Priority
 from spillway_gateway.errors import GatewayError, GatewayOverloaded, NoEngineReady
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
@@ -106,7 +107,7 @@ class FrontPlace:
             first,
             self.fleet.name,
             request.tenant,
-            request.priority,
+            request.priority if prompt is request.prompt else Priority.HIGH,  # the client has a part of its answer
             request.request_id,
             _keys(prompt.keys),
             prompt.tokens_per_block,

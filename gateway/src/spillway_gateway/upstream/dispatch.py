@@ -6,6 +6,8 @@ import logging
 from collections.abc import Collection
 
 from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.keys import Priority
+from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
 from spillway_gateway.routing.prefix import PromptBlocks
@@ -41,7 +43,14 @@ class _OwnPlace:
 
     async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
         request = self._request
-        lease = self._fleet.choose(prompt, tried, request.only_engine, request.session, request.adapter)
+        begun = prompt is not request.prompt  # the client has the beginning of its answer
+        turn = ColdTurn(urgent=begun or request.priority is Priority.HIGH)
+        where = request.only_engine, request.session, request.adapter
+        try:
+            while (lease := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn)) is None:
+                await self._fleet.cold.wait(turn)
+        finally:
+            self._fleet.cold.leave(turn)
         log_decision(request.request_id, lease.decision, tried)
         return lease
 

@@ -1,0 +1,126 @@
+"""A bound on cold prompts that engines compute at a time: the others wait here, and warm ones pass them.
+
+A prompt is cold if it takes an engine COLD_PROMPT_SECONDS or more: a conversation's first turn, or any turn after the
+engine that served it has died. What a cold prompt brings to an engine evicts what others there are about to use. If the
+sessions of a dead engine all came at once, each of the rest would compute them all, and evict its own sessions
+meanwhile, which then come as cold ones too. So an engine is sent no more of them than keep it busy for COLD_SECONDS.
+If prompts find next to nothing anywhere, there is nothing to protect, and none waits.
+
+None waits for longer than OVERTAKE_SECONDS, as in the engines' own queue, and none fails because of it. Those that wait
+for one engine are sent in order of arrival. When an engine's state changes, all are routed anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.routing.route import Decision
+from spillway_settings.queue_order import OVERTAKE_SECONDS
+
+COLD_SECONDS = 0.3  # of an engine's prefill: longer than a request takes until its engine computes it
+COLD_PROMPT_SECONDS = 0.1
+COLD_TOKENS_MIN = 1_024  # fewer to compute evict little, and many of them may be on their way at once
+CACHED_SHARE_MIN = 0.1  # of the prompt tokens of the last requests: with less, nothing is protected
+
+
+def is_cold(engine: Engine, decision: Decision) -> bool:
+    """Whether the engine has much of the prompt to compute."""
+    least = COLD_PROMPT_SECONDS * engine.rates.prefill_tokens_per_second
+    return decision.uncached_tokens >= max(COLD_TOKENS_MIN, least)
+
+
+class ColdTurn:
+    """One prompt's wait. urgent: it does not wait."""
+
+    __slots__ = ("engine", "until", "urgent", "wake", "woken")
+
+    def __init__(self, *, urgent: bool = False) -> None:
+        self.urgent = urgent
+        self.until: float | None = None  # monotonic seconds; None: it has not been held back
+        self.engine: Engine | None = None  # that it waits for
+        self.wake: Callable[[], None] | None = None  # called when it is to be routed again
+        self.woken = False  # and was not routed since
+
+
+class ColdPrompts:
+    """Those of one model that wait. On the event loop. clock: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: dict[ColdTurn, None] = {}  # in order of arrival
+
+    @property
+    def waiting_requests(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def holds(self, turn: ColdTurn, engine: Engine, decision: Decision) -> bool:
+        """Whether a prompt that was routed to this engine has to wait before it is sent."""
+        if turn.urgent or not is_cold(engine, decision) or engine.means.cached_share < CACHED_SHARE_MIN:
+            return False
+        now = self._clock()
+        if turn.until is None:
+            if self._has_room(engine) and not self._first_of(engine):
+                return False
+            turn.until = now + OVERTAKE_SECONDS
+        elif now >= turn.until or self._has_room(engine):
+            return False
+        before, turn.engine = turn.engine, engine
+        passes_on = turn.woken and before is not engine
+        turn.woken = False
+        self._waiting.setdefault(turn)
+        if passes_on and before is not None:
+            self.left(before)
+        return True
+
+    async def wait(self, turn: ColdTurn) -> None:
+        """Returns when a prompt that was held back is to be routed again. leave() must follow in the end."""
+        assert turn.until is not None
+        if turn.woken:
+            return
+        woken = asyncio.get_running_loop().create_future()
+        turn.wake = lambda: None if woken.done() else woken.set_result(None)
+        try:
+            async with asyncio.timeout(max(0.0, turn.until - self._clock())):
+                await woken
+        except TimeoutError:
+            pass
+        finally:
+            turn.wake = None
+
+    def leave(self, turn: ColdTurn) -> None:
+        """It was sent, or nobody waits for it any more. Its place goes to the next one."""
+        if turn in self._waiting:
+            del self._waiting[turn]
+            if turn.woken and turn.engine is not None:
+                self.left(turn.engine)
+
+    def left(self, engine: Engine) -> None:
+        """A prompt has left the engine's queue, or was sent to it: the next one may have room."""
+        if self._waiting and self._has_room(engine):
+            first = self._first_of(engine)
+            if first is not None:
+                _wake(first)
+
+    def changed(self) -> None:
+        """An engine came or went."""
+        for turn in list(self._waiting):
+            _wake(turn)
+
+    def _has_room(self, engine: Engine) -> bool:
+        return engine.prefills.cold_tokens < COLD_SECONDS * engine.rates.prefill_tokens_per_second
+
+    def _first_of(self, engine: Engine) -> ColdTurn | None:
+        """The first that waits for the engine and has not been woken."""
+        for turn in self._waiting:
+            if turn.engine is engine and not turn.woken:
+                return turn
+        return None
+
+
+def _wake(turn: ColdTurn) -> None:
+    turn.woken = True
+    if turn.wake is not None:
+        turn.wake()

@@ -1,0 +1,75 @@
+"""The router's side of one request of a front: its place in its model's queue, its turn, and its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.fleet.cold_prompts import ColdTurn
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.sessions import SessionKey
+from spillway_gateway.processes import messages
+from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.upstream.suspects import Fingerprint, Suspects
+
+
+class RoutedPlace:
+    """One request of the front, in its model's queue or on an engine."""
+
+    __slots__ = ("_notice", "admission", "fleet", "lease", "turn", "waiting")
+
+    def __init__(self, notice: Callable[..., None], fleet: ModelFleet) -> None:
+        """notice: tells the front, once, that an engine went down or ends."""
+        self._notice = notice
+        self.fleet = fleet
+        self.admission: Admission | None = None  # once it was admitted
+        self.waiting: asyncio.Task[None] | None = None
+        self.lease: Lease | None = None
+        self.turn = ColdTurn()  # of the last choice
+
+    def choose(self, asked: messages.Route, prompt: PromptBlocks) -> Lease | None:
+        """None: the prompt has to wait for its turn."""
+        self.close(None)
+        session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
+        tried = frozenset(asked.tried)
+        lease = self.fleet.choose_unless_held(prompt, tried, asked.only, session, asked.adapter, turn=self.turn)
+        if lease is not None:
+            self.lease = lease
+            lease.engine.requests.add(self)
+        return lease
+
+    def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
+        """Its engine has ended."""
+        if self.lease is not None and self.lease.engine.was_to_end:
+            return True
+        fingerprint = Fingerprint(asked.digest, asked.body_bytes)
+        alone = self.lease is not None and self.fleet.served_alone(self.lease)
+        return suspects.judge(fingerprint, alone=alone, again=asked.again, begun=asked.begun)
+
+    def close(self, now: float | None) -> None:
+        """The lease, if there is one. now: as Lease.close()."""
+        if self.lease is not None:
+            self.lease.engine.requests.discard(self)
+            self.lease.close(now)
+            self.lease = None
+
+    def leave(self) -> None:
+        """Release everything. May be called more than once."""
+        if self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+        self.fleet.cold.leave(self.turn)
+        self.close(None)
+        if self.admission is not None:
+            self.admission.leave()
+            self.admission = None
+
+    # -- fleet.engine.EngineRequest
+
+    def engine_went_down(self, engine: Engine) -> None:
+        self._notice(engine, ends=False)
+
+    def engine_ends(self, engine: Engine) -> None:
+        self._notice(engine, ends=True)
