@@ -150,7 +150,7 @@ check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src) bench/gateway_load bench/routing_policies bench/stamping bench/system bench/traces
 
 .PHONY: schema
-schema: $(STAMP) ## Generate charts/spillway/values.schema.json from the model of values.yaml (settings/) and its comments
+schema: $(STAMP) ## Generate the chart's schema and the table of its README from settings/ and the comments of values.yaml
 	@$(BIN)/python -m spillway_settings.values charts/spillway
 
 .PHONY: bench-continued

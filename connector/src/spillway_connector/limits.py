@@ -8,10 +8,14 @@ import msgspec
 
 from spillway_settings.byte_sizes import ByteCount
 from spillway_settings.typed import Count, Positive
+from spillway_settings.values.offload import SharedTier
 
-REDIS_TTL_SECONDS = 86_400
-REDIS_CONNECTIONS = 4
-REDIS_PAYLOAD_CONNECTIONS = 1  # for the stripes of one block; more may pay on a network with long round trips
+_CHART = SharedTier()
+REDIS_TTL_SECONDS = _CHART.redis.ttl_seconds
+REDIS_CONNECTIONS = _CHART.redis.connections
+REDIS_PAYLOAD_CONNECTIONS = (
+    _CHART.redis.payload_connections
+)  # for the stripes of one block; more may pay on a network with long round trips
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +33,16 @@ class TierLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # Twice what keeps a disk busy: half of them may be reading while the others verify and copy; of writes the same.
     # Each has a buffer of one chunk.
-    io_threads: Count = 8
-    lookup_timeout_seconds: Positive = 0.2
-    load_timeout_seconds: Positive = 2.0
-    store_timeout_seconds: Positive = 10.0
-    load_queue_bytes_max: ByteCount = ByteCount(8 << 30)
+    io_threads: Count = _CHART.io_threads
+    lookup_timeout_seconds: Positive = _CHART.lookup_timeout_seconds
+    load_timeout_seconds: Positive = _CHART.load_timeout_seconds
+    store_timeout_seconds: Positive = _CHART.store_timeout_seconds
+    load_queue_bytes_max: ByteCount = ByteCount.read(_CHART.load_queue_bytes_max)
     # Six steps of 8,192 tokens of a 14B model, 1.3 GB each. It costs no memory (rows are pinned, not copied, so the CPU
     # tier bounds it, too), and at less than 1.7 GB/s store_queue_seconds_max drops stores before this does.
-    store_queue_bytes_max: ByteCount = ByteCount(8 << 30)
-    store_queue_seconds_max: Positive = 5.0  # a store that waited longer is dropped: its row is better freed
+    store_queue_bytes_max: ByteCount = ByteCount.read(_CHART.store_queue_bytes_max)
+    # a store that waited longer is dropped: its row is better freed
+    store_queue_seconds_max: Positive = _CHART.store_queue_seconds_max
 
 
 class TransferLimits(TierLimits, frozen=True, forbid_unknown_fields=True):

@@ -95,12 +95,12 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
         '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
         '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
-        '"blocks_per_chunk":1,"generated_tokens":"on","storing":"auto","queue_order":"prefix","queue_overtake_seconds":4.0,"layerwise_loads":"off","compute_while_loading":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
-        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"promotion_ahead_fraction":0.25,"request_wait_seconds":3.0,'
+        '"blocks_per_chunk":1,"generated_tokens":"on","storing":"auto","queue_order":"prefix","queue_overtake_seconds":4,"layerwise_loads":"off","compute_while_loading":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
+        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"promotion_ahead_fraction":0.25,"request_wait_seconds":3,'
         '"secondary_tiers":['
         '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"auto","page_cache":"auto","io_threads":8,'
-        '"lookup_timeout_seconds":0.2,"load_timeout_seconds":2.0,"store_timeout_seconds":10.0,'
-        '"load_queue_bytes_max":8589934592,"store_queue_bytes_max":8589934592,"store_queue_seconds_max":5.0}]}}',
+        '"lookup_timeout_seconds":0.2,"load_timeout_seconds":2,"store_timeout_seconds":10,'
+        '"load_queue_bytes_max":8589934592,"store_queue_bytes_max":8589934592,"store_queue_seconds_max":5}]}}',
         "--max-num-seqs", "8",
     ]  # fmt: skip
 

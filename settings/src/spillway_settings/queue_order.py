@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 
 CANDIDATES_MAX = 64  # requests at the head of a queue that are compared: a longer queue costs no more
-OVERTAKE_SECONDS = 4.0
+OVERTAKE_SECONDS: float = 4
 
 
 def admission_order(

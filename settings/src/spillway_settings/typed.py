@@ -160,10 +160,10 @@ def _number(node: types.IntType | types.FloatType) -> str:
     else:
         most = node.le
     if node.gt is not None:
-        return f"{noun} above {node.gt:g}" + ("" if most is None else f" and at most {most:g}")
+        return f"{noun} above {node.gt:g}" + ("" if most is None else f" and at most {most:.16g}")
     if node.ge is None:
         return noun
-    return f"{noun} of at least {node.ge:g}" if most is None else f"{noun} from {node.ge:g} to {most:g}"
+    return f"{noun} of at least {node.ge:g}" if most is None else f"{noun} from {node.ge:g} to {most:.16g}"
 
 
 def _given(value: object) -> str:

@@ -1,6 +1,7 @@
 """Configuration of the gateway: YAML parsed once into frozen structs.
 
-Keys are camelCase in the file and snake_case in code; every default is written once, here. Unknown keys are refused
+Keys are camelCase in the file and snake_case in code. Sections that the chart has too are its own (settings/values/),
+with sizes as bytes; the other defaults are written here. Unknown keys are refused
 by name, because a misspelt timeout that is silently ignored is found only in an incident.
 """
 
@@ -23,19 +24,21 @@ from spillway_gateway.config.discovery import DiscoveryConfig, Ranks, check_disc
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
 from spillway_gateway.errors import ConfigError
+from spillway_settings.byte_sizes import parse_byte_count
 from spillway_settings.typed import (
     LARGEST,
     CamelSection,
     Count,
     NotNegative,
     Positive,
-    Share,
     Text,
     WrongSetting,
     read_settings,
 )
+from spillway_settings.values import gateway as values
+from spillway_settings.values.gateway import PROCESSES_MAX
 
-PROCESSES_MAX = 16
+_CHART = values.Gateway()
 Processes = Annotated[int, Meta(ge=1, le=PROCESSES_MAX, description=f"1 to {PROCESSES_MAX} processes")]
 ListenPort = Annotated[int, Meta(ge=0, le=65_535, description="0 to 65535 (0 lets the system choose)")]
 LoadFactor = Annotated[float, Meta(ge=1, le=LARGEST)]
@@ -51,44 +54,33 @@ class TlsConfig(CamelSection, frozen=True):
 
     cert_file: Text  # PEM, the server's own certificate first and then its chain
     key_file: Text
-    reload_seconds: Positive = 5.0  # between two looks at the files
+    reload_seconds: Positive = _CHART.tls.reload_seconds  # between two looks at the files
 
 
 class ListenConfig(CamelSection, frozen=True):
     host: Text = "127.0.0.1"
-    port: ListenPort = 8000
+    port: ListenPort = _CHART.port
     # A listener of its own for /metrics and /spillway/config, which the main one then does not serve.
     ops_port: ListenPort | None = None
     ops_host: Text | None = None  # host without it
     tls: TlsConfig | None = None
 
 
-class ContinuationConfig(CamelSection, frozen=True):
+class ContinuationConfig(values.Continuation, frozen=True):
     """Streamed answers that go on from another engine when theirs fails; see upstream/continuation/."""
 
-    enabled: bool = False
-    attempts_max: Count = 3  # engines that may be asked to continue one answer
-    pause_seconds: Positive = 30.0  # from a failure to the next event; then the answer ends with an error
-    stall_seconds: Positive = 30.0  # without an event, until another engine continues; less than timeouts.idleSeconds
-    tokens_max: Count = 32_768  # of prompt and answer; a longer one is not continued
-    bytes_max: Count = 64 * 1024 * 1024  # of token ids kept for all streams of the process
+    bytes_max: Count = parse_byte_count(_CHART.continuation.bytes_max)  # of token ids kept for all streams
 
 
-class ConnectionsConfig(CamelSection, frozen=True):
+class ConnectionsConfig(values.Connections, frozen=True):
     """Bounds of clients' connections and of what they send before their key is checked, per gateway process.
 
     See client/bounded_connection.py.
     """
 
-    open_max: Count = 8192  # of clients; fewer if `ulimit -n` allows fewer
-    per_address_max: Count = 6144  # of open_max; behind a proxy all clients may have one address
-    head_bytes_max: Count = 64 * 1024  # request line and headers
-    target_bytes_max: Count = 8 * 1024  # path and query
-    headers_max: Count = 128
-    head_seconds: Positive = 15.0  # from the accept, or from the first byte of a later request, to a whole head
-    idle_seconds: Positive = 75.0  # between two requests; longer than usual load balancers keep theirs
-    stalled_seconds: Positive = 60.0  # for which a client takes none of the bytes that wait for it
-    body_bytes_per_second_min: Count = 64 * 1024  # of a body, over each timeouts.bodyReadSeconds
+    head_bytes_max: Count = parse_byte_count(_CHART.connections.head_bytes_max)  # request line and headers
+    target_bytes_max: Count = parse_byte_count(_CHART.connections.target_bytes_max)  # path and query
+    body_bytes_per_second_min: Count = parse_byte_count(_CHART.connections.body_bytes_per_second_min)
 
 
 class EngineConfig(CamelSection, frozen=True):
@@ -142,63 +134,27 @@ class ModelConfig(CamelSection, frozen=True):
         )
 
 
-class TimeoutsConfig(CamelSection, frozen=True):
-    connect_seconds: Positive = 2.0
-    first_byte_seconds: Positive = 300.0  # streams: request sent -> first part of an answer; covers queue and prefill
-    idle_seconds: Positive = 120.0  # streams: between two events; an engine that works gets plain_seconds
-    keep_alive_seconds: NotNegative = 30.0  # streams: silence after which the client gets a comment; 0: it gets none
-    plain_seconds: Positive = 900.0  # plain replies: request sent -> whole reply
-    body_read_seconds: Positive = 60.0  # the client's upload; longer if it keeps connections.bodyBytesPerSecondMin
+class TimeoutsConfig(values.Timeouts, frozen=True):
+    """How long the gateway waits; docs/gateway.md has what each bounds."""
 
 
-class HealthConfig(CamelSection, frozen=True):
-    period_seconds: Positive = 1.0
-    timeout_seconds: Positive = 2.0
-    metrics_period_seconds: Positive = 1.0  # between two readings of an engine's /metrics, in the rounds of the polls
-    timeouts_before_down: Count = 3  # a refused connection counts at once; a slow answer may only mean a busy machine
+class HealthConfig(values.Health, frozen=True):
     ending_seconds: Positive = 60.0  # what requests get on an engine that drains or terminates; less than it gives them
 
 
-class LimitsConfig(CamelSection, frozen=True):
-    body_bytes_max: Count = 64 * 1024 * 1024
-    bodies_bytes_max: Count = 256 * 1024 * 1024  # of all requests together; see client/body_budget.py
-    plain_reply_buffer_bytes: Count = 4 * 1024 * 1024  # a larger plain reply is streamed and cannot be retried
-    replies_bytes_max: Count = 128 * 1024 * 1024  # that clients have not read; see client/reply_budget.py
-    attempts_max: Count = 3  # engines that may get one request, the first included
-    retry_ratio: NotNegative = 0.2  # retries per request, over time, if the engine that failed is still there
-    retry_burst: Annotated[int, Meta(ge=0)] = 64  # such retries at once
-    ended_engines_max: Count = 2  # engines that may end while they have one request; the last ends its attempts
-    suspect_seconds: Positive = 600.0  # a request that engines ended of is refused; see upstream/suspects.py
-    upstream_connections_max: Count = 4096  # per gateway process
-    text_chars_max: Count = 262_144  # text hashed per request if no tokenizer is used
+class LimitsConfig(values.Limits, frozen=True):
+    body_bytes_max: Count = parse_byte_count(_CHART.limits.body_bytes_max)
+    bodies_bytes_max: Count = parse_byte_count(_CHART.limits.bodies_bytes_max)  # of all requests; client/body_budget.py
+    plain_reply_buffer_bytes: Count = parse_byte_count(_CHART.limits.plain_reply_buffer_bytes)
+    replies_bytes_max: Count = parse_byte_count(_CHART.limits.replies_bytes_max)  # unread ones; client/reply_budget.py
 
 
-class RoutingConfig(CamelSection, frozen=True):
+class RoutingConfig(values.Routing, frozen=True):
     """Prices used until an engine's own are measured; see routing/load.py for the sum."""
 
-    prefill_tokens_per_second: Positive = 5000.0
-    cpu_load_tokens_per_second: Positive = 100_000.0
-    shared_load_tokens_per_second: Positive = 40_000.0
-    shared_store_tokens_per_second: Positive | None = None  # what the shared tier gives all engines together
-    running_request_ms: NotNegative = 10.0  # what each request already on an engine adds for the next one
-    bounded_load_factor: LoadFactor = 1.25  # by hash alone an engine never takes more than this multiple of the mean
-    adapter_load_seconds: NotNegative = 2.0  # what an engine takes to load a LoRA adapter that it does not have
-    slow_start_seconds: NotNegative = 10.0  # after an engine has become ready again, until it counts at its full rate
-    default_block_tokens: Count = 128  # until the first event names the engine's own
-    speculative_seconds: Positive = 60.0  # engines with events: a routed prefix counts as held until one comes
-    approximate_seconds: Positive = 900.0  # engines without events: a routed prefix counts as held
-    tenant_sessions_max: Count = 10_000  # of a model, whose last engines are remembered; about 200 bytes each
-    sessions_max: Count = 100_000  # of all tenants together
 
-
-class BreakerConfig(CamelSection, frozen=True):
+class BreakerConfig(values.Breaker, frozen=True):
     """When an engine that answers polls and fails requests is left alone; see fleet/breaker.py."""
-
-    failures: Count = 5  # failed requests in a row
-    window_requests: Count = 20  # or this share of the last so many
-    failure_share: Share = 0.3
-    open_seconds: Positive = 5.0  # doubled with each failed probe
-    open_seconds_max: Positive = 60.0
 
 
 class AuthConfig(CamelSection, frozen=True):
@@ -207,7 +163,7 @@ class AuthConfig(CamelSection, frozen=True):
     keys_file: Text | None = None
     salt_secret_file: Text | None = None  # needed with keysFile: at least 32 random bytes, equal on every replica
     engine_key_file: Text | None = None  # the engines' own API key; a client's key never goes to an engine
-    reload_seconds: Positive = 2.0  # between two looks at the keys file
+    reload_seconds: Positive = _CHART.auth.reload_seconds  # between two looks at the keys file
     shared_limits: SharedLimitsConfig | None = None  # None: tenants' limits hold per gateway process
     # Routes on which the engine takes no salt, so that tenants share blocks.
     unsalted_routes: Literal["refuse", "allow"] = "refuse"
@@ -215,20 +171,12 @@ class AuthConfig(CamelSection, frozen=True):
     kv_transfer_tenants: tuple[Text, ...] = ()
 
 
-class AdmissionConfig(CamelSection, frozen=True):
+class AdmissionConfig(values.Admission, frozen=True):
     """What happens when every engine of a model is full; see access/admission.py."""
 
-    requests_per_engine_max: Count = 1024
-    waiting_requests_max: Count = 1024  # per model; further ones are refused at once
-    high_wait_seconds: Positive = 60.0
-    normal_wait_seconds: Positive = 30.0
-    low_wait_seconds: Positive = 10.0
-    promotion_hints: bool = True  # engines are sent prefixes of waiting requests; see upstream/promotion_hints.py
 
-
-class IndexConfig(CamelSection, frozen=True):
-    bytes_max: Count = 256 * 1024 * 1024
-    orphans_max: Count = 4096  # stored-events kept per engine while their parent is unknown
+class IndexConfig(values.Index, frozen=True):
+    bytes_max: Count = parse_byte_count(_CHART.index.bytes_max)
 
 
 class ShutdownConfig(CamelSection, frozen=True):
@@ -236,26 +184,25 @@ class ShutdownConfig(CamelSection, frozen=True):
     drain_timeout_seconds: NotNegative = 30.0  # what running streams get before they are ended
 
 
-class LogConfig(CamelSection, frozen=True):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    requests: bool = False  # one line per request; never any prompt text
+class LogConfig(values.Log, frozen=True):
+    """One line per request with `requests`; never any prompt text."""
 
 
-class AuditConfig(CamelSection, frozen=True):
-    """One JSON line per request, without any text of prompts or replies; see access/audit.py."""
+class AuditConfig(values.Audit, frozen=True):
+    """One JSON line per request, without any text of prompts or replies; see access/audit.py.
 
-    enabled: bool = False
-    file: Text | None = None  # opened for appending, and anew after it was moved away; without it, standard output
-    waiting_lines_max: Count = 10_000  # while the disk or pipe is slow; what comes on top is dropped and counted
+    The file is opened for appending, and anew after it was moved away.
+    """
 
 
-class ReloadConfig(CamelSection, frozen=True):
-    period_seconds: NotNegative = 2.0  # between two looks at the configuration file; 0: only SIGHUP reads it again
+class ReloadConfig(values.Reload, frozen=True):
+    """Between two looks at the configuration file; 0: only SIGHUP reads it again."""
 
 
 class GatewayConfig(CamelSection, frozen=True):
     models: tuple[ModelConfig, ...]
-    processes: Processes = 1  # behind one port; with more than one, another one counts and routes for all of them
+    # behind one port; with more than one, another one counts and routes for all of them
+    processes: Processes = _CHART.processes
     listen: ListenConfig = ListenConfig()
     connections: ConnectionsConfig = ConnectionsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()

@@ -12,6 +12,9 @@ from msgspec import Meta
 
 from spillway_gateway.errors import ConfigError
 from spillway_settings.typed import CamelSection, Count, Positive, Text
+from spillway_settings.values.gateway import SharedLimits
+
+_CHART = SharedLimits()
 
 _FORMS = (
     "redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), unix:///PATH?db=DB, redis-cluster://HOST:PORT or "
@@ -28,13 +31,14 @@ class SharedLimitsConfig(CamelSection, frozen=True):
     username_env: Text | None = None  # the variable that holds the user's name
     password_env: Text | None = None
     tls_ca_file: Text | None = None  # None: the system's authorities
-    key_prefix: KeyPrefix = "spillway:limits:1:"
-    connections: Count = 8
-    timeout_seconds: Positive = 0.05  # of one question; what takes longer is decided by this replica alone
-    failures: Count = 3  # in a row, before Redis is left alone and only a background task asks for it
-    retry_seconds_max: Positive = 5.0  # longest pause of that task
-    report_seconds: Positive = 0.1  # for which ends of requests are collected into one report
-    lease_seconds: Positive = 30.0  # until what a replica that died had running is no longer counted
+    key_prefix: KeyPrefix = _CHART.key_prefix
+    connections: Count = _CHART.connections
+    # of one question; what takes longer is decided by this replica alone
+    timeout_seconds: Positive = _CHART.timeout_seconds
+    failures: Count = _CHART.failures  # in a row, before Redis is left alone and only a background task asks for it
+    retry_seconds_max: Positive = _CHART.retry_seconds_max  # longest pause of that task
+    report_seconds: Positive = _CHART.report_seconds  # for which ends of requests are collected into one report
+    lease_seconds: Positive = _CHART.lease_seconds  # until what a replica that died had running is no longer counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
 from urllib.parse import urlsplit
 
-from msgspec import Meta
-
 from spillway_gateway.errors import ConfigError
-from spillway_settings.typed import CamelSection, Count, Positive, Text
+from spillway_settings.typed import CamelSection, Count, Portion, Positive, Text
+from spillway_settings.values.gateway import Tracing
+
+_CHART = Tracing()
 
 
 class TracingConfig(CamelSection, frozen=True):
@@ -17,10 +17,11 @@ class TracingConfig(CamelSection, frozen=True):
 
     otlp_endpoint: Text | None = None  # OTLP over HTTP: http://collector:4318/v1/traces
     # Of requests without a caller's decision; a caller's traceparent decides otherwise.
-    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    service_name: Text = "spillway-gateway"
-    export_seconds: Positive = 5.0  # between two exports, and the most that one may take
-    waiting_spans_max: Count = 8192  # beyond them spans are dropped: a slow collector delays no request
+    sample_ratio: Portion = _CHART.sample_ratio
+    service_name: Text = _CHART.service_name
+    export_seconds: Positive = _CHART.export_seconds  # between two exports, and the most that one may take
+    # beyond them spans are dropped: a slow collector delays no request
+    waiting_spans_max: Count = _CHART.waiting_spans_max
 
 
 def check_tracing(config: TracingConfig) -> None:

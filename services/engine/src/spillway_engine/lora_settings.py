@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from spillway_connector.setting_names import SettingNames
 from spillway_engine.errors import SettingsError
 from spillway_settings.typed import CamelSection, Count, Text
+from spillway_settings.values.engine import Lora, LoraRank
 
-LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]  # those that vLLM has kernels for
+_CHART = Lora()
 
 
 class LoraAdapter(CamelSection, frozen=True):
@@ -24,8 +23,8 @@ class LoraSettings(CamelSection, frozen=True):
     adapters: tuple[LoraAdapter, ...] = ()  # loaded at the start
     runtime_updating: bool = False  # /v1/load_lora_adapter and /v1/unload_lora_adapter are open
     resolver_folder: Text | None = None  # a request that names a folder in it has that adapter loaded
-    max_rank: LoraRank = 16  # of all adapters
-    max_active: Count = 1  # adapters in one batch; requests of further ones wait
+    max_rank: LoraRank = _CHART.max_rank  # of all adapters
+    max_active: Count = _CHART.max_active  # adapters in one batch; requests of further ones wait
     max_in_memory: Count | None = None  # adapters kept in host memory; None: as many as max_active
 
     @property

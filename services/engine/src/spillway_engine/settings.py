@@ -21,27 +21,19 @@ from spillway_engine.kv_transfer import KvTransferSettings, check_kv_transfer
 from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
-from spillway_settings.values.kinds import MediaDomain
+from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX, Engine, KvCacheDtype
+from spillway_settings.values.kinds import Dtype, MediaDomain
 
-DATA_PARALLEL_RANKS_MAX = 64  # of one pod: each has a device of its own, and two ports
+_CHART = Engine()
 PORT_MAX = 65_535
 LAYER_PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"  # of vLLM: layers of each pipeline stage
 
 # Of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
 TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
 AtLeastASecond = Annotated[float, Meta(ge=1, le=LARGEST)]
-# Those whose size in memory is known before the start (model_shape.KV_DTYPE_BYTES).
-KvCacheDtype = Literal[
-    "auto",
-    "bfloat16",
-    "float16",
-    "fp8",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "fp8_per_token_head",
-    "int8_per_token_head",
-]
-# Methods differ by version and platform, so vLLM judges the name.
+
+# Methods differ by version and platform, so vLLM judges the name. The chart's pattern in Python's own words: `$` would
+# let a line break pass.
 QuantizationName = Annotated[
     str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]*\Z", description="a method of vLLM, such as awq, fp8 or ascend")
 ]
@@ -50,8 +42,8 @@ QuantizationName = Annotated[
 class ModelSettings(CamelSection, frozen=True):
     path: str  # a folder with config.json, or a hub name
     served_name: str = ""  # empty: the last part of `path`
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    kv_cache_dtype: KvCacheDtype = "auto"  # auto: dtype
+    dtype: Dtype = _CHART.model.dtype
+    kv_cache_dtype: KvCacheDtype = _CHART.model.kv_cache_dtype  # auto: dtype
     quantization: QuantizationName | None = None  # vLLM's name of the method; None: as the checkpoint says
     max_length: Count = 8192  # tokens, prompt and answer together
     seed: int = 0
@@ -59,8 +51,8 @@ class ModelSettings(CamelSection, frozen=True):
 
 class KvEventsSettings(CamelSection, frozen=True):
     enabled: bool = True
-    port: Port = 8200
-    replay_port: Port = 8300
+    port: Port = _CHART.kv_events.port
+    replay_port: Port = _CHART.kv_events.replay_port
 
 
 @camel_case_keys
@@ -71,20 +63,22 @@ class OffloadSettings(ConnectorConfig, frozen=True):
 
 
 class LifecycleSettings(CamelSection, frozen=True):
-    drain_delay_seconds: NotNegative = 5.0  # between "not ready" and refusing work: time for routers to notice
+    # between "not ready" and refusing work: time for routers to notice
+    drain_delay_seconds: NotNegative = _CHART.lifecycle.drain_delay_seconds
     drain_timeout_seconds: NotNegative = 60.0  # then time for running requests
-    stop_timeout_seconds: AtLeastASecond = 20.0  # then time for vLLM to end before the whole process group is killed
+    # then time for vLLM to end before the whole process group is killed
+    stop_timeout_seconds: AtLeastASecond = _CHART.lifecycle.stop_timeout_seconds
     self_check: Literal["auto", "off"] = "auto"
     self_check_text: str = ""  # sentences that the model predicts well; empty: the built-in ones, in English
-    self_check_timeout_seconds: AtLeastASecond = 120.0
+    self_check_timeout_seconds: AtLeastASecond = _CHART.lifecycle.self_check_timeout_seconds
 
 
 class EngineSettings(CamelSection, frozen=True):
     model: ModelSettings
     name: str = "engine-0"
     host: str = "127.0.0.1"
-    port: Port = 8100
-    block_size: Annotated[int, Meta(ge=16)] = 128  # tokens
+    port: Port = _CHART.port
+    block_size: Annotated[int, Meta(ge=16)] = _CHART.block_size  # tokens
     device_blocks: Annotated[int, Meta(ge=2)] | None = None
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1  # stages of layers, of tensor_parallel_size ranks each

@@ -15,13 +15,13 @@ from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_engine.argument_verdicts import ServerParser, argument_verdicts, installed_parser
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, SECRET, WHY_FIXED, check_extra_arguments
-from spillway_engine.lora_settings import LoraRank
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings, KvCacheDtype
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import MIDDLEWARE, SERVER_MODULE, server_arguments
+from spillway_settings.values.engine import KvCacheDtype, LoraRank
 
 SHAPE = ModelShape(30, 3, 64, None, "bfloat16", 8192, 0)
 MACHINES = {

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from spillway_engine.settings import DATA_PARALLEL_RANKS_MAX, LifecycleSettings, ModelSettings
+from spillway_engine.settings import LifecycleSettings, ModelSettings
+from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX
+from spillway_settings.values.gateway import PROCESSES_MAX
 from spillway_stack import make_variables
 from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS
 from spillway_stack.errors import StackError
@@ -19,7 +21,6 @@ SELF_CHECKS = get_args(get_type_hints(LifecycleSettings)["self_check"])
 SHARED_TIERS = ("nvme", "redis", "none")
 VALKEY_MAX_BYTES = 1 << 30
 GATEWAY_MEMORY_BYTES = 400 << 20  # of each of its processes
-GATEWAY_PROCESSES_MAX = 16
 ENGINES_MAX = 50
 PORTS_APART = 100  # of engines, events and replays
 
@@ -59,7 +60,7 @@ class StackSettings:
             offload=_choice(environment, "OFFLOAD", "on", ("on", "off")) == "on",
             num_cpu_blocks=_number(environment, "NUM_CPU_BLOCKS", default.num_cpu_blocks, least=1),
             device_blocks=_number(environment, "DEVICE_BLOCKS", default.device_blocks, least=2),
-            gateway_processes=_number(environment, "GATEWAY_PROCESSES", 1, least=1, most=GATEWAY_PROCESSES_MAX),
+            gateway_processes=_number(environment, "GATEWAY_PROCESSES", 1, least=1, most=PROCESSES_MAX),
             max_length=_number(environment, "MAX_LENGTH", default.max_length, least=1),
             dtype=_choice(environment, "DTYPE", default.dtype, DTYPES),
             self_check=_choice(environment, "SELF_CHECK", default.self_check, SELF_CHECKS),

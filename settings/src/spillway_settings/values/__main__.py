@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from spillway_settings.values.reference import with_reference
 from spillway_settings.values.schema import needed_settings, values_schema, written
 
 
-def generated(values_text: str) -> dict[str, str]:
+def generated(chart: Path) -> dict[str, str]:
     """File of the chart -> its text."""
+    schema = values_schema((chart / "values.yaml").read_text())
     return {
-        "values.schema.json": written(values_schema(values_text)) + "\n",
+        "values.schema.json": written(schema) + "\n",
         "files/needed-settings.json": written(needed_settings()) + "\n",
+        "README.md": with_reference((chart / "README.md").read_text(), schema),
     }
 
 
 def main() -> None:
     [chart] = sys.argv[1:] or ["charts/spillway"]
-    for name, text in generated(Path(chart, "values.yaml").read_text()).items():
+    for name, text in generated(Path(chart)).items():
         Path(chart, name).write_text(text)
 
 

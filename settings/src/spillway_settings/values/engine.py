@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from spillway_settings.typed import Count, Port, Text
+from spillway_settings.typed import Count, Port, Positive, Text
 from spillway_settings.values import kubernetes
 from spillway_settings.values.kinds import (
     Address,
@@ -25,7 +25,6 @@ from spillway_settings.values.kinds import (
     OptionalFolder,
     OptionalServedName,
     Pods,
-    Positive,
     Registry,
     Repository,
     ResourceAmount,
@@ -42,6 +41,13 @@ from spillway_settings.values.kinds import (
 )
 from spillway_settings.values.offload import Offload
 from spillway_settings.values.pods import PodDisruptionBudget, PodSettings, Probes, SecretReference, TopologySpread
+
+DATA_PARALLEL_RANKS_MAX = 64  # of one pod: each has a device of its own, and two ports
+# Those whose size in memory is known before the start (the engine service's model_shape.KV_DTYPE_BYTES).
+KvCacheDtype = Literal[
+    "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"
+]
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]  # those that vLLM has kernels for
 
 
 class ModelShape(Section, frozen=True):
@@ -80,9 +86,7 @@ class Model(Section, frozen=True):
     served_name: OptionalServedName = ""
     aliases: list[ServedName] = []
     dtype: Dtype = "auto"
-    kv_cache_dtype: Literal[
-        "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"
-    ] = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     quantization: (
         Annotated[
             str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="a method of vLLM, such as awq, fp8 or ascend")
@@ -124,7 +128,7 @@ class Lora(Section, frozen=True):
     resolver_names: list[
         Annotated[str, Meta(min_length=1, pattern=r"^[^/]*$", description="a shell pattern of names, without a slash")]
     ] = msgspec.field(default_factory=lambda: ["*"])
-    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    max_rank: LoraRank = 16
     max_active: Count = 1
     max_in_memory: Count | None = None
     volume: LoraVolume = LoraVolume()
@@ -273,7 +277,7 @@ class Engine(PodSettings, frozen=True):
     lora: Lora = Lora()
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
-    data_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    data_parallel_size: Annotated[int, Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] = 1
     accelerator: Accelerator = Accelerator()
     block_size: Annotated[int, Meta(ge=16, multiple_of=16)] = 128
     device_blocks: Annotated[int, Meta(ge=2)] | None = None

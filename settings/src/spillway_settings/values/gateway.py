@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from spillway_settings.typed import Count, Port, Share, Text
+from spillway_settings.typed import Count, NotNegative, Port, Portion, Positive, Share, Text
 from spillway_settings.values import kubernetes
 from spillway_settings.values.kinds import (
     SECONDS_MAX,
@@ -19,11 +19,8 @@ from spillway_settings.values.kinds import (
     IngressPath,
     Labels,
     Network,
-    NotNegative,
     ObjectName,
     Origin,
-    Portion,
-    Positive,
     Seconds,
     SecondsOrNone,
     SecretEntry,
@@ -45,6 +42,8 @@ from spillway_settings.values.pods import (
     restricted_container,
     restricted_pod,
 )
+
+PROCESSES_MAX = 16  # behind one port
 
 
 class GatewayService(Section, frozen=True):
@@ -322,7 +321,7 @@ class Rbac(Section, frozen=True):
 
 class Gateway(PodSettings, frozen=True):
     replicas: SomePods = 2
-    processes: Annotated[int, Meta(ge=1, le=16)] = 1
+    processes: Annotated[int, Meta(ge=1, le=PROCESSES_MAX)] = 1
     image: Image = Image(repository="spillway-gateway")
     port: Port = 8000
     service: GatewayService = GatewayService()

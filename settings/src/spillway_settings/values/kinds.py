@@ -31,9 +31,6 @@ SecondsOrNone = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]  # 0: none
 LongSeconds = Annotated[float, Meta(ge=1, le=SECONDS_MAX)]
 WholeSeconds = Annotated[int, Meta(ge=1, le=SECONDS_MAX)]
 WholeSecondsOrNone = Annotated[int, Meta(ge=0, le=SECONDS_MAX)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Portion = Annotated[float, Meta(ge=0, le=1)]
 Pods = Annotated[int, Meta(ge=0, le=10_000)]
 SomePods = Annotated[int, Meta(ge=1, le=10_000)]
 

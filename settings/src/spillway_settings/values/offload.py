@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from spillway_settings.typed import Count, Share
+from spillway_settings.queue_order import OVERTAKE_SECONDS
+from spillway_settings.typed import Count, Portion, Positive, Share
 from spillway_settings.values.kinds import (
     Anything,
     AutoOff,
@@ -16,8 +17,6 @@ from spillway_settings.values.kinds import (
     ObjectName,
     OnOff,
     OptionalFolder,
-    Portion,
-    Positive,
     Seconds,
     SecretEntry,
     SecretName,
@@ -26,6 +25,12 @@ from spillway_settings.values.kinds import (
     WholeSeconds,
 )
 from spillway_settings.values.pods import CertificateSecret, SecretReference
+
+EvictionPolicy = Literal["lru", "arc"]
+Storing = Literal["auto", "eager"]
+QueueOrder = Literal["prefix", "arrival"]
+NvmeMode = Literal["files", "slab", "auto"]
+Transport = Literal["auto", "cpu", "cuda", "npu"]
 
 
 class CopyTable(Section, frozen=True):
@@ -43,7 +48,7 @@ class NvmeVolume(Section, frozen=True):
 
 class NvmeTier(Section, frozen=True):
     path: Folder = "/var/lib/spillway/kv"
-    mode: Literal["files", "slab", "auto"] = "auto"
+    mode: NvmeMode = "auto"
     max_bytes: Size | None = None
     ttl_seconds: WholeSeconds | None = None
     tenant_max_bytes: Size | None = None
@@ -102,14 +107,14 @@ class Offload(Section, frozen=True):
     generated_tokens: OnOff = "on"
     layerwise_loads: OnOff = "off"
     compute_while_loading: OnOff = "off"
-    storing: Literal["auto", "eager"] = "auto"
-    queue_order: Literal["prefix", "arrival"] = "prefix"
-    queue_overtake_seconds: Seconds = 4
-    eviction_policy: Literal["lru", "arc"] = "lru"
+    storing: Storing = "auto"
+    queue_order: QueueOrder = "prefix"
+    queue_overtake_seconds: Seconds = OVERTAKE_SECONDS
+    eviction_policy: EvictionPolicy = "lru"
     batch_memcpy: AutoOnOff = "auto"
     max_copy_descriptors: Count = 4096
     copy_table: CopyTable | None = None
-    transport: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    transport: Transport = "auto"
     acl_library_path: Annotated[str, Meta(min_length=1, description="the path of a library")] | None = None
     weights_version: Annotated[str, Meta(min_length=1, description="a version of the weights")] | None = None
     prefill_tokens_per_second: Positive | None = None

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
+from spillway_settings.typed import LARGEST
 from spillway_settings.values.comments import comments_by_setting
 from spillway_settings.values.engine import Engine
 from spillway_settings.values.release import Values
@@ -159,7 +160,8 @@ def _kind(node: types.Type, path: str, comments: Mapping[str, str]) -> Schema:
     if isinstance(node, types.AnyType):
         return {}
     bounds = {word: getattr(node, name, None) for name, word in _BOUNDS.items()}
-    return {"type": _NAMES[type(node)], **{word: bound for word, bound in bounds.items() if bound is not None}}
+    given = {word: bound for word, bound in bounds.items() if bound not in (None, LARGEST)}
+    return {"type": _NAMES[type(node)], **given}
 
 
 def _union(node: types.UnionType, path: str, comments: Mapping[str, str]) -> Schema:
