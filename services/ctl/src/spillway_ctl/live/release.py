@@ -26,7 +26,7 @@ from spillway_ctl.live.asking import Asker, CheckFailed
 from spillway_ctl.live.chat import ANSWER_TOKENS, QUESTION, plain_chat, streamed_chat
 from spillway_ctl.named_text import read_named
 from spillway_ctl.readings import TEXT, WORDS
-from spillway_settings.wire import CONFIG_PATH, RANK_HEADER
+from spillway_settings.wire import CONFIG_PATH, ENGINE_HEADER, RANK_HEADER
 
 # Network policies and Services name a pod's address some seconds after it has begun to run; until then a connection is
 # refused or gets no answer.
@@ -195,7 +195,7 @@ def _check_chat(release: Release, asker: Asker, model: Mapping[str, Any], engine
         raise CheckFailed(f"one question has {prompt_tokens} tokens, and {streamed_prompt_tokens} when streamed")
     # Not compared word by word: on another engine, or for a model that is not sure, rounding may choose another word.
     text = f"{plain!r}" if plain == streamed else f"{plain!r}, streamed {streamed!r}"
-    return f"chat answered by {headers.get('x-spillway-engine', 'an unnamed engine')}: {text}"
+    return f"chat answered by {headers.get(ENGINE_HEADER, 'an unnamed engine')}: {text}"
 
 
 def _require_refusal(asker: Asker, url: str, body: Mapping[str, Any]) -> None:
