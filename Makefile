@@ -18,6 +18,7 @@ ENGINE_DISTRIBUTIONS := settings connector gateway services/engine services/stac
 CONNECTOR := settings/src:connector/src:services/engine/src
 VERSION := 0.1.0
 HELM ?= helm
+KEYRING ?= $(HOME)/.gnupg/secring.gpg
 CONTAINER ?= $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))
 REGISTRY ?=
 # bench-copy and bench-gpu need PyTorch (and vLLM) for CUDA, which the local environment does not hold.
@@ -300,14 +301,21 @@ images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VA
 	done
 
 .PHONY: chart
-chart: ## Package the chart into build/chart/. SOURCE=https://host/path of this repository, HELM=helm
+chart: ## Package the chart into build/chart/. SOURCE=https://host/path of this repository, SIGN=key, HELM=helm
 ##+ SOURCE becomes the chart's home and source, and the alerts' links lead to its docs/operations.md
+##+ SIGN names a PGP key in KEYRING; helm then writes a provenance file beside the package, for helm verify
 	@rm -rf build/chart && mkdir -p build/chart && cp -r charts/spillway build/chart/
 	@case "$(SOURCE)" in "") ;; \
 	  https://*) printf 'home: %s\nsources: [%s]\n' "$(SOURCE)" "$(SOURCE)" >> build/chart/spillway/Chart.yaml; \
+	    sed -i 's|^annotations:|&\n  artifacthub.io/links: "[{name: Changes, url: $(SOURCE)/blob/main/CHANGELOG.md}]"|' build/chart/spillway/Chart.yaml; \
 	    sed -i 's|^    runbookBaseUrl: ""|    runbookBaseUrl: "$(SOURCE)/blob/main/docs/operations.md"|' build/chart/spillway/values.yaml;; \
 	  *) echo "SOURCE=$(SOURCE) is no address; write https://host/path"; exit 1;; esac
-	@$(HELM) package build/chart/spillway -d build/chart
+	@$(HELM) package build/chart/spillway -d build/chart $(if $(SIGN),--sign --key "$(SIGN)" --keyring "$(KEYRING)")
+
+.PHONY: chart-push
+chart-push: ## Push the packaged chart, with its provenance file if it has one. OCI=oci://host/path
+	@case "$(OCI)" in oci://?*) ;; *) echo "OCI=$(OCI) is no address of a registry; write oci://host/path"; exit 1;; esac
+	@$(HELM) push build/chart/spillway-*.tgz $(OCI)
 
 .PHONY: sbom
 sbom: ## CycloneDX lists of what the images hold, in build/sbom/. Needs syft

@@ -258,5 +258,12 @@ def test_a_package_knows_where_it_comes_from(tmp_path):
         chart = yaml.safe_load(archive.extractfile("spillway/Chart.yaml").read())
         values = yaml.safe_load(archive.extractfile("spillway/values.yaml").read())
     assert (chart["home"], chart["sources"]) == ("https://git.example/spillway", ["https://git.example/spillway"])
+    notes = chart["annotations"]
+    assert (
+        yaml.safe_load(notes["artifacthub.io/links"])[0]["url"] == "https://git.example/spillway/blob/main/CHANGELOG.md"
+    )
+    names = {image["image"].rpartition(":")[0] for image in yaml.safe_load(notes["artifacthub.io/images"])}
+    repositories = {values[part]["image"]["repository"] for part in ("gateway", "checks", "redis")}
+    assert {name.removeprefix("docker.io/") for name in names} == repositories
     runbooks = values["monitoring"]["alerts"]["runbookBaseUrl"]
     assert runbooks == "https://git.example/spillway/blob/main/docs/operations.md"
