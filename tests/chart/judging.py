@@ -1,15 +1,9 @@
-"""What the chart says of many values at once: one run of Helm for its schema and one for its templates.
-
-A process for each would cost minutes. Helm judges by values.schema.json before it renders anything, so templates see
-only what passed.
-"""
+"""What Helm says of many values at once by the chart's schema, in one run: a process for each would cost minutes."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,24 +13,8 @@ from chart.helm_binaries import Helm
 from chart.rendering import CHART, RenderRefused, render
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-# Helm's own merge of values is `spillway.overlay`: keys win, maps are merged, null removes a default.
-JUDGE = """\
-kind: Judged
-verdicts:
-{{- range $name, $values := .Values.cases }}
-{{- $root := dict "Values" $values "Release" $.Release "Chart" $.Chart "Files" $.Files "Capabilities" $.Capabilities }}
-{{- $plan := dict }}
-{{- include "spillway.makePlan" (dict "root" $root "plan" $plan) }}
-  {{ $name | quote }}: {{ values $plan.problems | toJson }}
-{{- end }}
-"""
 # `- cases.NAME.engine: ...` of Helm 3, `- at '/cases/NAME/engine': ...` of Helm 4.
 _REFUSED = re.compile(r"^ *- (?:cases\.(\d+)\.?([^:]*)|at '/cases/(\d+)([^']*)'): (.*)$")
-
-
-def laid_out(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the chart sees."""
-    return _overlaid(VALUES, given)
 
 
 def refused_by_schema(cases: Mapping[str, Mapping[str, Any]], helm: Helm, folder: Path) -> dict[str, list[str]]:
@@ -62,18 +40,6 @@ def refused_by_schema(cases: Mapping[str, Mapping[str, Any]], helm: Helm, folder
     return verdicts
 
 
-def refused_by_templates(cases: Mapping[str, Mapping[str, Any]], helm: Helm, folder: Path) -> dict[str, list[str]]:
-    """Name -> every problem that the chart's templates find in values that its schema takes."""
-    (folder / "templates").mkdir(parents=True)
-    for file in (CHART / "templates").glob("_*.tpl"):
-        shutil.copy(file, folder / "templates")
-    shutil.copytree(CHART / "files", folder / "files")
-    shutil.copy(CHART / "Chart.yaml", folder)
-    (folder / "templates" / "judged.yaml").write_text(JUDGE)
-    laid = {name: laid_out(case) for name, case in cases.items()}
-    return render(values={"cases": laid}, chart=folder, helm=helm).objects[0]["verdicts"]
-
-
 def _without_removed(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What was given, less each null that takes a default away: the schema sees the rest, which is valid in parts."""
     return {
@@ -83,15 +49,3 @@ def _without_removed(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         for key, value in given.items()
         if value is not None or key not in base
     }
-
-
-def _overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = copy.deepcopy(dict(base))
-    for key, value in over.items():
-        if value is None:
-            merged.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = _overlaid(merged[key], value)
-        else:
-            merged[key] = copy.deepcopy(value)
-    return merged

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,19 @@ CUSTOM_KINDS = (
     "gateway.networking.k8s.io/v1/HTTPRoute",
 )
 RENDER_SECONDS = 300  # only a Helm that hangs takes so long
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+MANY = """\
+kind: Many
+texts:
+{{- range $name, $values := .Values.cases }}
+{{- $root := dict "Values" $values "Release" $.Release "Chart" $.Chart "Files" $.Files "Capabilities" $.Capabilities
+  "Template" $.Template }}
+{{- $texts := list }}
+{{- range $.Values.files }}{{ $texts = append $texts (include (print "spillway/templates/" .) $root) }}{{ end }}
+{{- $text := toJson $texts }}
+  {{ $name | quote }}: {{ $.Values.onlyHashes | ternary (sha256sum $text | quote) $text }}
+{{- end }}
+"""
 _valid: set[str] = set()
 
 
@@ -92,6 +106,45 @@ def render(
     if status != 0:
         raise RenderRefused(errors)
     return Render(text)
+
+
+def render_many(
+    cases: Mapping[str, Mapping[str, Any]], folder: Path, helm: Helm | None = None, kubernetes: str = "1.32"
+) -> dict[str, Render]:
+    """Name -> what the chart renders of these values, in one run of Helm, whose start takes longer than a render.
+
+    The schema is not asked. NOTES is rendered too, and left out.
+
+    Args:
+        cases: name -> what is given over the chart's defaults.
+        folder: one that is not there yet; a chart is made in it whose only template renders the others for each case.
+        helm: which of the two.
+        kubernetes: version of the cluster.
+    """
+    texts = _many(cases, folder, False, helm=helm, kubernetes=kubernetes)
+    return {name: Render("\n---\n".join(texts[name][:-1])) for name in cases}
+
+
+def digests_of_many(cases: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, str]:
+    """Name -> a hash of what `render_many` has."""
+    return _many(cases, folder, True)
+
+
+def _many(cases: Mapping[str, Mapping[str, Any]], folder: Path, only_hashes: bool, **options: Any) -> dict[str, Any]:
+    (folder / "templates").mkdir(parents=True)
+    names = []
+    for file in (CHART / "templates").rglob("*.*"):
+        # What begins with an underscore is there to be included.
+        name = file.name if file.name.startswith("_") else f"_{file.name}"
+        shutil.copy(file, folder / "templates" / name)
+        if file.suffix == ".yaml":
+            names.append(name)
+    shutil.copytree(CHART / "files", folder / "files")
+    shutil.copy(CHART / "Chart.yaml", folder)
+    (folder / "templates" / "many.yaml").write_text(MANY)
+    laid = {name: laid_out(case) for name, case in cases.items()}
+    values = {"cases": laid, "files": [*sorted(names), "_NOTES.txt"], "onlyHashes": only_hashes}
+    return render(values=values, chart=folder, **options).objects[0]["texts"]
 
 
 @cache
@@ -159,6 +212,23 @@ def laid_over(base: Mapping[str, Any], *overs: Mapping[str, Any]) -> dict[str, A
         for key, value in over.items():
             both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
             merged[key] = laid_over(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+def laid_out(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the chart sees: Helm merges what is given into the defaults, and null removes one."""
+    return _merged(VALUES, given)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        if value is None and key in merged and merged[key] is not None:
+            merged.pop(key)
+        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merged(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
     return merged
 
 

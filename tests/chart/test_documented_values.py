@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from chart.helm_binaries import ROOT
-from chart.rendering import CHART, RenderRefused, render
+from chart.rendering import CHART, RenderRefused, render, render_many
 
 from spillway_settings.values.reference import BEGIN, END
 
@@ -65,9 +65,11 @@ def test_named_values_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_fragments_of_values_render(page):
-    for values in fragments((ROOT / page).read_text()):
-        assert render(values=values).objects, values
+def test_fragments_of_values_render(page, tmp_path):
+    cases = {str(number): values for number, values in enumerate(fragments((ROOT / page).read_text()))}
+
+    for rendered in render_many(cases, tmp_path / "spillway").values() if cases else ():
+        assert rendered.objects
 
 
 def test_every_chapter_with_values_is_read():

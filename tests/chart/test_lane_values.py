@@ -1,6 +1,6 @@
 """The values of the cluster lane's cases with real engines render, and an engine would start with them.
 
-Most runs of that lane leave these cases out, and would not see that the chart refuses their values.
+Most runs of that lane leave these cases out, and would not see that the check refuses their values.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
-from chart.helm_binaries import helms
 from chart.rendering import Render, pod_spec, render
 from cluster import real_engines
 from cluster.helm import VERSION
 from cluster.image_builder import images
 from cluster.values import simulated_ascend
 
+from spillway_ctl.check.chart_facts import Cluster
+from spillway_ctl.check.judgement import findings
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.platform_facts import fact_problems
@@ -51,10 +52,9 @@ def in_its_pod(rendered: Render, folder: Path) -> tuple[EngineSettings, Resolved
     return settings, resolve_engine(settings, MODEL, machine)
 
 
-@pytest.mark.parametrize("helm", helms(), ids=lambda helm: str(helm.major))
 @pytest.mark.parametrize("name", REAL_ENGINES)
-def test_the_chart_takes_it(name, helm):
-    assert render(values=REAL_ENGINES[name](), helm=helm).of_kind("StatefulSet", "engine")
+def test_the_check_takes_it(name):
+    assert findings(REAL_ENGINES[name](), Cluster()) == []
 
 
 @pytest.mark.parametrize("name", REAL_ENGINES)

@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 import yaml
-from chart.helm_binaries import helms
-from chart.rendering import Render, environment, laid_over, nested, pod_spec, quantity_bytes, render, require_valid
+from chart.helm_binaries import Helm, helms
+from chart.rendering import (
+    Render,
+    environment,
+    laid_over,
+    nested,
+    pod_spec,
+    quantity_bytes,
+    render_many,
+    require_valid,
+)
 
 from spillway_connector.config import ConnectorConfig, RedisTierConfig, parse_tier
 from spillway_engine.settings import EngineSettings, check_settings
@@ -249,6 +258,7 @@ DIMENSIONS = {
 VERSIONS = [f"1.{minor}" for minor in range(28, 37)]
 Choice = tuple[str, int]
 LEAST_ROWS = 200
+TURNS = 2 * len(VERSIONS)
 
 
 def covering_array() -> list[dict[str, int]]:
@@ -307,16 +317,20 @@ def test_matrix_is_large_enough():
     assert every_pair == set().union(*(subsets(row, 2) for row in ROWS))
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)))
-def test_combination(number, tmp_path):
-    values = values_of(ROWS[number])
-    kubernetes = VERSIONS[number % len(VERSIONS)]
+@pytest.mark.parametrize("turn", range(TURNS))
+def test_combinations(turn, tmp_path):
+    """Each turn has a version of Kubernetes and a Helm of its own."""
+    cases = {str(number): values_of(ROWS[number]) for number in range(turn, len(ROWS), TURNS)}
+    kubernetes, helm = version_and_helm(turn)
 
-    rendered = render(values=values, kubernetes=kubernetes, helm=helms()[number // len(VERSIONS) % 2])
+    for rendered in render_many(cases, tmp_path / "spillway", helm, kubernetes).values():
+        require_valid(rendered, kubernetes)
+        require_promises(rendered)
+        require_a_gateway_that_starts(rendered, tmp_path / "gateway.yaml")
 
-    require_valid(rendered, kubernetes)
-    require_promises(rendered)
-    require_a_gateway_that_starts(rendered, tmp_path / "gateway.yaml")
+
+def version_and_helm(turn: int) -> tuple[str, Helm]:
+    return VERSIONS[turn % len(VERSIONS)], helms()[turn // len(VERSIONS)]
 
 
 def require_promises(rendered) -> None:

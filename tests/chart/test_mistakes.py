@@ -1,7 +1,8 @@
-"""Mistakes that operators make, and the message each gets: where it is, what was given, what is needed, what to do.
+"""Mistakes that operators make: which of them Helm's schema refuses, which a render, which the engine service too.
 
-mistakes.yaml is the table. Helm refuses types, words, bounds and names of keys by values.schema.json, in words of its
-own; what that takes the templates judge. A few entries go the whole way to show that such a verdict is the chart's.
+mistakes.yaml is the table. `spillway check` refuses every row (test_checked_values.py), and Helm by values.schema.json
+those with a wrong type, word, bound or key. A render refuses the few that harm a release even if nobody ran the check
+(charts/spillway/templates/_rules.tpl).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from chart.helm_binaries import Helm, helms
-from chart.judging import refused_by_schema, refused_by_templates
+from chart.judging import refused_by_schema
 from chart.rendering import CHART, RenderRefused, laid_over, render
 
-from spillway_connector.native_keys import BATCH_MEMCPY_VARIABLE
+from spillway_ctl.check.chart_facts import facts
 from spillway_engine import credentials
 from spillway_engine.errors import BudgetError, SettingsError
 from spillway_engine.machine import Machine
@@ -29,16 +30,16 @@ from spillway_engine.settings_reader import engine_settings
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 BY_SCHEMA = {name: case for name, case in TABLE.items() if "refusedAt" in case}
-BY_TEMPLATES = {name: case for name, case in TABLE.items() if "says" in case}
-SHARES = 6  # of the table, which several processes may judge
+BY_RULE = {name: case for name, case in TABLE.items() if "rule" in case}
 SERVICE = {"model": {"path": "/m", "maxLength": 32768}, "platform": "npu", "offload": {"numCpuBlocks": 64}}
-WHOLE_WAY = ("misspelt section", "a default taken away", "password in the address", "one port twice")
-# Where it is; what is wrong; what to do.
-FORM = re.compile(r"[a-zA-Z]+(\.[\w./-]+|\[\d+\])*( \w+)?[:, ].+(; .+|did you mean .+\?|: remove it.*)", re.DOTALL)
-
-
-def test_every_mistake_is_refused_by_one_of_the_two() -> None:
-    assert BY_SCHEMA.keys() | BY_TEMPLATES.keys() == TABLE.keys() and not BY_SCHEMA.keys() & BY_TEMPLATES.keys()
+TEMPLATES = [file for file in (CHART / "templates").rglob("*") if file.is_file()]
+RULES_MAX = 15
+# Of rules that no row breaks: a release's name (test_names.py), a megabyte of values.
+OTHER_RULES = {
+    "name": None,
+    "hook": ({"gateway": {"podAnnotations": {"a": "b" * 1048576}}}, "set checks.hook: false and run spillway check"),
+}
+LINES_MAX, COLUMNS_MAX = 2500, 120
 
 
 @pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
@@ -55,18 +56,37 @@ def test_helm_names_the_setting_that_the_schema_refuses(helm: Helm, tmp_path: Pa
     assert wrong == {}
 
 
-@pytest.mark.parametrize("share", range(SHARES))
-def test_messages_of_the_templates(share: int, tmp_path: Path) -> None:
-    names = list(BY_TEMPLATES)[share::SHARES]
-    verdicts = refused_by_templates({name: TABLE[name]["values"] for name in names}, helms()[1], tmp_path / "spillway")
+@pytest.mark.parametrize("mistake", BY_RULE)
+def test_a_render_refuses_it(mistake: str) -> None:
+    case = TABLE[mistake]
 
-    for name in names:
-        text = "\n".join(verdicts[name])
-        for words in TABLE[name]["says"]:
-            assert words in text, name
-        assert not any(word in text for word in ("SECRET", " 0 B", "%!", "<nil>")), name
-        for problem in verdicts[name]:
-            assert FORM.fullmatch(problem), problem
+    message = refusal(case["values"], helm=helms()[list(BY_RULE).index(mistake) % 2])
+
+    assert case["renderSays"] in message and "SECRET" not in message
+
+
+def test_the_rules_of_the_templates_are_few_and_each_has_its_reason_and_a_row() -> None:
+    """A new rule between values goes into services/ctl/src/spillway_ctl/check/."""
+    text = (CHART / "templates" / "_rules.tpl").read_text()
+    rules = re.findall(r'^\{\{/\* \d+\. .+?\*/\}\}\n\{\{- define "spillway\.rule\.(\w+)" -\}\}$', text, re.M | re.S)
+
+    assert len(rules) == len(set(rules)) == text.count('{{- define "spillway.rule.') <= RULES_MAX
+    assert {case["rule"] for case in BY_RULE.values()} == set(rules) - OTHER_RULES.keys()
+    assert [file.name for file in TEMPLATES if re.search(r"[{( ](fail|required) ", file.read_text())] == ["_rules.tpl"]
+
+
+@pytest.mark.parametrize("rule", [name for name, case in OTHER_RULES.items() if case])
+def test_a_render_refuses_what_no_row_has(rule: str) -> None:
+    values, said = OTHER_RULES[rule]
+
+    assert said in refusal(values)
+
+
+def test_the_templates_stay_short() -> None:
+    lines = [line for file in TEMPLATES for line in file.read_text().splitlines()]
+
+    assert len(lines) <= LINES_MAX
+    assert [line for line in lines if len(line) > COLUMNS_MAX] == []
 
 
 @pytest.mark.parametrize("mistake", [name for name, case in TABLE.items() if "service" in case])
@@ -98,12 +118,8 @@ def test_chart_and_engine_service_go_by_the_same_facts() -> None:
     assert {each["platform"]: each["blockTokensMultiple"] for each in presets.values()} == BLOCK_TOKENS_MULTIPLE
 
 
-def test_the_chart_knows_the_variable_that_does_nothing() -> None:
-    assert f'$variable := "{BATCH_MEMCPY_VARIABLE}"' in (CHART / "templates" / "_ascend.tpl").read_text()
-
-
 def test_defaults_of_unread_settings_are_those_of_the_values() -> None:
-    rules = yaml.safe_load((CHART / "files" / "unread-settings.yaml").read_text())
+    rules = facts("unread-settings.yaml")
     settings = {setting: default for rule in rules for setting, default in rule["settings"].items()}
 
     assert len(settings) > 90
@@ -119,41 +135,11 @@ def value_at(path: str) -> Any:
     return here
 
 
-@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
-@pytest.mark.parametrize("mistake", WHOLE_WAY)
-def test_a_render_is_refused_with_the_same_words(mistake: str, helm: Helm) -> None:
-    message = refusal(TABLE[mistake]["values"], helm=helm)
+def test_every_rule_that_is_broken_is_said_at_once() -> None:
+    values = yaml.safe_load("engine: {memory: {limit: 1GiB}, apiKeySecret: {name: k}}")
+    values["gateway"] = {"auth": {"keysSecret": {"name": "k"}}}
 
-    case = TABLE[mistake]
-    # Helm 4 writes /a/b for a.b.
-    assert all(words in message.replace("/", ".") for words in case.get("says") or case["refusedAt"])
-
-
-def test_every_mistake_is_verdicts_at_once():
-    message = refusal(yaml.safe_load("engine: {tensorParallelSize: 3, memory: {limit: 1GiB}, extraEnv: {A_TOKEN: x}}"))
-
-    assert message.count("\n- ") == 4
-
-
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        ("engine: {autoscaling: {enabled: true}}", "keda.sh/v1alpha1/ScaledObject"),
-        ("monitoring: {podMonitor: {enabled: true}}", "monitoring.coreos.com/v1/PodMonitor"),
-        ("monitoring: {serviceMonitor: {enabled: true}}", "monitoring.coreos.com/v1/ServiceMonitor"),
-        (
-            "monitoring: {alerts: {enabled: true}, serviceMonitor: {enabled: true}}",
-            "monitoring.coreos.com/v1/PrometheusRule",
-        ),
-        ("gateway: {httpRoute: {enabled: true, parentRefs: [{name: a}]}}", "gateway.networking.k8s.io/v1/HTTPRoute"),
-    ],
-)
-def test_kinds_that_the_cluster_lacks(values, kind):
-    message = refusal(yaml.safe_load(values), kinds=())
-
-    assert "install" in message and f"-a {kind}" in message
-    monitors = [kind, "monitoring.coreos.com/v1/ServiceMonitor"]
-    assert render(values=yaml.safe_load(values), kinds=monitors).of_kind(kind.rsplit("/", 1)[1])
+    assert refusal(values).count("\n- ") == 3
 
 
 def test_force_takes_numbers_that_are_too_small():

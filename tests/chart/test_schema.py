@@ -14,6 +14,7 @@ from chart.kubernetes_types import fields_since
 from chart.rendering import CHART, VALUES_FILES, render
 from chart.test_documented_values import PAGES, fragments
 
+from spillway_ctl.check.chart_facts import facts
 from spillway_settings.values.__main__ import generated
 from spillway_settings.values.release import Values
 
@@ -116,17 +117,17 @@ def test_helm_lint_refuses_a_misspelt_setting(helm: Helm, tmp_path: Any) -> None
     assert done.returncode != 0 and "replcas" in done.stdout and "numCpuBlocks" in done.stdout
 
 
-def test_every_template_begins_with_the_checks() -> None:
-    """Helm renders files in an order of its own, and each may read values only after they were judged."""
+def test_every_template_begins_with_the_plan() -> None:
+    """Helm renders files in an order of its own, and each may read values only after the few rules of _rules.tpl."""
     files = [file for file in (CHART / "templates").rglob("*") if file.suffix in (".yaml", ".txt")]
 
-    assert len(files) > 25
+    assert len(files) > 20
     for file in files:
-        assert file.read_text().startswith('{{- include "spillway.requireValid" $ -}}\n'), file
+        assert file.read_text().startswith('{{- include "spillway.plan" $ -}}'), file
 
 
-def test_the_chart_knows_since_when_fields_of_kubernetes_are_there() -> None:
-    known = yaml.safe_load((CHART / "files" / "kubernetes-since.yaml").read_text())["fields"]
+def test_the_check_knows_since_when_fields_of_kubernetes_are_there() -> None:
+    known = facts("kubernetes-since.yaml")["fields"]
 
     for (name, field), since in fields_since().items():
         # `(mis)?matchLabelKeys` stands for two.

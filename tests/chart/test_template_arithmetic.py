@@ -1,21 +1,20 @@
 """What the templates compute is what Python computes: one table of cases, made from Python, in one render.
 
-The chart reads sizes and adds up a pod's memory before any pod exists, so this arithmetic is there twice: in
-templates/_sizes.tpl and _memory.tpl, and in spillway_settings.byte_sizes and spillway_engine.memory_budget.
+A render sizes the pods, so templates/_sizes.tpl and _memory.tpl read sizes and add up a pod's memory too, as
+spillway_settings.byte_sizes and spillway_engine.memory_budget do.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
 import yaml
 from chart.helm_binaries import helms
 from chart.rendering import CHART, render
-from size_cases import BYTES, REFUSED
+from size_cases import BYTES
 
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
@@ -25,7 +24,9 @@ from spillway_engine.settings_reader import read_settings
 from spillway_settings.byte_sizes import parse_byte_count
 
 SHAPES = yaml.safe_load((CHART / "files" / "model-shapes.yaml").read_text())
-CASES = 400
+CASES = 150
+# Beyond 8 PiB no pod is sized.
+READ = {value: size for value, size in BYTES.items() if size <= 8 << 50}
 # Of vLLM, with host memory of their own, as a person may write them.
 ARGUMENTS = (
     *([] for _ in range(8)),
@@ -40,19 +41,15 @@ ARGUMENTS = (
     ["--mm-processor-cache-gb=0", "--mm-processor-cache-type", "shm"],
     ["--mm-processor-cache-gb=-1"],
 )
-NUMBERS = ("0", "1", "7", "1.5", "0.1", "4.35", "12e9", "3E-2", "1e", ".5", "5.", "00012", "999999", "-1", "")
-RANDOM_SIZES = 300
-UNITS = ("", "B", "k", "K", "m", "M", "Mi", "MiB", "mib", "MB", "mb", "G", "g", "Gi", "GIB", " GiB", "T", "TiB", "Ei")
 TEMPLATE = """\
 kind: Computed
 sizes:{{ range .Values.sizes }}
-- {{ include "spillway.readSize" .value | quote }}{{ end }}
+- {{ include "spillway.bytes" . | quote }}{{ end }}
 memory:{{ range .Values.memory }}
-{{- $problems := dict }}{{ $shape := dict }}{{ $out := dict }}
-{{- include "spillway.shape" (dict "engine" .engine "path" "engine" "root" $ "problems" $problems "out" $shape) }}
-{{- include "spillway.memory" (dict "engine" .engine "path" "engine" "platform" .platform "shape" $shape
-      "problems" $problems "out" $out) }}
-- {{ dict "figures" $out "problems" (values $problems) | toJson }}{{ end }}
+{{- $shape := dict }}{{ $out := dict }}
+{{- include "spillway.shape" (dict "engine" .engine "path" "engine" "root" $ "out" $shape) }}
+{{- include "spillway.memory" (dict "engine" .engine "path" "engine" "platform" .platform "shape" $shape "out" $out) }}
+- {{ toJson $out }}{{ end }}
 """
 
 
@@ -104,31 +101,6 @@ class MemoryCase:
         bound = {} if given is None else {"maxBytes": given}
         queues = {"loadQueueBytesMax": 1 << 50, "storeQueueBytesMax": 1 << 50}  # which the templates here do not check
         return {"type": "nvme", **queues, "nvme": {"path": "/kv", "mode": tier["nvme"]["mode"], **bound}}
-
-
-def size_cases() -> dict[str | int | float, str]:
-    """What a template has to make of the table of sizes, of every number with every unit, and of long numbers: bytes,
-    or the reason of the refusal."""
-    chosen = random.Random(8)
-    texts = [number + unit for number, unit in product(NUMBERS, UNITS)]
-    for _ in range(RANDOM_SIZES):
-        whole, parts = (chosen.randrange(10 ** chosen.randrange(1, 21)) for _ in range(2))
-        suffix = chosen.choice(
-            [*UNITS, "Ei", "Pi", "P", "E", f"e{chosen.randrange(-30, 30)}", f"E+{chosen.randrange(9)}"]
-        )
-        texts.append(f"{whole if chosen.random() < 0.5 else chosen.randrange(9)}.{parts}{suffix}")
-    return {
-        **{text: python_reads(text) for text in texts},
-        **{value: str(size) for value, size in BYTES.items()},
-        **REFUSED,
-    }
-
-
-def python_reads(text: str) -> str:
-    try:
-        return str(parse_byte_count(text))
-    except ValueError as refused:
-        return str(refused).removeprefix(f"{text!r} ").partition(";")[0]
 
 
 def memory_cases() -> list[MemoryCase]:
@@ -214,28 +186,24 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (chart / "templates").mkdir()
     (chart / "files").mkdir()
     (chart / "Chart.yaml").write_text("{apiVersion: v2, name: arithmetic, version: 0.1.0}")
-    rooms = ("_values", "_sizes", "_memory", "_tier", "_extra_arguments", "_setting_names")
+    rooms = ("_values", "_sizes", "_memory", "_tier", "_rules")
     for file in (*(f"templates/{room}.tpl" for room in rooms), "files/model-shapes.yaml"):
         (chart / file).write_text((CHART / file).read_text())
     (chart / "templates" / "computed.yaml").write_text(TEMPLATE)
     cases = [{"engine": case.engine, "platform": case.platform} for case in memory_cases()]
-    sizes = [{"value": text} for text in size_cases()]
+    sizes = [{"value": text, "path": "a"} for text in READ]
     return render(values={"sizes": sizes, "memory": cases}, chart=chart, helm=request.param).objects[0]
 
 
-def test_sizes_are_read_or_refused_alike(computed: dict[str, Any]) -> None:
-    cases = size_cases()
-    read = dict(zip(cases, computed["sizes"], strict=True))
-
-    assert len(cases) > 500 and sum(not text.isdigit() for text in cases.values()) > 50
-    assert read == cases
+def test_sizes_are_read_alike(computed: dict[str, Any]) -> None:
+    assert len(READ) > 40
+    assert dict(zip(READ, computed["sizes"], strict=True)) == {value: str(size) for value, size in READ.items()}
 
 
 def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
     cases = memory_cases()
-    refused = compared = 0
-    for case, result in zip(cases, computed["memory"], strict=True):
-        figures, problems = result["figures"], result["problems"]
+    compared = 0
+    for case, figures in zip(cases, computed["memory"], strict=True):
         budget = case.budget(figures["memoryLimitBytes"], figures["sharedMemoryBytes"])
         expected = {
             "dtype": budget.dtype,
@@ -255,9 +223,10 @@ def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
             compared += 1
             expected["engineNeedsBytes"] = budget.memory_needed_bytes
         assert {key: figures[key] for key in expected} == expected, case
-        # The chart also reserves a margin and the tier's buffers: it may refuse a given pod that the engine would try.
-        assert problems or budget.fits, (case, budget.problems)
-        assert case.bounded or bool(problems) == bool(budget.problems), (case, problems, budget.problems)
-        refused += bool(problems)
-    assert sum("tierIndexBytes" in result["figures"] for result in computed["memory"]) > len(cases) // 10
-    assert 0 < refused < len(cases) and compared > len(cases) * 0.9
+        # A pod that the chart sizes holds what its engine needs.
+        needed = figures["podNeedsBytes"], figures["sharedMemoryNeededBytes"]
+        is_large = figures["memoryLimitBytes"] >= needed[0] and figures["sharedMemoryBytes"] >= needed[1]
+        has_scales = case.shape.latent_dim is not None and budget.kv_dtype.endswith("_per_token_head")
+        assert budget.fits or has_scales or not is_large or figures["cpuChunks"] == 0, (case, budget.problems)
+    assert sum("tierIndexBytes" in figures for figures in computed["memory"]) > len(cases) // 10
+    assert compared > len(cases) * 0.9

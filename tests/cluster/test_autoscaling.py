@@ -50,7 +50,7 @@ def values(prometheus: str) -> Values:
     }
     scrapers = [{"podSelector": {"matchLabels": CLIENT_LABELS}}, {"ipBlock": {"cidr": f"{HOST}/32"}}]
     chosen = simulated(engine={"autoscaling": scaling}, networkPolicy={"prometheusFrom": scrapers})
-    del chosen["engine"]["replicas"]  # the chart refuses what would not be read
+    del chosen["engine"]["replicas"]  # spillway check refuses what would not be read
     return chosen
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from repository.tracked import ROOT
+from spillway_ctl.check.device_rules import VLLM_VERSIONS
 
 PAGE = (ROOT / "docs" / "versions.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -45,10 +46,9 @@ def pinned(listing: str, name: str) -> str:
 
 def test_every_place_that_lists_versions_has_the_same_ones() -> None:
     others = re.findall(r"^VLLM_ENVIRONMENTS := (.*)$", MAKEFILE, re.M)[0].split()
-    checks = (ROOT / "charts/spillway/templates/_checks.tpl").read_text()
     stack = (ROOT / "services/stack/src/spillway_stack/engine_environments.py").read_text()
     assert ["0.23", *others] == VERSIONS
-    assert re.findall(r"\$versions := list (.*?) -}}", checks) == [" ".join(f'"{version}"' for version in VERSIONS)]
+    assert list(VLLM_VERSIONS) == VERSIONS
     assert re.findall(r'"(0\.\d+)"', stack) == VERSIONS
     assert (
         f"# vLLM of the image: {', '.join(f'{version!r}' for version in VERSIONS[:-1])}".replace("'", '"')

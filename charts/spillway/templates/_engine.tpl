@@ -1,7 +1,7 @@
 {{/* The parts of an engine pod that have arithmetic or cases in them. */}}
 
-{{/* (root, item[, forHash]): the files of an engine's ConfigMap; their hash restarts the pods, and only these. forHash: without
-what the settings are called, which changes when `engine` becomes an entry of `engines` and is no reason to restart. */}}
+{{/* (root, item[, forHash]): the files of an engine's ConfigMap; their hash restarts the pods, and only these. forHash:
+without what the settings are called, which changes when `engine` becomes an entry of `engines`. */}}
 {{- define "spillway.engineFiles" -}}
 engine.yaml: |
   # Written by the chart; read by spillway_engine, which adds the pod's name.
@@ -11,8 +11,7 @@ memory.json: |
 {{- if eq .item.platform "npu" }}
 start-engine.sh: |
   {{- .root.Files.Get "files/start-ascend.sh" | nindent 2 }}
-{{- end }}
-{{- end -}}
+{{- end }}{{- end -}}
 
 {{/* engine -> name and number of the ports of KV events, as a YAML list: of each data parallel rank two. */}}
 {{- define "spillway.eventPorts" -}}
@@ -20,10 +19,9 @@ start-engine.sh: |
 {{- if .kvEvents.enabled -}}
 {{- range $rank := until (int .dataParallelSize) -}}
 {{- $end := eq $rank 0 | ternary "" (printf "-%d" $rank) -}}
-{{- $ports = append $ports (dict "name" (printf "kv-events%s" $end) "port" (add (int64 $.kvEvents.port) $rank)) -}}
-{{- $ports = append $ports (dict "name" (printf "kv-replay%s" $end) "port" (add (int64 $.kvEvents.replayPort) $rank)) -}}
-{{- end -}}
-{{- end -}}
+{{- $ports = append $ports (dict "name" (print "kv-events" $end) "port" (add (int64 $.kvEvents.port) $rank)) -}}
+{{- $ports = append $ports (dict "name" (print "kv-replay" $end) "port" (add (int64 $.kvEvents.replayPort) $rank)) -}}
+{{- end -}}{{- end -}}
 {{- toYaml $ports -}}
 {{- end -}}
 
@@ -36,15 +34,14 @@ start-engine.sh: |
 {{- else if .kvEvents.enabled -}}
 - {protocol: TCP, port: {{ int64 .kvEvents.port }}, endPort: {{ add (int64 .kvEvents.port) $more }}}
 - {protocol: TCP, port: {{ int64 .kvEvents.replayPort }}, endPort: {{ add (int64 .kvEvents.replayPort) $more }}}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}
 
 {{/* item -> seconds from SIGTERM's decision to SIGKILL: every phase of spillway_engine.launch, and some to spare. */}}
 {{- define "spillway.engineGraceSeconds" -}}
-{{- $lifecycle := .engine.lifecycle -}}
+{{- with .engine.lifecycle -}}
 {{- /* 10: the drain's own answer, 10: reaping and removing shared memory. */ -}}
-{{ ceil (addf $lifecycle.preStopSeconds $lifecycle.drainDelaySeconds $lifecycle.drainTimeoutSeconds $lifecycle.stopTimeoutSeconds 20) | int64 }}
-{{- end -}}
+{{ ceil (addf .preStopSeconds .drainDelaySeconds .drainTimeoutSeconds .stopTimeoutSeconds 20) | int64 }}
+{{- end -}}{{- end -}}
 
 {{/* (root, item) -> environment of the engine container. */}}
 {{- define "spillway.engineEnvironment" -}}
@@ -65,64 +62,45 @@ start-engine.sh: |
 {{- range $name, $value := .item.accelerator.env }}
 {{- if not (has $name $given) }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
-{{- end }}
-{{- end }}
+{{- end }}{{- end }}
 {{- if eq .item.platform "npu" }}
 - {name: SPILLWAY_VISIBLE_DEVICES, value: {{ .item.accelerator.visibleDevices }}}
 {{- if eq .item.accelerator.visibleDevices "literal" }}
 - {name: ASCEND_RT_VISIBLE_DEVICES, value: {{ $engine.accelerator.visibleDevices.value | quote }}}
-{{- end }}
-{{- end }}
-{{- with $engine.model.hubTokenSecret }}
-{{- if .name }}
-- name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
-{{- end }}
-{{- end }}
-{{- with $engine.apiKeySecret }}
-{{- if .name }}
-- name: VLLM_API_KEY
-  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
-{{- end }}
-{{- end }}
-{{- with .item.redisSecret }}
-{{- if .name }}
-{{- if .usernameKey }}
-- name: SPILLWAY_REDIS_USERNAME
-  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .usernameKey | quote }}}}
-{{- end }}
-{{- if eq .passwordAs "env" }}
-- name: SPILLWAY_REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .passwordKey | quote }}}}
-{{- end }}
-{{- end }}
+{{- end }}{{- end }}
+{{- $redis := default (dict "passwordAs" "") .item.redisSecret }}
+{{- range list (list "HF_TOKEN" $engine.model.hubTokenSecret.name $engine.model.hubTokenSecret.key)
+  (list "VLLM_API_KEY" $engine.apiKeySecret.name $engine.apiKeySecret.key)
+  (list "SPILLWAY_REDIS_USERNAME" (empty $redis.usernameKey | ternary "" $redis.name) $redis.usernameKey)
+  (list "SPILLWAY_REDIS_PASSWORD" (eq $redis.passwordAs "env" | ternary $redis.name "") $redis.passwordKey) }}
+{{- $variable := dict "name" (index . 0) "secret" (index . 1) "key" (index . 2) }}
+{{- with include "spillway.secretVariable" $variable }}{{- . | nindent 0 }}{{- end }}
 {{- end }}
 {{- with $engine.extraEnvVars }}
 {{ toYaml . }}
-{{- end }}
-{{- end -}}
+{{- end }}{{- end -}}
 
-{{/* (item, ephemeral) -> what an engine requests and is limited to alike, and its ephemeral storage. */}}
+{{/* (item, kind) -> what an engine requests or is limited to. */}}
 {{- define "spillway.engineResources" -}}
+{{- with get .item.engine.cpu .kind }}
+cpu: {{ . | quote }}{{ end }}
 memory: {{ include "spillway.quantity" .item.memory.memoryLimitBytes }}
 {{- if .item.accelerator.needsCount }}
-{{ .item.accelerator.resourceName }}: {{ .item.accelerator.count }}
-{{- end }}
+{{ .item.accelerator.resourceName | quote }}: {{ .item.accelerator.count }}{{ end }}
 {{- with .item.engine.accelerator.memoryMiB }}
-{{ $.item.accelerator.resourceName }}-memory: {{ int64 . }}
-{{- end }}
+{{ print $.item.accelerator.resourceName "-memory" | quote }}: {{ int64 . }}{{ end }}
 {{- with .item.engine.hugePages }}
 {{- if .amount }}
-hugepages-{{ .pageSize }}: {{ include "spillway.quantity" (include "spillway.bytes" (dict "value" .amount "path" (printf "%s.hugePages.amount" $.item.path))) }}
-{{- end }}
-{{- end }}
+{{- $at := printf "%s.hugePages.amount" $.item.path }}
+hugepages-{{ .pageSize }}: {{ include "spillway.sizeQuantity" (dict "value" .amount "path" $at) }}
+{{- end }}{{- end }}
 {{- range $name, $amount := .item.engine.accelerator.extraResources }}
-{{ $name }}: {{ toString $amount | quote }}
+{{ $name | quote }}: {{ toString $amount | quote }}
 {{- end }}
-{{- with .ephemeral }}
-ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" (printf "%s.ephemeralStorage" $.item.path))) }}
-{{- end }}
-{{- end -}}
+{{- with get .item.engine.ephemeralStorage .kind }}
+{{- $at := printf "%s.ephemeralStorage" $.item.path }}
+ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at) }}
+{{- end }}{{- end -}}
 
 {{/* engine -> does the model or an adapter come from a hub? */}}
 {{- define "spillway.usesHub" -}}
@@ -133,7 +111,8 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 
 {{/* engine -> do adapters come from a volume of their own? */}}
 {{- define "spillway.adapterVolume" -}}
-{{- if and (or .lora.adapters .lora.runtimeUpdating) (has .lora.volume.type (list "existingClaim" "hostPath" "nfs")) -}}true{{- end -}}
+{{- $isMounted := has .lora.volume.type (list "existingClaim" "hostPath" "nfs") -}}
+{{- if and $isMounted (or .lora.adapters .lora.runtimeUpdating) -}}true{{- end -}}
 {{- end -}}
 
 {{/* item -> is there a folder for the shared tier in the pod? */}}
@@ -141,9 +120,45 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 {{- if and .engine.offload.enabled (eq .engine.offload.sharedTier.type "nvme") -}}true{{- end -}}
 {{- end -}}
 
+{{/* item -> the size of the shared tier's volume. */}}
+{{- define "spillway.nvmeSize" -}}
+{{- $at := printf "%s.offload.sharedTier.nvme.volume.size" .path -}}
+{{- include "spillway.sizeQuantity" (dict "value" .engine.offload.sharedTier.nvme.volume.size "path" $at) -}}
+{{- end -}}
+
 {{/* (root, item) -> name of the claim that the chart makes for a sharedClaim. */}}
 {{- define "spillway.nvmeClaim" -}}
 {{- include "spillway.fit" (dict "text" (printf "%s-kv" .item.name) "max" 63) -}}
+{{- end -}}
+
+{{/* item -> folders that the values ask for, as a YAML list of name, path, volume[, readOnly]. */}}
+{{- define "spillway.engineFolders" -}}
+{{- $engine := .engine -}}{{- $found := list -}}{{- $model := $engine.model.volume -}}
+{{- if and (hasPrefix "/" $engine.model.path) (has $model.type (list "existingClaim" "hostPath" "nfs")) -}}
+{{- $found = append $found (dict "name" "model" "path" $model.mountPath "volume" $model "readOnly" true) -}}
+{{- end -}}
+{{- if include "spillway.usesHub" $engine -}}
+{{- $cache := deepCopy $engine.model.cache -}}
+{{- with $cache.sizeLimit -}}
+{{- $size := dict "value" . "path" (printf "%s.model.cache.sizeLimit" $.path) -}}
+{{- $_ := set $cache "sizeLimit" (include "spillway.sizeQuantity" $size) -}}
+{{- end -}}
+{{- $found = append $found (dict "name" "hub" "path" "/var/lib/spillway/hub" "volume" $cache) -}}
+{{- end -}}
+{{- with $engine.lora.volume -}}
+{{- $adapters := dict "name" "adapters" "path" .mountPath "volume" . "readOnly" true -}}
+{{- if include "spillway.adapterVolume" $engine -}}{{- $found = append $found $adapters -}}{{- end -}}
+{{- end -}}
+{{- if include "spillway.usesNvme" . -}}
+{{- $nvme := deepCopy $engine.offload.sharedTier.nvme -}}
+{{- $_ := set $nvme.volume "sizeLimit" (include "spillway.nvmeSize" .) -}}
+{{- if eq $nvme.volume.type "sharedClaim" -}}
+{{- $_ = set $nvme.volume "type" "existingClaim" -}}
+{{- $_ = set $nvme.volume "claimName" (include "spillway.nvmeClaim" (dict "item" .)) -}}
+{{- end -}}
+{{- $found = append $found (dict "name" "kv" "path" $nvme.path "volume" $nvme.volume) -}}
+{{- end -}}
+{{- toYaml $found -}}
 {{- end -}}
 
 {{/* (root, item) -> volumeMounts of the engine container. */}}
@@ -154,52 +169,28 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 - {name: shared-memory, mountPath: /dev/shm}
 - {name: scratch, mountPath: /tmp, subPath: tmp}
 - {name: scratch, mountPath: /var/lib/spillway/home, subPath: home}
-{{- if hasPrefix "/" $engine.model.path }}
-{{- if has $engine.model.volume.type (list "existingClaim" "hostPath" "nfs") }}
-- {name: model, mountPath: {{ $engine.model.volume.mountPath | quote }}, readOnly: true}
-{{- end }}
-{{- end }}
-{{- if include "spillway.usesHub" $engine }}
-- {name: hub, mountPath: /var/lib/spillway/hub}
-{{- end }}
-{{- if include "spillway.adapterVolume" $engine }}
-- {name: adapters, mountPath: {{ $engine.lora.volume.mountPath | quote }}, readOnly: true}
-{{- end }}
-{{- if include "spillway.usesNvme" .item }}
-- {name: kv, mountPath: {{ $engine.offload.sharedTier.nvme.path | quote }}}
+{{- range include "spillway.engineFolders" .item | fromYamlArray }}
+- {name: {{ .name }}, mountPath: {{ .path | quote }}{{ if .readOnly }}, readOnly: true{{ end }}}
 {{- end }}
 {{- if .item.secretFiles }}
-- {name: secrets, mountPath: {{ include "spillway.secretFolder" . }}, readOnly: true}
-{{- end }}
+- {name: secrets, mountPath: {{ include "spillway.secretFolder" . }}, readOnly: true}{{ end }}
 {{- if $engine.hugePages.amount }}
-- {name: hugepages, mountPath: {{ $engine.hugePages.mountPath | quote }}}
-{{- end }}
+- {name: hugepages, mountPath: {{ $engine.hugePages.mountPath | quote }}}{{ end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}
 - {name: {{ .name }}, mountPath: {{ .path }}, readOnly: true}
 {{- end }}
-{{- with $engine.extraVolumeMounts }}
-{{ toYaml . }}
-{{- end }}
+{{- with $engine.extraVolumeMounts }}{{- toYaml . | nindent 0 }}{{- end }}
 {{- end -}}
 
 {{/* (root, item) -> the host files to mount, as a YAML list. */}}
 {{- define "spillway.driverMounts" -}}
-{{- $known := .root.Files.Get "files/driver-mounts.yaml" | fromYaml -}}
-{{- $mounts := list -}}
+{{- $known := .root.Files.Get "files/driver-mounts.yaml" | fromYaml -}}{{- $mounts := list -}}
 {{- if .item.engine.accelerator.driverMounts -}}
 {{- range $known.driver -}}
 {{- if or (ne .name "npu-smi") $.item.engine.accelerator.npuSmiPath -}}{{- $mounts = append $mounts . -}}{{- end -}}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}
 {{- if .item.engine.accelerator.roceMounts -}}{{- $mounts = concat $mounts $known.roce -}}{{- end -}}
 {{- toYaml $mounts -}}
-{{- end -}}
-
-{{/* (root, item) -> names that volumes of an engine pod may have here or with other settings. */}}
-{{- define "spillway.engineVolumeNames" -}}
-{{- $names := list "config" "shared-memory" "scratch" "model" "hub" "adapters" "kv" "secrets" "hugepages" -}}
-{{- range include "spillway.driverMounts" . | fromYamlArray -}}{{- $names = append $names .name -}}{{- end -}}
-{{- toYaml $names -}}
 {{- end -}}
 
 {{/* (root, item) -> volumes of an engine pod. */}}
@@ -211,40 +202,12 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
   emptyDir: {medium: Memory, sizeLimit: {{ include "spillway.quantity" .item.memory.sharedMemoryBytes }}}
 - name: scratch
   emptyDir: {}
-{{- if hasPrefix "/" $engine.model.path }}
-{{- $volume := $engine.model.volume }}
-{{- if has $volume.type (list "existingClaim" "hostPath" "nfs") }}
-- name: model
-  {{ include "spillway.volumeSource" (merge (dict "readOnly" true) $volume) }}
-{{- end }}
-{{- end }}
-{{- if include "spillway.usesHub" $engine }}
-{{- $cache := deepCopy $engine.model.cache }}
-{{- with $cache.sizeLimit }}
-{{- $_ := set $cache "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" . "path" (printf "%s.model.cache.sizeLimit" $.item.path)))) }}
-{{- end }}
-- name: hub
-  {{ include "spillway.volumeSource" $cache }}
-{{- end }}
-{{- if include "spillway.adapterVolume" $engine }}
-- name: adapters
-  {{ include "spillway.volumeSource" (merge (dict "readOnly" true) $engine.lora.volume) }}
-{{- end }}
-{{- if include "spillway.usesNvme" .item }}
-{{- $volume := deepCopy $engine.offload.sharedTier.nvme.volume }}
-{{- $_ := set $volume "sizeLimit" (include "spillway.quantity" (include "spillway.bytes" (dict "value" $volume.size "path" (printf "%s.offload.sharedTier.nvme.volume.size" $.item.path)))) }}
-{{- if eq $volume.type "sharedClaim" }}
-{{- $_ = set $volume "type" "existingClaim" }}
-{{- $_ = set $volume "claimName" (include "spillway.nvmeClaim" .) }}
-{{- end }}
-{{- if ne $volume.type "perPodClaim" }}
-- name: kv
-  {{ include "spillway.volumeSource" $volume }}
-{{- end }}
-{{- end }}
-{{- with .item.secretFiles }}
-{{ include "spillway.secretsVolume" . }}
-{{- end }}
+{{- range $folder := include "spillway.engineFolders" .item | fromYamlArray }}
+{{- with include "spillway.volumeSource" (merge (pick $folder "readOnly") $folder.volume) }}
+- name: {{ $folder.name }}
+  {{ . }}
+{{- end }}{{- end }}
+{{- with .item.secretFiles }}{{- include "spillway.secretsVolume" . | nindent 0 }}{{- end }}
 {{- if $engine.hugePages.amount }}
 - name: hugepages
   emptyDir: {medium: HugePages-{{ $engine.hugePages.pageSize }}}
@@ -253,12 +216,10 @@ ephemeral-storage: {{ include "spillway.quantity" (include "spillway.bytes" (dic
 - name: {{ .name }}
   hostPath: {path: {{ eq .name "npu-smi" | ternary $engine.accelerator.npuSmiPath .path }}, type: {{ .type }}}
 {{- end }}
-{{- with $engine.extraVolumes }}
-{{ toYaml . }}
-{{- end }}
+{{- with $engine.extraVolumes }}{{- toYaml . | nindent 0 }}{{- end }}
 {{- end -}}
 
-{{/* (engines): seconds from an engine's SIGTERM to the end of its drain, of the one that gives the least; empty without engines, or when that is 0. */}}
+{{/* plan -> seconds from an engine's SIGTERM to the end of its drain, the least of all groups; empty if that is 0. */}}
 {{- define "spillway.engineEndSeconds" -}}
 {{- $least := 0.0 -}}
 {{- range $item := . -}}

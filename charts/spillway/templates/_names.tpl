@@ -1,15 +1,13 @@
 {{/* Names and labels: the only place where either is made up. */}}
 
-{{/* (text, max) -> text that fits; what is cut off is replaced by eight digits of its hash, so names stay distinct. */}}
+{{/* (text, max) -> text that fits; what is cut off is replaced by digits of its hash, so names stay distinct. */}}
 {{- define "spillway.fit" -}}
 {{- if le (len .text) .max -}}{{ .text }}
 {{- else -}}{{ printf "%s-%s" (trunc (int (sub .max 9)) .text | trimSuffix "-") (sha256sum .text | trunc 8) }}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}
 
 {{- define "spillway.fullname" -}}
-{{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- $full := .Values.fullnameOverride -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}{{- $full := .Values.fullnameOverride -}}
 {{- if not $full -}}
 {{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
@@ -21,22 +19,22 @@
 {{- default .Release.Namespace .Values.namespaceOverride -}}
 {{- end -}}
 
-{{/* (root, suffix) -> <fullname>-<suffix>. 52 characters: Kubernetes appends 11 to a StatefulSet's name in a label. */}}
+{{/* (root, suffix) -> <fullname>-<suffix>. 52: Kubernetes appends 11 characters to a StatefulSet's name in labels. */}}
 {{- define "spillway.name" -}}
 {{- include "spillway.fit" (dict "text" (printf "%s-%s" (include "spillway.fullname" .root) .suffix) "max" 52) -}}
 {{- end -}}
 
-{{/* (root, component[, model]) -> the immutable labels that selectors use. */}}
+{{/* (root, component), or (root, item) of a group of engines -> the immutable labels that selectors use. */}}
 {{- define "spillway.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "spillway.fit" (dict "text" (default .root.Chart.Name .root.Values.nameOverride) "max" 63) | quote }}
+{{- $name := default .root.Chart.Name .root.Values.nameOverride -}}
+app.kubernetes.io/name: {{ include "spillway.fit" (dict "text" $name "max" 63) | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
-app.kubernetes.io/component: {{ .component }}
-{{- with .model }}
-spillway/engine: {{ include "spillway.fit" (dict "text" . "max" 63) | quote }}
-{{- end }}
-{{- end -}}
+app.kubernetes.io/component: {{ default "engine" .component }}
+{{- with .item }}
+spillway/engine: {{ include "spillway.fit" (dict "text" .model "max" 63) | quote }}
+{{- end }}{{- end -}}
 
-{{/* (root, component[, model]) -> every label. */}}
+{{/* (root, component or item) -> every label. */}}
 {{- define "spillway.labels" -}}
 {{ include "spillway.selectorLabels" . }}
 app.kubernetes.io/part-of: spillway
@@ -45,35 +43,42 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
-{{- end }}
-{{- end -}}
+{{- end }}{{- end -}}
 
-{{/* (root, component[, model]) -> labels of pods: nothing that a new chart version changes, so that an upgrade which
+{{/* (root, component or item) -> labels of pods: nothing that a new chart version changes, so that an upgrade which
 changes no setting restarts nothing. */}}
 {{- define "spillway.podLabels" -}}
 {{ include "spillway.selectorLabels" . }}
 app.kubernetes.io/part-of: spillway
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
-{{- end }}
-{{- end -}}
+{{- end }}{{- end -}}
 
-{{/* (root, component, name[, model][, annotations][, labels]) -> an object's metadata. */}}
+{{/* (root, component or item[, suffix][, name][, annotations][, labels]) -> an object's metadata; its name is that of
+  the
+group of engines, or <fullname>-<suffix>, or what is given. */}}
 {{- define "spillway.metadata" -}}
-name: {{ .name | quote }}
+{{- $name := .name -}}
+{{- if .suffix -}}{{- $name = include "spillway.name" . -}}{{- end -}}
+name: {{ $name | default (default dict .item).name | quote }}
 namespace: {{ include "spillway.namespace" .root | quote }}
 labels:
   {{- include "spillway.labels" . | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- with .labels }}{{- toYaml . | nindent 2 }}{{- end }}
 {{- $annotations := dict }}
 {{- $_ := include "spillway.overlay" (dict "base" $annotations "over" (default dict .root.Values.commonAnnotations)) }}
 {{- $_ = include "spillway.overlay" (dict "base" $annotations "over" (default dict .annotations)) }}
 {{- with $annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- end }}{{- end -}}
+
+{{/* (of, and what spillway.metadata takes) -> the head of an object. of: API version and kind, apps/v1/Deployment. */}}
+{{- define "spillway.object" -}}
+apiVersion: {{ dir .of }}
+kind: {{ base .of }}
+metadata:
+  {{- include "spillway.metadata" . | nindent 2 }}
 {{- end -}}
 
 {{/* (root, image, tag[, registry]) -> reference. A digest wins over a tag. registry: where none is given at all. */}}
@@ -85,8 +90,7 @@ annotations:
 {{- if $registry -}}{{- $name = printf "%s/%s" $registry $name -}}{{- end -}}
 {{- if .image.digest -}}{{ $name }}@{{ .image.digest }}
 {{- else -}}{{ $name }}:{{ default .tag .image.tag }}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}
 
 {{/* (root, account, name) -> the ServiceAccount a pod runs as. */}}
 {{- define "spillway.serviceAccount" -}}

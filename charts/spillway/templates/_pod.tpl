@@ -1,52 +1,62 @@
 {{/* What the pod specs of several components share. */}}
 
-{{/* (root, component, model, section): where a pod may run, and who pulls its images. */}}
+{{/* (root, component or item, section, checksum[, container][, labels]) -> labels and annotations of a pod. checksum:
+of what restarts it. */}}
+{{- define "spillway.podMetadata" -}}
+labels:
+  {{- include "spillway.podLabels" . | nindent 2 }}
+  {{- range list .labels .section.podLabels }}{{- with . }}{{- toYaml . | nindent 2 }}{{- end }}{{- end }}
+annotations:
+  checksum/config: {{ .checksum }}
+  {{- with .section.secretsRevision }}
+  spillway/secrets-revision: {{ . | quote }}{{ end }}
+  {{- with .container }}
+  kubectl.kubernetes.io/default-container: {{ . }}{{ end }}
+  {{- with .section.podAnnotations }}{{- toYaml . | nindent 2 }}{{- end }}
+{{- end -}}
+
+{{/* (root, component or item, section, name, graceSeconds, context[, token] and what spillway.scheduling takes) -> a
+pod's specification down to its containers. */}}
+{{- define "spillway.podSpec" -}}
+{{- $account := dict "account" .section.serviceAccount "name" .name }}
+serviceAccountName: {{ include "spillway.serviceAccount" $account | quote }}
+automountServiceAccountToken: {{ default false .token }}
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .graceSeconds }}
+{{- with include "spillway.scheduling" . }}{{- . | nindent 0 }}{{- end }}
+securityContext:
+  {{- toYaml .context | nindent 2 }}
+{{- with .section.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}{{- end -}}
+
+{{/* (root, component or item, section[, schedulerName][, nodeSelector][, tolerations]): where a pod may run, and who
+pulls its images. */}}
 {{- define "spillway.scheduling" -}}
-{{- with .root.Values.image.pullSecrets }}
-imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .section.priorityClassName }}
-priorityClassName: {{ . | quote }}
-{{- end }}
-{{- with .schedulerName }}
-schedulerName: {{ . | quote }}
-{{- end }}
-{{- with .section.runtimeClassName }}
-runtimeClassName: {{ . | quote }}
-{{- end }}
-{{- $selector := dict }}
-{{- $_ := include "spillway.overlay" (dict "base" $selector "over" (default dict .nodeSelector)) }}
-{{- $_ = include "spillway.overlay" (dict "base" $selector "over" (default dict .section.nodeSelector)) }}
-{{- with $selector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with concat (default list .tolerations) (default list .section.tolerations) }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .section.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- $spread := list }}
-{{- with .section.topologySpread }}
-{{- if .enabled }}{{ $spread = append $spread (dict "topologyKey" .topologyKey "maxSkew" (int64 .maxSkew) "whenUnsatisfiable" .whenUnsatisfiable) }}{{ end }}
-{{- end }}
-{{- $own := dict "matchLabels" (include "spillway.selectorLabels" $ | fromYaml) }}
-{{- $constraints := list }}
-{{- range concat $spread (default list .section.topologySpreadConstraints) }}{{ $constraints = append $constraints (hasKey . "labelSelector" | ternary . (set (deepCopy .) "labelSelector" $own)) }}{{ end }}
-{{- with $constraints }}
-topologySpreadConstraints:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- if .section.hostNetwork }}
-hostNetwork: true
-{{- end }}
-{{- with default (ternary "ClusterFirstWithHostNet" "" (default false .section.hostNetwork)) .section.dnsPolicy }}
-dnsPolicy: {{ . }}
-{{- end }}
+{{- $section := .section -}}{{- $selector := dict -}}{{- $constraints := list -}}
+{{- range list .nodeSelector $section.nodeSelector -}}
+{{- include "spillway.overlay" (dict "base" $selector "over" (default dict .)) -}}
+{{- end -}}
+{{- with $section.topologySpread -}}
+{{- $spread := merge (dict "maxSkew" (int64 .maxSkew)) (pick . "topologyKey" "whenUnsatisfiable") -}}
+{{- if .enabled -}}{{- $constraints = append $constraints $spread -}}{{- end -}}
+{{- end -}}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "spillway.selectorLabels" . | fromYaml)) -}}
+{{- $spec := pick $section "priorityClassName" "runtimeClassName" "affinity" "hostNetwork" "dnsPolicy" -}}
+{{- if and $section.hostNetwork (not $section.dnsPolicy) -}}
+{{- $_ := set $spec "dnsPolicy" "ClusterFirstWithHostNet" -}}
+{{- end -}}
+{{- $_ := set $spec "topologySpreadConstraints" list -}}
+{{- range concat $constraints (default list $section.topologySpreadConstraints) -}}
+{{- $constraint := merge (deepCopy .) (hasKey . "labelSelector" | ternary dict $own) -}}
+{{- $_ := set $spec "topologySpreadConstraints" (append $spec.topologySpreadConstraints $constraint) -}}
+{{- end -}}
+{{- include "spillway.overlay" (dict "base" $spec "over" (dict "imagePullSecrets" .root.Values.image.pullSecrets
+  "schedulerName" .schedulerName "nodeSelector" $selector
+  "tolerations" (concat (default list .tolerations) (default list $section.tolerations)))) -}}
+{{- range $key, $value := $spec -}}{{- if empty $value -}}{{- $_ := unset $spec $key -}}{{- end -}}{{- end -}}
+{{- with $spec -}}{{- toYaml . -}}{{- end -}}
 {{- end -}}
 
 {{/* (root, section, kind, name) -> spec.replicas, and nothing where an autoscaler decides and no object runs yet.
@@ -59,9 +69,7 @@ replicas: {{ int64 .section.replicas }}
 {{- else -}}
 {{- with lookup "apps/v1" .kind (include "spillway.namespace" .root) .name -}}
 replicas: {{ int64 .spec.replicas }}
-{{- end -}}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}{{- end -}}
 
 {{/* (root, seconds): a hook that waits. Kubernetes' own from 1.30 on, the image's sleep before. */}}
 {{- define "spillway.preStop" -}}
@@ -72,11 +80,10 @@ lifecycle:
     sleep: {seconds: {{ int64 .seconds }}}
     {{- else }}
     exec: {command: [sleep, "{{ int64 .seconds }}"]}
-    {{- end }}
-{{- end }}
-{{- end -}}
+    {{- end }}{{- end }}{{- end -}}
 
-{{/* (startupSeconds, probes[, startupPath][, port][, tls]): loading is the startup probe's; after it /ready decides on traffic and /health on life. */}}
+{{/* (startupSeconds, probes[, startupPath][, port][, tls]): loading is the startup probe's; after it /ready decides on
+traffic and /health on life. */}}
 {{- define "spillway.probes" -}}
 {{- $port := printf "port: %s%s" (default "http" .port) (ternary ", scheme: HTTPS" "" (default false .tls)) -}}
 {{- $startup := int64 .probes.startup.periodSeconds -}}
@@ -110,8 +117,7 @@ hostPath: {path: {{ .hostPath | quote }}, type: {{ ternary "Directory" "Director
 nfs: {server: {{ .nfs.server | quote }}, path: {{ .nfs.path | quote }}, readOnly: true}
 {{- else if eq .type "emptyDir" -}}
 emptyDir: {{ if .sizeLimit }}{sizeLimit: {{ .sizeLimit }}}{{ else }}{}{{ end }}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}
 
 {{/* list of {name, items} -> the volume of a pod's Secrets. Kubernetes renews the files when a Secret changes. */}}
 {{- define "spillway.secretsVolume" -}}
@@ -125,22 +131,27 @@ emptyDir: {{ if .sizeLimit }}{sizeLimit: {{ .sizeLimit }}}{{ else }}{}{{ end }}
           name: {{ .name | quote }}
           items:
             {{- toYaml .items | nindent 12 }}
-      {{- end }}
-{{- end -}}
+      {{- end }}{{- end -}}
 
 {{/* (intervalSeconds, relabelings, metricRelabelings): of a monitor's endpoint. */}}
 {{- define "spillway.scrape" -}}
 path: /metrics
 interval: {{ int64 .intervalSeconds }}s
-{{- with .relabelings }}
-relabelings:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .metricRelabelings }}
-metricRelabelings:
-  {{- toYaml . | nindent 2 }}
+{{- range $key, $rules := pick . "relabelings" "metricRelabelings" }}
+{{- with $rules }}{{- dict $key . | toYaml | nindent 0 }}{{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* (root, component or item) -> a selector of pods. */}}
+{{- define "spillway.selector" -}}
+{matchLabels: {{ include "spillway.selectorLabels" . | fromYaml | toJson }}}
+{{- end -}}
+
+{{/* (name, secret, key) -> a variable with an entry of a Secret; nothing without a Secret. */}}
+{{- define "spillway.secretVariable" -}}
+{{- if .secret -}}
+- {name: {{ .name }}, valueFrom: {secretKeyRef: {name: {{ .secret | quote }}, key: {{ .key | quote }}}}}
+{{- end -}}{{- end -}}
 
 {{/* Egress rule of a NetworkPolicy: names. */}}
 {{- define "spillway.dnsEgress" -}}

@@ -1,6 +1,8 @@
 {{/* The ACL of its only user, by docs/formats.md: the commands of a tier and of `spillway tier`. */}}
 {{- define "spillway.redisRules" -}}
-resetkeys ~spillway1:* resetchannels -@all +ping +select +exists +get +getex +set +pexpire +unlink +info +zadd +zrem +zcard +zrange +zremrangebyscore +scan +dbsize +getrange +strlen +pttl +client|no-touch
+{{- $commands := list "ping" "select" "exists" "get" "getex" "set" "pexpire" "unlink" "info" "zadd" "zrem" "zcard"
+  "zrange" "zremrangebyscore" "scan" "dbsize" "getrange" "strlen" "pttl" "client|no-touch" -}}
+resetkeys ~spillway1:* resetchannels -@all +{{ join " +" $commands }}
 {{- end -}}
 
 {{/* The embedded Valkey: a cache in memory, so nothing is written to disk and the oldest blocks make room. */}}

@@ -7,10 +7,12 @@
 
 {{/* The embedded Valkey's address. */}}
 {{- define "spillway.redisUrl" -}}
-redis://{{ include "spillway.name" (dict "root" . "suffix" "redis") }}.{{ include "spillway.namespace" . }}.svc.{{ .Values.clusterDomain }}:{{ int64 .Values.redis.port }}/0
+{{- $host := include "spillway.name" (dict "root" . "suffix" "redis") -}}
+redis://{{ $host }}.{{ include "spillway.namespace" . }}.svc.{{ .Values.clusterDomain }}:
+{{- int64 .Values.redis.port }}/0
 {{- end -}}
 
-{{/* Which Secret holds the engines' Redis credentials: (root, tier) -> out {name, usernameKey, passwordKey, passwordAs}. */}}
+{{/* (root, tier, out): the Secret with the engines' login: name, usernameKey, passwordKey, passwordAs. */}}
 {{- define "spillway.redisSecret" -}}
 {{- $secret := .tier.redis.existingSecret -}}
 {{- if and (not $secret.name) (not .tier.redis.url) .root.Values.redis.enabled -}}
@@ -28,38 +30,41 @@ volume's size: kubelet counts folders and files being written too, and evicts a 
 {{- if $nvme.maxBytes -}}
 {{- include "spillway.bytes" (dict "value" $nvme.maxBytes "path" (printf "%s.maxBytes" $at)) -}}
 {{- else if has $nvme.volume.type (list "emptyDir" "perPodClaim" "sharedClaim") -}}
-{{- div (mul (int64 (include "spillway.bytes" (dict "value" $nvme.volume.size "path" (printf "%s.volume.size" $at)))) 9) 10 -}}
-{{- end -}}
-{{- end -}}
+{{- $size := include "spillway.bytes" (dict "value" $nvme.volume.size "path" (printf "%s.volume.size" $at)) -}}
+{{- div (mul (int64 $size) 9) 10 -}}
+{{- end -}}{{- end -}}
 
-{{/* (root, item, problems, out): fills out with the engine service's offload.sharedTier, and sets item.secretFiles and
+{{/* (root, item, out): fills out with the engine service's offload.sharedTier, and sets item.secretFiles and
 item.redisSecret. */}}
 {{- define "spillway.tierSettings" -}}
-{{- $tier := .item.engine.offload.sharedTier -}}{{- $item := .item -}}{{- $out := .out -}}{{- $problems := .problems -}}
-{{- $at := printf "%s.offload.sharedTier" $item.path -}}
-{{- $folder := include "spillway.secretFolder" . -}}
+{{- $tier := .item.engine.offload.sharedTier -}}{{- $item := .item -}}{{- $out := .out -}}
+{{- $at := printf "%s.offload.sharedTier" $item.path -}}{{- $folder := include "spillway.secretFolder" . -}}
 {{- $files := list -}}
 {{- $_ := set $out "type" $tier.type -}}
 {{- if ne $tier.type "none" -}}
-{{- range $key := list "ioThreads" "lookupTimeoutSeconds" "loadTimeoutSeconds" "storeTimeoutSeconds" "storeQueueSecondsMax" -}}{{- $_ := set $out $key (get $tier $key) -}}{{- end -}}
+{{- include "spillway.overlay" (dict "base" $out "over" (pick $tier "ioThreads" "lookupTimeoutSeconds"
+  "loadTimeoutSeconds" "storeTimeoutSeconds" "storeQueueSecondsMax")) -}}
 {{- range $key := list "loadQueueBytesMax" "storeQueueBytesMax" -}}
-{{- $_ := set $out $key (int64 (include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key)))) -}}
-{{- end -}}
-{{- end -}}
+{{- $bytes := include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key)) -}}
+{{- $_ := set $out $key (int64 $bytes) -}}
+{{- end -}}{{- end -}}
 {{- if eq $tier.type "nvme" -}}
-{{- $nvme := dict "path" $tier.nvme.path "mode" $tier.nvme.mode "pageCache" (include "spillway.onOff" $tier.nvme.pageCache) -}}
-{{- with include "spillway.nvmeMaxBytes" (dict "item" $item "problems" $problems) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
+{{- $pageCache := include "spillway.onOff" $tier.nvme.pageCache -}}
+{{- $nvme := dict "path" $tier.nvme.path "mode" $tier.nvme.mode "pageCache" $pageCache -}}
+{{- with include "spillway.nvmeMaxBytes" (dict "item" $item) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
 {{- with $tier.nvme.ttlSeconds -}}{{- $_ := set $nvme "ttlSeconds" . -}}{{- end -}}
 {{- with $tier.nvme.tenantMaxBytes -}}
-{{- $_ := set $nvme "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at)))) -}}
+{{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at)) -}}
+{{- $_ := set $nvme "tenantMaxBytes" (int64 $bytes) -}}
 {{- end -}}
 {{- $_ = set $out "nvme" $nvme -}}
 {{- else if eq $tier.type "redis" -}}
 {{- $url := $tier.redis.url -}}
 {{- if and (not $url) .root.Values.redis.enabled -}}{{- $url = include "spillway.redisUrl" .root -}}{{- end -}}
-{{- $redis := dict "url" $url "ttlSeconds" $tier.redis.ttlSeconds "connections" $tier.redis.connections "payloadConnections" $tier.redis.payloadConnections -}}
+{{- $redis := pick $tier.redis "ttlSeconds" "connections" "payloadConnections" | merge (dict "url" $url) -}}
 {{- with $tier.redis.tenantMaxBytes -}}
-{{- $_ := set $redis "tenantMaxBytes" (int64 (include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at)))) -}}
+{{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at)) -}}
+{{- $_ := set $redis "tenantMaxBytes" (int64 $bytes) -}}
 {{- end -}}
 {{- $secret := dict -}}
 {{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}
@@ -68,30 +73,29 @@ item.redisSecret. */}}
 {{- if eq $secret.passwordAs "env" -}}{{- $_ = set $redis "passwordEnv" "SPILLWAY_REDIS_PASSWORD" -}}
 {{- else -}}
 {{- $_ = set $redis "passwordFile" (printf "%s/redis-password" $folder) -}}
-{{- $files = append $files (dict "name" $secret.name "items" (list (dict "key" $secret.passwordKey "path" "redis-password"))) -}}
-{{- end -}}
-{{- end -}}
-{{- $_ = set $item "redisSecret" $secret -}}
-{{- $tls := dict -}}
+{{- $entry := dict "key" $secret.passwordKey "path" "redis-password" -}}
+{{- $files = append $files (dict "name" $secret.name "items" (list $entry)) -}}
+{{- end -}}{{- end -}}
+{{- $_ = set $item "redisSecret" $secret -}}{{- $tls := dict -}}
 {{- with $tier.redis.tls.caSecret -}}
 {{- if .name -}}
 {{- $_ := set $tls "caFile" (printf "%s/redis-ca.crt" $folder) -}}
 {{- $files = append $files (dict "name" .name "items" (list (dict "key" .key "path" "redis-ca.crt"))) -}}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}
 {{- with $tier.redis.tls.clientSecret -}}
 {{- if .name -}}
 {{- $_ := set $tls "certificateFile" (printf "%s/redis-client.crt" $folder) -}}
 {{- $_ = set $tls "keyFile" (printf "%s/redis-client.key" $folder) -}}
-{{- $files = append $files (dict "name" .name "items" (list (dict "key" .certificateKey "path" "redis-client.crt") (dict "key" .privateKeyKey "path" "redis-client.key"))) -}}
-{{- end -}}
-{{- end -}}
+{{- $files = append $files (dict "name" .name "items" (list (dict "key" .certificateKey "path" "redis-client.crt")
+  (dict "key" .privateKeyKey "path" "redis-client.key"))) -}}
+{{- end -}}{{- end -}}
 {{- with $tls -}}{{- $_ := set $redis "tls" . -}}{{- end -}}
 {{- $_ = set $out "redis" $redis -}}
 {{- end -}}
 {{- if and (ne $tier.type "none") $tier.encryption.enabled -}}
 {{- $_ = set $out "encryption" (dict "keyId" $tier.encryption.keyId "keyFile" (printf "%s/tier-key" $folder)) -}}
-{{- $files = append $files (dict "name" $tier.encryption.keySecretName "items" (list (dict "key" $tier.encryption.keySecretKey "path" "tier-key"))) -}}
+{{- $entry := dict "key" $tier.encryption.keySecretKey "path" "tier-key" -}}
+{{- $files = append $files (dict "name" $tier.encryption.keySecretName "items" (list $entry)) -}}
 {{- end -}}
 {{- $_ = set $item "secretFiles" $files -}}
 {{- end -}}
@@ -103,14 +107,15 @@ item.redisSecret. */}}
 {{- else -}}
 {{- $settings := .settings.offload.sharedTier -}}
 {{- if eq $tier.type "nvme" -}}
-nvme, {{ $tier.nvme.mode }}, up to {{ if $settings.nvme.maxBytes }}{{ include "spillway.bytesText" $settings.nvme.maxBytes }}{{ else }}4/5 of what the file system can give{{ end }} on {{ $tier.nvme.volume.type }}
+{{- $most := "4/5 of what the file system can give" -}}
+{{- with $settings.nvme.maxBytes }}{{ $most = include "spillway.bytesText" . }}{{ end -}}
+nvme, {{ $tier.nvme.mode }}, up to {{ $most }} on {{ $tier.nvme.volume.type }}
 {{- if has $tier.nvme.volume.type (list "emptyDir" "perPodClaim") }} (one volume per pod, not shared){{ end }}
 {{- else -}}
 redis, {{ $settings.redis.url }}
 {{- end -}}
 {{- if $tier.encryption.enabled }}, sealed with key {{ $tier.encryption.keyId }}{{ end }}
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}
 
 {{/* item -> from which bandwidth on a load beats computing: prefill rate x bytes per token. */}}
 {{- define "spillway.breakEvenText" -}}
@@ -120,5 +125,4 @@ redis, {{ $settings.redis.url }}
 above {{ $bandwidth }}/s per engine, at the given {{ $rate }} tokens/s of prefill
 {{- else -}}
 above {{ $bandwidth }}/s per engine for every 1000 tokens/s that it prefills
-{{- end -}}
-{{- end -}}
+{{- end -}}{{- end -}}

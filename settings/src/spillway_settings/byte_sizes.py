@@ -42,8 +42,8 @@ _BYTES_MAX = (1 << 63) - 1  # of a Kubernetes quantity, and what the chart recko
 def parse_byte_count(value: object) -> int:
     """A Kubernetes quantity of bytes (`64G`, `16Gi`, `12e9`), a spelt-out unit (`512 MiB`, `1GB`) or a number -> bytes.
 
-    A fraction of a byte is rounded up, as Kubernetes does. The chart's `spillway.readSize` is the same function, and
-    tests/size_cases.yaml the table of both. Raises ValueError, which says why.
+    A fraction of a byte is rounded up, as Kubernetes does. The chart's `spillway.bytes` reads the same sizes, and
+    tests/size_cases.yaml is the table of both. Raises ValueError, which says why.
     """
     amount = _amount(value)
     if isinstance(amount, Fraction):

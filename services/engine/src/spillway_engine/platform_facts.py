@@ -1,7 +1,7 @@
 """Settings against what is known of the platform and the model, before vLLM starts. Pure.
 
-The chart says the same before a pod exists (charts/spillway/templates/_fact_checks.tpl); tests/chart/mistakes.yaml ties
-the two.
+`spillway check` says the same before a pod exists (services/ctl/src/spillway_ctl/check/model_rules.py);
+tests/chart/mistakes.yaml ties the two.
 """
 
 from __future__ import annotations

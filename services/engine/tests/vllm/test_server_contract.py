@@ -35,7 +35,7 @@ TREE: dict[str, Any] = {
     "offload": {"numCpuBlocks": 96, "sharedTier": {"type": "redis", "redis": {"url": "redis://cache:6379/0"}}},
     "extraArgs": ["--max-num-seqs", "8"],
 }
-NAMES = ROOT / "charts" / "spillway" / "files" / "vllm-names.yaml"
+NAMES = ROOT / "services/ctl/src/spillway_ctl/check/facts/vllm-names.yaml"
 REFUSED = {*DECIDED_BY_A_SETTING, *WHY_FIXED, *SECRET}
 NOT_EVERYWHERE = {"--prefix-match-unit"}  # of vLLM 0.30 and later
 NOT_ALONE = "--enable-auto-tool-choice"  # the server wants a parser with it

@@ -1,4 +1,4 @@
-"""Facts that the chart's templates and `spillway check` share: one file of the chart each, read by both.
+"""Facts that rules go by: those that the chart's templates share lie in the chart, the others in `facts` beside this.
 
 `chart` beside this module is a link to the chart; a built package holds what it leads to.
 """
@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 CHART = Path(__file__).with_name("chart")
+OWN = Path(__file__).with_name("facts")
 # Kinds that a cluster has only if somebody installed them; without a cluster they are taken to be there.
 CUSTOM_KINDS = (
     "keda.sh/v1alpha1/ScaledObject",
@@ -53,8 +54,10 @@ class Cluster(msgspec.Struct, frozen=True):
 
 @cache
 def facts(name: str) -> Any:
-    """The content of a file in the chart's files/; it is cached, so callers must not change it."""
-    return yaml.load((CHART / "files" / name).read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+    """The content of a file of facts; it is cached, so callers must not change it."""
+    file = OWN / name
+    shared = CHART / "files" / name
+    return yaml.load((file if file.exists() else shared).read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
 
 
 @cache

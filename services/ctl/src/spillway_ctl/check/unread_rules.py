@@ -1,4 +1,4 @@
-"""Settings that nothing reads as the other ones are: files/unread-settings.yaml names them. Pure."""
+"""Settings that nothing reads as the other ones are: facts/unread-settings.yaml names them. Pure."""
 
 from __future__ import annotations
 
