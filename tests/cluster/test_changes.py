@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+from chart.helm_binaries import Helm, helms
 from cluster.client_pod import ClientPod, LoadResult
+from cluster.commands import CommandFailed
 from cluster.discovery_watch import DiscoveryWatch
 from cluster.helm import Release
 from cluster.kube import Kubernetes, Object, name_of
@@ -70,6 +73,31 @@ def test_turning_autoscaling_on(release: Release, namespace: Kubernetes, client:
         namespace.kubectl("delete", "crd", SCALED_OBJECTS["metadata"]["name"], "--ignore-not-found")
     namespace.wait_for_pods("engine", 2)
     namespace.wait_for_pods("gateway", 2)
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"Helm {helm.major}")
+def test_mistake_is_refused_before_pods_change(
+    release: Release, namespace: Kubernetes, client: ClientPod, helm: Helm, case: Row
+) -> None:
+    """values that contradict each other are refused by the chart's hook before any pod changes; right ones pass it"""
+    checked = {"checks": {"hook": True}}
+    operator = dataclasses.replace(release, helm=helm)
+    before = uids(namespace.pods("engine") + namespace.pods("gateway"))
+    wrong = {"engine": {"offload": {"numCpuBlocks": 40}}, "redis": {"enabled": True}, **checked}
+    sentence = "redis.enabled: true, but no engine uses it"
+
+    with client.load() as result, pytest.raises(CommandFailed) as refused:
+        operator.upgrade(simulated(**wrong))
+    seen = refused.value.error + refused.value.output
+    log = namespace.kubectl("logs", "job/chat-spillway-check")
+    assert "chat-spillway-check" in seen and f"- {sentence}" in log, seen + log
+    assert helm.major == 3 or sentence in seen, seen  # Helm prints it from 3.18 on
+    assert uids(namespace.pods("engine") + namespace.pods("gateway")) == before
+    assert "job.batch/chat-spillway-check" in of_check(namespace)  # its log is there to be read
+    operator.upgrade(simulated(**checked))
+    assert uids(namespace.pods("engine") + namespace.pods("gateway")) == before
+    assert of_check(namespace) == []
+    no_failure(result, case, seen)
 
 
 def test_rolling_upgrade(release: Release, namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:
@@ -155,6 +183,11 @@ def test_secret_rotated(release: Release, namespace: Kubernetes, client: ClientP
         text = json.dumps(pod["spec"]) + namespace.kubectl("logs", name_of(pod))
         assert "sk-" not in text, f"{name_of(pod)} shows a key"
     assert result.failed == 0, result.failures
+
+
+def of_check(namespace: Kubernetes) -> list[str]:
+    """What the hook left."""
+    return namespace.kubectl("get", "secrets,jobs", "-l", "app.kubernetes.io/component=check", "-o", "name").split()
 
 
 def following(namespace: Kubernetes, client: ClientPod) -> DiscoveryWatch:

@@ -15,7 +15,7 @@ DRIVER = "ascend-driver"  # a ConfigMap
 CLIENT_LABELS = {"lane": "client"}
 # The lane's client also reads what Prometheus may read; the chart's policies are enforced.
 CLIENT_READS_METRICS: Values = {"networkPolicy": {"prometheusFrom": [{"podSelector": {"matchLabels": CLIENT_LABELS}}]}}
-# The lane's values are checked while it is written (tests/chart/test_lane_values.py), not before each of its installs.
+# A case of its own runs the hook; the others do without a Job before each of their upgrades.
 NO_CHECK: Values = {"checks": {"hook": False}}
 # What KEDA's own definition declares, as far as the API server needs it: nobody acts on it here.
 SCALED_OBJECTS = {
