@@ -158,8 +158,8 @@ PROMOTED_AHEAD = Metric(
 LATE_STORES = Metric(
     "spillway_late_store_blocks",
     Kind.COUNTER,
-    "Chunks whose store in the CPU tier began when the device was about to give them up: stored, or lost, because vLLM "
-    "took the block before its copy had ended, or the copy failed.",
+    "Chunks to be stored in the CPU tier when the device was about to give them up: stored, or lost, because vLLM took "
+    "the block before its copy had ended, or the copy failed.",
     ("outcome",),
 )
 MEETINGS = Metric(

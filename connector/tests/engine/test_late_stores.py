@@ -204,7 +204,9 @@ def test_a_block_that_is_taken_before_its_copy_has_ended_is_never_published(
     while rig.running:
         rig.end(0)
     rig.step()
+    owed = set(rig.late._owed)
     taken = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+    not_begun = owed - rig.late._owed.keys()
     for block in taken:
         rig.memory[block.block_id] = OffloadKey(b"else" * 9)
     unheld = [block for job in rig.jobs for block in job.blocks if block in {one.block_id for one in taken}]
@@ -216,7 +218,26 @@ def test_a_block_that_is_taken_before_its_copy_has_ended_is_never_published(
     rig.require_right()
     samples = rig.manager.take_samples()
     assert samples is not None
-    assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == len(unheld)
+    assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == len(unheld) + len(not_begun)
+
+
+def test_a_block_that_is_taken_before_its_copy_has_begun_counts_as_lost_and_widens_the_window(region: HostRegion):
+    rig = Rig(region, per_step=1)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    while rig.running:
+        rig.end(0)
+    owed = set(rig.late._owed)
+    before = rig.late._window.blocks
+    assert owed
+
+    rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+
+    gone = owed - rig.on_device()
+    samples = rig.manager.take_samples()
+    assert samples is not None and gone
+    assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == len(gone)
+    assert not gone & rig.late._owed.keys() and rig.late._window.blocks > before
 
 
 def test_a_chunk_that_the_device_does_not_hold_under_its_key_is_stored_at_once(region: HostRegion):

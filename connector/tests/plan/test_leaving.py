@@ -22,19 +22,37 @@ def test_what_a_usual_step_takes_was_looked_at_before(least: int, steps: list[li
         seen -= taken
 
 
-def test_the_window_follows_the_most_that_a_step_takes_and_forgets_it_slowly():
+def test_the_window_follows_the_most_that_a_step_takes_and_forgets_it_by_later_ones():
     window = LeavingWindow(4)
     assert window.next_step_blocks == 4
 
     window.took(100)
     window.end_step()
     assert window.next_step_blocks == 100
+    for _ in range(1000):  # of decoding within blocks: nothing is known of the next admission
+        window.end_step()
+    assert window.next_step_blocks == 100
     for _ in range(34):
+        window.took(1)
         window.end_step()
     assert 45 <= window.next_step_blocks <= 55
     for _ in range(500):
+        window.took(1)
         window.end_step()
     assert window.next_step_blocks == 4
+
+
+def test_blocks_that_were_lost_widen_the_window_for_a_while():
+    window = LeavingWindow(4)
+    before = window.blocks
+    window.took(20)
+    window.lost(12)
+    window.end_step()
+    assert window.blocks >= 20 + 10 + 11
+    for _ in range(500):
+        window.took(1)
+        window.end_step()
+    assert window.blocks == before
 
 
 def test_a_short_queue_is_looked_at_in_every_step_and_a_long_one_now_and_then():

@@ -82,17 +82,36 @@ class LateStores:
         take = device.get_new_blocks
 
         def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
+            missed = self._owed_at_head(num_blocks)
             blocks = take(num_blocks)
             self._window.took(num_blocks)
-            copied = self._copied_blocks
+            self._forget(missed)
+            copied, lost = self._copied_blocks, len(missed)
             if copied:
                 for block in blocks:
                     if block.block_id in copied:
                         job, key = copied[block.block_id]
                         job.lost.add(key)
+                        lost += 1
+            self._window.lost(lost)
             return blocks
 
         replace_on(device, "get_new_blocks", get_new_blocks)
+
+    def _owed_at_head(self, count: int) -> list[OffloadKey]:
+        """The chunks, on the device alone, of the next blocks that vLLM takes."""
+        if not self._owed or self._device is None:
+            return []
+        keys = (cast(OffloadKey, block.block_hash) for block in islice(_free_blocks(self._device), count))
+        return [key for key in keys if key is not None and key in self._owed]
+
+    def _forget(self, missed: Sequence[OffloadKey]) -> None:
+        """Their blocks were taken before a copy had begun; another block may hold the same chunk."""
+        gone = [key for key in missed if self._block_of(key) is None]
+        for key in gone:
+            del self._owed[key]
+        if gone:
+            self._manager.count_late_stores(0, len(gone))
 
     def _block_of(self, key: OffloadKey) -> KVCacheBlock | None:
         device = self._device

@@ -323,7 +323,7 @@ class TieringManager(PrefixLookupManager):
             self._unreported = True
 
     def count_late_stores(self, stored: int, lost: int) -> None:
-        """Chunks whose store began when the device was about to give them up; lost: it gave them up before the end."""
+        """Chunks to be stored when the device was about to give them up; lost: it gave them up before the end."""
         self._late["stored"] += stored
         self._late["lost"] += lost
         self._unreported = True

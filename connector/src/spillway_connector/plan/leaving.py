@@ -3,13 +3,17 @@
 vLLM takes blocks from the head of the free queue. What lies there and nowhere else has to be copied before its block is
 taken: one step before, at least, because a step's stores are copied behind it. How many blocks a step takes is
 measured: a request that is admitted takes the blocks of its whole prefix at once, and a step that decodes takes few.
+A step that takes none says nothing about the next admission, so time alone does not narrow the window. Blocks that were
+taken before their copies had ended widen it: copies took more steps than one, or several requests were admitted at
+once.
 
 Pure: no clock, no lock, no block.
 """
 
 from __future__ import annotations
 
-_DECAY = 0.98  # a step, of the most blocks that one has taken: half of it after 34 steps
+_DECAY = 0.98  # a step that takes blocks, of the most that one has taken: half of it after 34 such steps
+_STEPS_MAX = 4.0  # whose blocks are looked at, at most
 _LOOK_STEPS_MAX = 16  # between two looks at the head, for blocks that have left it because they were used again
 
 
@@ -20,6 +24,7 @@ class LeavingWindow:
         """blocks_per_step: that one step computes at most; the least that is kept ready for one."""
         self._least = blocks_per_step
         self._most_taken = 0.0
+        self._margin = 0.0
         self._taken_this_step = 0
         self._taken_since_look = 0
         self._steps_since_look = _LOOK_STEPS_MAX
@@ -31,16 +36,22 @@ class LeavingWindow:
 
     @property
     def blocks(self) -> int:
-        """How many to look at: half as many again, so that not every step has to look."""
-        return self.next_step_blocks + self.next_step_blocks // 2
+        """How many to look at: half as many again, so that not every step has to look, and those that were lost."""
+        return int(min(1.5 * self.next_step_blocks + self._margin, _STEPS_MAX * self.next_step_blocks))
 
     def took(self, blocks: int) -> None:
         """vLLM has taken them from the head, within the present step."""
         self._taken_this_step += blocks
         self._taken_since_look += blocks
 
+    def lost(self, blocks: int) -> None:
+        """Of those that vLLM has taken, so many had not been copied."""
+        self._margin = min(self._margin + blocks, _STEPS_MAX * max(self.next_step_blocks, self._taken_this_step))
+
     def end_step(self) -> None:
-        self._most_taken = max(float(self._taken_this_step), self._most_taken * _DECAY)
+        if self._taken_this_step:
+            self._most_taken = max(float(self._taken_this_step), self._most_taken * _DECAY)
+            self._margin *= _DECAY
         self._taken_this_step = 0
         self._steps_since_look += 1
 
