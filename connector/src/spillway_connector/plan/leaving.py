@@ -45,7 +45,7 @@ class LeavingWindow:
         self._taken_since_look += blocks
 
     def lost(self, blocks: int) -> None:
-        """Of those that vLLM has taken, so many had not been copied."""
+        """vLLM has taken so many blocks that had not been copied."""
         self._margin = min(self._margin + blocks, _STEPS_MAX * max(self.next_step_blocks, self._taken_this_step))
 
     def end_step(self) -> None:
