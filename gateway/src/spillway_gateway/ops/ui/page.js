@@ -117,10 +117,11 @@ function updateHour(figure, model) {
   const curves = { expected, reported, missing: expected.map((_, at) => sum(tiers.map(([, tokens]) => tokens[at]))) };
   const most = Math.max(1, ...expected, ...reported);
   const all = sum(expected);
+  const shares = tiers.map(([tier, tokens]) => `${tier} ${percent.format(sum(tokens) / all)}`);
   const said = {
     expected: short.format(all),
     reported: short.format(sum(reported)),
-    missing: all ? tiers.map(([tier, tokens]) => `${tier} ${percent.format(sum(tokens) / all)}`).join(", ") : "-",
+    missing: all ? shares.join(", ") : "no reply has said yet",
   };
   for (const [name, tokens] of Object.entries(curves)) {
     const points = tokens.map((value, at) => {
