@@ -14,7 +14,7 @@ from spillway_gateway.routing.fleet_view import (
     RouteRequest,
 )
 from spillway_gateway.routing.load import cost_of, crowding, uncached_tokens
-from spillway_gateway.routing.route import RouteReason, plan_route, usable_engines
+from spillway_gateway.routing.route import Decision, RouteReason, plan_route, usable_engines
 
 RATES = EngineRates(5000.0, 100_000.0, 40_000.0, 10.0)
 FACTOR = 1.25
@@ -251,3 +251,41 @@ def test_of_two_engines_alike_the_one_that_holds_more_never_costs_more(
     holder = cost_of(structs.replace(view, held=more), prompt_tokens)
 
     assert holder.total_ms <= cost_of(view, prompt_tokens).total_ms + 1e-6
+
+
+def decision_of(held: HeldPrefix, text_tokens: int | None) -> Decision:
+    return Decision("e0", RouteReason.PREFIX, held, 1000, 1, (), text_tokens=text_tokens)
+
+
+@given(held_prefixes, st.integers(1, 20_000), st.integers(0, 20_000))
+def test_prompts_matched_by_token_ids_are_compared_as_they_are(
+    held: HeldPrefix, prompt_tokens: int, cached_tokens: int
+) -> None:
+    assert decision_of(held, None).expected(prompt_tokens, cached_tokens) == held
+    assert decision_of(held, 0).expected(prompt_tokens, cached_tokens) is None
+
+
+@given(held_prefixes, st.floats(0.3, 3.0))
+def test_the_language_of_a_text_does_not_make_cached_tokens_missing(held: HeldPrefix, tokens_per_guess: float) -> None:
+    """Chinese has fewer tokens than a byte count says, code has more: either way all of it is found, or a half is."""
+    text_tokens = held.total_tokens + 100
+    prompt_tokens = int(text_tokens * tokens_per_guess) + 1
+    found = int(held.total_tokens * tokens_per_guess)
+
+    expected = decision_of(held, text_tokens).expected(prompt_tokens, found)
+    half = decision_of(held, text_tokens).expected(prompt_tokens, found // 2)
+
+    assert expected is not None and expected.tier_of_first_missing(found) is None
+    assert half is not None
+    if found > 100:
+        assert 0.4 * found < half.total_tokens - found // 2 < 0.6 * found
+        assert half.tier_of_first_missing(found // 2) is not None
+
+
+@given(held_prefixes, st.integers(0, 20_000))
+def test_the_first_tokens_of_a_prefix_are_those_of_the_nearer_tiers(held: HeldPrefix, tokens: int) -> None:
+    first = held.first(tokens)
+
+    assert first.total_tokens == min(tokens, held.total_tokens)
+    assert not first.cpu_tokens or first.device_tokens == held.device_tokens
+    assert not first.shared_tokens or first.cpu_tokens == held.cpu_tokens

@@ -362,6 +362,9 @@ async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: Pro
         by_tokens = await exact.read(ChatPrompt(messages, cache_salt="s"))
         by_text = await textual.read(ChatPrompt(messages, cache_salt="s"))
         with_image = await exact.read(ChatPrompt([{"role": "user", "content": [{"type": "image_url"}]}]))
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:" + "A" * 4_000}}]}]
+        by_text_with_image = await textual.read(ChatPrompt(image))
+        beyond = await textual.read(CompletionPrompt("x" * (LimitsConfig().text_chars_max + 1)))
         ids = list(render_and_encode(tokenizer, ChatPrompt(messages)))
         short = await textual.read(CompletionPrompt("the fox"))
         as_ids = await textual.read(CompletionPrompt(array("I", ids), cache_salt="s"))
@@ -373,6 +376,9 @@ async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: Pro
     assert by_tokens.prompt_tokens == len(ids)
     assert not set(by_tokens.keys) & set(by_text.keys)
     assert with_image.prompt_tokens >= 1
+    assert by_tokens.text_tokens is None
+    assert by_text.text_tokens == sum(len(part) for part in ("\x1e", "user", "\x1f", messages[0]["content"])) // 4
+    assert by_text_with_image.text_tokens == beyond.text_tokens == 0
     assert short.keys == []
     assert as_ids == by_tokens
     assert by_thread.keys == token_block_keys(namespace_key("m", None, "s"), long_ids, 4)

@@ -132,7 +132,7 @@ class InferenceEndpoint:
                 source = structs.replace(source, cache_salt=salt)
         prompt = await served.reader.read(source, tenant.name, short=not large, adapter=adapter)
         if parsed.other_tokens:
-            prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens)
+            prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens, text_tokens=0)
         continuation = context.upstream.continuation
         asks_ids = parsed.plain_stream and continuation.enabled and prompt.prompt_tokens < continuation.tokens_max
         if asks_ids:

@@ -355,7 +355,9 @@ class ModelFleet:
     ) -> Decision | None:
         held = self.held(prompt)
         last = self.sessions.engine_of(session) if session is not None else None
-        request = RouteRequest(prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last)
+        request = RouteRequest(
+            prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last, prompt.text_tokens
+        )
         factor = self._routing.bounded_load_factor
         decision = plan_route(request, self._view(held, now, adapter, breakers=True), factor)
         if decision is None:  # every breaker is open: trying an engine is better than refusing

@@ -133,6 +133,7 @@ class FrontPlace:
             routed.uncached_tokens,
             routed.candidates,
             routed.session,
+            prompt.text_tokens,
         )
         return FrontLease(self, engine, decision, routed.expected_prefill_seconds)
 

@@ -34,6 +34,20 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
         """Tokens that need not be computed."""
         return self.device_tokens + self.cpu_tokens + self.shared_tokens
 
+    def scaled(self, tokens: int, of_tokens: int) -> HeldPrefix:
+        """The same shares of a prompt of so many tokens. of_tokens: what these are counted in, positive."""
+        return HeldPrefix(
+            self.device_tokens * tokens // of_tokens,
+            self.cpu_tokens * tokens // of_tokens,
+            self.shared_tokens * tokens // of_tokens,
+        )
+
+    def first(self, tokens: int) -> HeldPrefix:
+        """The first tokens alone."""
+        device = min(self.device_tokens, tokens)
+        cpu = min(self.cpu_tokens, tokens - device)
+        return HeldPrefix(device, cpu, min(self.shared_tokens, tokens - device - cpu))
+
     def tier_of_first_missing(self, found_tokens: int) -> TierLabel | None:
         """The tier that was to hold the first token that is not there; without it those behind it are of no use. None:
         as many were found as expected."""
@@ -93,3 +107,4 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     only: str | None = None  # the one engine that can answer, because it stores what is requested
     in_session: bool = False  # it names a session
     session_engine: str | None = None  # which served that session last
+    text_tokens: int | None = None  # as in PromptBlocks

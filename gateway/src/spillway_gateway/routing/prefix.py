@@ -40,7 +40,9 @@ class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
     """A prompt as routing sees it: keys of its full blocks, in order, and its size in tokens.
 
     spread_key: for rendezvous hashing. other_keys: by tokens per block, keys for engines with another block size.
-    tokens: kept where an engine may be sent them (upstream/promotion_hints.py).
+    tokens: kept where an engine may be sent them (upstream/promotion_hints.py). text_tokens: None if the keys are of
+    token ids. Of a prompt matched by its text, the tokens that this text counts as; 0 if its size says nothing about
+    the prompt's: it was cut, holds media, or is one of several.
     """
 
     keys: Sequence[int]
@@ -49,6 +51,7 @@ class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
     spread_key: int
     other_keys: Mapping[int, Sequence[int]] = msgspec.field(default_factory=dict)
     tokens: PromptTokens | None = None
+    text_tokens: int | None = None
 
     def keys_for(self, tokens_per_block: int) -> Sequence[int]:
         """The keys for an engine with blocks of that size."""

@@ -14,6 +14,8 @@ from spillway_gateway.routing.fleet_view import EngineView, FleetView, HeldPrefi
 from spillway_gateway.routing.load import Cost, cost_of, uncached_tokens
 from spillway_gateway.routing.rendezvous import load_bound, pick_bounded, weight
 
+# Tokens per byte of one prompt's parts differ: prose, code and figures of one model by a third.
+TEXT_TOLERANCE = 0.35
 TIE_MS = 1.0  # differences below are noise of the estimate
 
 
@@ -54,6 +56,25 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     uncached_tokens: int
     candidates: tuple[Candidate, ...]  # every engine that was considered, with its cost
     session: SessionOutcome | None = None
+    text_tokens: int | None = None  # as in PromptBlocks
+
+    def expected(self, prompt_tokens: int, cached_tokens: int) -> HeldPrefix | None:
+        """What the prompt was to find, to compare with what it found; None if the two cannot be compared.
+
+        A prompt matched by its text was expected to find a share of it, whose tokens are unknown: those of the whole
+        prompt are divided evenly over its text. As text is not even, what was found within TEXT_TOLERANCE of that
+        counts as all that was expected.
+
+        Args:
+            prompt_tokens: Of the whole prompt, as the engine counted them.
+            cached_tokens: Those of them that the engine did not compute.
+        """
+        if self.text_tokens is None:
+            return self.held
+        if not self.text_tokens:
+            return None
+        held = self.held.scaled(prompt_tokens, self.text_tokens)
+        return held.first(cached_tokens) if cached_tokens >= (1 - TEXT_TOLERANCE) * held.total_tokens else held
 
 
 def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: float) -> Decision | None:
@@ -71,6 +92,7 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
         uncached_tokens=uncached_tokens(held, request.prompt_tokens),
         candidates=candidates,
         session=_session_outcome(request, chosen.engine.name),
+        text_tokens=request.text_tokens,
     )
 
 

@@ -23,7 +23,7 @@ from spillway_gateway.routing.prefix import (
     token_bytes,
 )
 from spillway_gateway.tokens.chat_template import CannotRender
-from spillway_gateway.tokens.estimates import text_tokens, value_tokens
+from spillway_gateway.tokens.estimates import holds_media, text_tokens, value_tokens
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
 from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, TokenizerUnusable
@@ -118,7 +118,7 @@ class PromptReader:
         namespace = namespace_key(self._model, adapter, prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
-            return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens)
+            return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens, text_tokens=0)
         if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
             return self._of_tokens(namespace, token_bytes(prompt.prompt), prompt.cache_salt)
         tokenizer = self.tokenizer
@@ -139,7 +139,9 @@ class PromptReader:
             except TimeoutError:
                 logger.warning("model %s: a prompt was not tokenised within %g s", self._model, WAIT_SECONDS_MAX)
         blocks = self._of_text(namespace, self._text(prompt))
-        return msgspec.structs.replace(blocks, prompt_tokens=max(1, _estimate(prompt)))
+        with_media = isinstance(prompt, ChatPrompt) and holds_media(prompt.messages)
+        text_tokens = 0 if with_media else blocks.text_tokens
+        return msgspec.structs.replace(blocks, prompt_tokens=max(1, _estimate(prompt)), text_tokens=text_tokens)
 
     def _read_inline(
         self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int, tenant: str
@@ -196,7 +198,8 @@ class PromptReader:
         prompt_tokens = max(1, len(text) // BYTES_PER_TOKEN)
         keys = self._chains.keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
         spread_key = keys[0] if keys else short_prompt_key(namespace, text)
-        return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key)
+        whole = len(text) < self.limits.text_chars_max
+        return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key, text_tokens=prompt_tokens if whole else 0)
 
     def _text(self, prompt: ChatPrompt | CompletionPrompt) -> bytes:
         if isinstance(prompt, ChatPrompt):

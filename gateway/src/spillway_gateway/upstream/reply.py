@@ -316,7 +316,10 @@ class Reply:
             engine.reports_cached_tokens = True
         elif not engine.reports_cached_tokens:
             return
-        metrics, held = self._services.metrics, lease.decision.held
+        held = lease.decision.expected(usage.prompt_tokens, cached)
+        if held is None:
+            return
+        metrics = self._services.metrics
         expected = (
             (TierLabel.DEVICE, held.device_tokens),
             (TierLabel.CPU, held.cpu_tokens),
