@@ -19,7 +19,8 @@ ROOTS = [
     *(f"{CORE}{name}" for name in ("Affinity", "PodSecurityContext", "SecurityContext", "Volume", "VolumeMount")),
     *(f"{CORE}{name}" for name in ("Container", "EnvVarSource", "Toleration", "TopologySpreadConstraint")),
     *(f"io.k8s.api.networking.v1.{name}" for name in ("NetworkPolicyPeer", "NetworkPolicyPort")),
-    "io.k8s.api.autoscaling.v2.MetricSpec",
+    *(f"{CORE}{name}" for name in ("EnvFromSource", "HostAlias", "PodDNSConfig")),
+    *(f"io.k8s.api.autoscaling.v2.{name}" for name in ("HorizontalPodAutoscalerBehavior", "MetricSpec")),
 ]
 # Read no further: rare, or deep.
 OPEN = {

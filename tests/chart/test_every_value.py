@@ -329,6 +329,10 @@ LISTS = {
     "engineEgress": [{"to": [{"namespaceSelector": {}}]}],
     "gatewayEgress": [{"to": [{"namespaceSelector": {}}]}],
     "extraEnvVars": [{"name": "A", "value": "b"}],
+    "envFrom": [{"secretRef": {"name": "s"}}],
+    "hostAliases": [{"ip": "10.0.0.5", "hostnames": ["r.local"]}],
+    "filters": [{"type": "RequestMirror"}],
+    "disabled": ["SpillwayGatewayDown"],
     "tolerations": [{"operator": "Exists"}],
     "topologySpreadConstraints": [{"topologyKey": "rack", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}],
     "extraMetrics": [
@@ -340,7 +344,8 @@ LISTS = {
     "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
     "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}}],
 }
-OTHER_WORDS = {"whenUnsatisfiable": "DoNotSchedule"}
+MAPS = {"dnsConfig": {"nameservers": ["10.0.0.10"]}, "behavior": {"scaleUp": {"stabilizationWindowSeconds": 60}}}
+OTHER_WORDS = {"whenUnsatisfiable": "DoNotSchedule", "pullPolicy": "Always", "pathType": "Exact"}
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -369,6 +374,8 @@ def changed(path: str, value: Any) -> Any:
         return LISTS.get(leaf, [OBJECT])
     if leaf == "affinity":
         return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    if leaf in MAPS:
+        return MAPS[leaf]
     if isinstance(value, dict):
         return {**value, "fsGroup": 7} if value else {"A": "b"}
     raise AssertionError(f"{path}: {value!r} needs an entry in CHANGES")
@@ -472,6 +479,7 @@ FORMED = (
         "gateway.tracing",
         "gateway.resources",
         "gateway.ingress.path",
+        "gateway.ingress.pathType",
         "gateway.image.digest",
         "checks.image.digest",
         "redis.image.digest",

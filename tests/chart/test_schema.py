@@ -22,7 +22,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 # Read by Kubernetes or by vLLM, not by the chart.
-OPEN = {"extraObjects", "extraTiers", "extraConfig", "metadata", "global"}
+OPEN = {"extraObjects", "extraTiers", "extraConfig", "metadata", "global", "filters"}
 
 
 def objects(schema: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -43,7 +43,8 @@ pulls its images. */}}
 {{- if .enabled -}}{{- $constraints = append $constraints $spread -}}{{- end -}}
 {{- end -}}
 {{- $own := dict "labelSelector" (dict "matchLabels" (include "spillway.selectorLabels" . | fromYaml)) -}}
-{{- $spec := pick $section "priorityClassName" "runtimeClassName" "affinity" "hostNetwork" "dnsPolicy" -}}
+{{- $spec := pick $section "priorityClassName" "runtimeClassName" "affinity" "hostNetwork" "dnsPolicy" "dnsConfig"
+  "hostAliases" -}}
 {{- if and $section.hostNetwork (not $section.dnsPolicy) -}}
 {{- $_ := set $spec "dnsPolicy" "ClusterFirstWithHostNet" -}}
 {{- end -}}

@@ -29,7 +29,7 @@ def sentences(text: str) -> str:
         ("gateway: {args: []}", "takes no arguments"),
         ("engine: {args: []}", "use engine.extraArgs"),
         ("engine: {env: []}", "use engine.extraEnvVars"),
-        ("engine: {envFrom: []}", "use engine.extraEnvVars, which names each variable"),
+        ("envFrom: []", "engine.envFrom or gateway.envFrom"),
         ("podSecurityContext: {}", "use engine.podSecurityContext and gateway.podSecurityContext"),
         ("imagePullSecrets: []", "use image.pullSecrets"),
         ("redis: {password: SECRET}", "use redis.existingSecret, the name of a Secret"),

@@ -25,6 +25,7 @@ from spillway_settings.values.kinds import (
     OptionalFolder,
     OptionalServedName,
     Pods,
+    PullPolicy,
     Registry,
     Repository,
     ResourceAmount,
@@ -255,6 +256,7 @@ class EngineImage(Section, frozen=True):
     tag: Tag = ""
     variant: Literal["", "a3", "310p", "a5", "openeuler", "a3-openeuler", "310p-openeuler", "a5-openeuler"] = ""
     digest: Digest = ""
+    pull_policy: PullPolicy | None = None
 
 
 class EngineAutoscaling(Section, frozen=True):
@@ -269,6 +271,10 @@ class EngineAutoscaling(Section, frozen=True):
         "http://prometheus-operated.monitoring.svc:9090"
     )
     cooldown_seconds: WholeSecondsOrNone = 600
+
+
+class UpdateStrategy(Section, frozen=True):
+    partition: Annotated[int, Meta(ge=0, le=10_000)] = 0
 
 
 class Engine(PodSettings, frozen=True):
@@ -298,6 +304,7 @@ class Engine(PodSettings, frozen=True):
     image: EngineImage = EngineImage()
     autoscaling: EngineAutoscaling = EngineAutoscaling()
     pod_disruption_budget: PodDisruptionBudget = PodDisruptionBudget()
+    update_strategy: UpdateStrategy = UpdateStrategy()
     topology_spread: TopologySpread = TopologySpread(enabled=False)
     topology_spread_constraints: list[kubernetes.TopologySpreadConstraint] = []
     scheduler_name: ObjectName | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -268,6 +268,7 @@ class GatewayAutoscaling(Section, frozen=True):
     max_replicas: SomePods = 8
     cpu_percent: Annotated[int, Meta(ge=1, le=1000)] = 70
     extra_metrics: list[kubernetes.MetricSpec] = []
+    behavior: kubernetes.HorizontalPodAutoscalerBehavior = {}
 
 
 class IngressHost(Section, frozen=True):
@@ -285,6 +286,7 @@ class Ingress(Section, frozen=True):
     class_name: ObjectName = ""
     host: Host = ""
     path: IngressPath = "/"
+    path_type: Literal["Prefix", "Exact", "ImplementationSpecific"] = "Prefix"
     tls_secret: SecretName = ""
     hosts: list[IngressHost] = []
     tls: list[IngressCertificate] = []
@@ -303,11 +305,18 @@ class ParentReference(Section, frozen=True):
     port: Port | UnsetType = UNSET
 
 
+RouteFilter = Annotated[
+    dict[str, Any],
+    Meta(extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}}),
+]
+
+
 class HttpRoute(Section, frozen=True):
     enabled: bool = False
     parent_refs: Annotated[list[ParentReference], Meta(max_length=32, extra_json_schema={"uniqueItems": True})] = []
     hostnames: Annotated[list[GivenHost], Meta(max_length=16, extra_json_schema={"uniqueItems": True})] = []
     request_timeout_seconds: Annotated[int, Meta(ge=0, le=99999)] = 0
+    filters: list[RouteFilter] = []
     annotations: Annotations = {}
 
 

@@ -231,6 +231,7 @@ Repository = Annotated[
         description="an image's name in small letters, without its tag or digest, which have settings of their own",
     ),
 ]
+PullPolicy = Literal["Always", "IfNotPresent", "Never"]
 Tag = Annotated[
     str,
     Meta(

@@ -15,6 +15,7 @@ from spillway_settings.values.kinds import (
     LabelKey,
     Labels,
     ObjectName,
+    PullPolicy,
     Registry,
     Repository,
     SecretEntry,
@@ -30,6 +31,7 @@ class Image(Section, frozen=True):
     registry: Registry | None = None
     tag: Tag = ""
     digest: Digest = ""
+    pull_policy: PullPolicy | None = None
 
 
 class CertificateSecret(Section, frozen=True):
@@ -116,6 +118,9 @@ class PodSettings(Section, frozen=True):
     pod_annotations: Annotations = {}
     secrets_revision: str = ""
     extra_env_vars: list[EnvironmentVariable] = []
+    env_from: list[kubernetes.EnvFromSource] = []
+    dns_config: kubernetes.PodDNSConfig = {}
+    host_aliases: list[kubernetes.HostAlias] = []
     extra_volumes: list[kubernetes.Volume] = []
     extra_volume_mounts: list[kubernetes.VolumeMount] = []
     init_containers: list[kubernetes.Container] = []

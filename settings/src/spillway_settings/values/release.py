@@ -21,6 +21,7 @@ from spillway_settings.values.kinds import (
     NamePart,
     NamespaceName,
     PrometheusLabel,
+    PullPolicy,
     Registry,
     Seconds,
     SecretEntry,
@@ -38,7 +39,7 @@ class PullSecret(Section, frozen=True):
 
 class Images(Section, frozen=True):
     registry: Registry = ""
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    pull_policy: PullPolicy = "IfNotPresent"
     pull_secrets: list[PullSecret] = []
 
 
@@ -139,6 +140,10 @@ class Alerts(Section, frozen=True):
     ] = ""
     first_byte_seconds: Seconds = 10
     error_ratio: Share = 0.02
+    disabled: Annotated[
+        list[Annotated[str, Meta(pattern="^Spillway[A-Za-z]+$", description="the name of an alert")]],
+        Meta(extra_json_schema={"uniqueItems": True}),
+    ] = []
 
 
 class Dashboards(Section, frozen=True):

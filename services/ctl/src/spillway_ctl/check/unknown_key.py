@@ -25,7 +25,6 @@ _ENGINE_AND_GATEWAY = {
     "nodeselector": "{section}.nodeSelector",
     "hpa": "{section}.autoscaling",
     "imagePullSecrets": "image.pullSecrets",
-    "envFrom": "{section}.extraEnvVars, which names each variable with valueFrom",
 }
 _ELSEWHERE: dict[str, dict[str, str]] = {
     "engine": {
