@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ import aiohttp
 import zmq.asyncio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from spillway_gateway import logs
@@ -23,7 +26,6 @@ from spillway_gateway.api.application import client_application, http_error
 from spillway_gateway.api.dispatch import InferenceDispatch
 from spillway_gateway.api.inference import InferenceContext
 from spillway_gateway.api.models import ModelList
-from spillway_gateway.api.stored_responses import ResponseOwners
 from spillway_gateway.background import supervised
 from spillway_gateway.client import descriptors
 from spillway_gateway.client.cors import Cors
@@ -37,6 +39,7 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.ops.discovery_report import discovered, discovery_families
 from spillway_gateway.ops.live_families import (
     access_families,
+    audit_families,
     config_families,
     connection_families,
     live_families,
@@ -48,11 +51,12 @@ from spillway_gateway.roster.engine_tasks import Clients
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.upstream.continuation.sent_answer import KeptBytes
-from spillway_gateway.upstream.dispatch import OwnDispatch
-from spillway_gateway.upstream.outbound import Dispatch, UpstreamServices
+from spillway_gateway.upstream.local_router import LocalRouter
+from spillway_gateway.upstream.outbound import UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.promotion_hints import PromotionHints
 from spillway_gateway.upstream.retry import RetryBudget
+from spillway_gateway.upstream.router import Router
 from spillway_gateway.upstream.suspects import EngineLooks, Suspects
 
 if TYPE_CHECKING:
@@ -64,48 +68,75 @@ TOKENIZER_THREADS = 2
 POOL_TRIM_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """The process that routes and counts for a gateway which only serves clients.
+
+    roster: makes the models and engines as that process tells them. answer_operator: asks it to answer operators'
+    routes.
+    """
+
+    router: Router
+    roster: Callable[[GatewayConfig, GatewayMetrics, FairThreads], Roster]
+    answer_operator: Callable[[Request], Awaitable[Response]]
+
+
 class Gateway:
     """The assembled gateway of one process. `app` is the ASGI application of the main listener, `ops_app` that of the
-    operations listener; the rest is for the server and for tests. config_path: the file to follow, if any."""
+    operations listener; the rest is for the server and for tests.
 
-    def __init__(self, config: GatewayConfig, config_path: Path | None = None) -> None:
+    Args:
+        config: the configuration at the start.
+        config_path: the file to follow, if any.
+        elsewhere: what routes and counts in its place; None: it does so itself.
+    """
+
+    def __init__(
+        self, config: GatewayConfig, config_path: Path | None = None, elsewhere: Elsewhere | None = None
+    ) -> None:
         self.config = config
+        self.on_applied: list[Callable[[GatewayConfig], None]] = []
         self.lifecycle = Lifecycle()
         self.serving: Callable[[], tuple[int, int]] = lambda: (1, 0)  # processes, and how often one was started again
         self.metrics = GatewayMetrics()
         self.cors = Cors(config.cors)
-        self.gatekeeper = self._gatekeeper()
+        self.gatekeeper = Gatekeeper(config.auth)
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
         self.tracing = _tracing(config.tracing)
         self._tokenizing = FairThreads(TOKENIZER_THREADS, "tokenizer")
-        self.roster = self._roster()
+        self.roster = (elsewhere.roster if elsewhere is not None else Roster)(config, self.metrics, self._tokenizing)
         self.models = self.roster.models
         self.fleets = self.roster.fleets
         self.admissions = self.roster.admissions
         shares = self._descriptor_shares(config)
         self.open_connections = OpenConnections(config.connections, shares.clients, config.limits.replies_bytes_max)
         self.promotion_hints = PromotionHints(self.metrics)
-        self.response_owners = self._response_owners()
         self.suspects = Suspects(config.limits.suspect_seconds)
+        self.recent = Recent()
+        self.router = (
+            elsewhere.router
+            if elsewhere is not None
+            else LocalRouter(self.admissions, self.gatekeeper, self.suspects, self.promotion_hints, self.recent)
+        )
         pool = ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic)
         self.services = UpstreamServices(
-            dispatch=self._dispatch(),
+            router=self.router,
             pool=pool,
             budget=RetryBudget(config.limits.retry_ratio, config.limits.retry_burst),
             metrics=self.metrics,
             timeouts=config.timeouts,
             limits=config.limits,
             running=self.lifecycle.running,
-            admissions=self.admissions,
-            recent=self._recent(),
             continuation=config.continuation,
             kept=KeptBytes(config.continuation.bytes_max),
             suspects=self.suspects,
             looks=EngineLooks(pool),
-            promotion_hints=self.promotion_hints,
         )
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
-        self._collect_families()
+        if elsewhere is None:
+            self._collect_router_families()
+        self.metrics.collect_from(lambda: connection_families(self.open_connections))
+        self.metrics.collect_from(lambda: audit_families(self.audit))
         self.operations = operations = Operations(
             self.fleets,
             self.lifecycle,
@@ -114,10 +145,8 @@ class Gateway:
             lambda: self.config,
             discovered=lambda: discovered(self.roster.sources, self.fleets),
         )
-        self.page = page = PageRoutes(
-            self.fleets, self.admissions, self.services.recent, self.lifecycle, self.gatekeeper
-        )
-        self.app = self._build_app(operations, page)
+        self.page = page = PageRoutes(self.fleets, self.admissions, self.recent, self.lifecycle, self.gatekeeper)
+        self.app = self._build_app(operations, page, elsewhere)
         self.ops_app = Starlette(
             routes=[
                 *operations.probe_routes(),
@@ -128,29 +157,12 @@ class Gateway:
         )
         self.ops_app.router.redirect_slashes = False
 
-    # -- parts that are others if several processes serve (processes/) -----------------------------------------------
-
-    def _gatekeeper(self) -> Gatekeeper:
-        return Gatekeeper(self.config.auth)
-
-    def _roster(self) -> Roster:
-        return Roster(self.config, self.metrics, self._tokenizing)
-
-    def _response_owners(self) -> ResponseOwners:
-        return ResponseOwners()
-
-    def _recent(self) -> Recent:
-        return Recent()
-
-    def _dispatch(self) -> Dispatch:
-        return OwnDispatch(self.suspects)
-
-    def _collect_families(self) -> None:
+    def _collect_router_families(self) -> None:
+        """What the process that routes and counts knows alone."""
         self.metrics.collect_from(lambda: live_families(self.fleets))
         self.metrics.collect_from(lambda: discovery_families(self.roster.sources, self.fleets))
-        self.metrics.collect_from(lambda: connection_families(self.open_connections))
         self.metrics.collect_from(lambda: process_families(*self.serving()))
-        self.metrics.collect_from(lambda: access_families(self.admissions, self.gatekeeper, self.audit))
+        self.metrics.collect_from(lambda: access_families(self.admissions, self.gatekeeper))
         if self.follower is not None:
             follower = self.follower
             self.metrics.collect_from(
@@ -161,12 +173,6 @@ class Gateway:
                     restart_pending=bool(follower.restart_pending),
                 )
             )
-
-    def _operator_routes(self, operations: Operations, page: PageRoutes) -> list[Route]:
-        """On the clients' listener, if it is the only one."""
-        return [*operations.operator_routes(require_key=True), *page.routes(require_key=True)]
-
-    # ----------------------------------------------------------------------------------------------------------------
 
     def _descriptor_shares(self, config: GatewayConfig) -> descriptors.DescriptorShares:
         wanted = config.connections.open_max, config.limits.upstream_connections_max
@@ -198,20 +204,25 @@ class Gateway:
         if config.log != before.log:
             logs.apply(config.log)
         self.config = config
+        for applied in self.on_applied:
+            applied(config)
 
-    def _build_app(self, operations: Operations, page: PageRoutes) -> InferenceDispatch:
+    def _build_app(self, operations: Operations, page: PageRoutes, elsewhere: Elsewhere | None) -> InferenceDispatch:
         context = InferenceContext(
             models=self.models,
             upstream=self.services,
             lifecycle=self.lifecycle,
             gatekeeper=self.gatekeeper,
-            response_owners=self.response_owners,
             audit=self.audit,
             tracing=self.tracing,
         )
         routes = operations.probe_routes()
         if self.config.listen.ops_port is None:
-            routes += self._operator_routes(operations, page)
+            operators = [*operations.operator_routes(require_key=True), *page.routes(require_key=True)]
+            if elsewhere is not None:  # which asks for their keys
+                answer = elsewhere.answer_operator
+                operators = [Route(route.path, answer, methods=["GET"]) for route in operators]
+            routes += operators
         return client_application(context, ModelList(self.fleets), routes, lambda app: self.running(), self.cors)
 
     @asynccontextmanager

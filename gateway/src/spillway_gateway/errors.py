@@ -15,9 +15,14 @@ class GatewayError(Exception):
     param: str | None = None
     retry_after_seconds: int | None = None
 
+    def __init__(self, message: str = "", retry_after_seconds: int | None = None) -> None:
+        super().__init__(message)
+        if retry_after_seconds is not None:
+            self.retry_after_seconds = retry_after_seconds
+
     @property
     def message(self) -> str:
-        return str(self.args[0]) if self.args else self.__class__.__name__
+        return str(self.args[0]) or self.__class__.__name__
 
 
 class ConfigError(Exception):
@@ -125,10 +130,6 @@ class TenantLimited(GatewayError):
     status = 429
     kind = "rate_limit_error"
     code = "rate_limit_exceeded"
-
-    def __init__(self, message: str, retry_after_seconds: int) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
 
 
 class RequestSuspected(GatewayError):

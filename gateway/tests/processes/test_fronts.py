@@ -226,7 +226,7 @@ async def test_a_decision_with_all_its_candidates_passes(start_engine: Any) -> N
     engines = [await start_engine(f"fake-{at}") for at in range(3)]
     async with running_fronts(gateway_config(engines)) as fronts, aiohttp.ClientSession() as http:
         await status_of(http, fronts.urls[0])
-        decision = fronts.gateway.services.recent.decisions[-1].decision
+        decision = fronts.gateway.recent.decisions[-1].decision
     buffer = bytearray()
     routed = Routed(1, decision.engine_name, decision.reason, 0, 0, 0, 200, None, 0.5, decision.candidates)
     append_frame(routed, buffer)

@@ -167,7 +167,7 @@ async def test_a_place_is_given_back_whatever_else_fails_at_the_end(
             "count_cached": (Reply, "count_cached"),
             "audit": (AuditLog, "write"),
             "usage": (ReplyCounts, "usage"),
-            "on_end": (type(gateway.gateway.response_owners), "set_tokens"),
+            "on_end": (type(gateway.gateway.router), "set_response_tokens"),
         }[fails]
         monkeypatch.setattr(owner, name, property(raises) if fails == "usage" else raises)
         for _ in range(3):

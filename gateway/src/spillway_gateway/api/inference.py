@@ -20,7 +20,7 @@ from msgspec import structs
 from spillway_gateway.access.audit import AuditLine, AuditLog, now_text
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant
-from spillway_gateway.access.limits import NOTHING_OWED, Settlement, TenantUsage, give_back, settle
+from spillway_gateway.access.limits import NOTHING_OWED, Settlement, give_back, settle
 from spillway_gateway.api.body_errors import too_deep
 from spillway_gateway.api.body_reading import read_body
 from spillway_gateway.api.engine_fields import engine_members
@@ -28,10 +28,10 @@ from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.private_replies import PrivateReply
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.session_hints import session_hint
-from spillway_gateway.api.stored_responses import Owner, ResponseOwners
 from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import GatewayDraining, GatewayError, ResponseNotFound
+from spillway_gateway.fleet.stored_responses import Owner, response_id_in
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
@@ -40,6 +40,7 @@ from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.relay import Relay
+from spillway_gateway.upstream.router import Admitted, Router
 from spillway_gateway.upstream.splice import MemberValue, insert_member
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
@@ -66,7 +67,6 @@ class InferenceContext:
     upstream: UpstreamServices
     lifecycle: Lifecycle
     gatekeeper: Gatekeeper
-    response_owners: ResponseOwners
     audit: AuditLog | None
     tracing: Tracing | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
@@ -158,7 +158,7 @@ class InferenceEndpoint:
         only_engine = None
         charged_tokens = parsed.charged_tokens
         if parsed.previous_response is not None:
-            owner = await context.response_owners.find(parsed.previous_response, tenant.name)
+            owner = await context.upstream.router.owner_of(parsed.previous_response, tenant.name)
             if owner is not None and owner.model == model:
                 only_engine = owner.engine
                 charged_tokens += owner.tokens
@@ -179,7 +179,7 @@ class InferenceEndpoint:
                 asks_ids,
                 only_engine,
             )
-        stored = _StoredResponse(context.response_owners, tenant.name, model) if route.keeps_responses else None
+        stored = _StoredResponse(context.upstream.router, tenant.name, model) if route.keeps_responses else None
         outbound = OutboundRequest(
             self._path,
             gatekeeper.engine_headers(headers),
@@ -208,19 +208,23 @@ class InferenceEndpoint:
 class _StoredResponse:
     """A response that its engine may store: records its owner, and the tokens that continuing it will take."""
 
-    def __init__(self, owners: ResponseOwners, tenant: str, model: str) -> None:
-        self._owners = owners
+    def __init__(self, router: Router, tenant: str, model: str) -> None:
+        self._router = router
         self._tenant = tenant
         self._model = model
         self._id: str | None = None
 
     def on_reply(self, engine: str, reply_start: bytes) -> None:
-        self._id = self._owners.add(reply_start, Owner(self._tenant, self._model, engine))
+        response_id = response_id_in(reply_start)
+        if response_id is not None and self._router.record_response(
+            response_id, Owner(self._tenant, self._model, engine)
+        ):
+            self._id = response_id
 
     def on_end(self, usage: Usage) -> None:
         if self._id is not None:
             tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-            self._owners.set_tokens(self._id, self._tenant, tokens)
+            self._router.set_response_tokens(self._id, self._tenant, tokens)
 
 
 class StoredResponseEndpoint:
@@ -242,7 +246,7 @@ class StoredResponseEndpoint:
             context = self._context
             body = await read_body(headers, receive, client, context.upstream.limits, context.upstream.timeouts)
             received_at = perf_counter()
-            owner = await context.response_owners.find(response_id, tenant.name)
+            owner = await context.upstream.router.owner_of(response_id, tenant.name)
             served = context.models.get(owner.model) if owner is not None else None
             if owner is None or served is None or owner.engine not in served.fleet.engines:
                 raise _no_response(response_id)
@@ -304,16 +308,16 @@ async def serve(
         if trace is not None:
             trace.prepared(served.fleet.name, request_id, stream=outbound.stream)
             outbound = structs.replace(outbound, trace=trace)
-        usage = await context.gatekeeper.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
+        admitted = await context.upstream.router.begin(tenant, outbound.prompt.prompt_tokens + outbound.charged_tokens)
     except ClientDisconnected:
         if tenant is not None:
-            await _count_failed(context.gatekeeper, tenant)
+            await _count_failed(context.upstream.router, tenant)
         if trace is not None:
             trace.end(499, None)
         return
     except GatewayError as error:  # under no other name: its traceback holds the body, and would outlive the request
         if tenant is not None and outbound is None and error.status < 500:
-            error = await _count_failed(context.gatekeeper, tenant) or error
+            error = await _count_failed(context.upstream.router, tenant) or error
         await send_error(send, error, request_id, dialect)
         if trace is not None:
             trace.end(error.status, error.code)
@@ -334,7 +338,7 @@ async def serve(
         return
     private = None if context.gatekeeper.may_steer(tenant) else PrivateReply(client, send)
     with ExitStack() as ends:  # each runs whatever another one raises
-        place = _Place(context.gatekeeper, tenant, usage, outbound)
+        place = _Place(admitted, outbound)
         ends.callback(place.leave)
         relay = place.relay = Relay(
             outbound,
@@ -358,24 +362,22 @@ async def serve(
         await relay.run()
 
 
-async def _count_failed(gatekeeper: Gatekeeper, tenant: Tenant) -> GatewayError | None:
+async def _count_failed(router: Router, tenant: Tenant) -> GatewayError | None:
     """A request that reached no engine, because of its own fault, is one of the tenant's requests all the same. The
     refusal if its limits are reached."""
     try:
-        usage = await gatekeeper.begin(tenant, 0)
+        admitted = await router.begin(tenant, 0)
     except GatewayError as refusal:
         return refusal
-    gatekeeper.end(tenant, usage, NOTHING_OWED)
+    admitted.end(NOTHING_OWED)
     return None
 
 
 class _Place:
     """An admitted request among those of its tenant. relay: once there is one."""
 
-    def __init__(self, gatekeeper: Gatekeeper, tenant: Tenant, usage: TenantUsage, outbound: OutboundRequest) -> None:
-        self._gatekeeper = gatekeeper
-        self._tenant = tenant
-        self._usage = usage
+    def __init__(self, admitted: Admitted, outbound: OutboundRequest) -> None:
+        self._admitted = admitted
         self._outbound = outbound
         self.relay: Relay | None = None
 
@@ -385,7 +387,7 @@ class _Place:
         try:
             settlement = self._settlement()
         finally:
-            self._gatekeeper.end(self._tenant, self._usage, settlement)
+            self._admitted.end(settlement)
 
     def _settlement(self) -> Settlement:
         outbound, relay = self._outbound, self.relay

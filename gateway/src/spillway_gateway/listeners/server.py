@@ -14,7 +14,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import cast
 
@@ -98,9 +98,23 @@ def _shared(host: str, port: int) -> socket.socket:
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn's server with the gateway's shutdown. Raises ConfigError for an unusable certificate."""
+    """uvicorn's server with the gateway's shutdown. Raises ConfigError for an unusable certificate.
 
-    def __init__(self, gateway: Gateway, ops_listener: socket.socket | None = None) -> None:
+    Args:
+        gateway: what it serves.
+        ops_listener: of operators' routes, if they have one.
+        on_listening: called once it accepts connections.
+        on_signal: called for SIGTERM and SIGINT; None: begin_shutdown().
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        ops_listener: socket.socket | None = None,
+        *,
+        on_listening: Callable[[], None] = lambda: None,
+        on_signal: Callable[[], None] | None = None,
+    ) -> None:
         shutdown = gateway.config.shutdown
         tls = gateway.config.listen.tls
         self.certificate = Certificate(tls) if tls is not None else None
@@ -126,6 +140,8 @@ class GatewayServer(uvicorn.Server):
         )
         self.server_state: DrainingState = DrainingState(gateway.lifecycle, gateway.open_connections, gateway.cors)
         self._gateway = gateway
+        self._on_listening = on_listening
+        self._on_signal = on_signal or self.begin_shutdown
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -147,6 +163,11 @@ class GatewayServer(uvicorn.Server):
                 await self._operations.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._listen(sockets)
+        if self.started:
+            self._on_listening()
+
+    async def _listen(self, sockets: list[socket.socket] | None) -> None:
         if self.certificate is None:
             await super().startup(sockets)
             return
@@ -173,7 +194,7 @@ class GatewayServer(uvicorn.Server):
         signals = (signal.SIGTERM, signal.SIGINT)
         try:
             for number in signals:
-                self._loop.add_signal_handler(number, self.begin_shutdown)
+                self._loop.add_signal_handler(number, self._on_signal)
             if self._gateway.follower is not None:
                 self._loop.add_signal_handler(signal.SIGHUP, self._gateway.follower.read_soon)
         except (ValueError, RuntimeError):  # not the main thread: the caller ends the server
@@ -186,15 +207,25 @@ class GatewayServer(uvicorn.Server):
                 self._loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.begin_shutdown()
+        self._on_signal()
 
     def begin_shutdown(self) -> None:
         """First call: drain. Second call: end now."""
         if self._drain is None:
-            self._drain = asyncio.ensure_future(self._drain_and_exit())
+            self.drain()
         else:
-            self._gateway.lifecycle.close()
-            self.should_exit = True
+            self.end_now()
+
+    def drain(self) -> None:
+        """Serve what runs to its end, if that has not begun. May be called more than once."""
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._drain_and_exit())
+
+    def end_now(self) -> None:
+        """Without waiting for running requests."""
+        self.drain()
+        self._gateway.lifecycle.close()
+        self.should_exit = True
 
     async def _drain_and_exit(self) -> None:
         shutdown = self._gateway.config.shutdown

@@ -126,9 +126,9 @@ def connection_families(connections: OpenConnections) -> Iterable[GaugeMetricFam
 
 
 def access_families(
-    admissions: Mapping[str, Admission], gatekeeper: Gatekeeper, audit: AuditLog | None
+    admissions: Mapping[str, Admission], gatekeeper: Gatekeeper
 ) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-    """The queue in front of full engines, readings of the keys file, and the audit log. No label names a tenant."""
+    """The queue in front of full engines, and readings of the keys file. No label names a tenant."""
     waiting = GaugeMetricFamily(
         "spillway_gateway_admission_waiting_requests", "Requests waiting until an engine has room.", labels=("model",)
     )
@@ -155,7 +155,7 @@ def access_families(
         decided.add_metric(("all",), gatekeeper.shared.decided_total)
         decided.add_metric(("alone",), gatekeeper.shared.decided_alone_total)
         connected.add_metric((), float(gatekeeper.shared.connected))
-    return (waiting, refused, reloads, decided, connected, *audit_families(audit))
+    return waiting, refused, reloads, decided, connected
 
 
 def audit_families(audit: AuditLog | None) -> Iterable[CounterMetricFamily]:

@@ -1,15 +1,15 @@
-"""Models and engines in a front: as the router last sent them. What requests find out about an engine goes back."""
+"""Models and engines in a front: as the router last sent them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec import structs
 
 from spillway_gateway.access.admission import Admission
-from spillway_gateway.config.settings import EngineConfig, GatewayConfig, ModelConfig, RoutingConfig
+from spillway_gateway.config.settings import GatewayConfig, ModelConfig
 from spillway_gateway.discovery.found import FoundEngine
 from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.listed_models import read_listed_models
@@ -17,7 +17,7 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.processes import messages
-from spillway_gateway.processes.messages import EngineFault, EngineSummary, Message, ModelSummary
+from spillway_gateway.processes.messages import EngineSummary, ModelSummary
 from spillway_gateway.processes.state_publisher import engine_config
 from spillway_gateway.roster.engine_tasks import METRICS_KEPT_SECONDS, Clients
 from spillway_gateway.roster.roster import Roster
@@ -25,25 +25,6 @@ from spillway_gateway.roster.served import ServedModel
 from spillway_gateway.tokens.fair_threads import FairThreads
 
 INDEX_BYTES = 1  # no block is ever put into a front's index
-Send = Callable[[Message], None]
-
-
-class FrontEngine(Engine):
-    """Tells the router what a request found out; what follows from it, the router tells."""
-
-    send: Send
-
-    def refused(self, answer: str) -> None:
-        self._report_fault(EngineFault.REFUSED, answer)
-
-    def lacks_adapter(self, name: str) -> None:
-        self._report_fault(EngineFault.LACKS_ADAPTER, name)
-
-    def report_poll_soon(self) -> None:
-        self._report_fault(EngineFault.POLL_SOON, "")
-
-    def _report_fault(self, fault: EngineFault, text: str) -> None:
-        self.send(messages.EngineFaultReport(self.model, self.name, fault, text))
 
 
 class FrontIndex(PrefixIndex):
@@ -59,21 +40,6 @@ class FrontIndex(PrefixIndex):
         return self.known_sizes or super().block_sizes
 
 
-class FrontFleet(ModelFleet):
-    """The engines are the router's; those of the configuration come with its first message."""
-
-    def __init__(self, config: ModelConfig, routing: RoutingConfig, index: PrefixIndex, send: Send) -> None:
-        super().__init__(structs.replace(config, engines=()), routing, index)
-        self.config = config
-        self._send = send
-
-    def _engine(self, config: EngineConfig, *, instance: str, newcomer: bool) -> Engine:
-        engine = FrontEngine(self.name, config, self._routing, instance=instance)
-        engine.send = self._send
-        engine.poll_soon = engine.report_poll_soon
-        return engine
-
-
 class FrontAdmission(Admission):
     """The queue is the router's. is_full: as last reported."""
 
@@ -87,8 +53,7 @@ class FrontAdmission(Admission):
 class FrontRoster(Roster):
     """Follows the router instead of engines and sources."""
 
-    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, threads: FairThreads, send: Send) -> None:
-        self._send = send
+    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, threads: FairThreads) -> None:
         self._state = messages.State(())
         self._pages: dict[int, messages.Listed] = {}
         self._engines: dict[int, Engine] = {}  # by the router's serial
@@ -108,7 +73,10 @@ class FrontRoster(Roster):
         )
 
     def _fleet(self, model: ModelConfig, index: PrefixIndex) -> ModelFleet:
-        return FrontFleet(model, self._config.routing, index, self._send)
+        """Its engines are the router's; those of the configuration come with its first message."""
+        fleet = ModelFleet(structs.replace(model, engines=()), self._config.routing, index)
+        fleet.config = model
+        return fleet
 
     def _admission(self, fleet: ModelFleet) -> Admission:
         return FrontAdmission(self._config.admission, lambda: 1)

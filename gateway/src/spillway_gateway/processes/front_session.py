@@ -12,15 +12,15 @@ from starlette.types import ASGIApp
 from starlette.types import Message as AsgiMessage
 
 from spillway_gateway.access.admission import Admission
-from spillway_gateway.access.keys import Priority, Tenant
-from spillway_gateway.access.limits import NOTHING_OWED, Settlement, TenantUsage
-from spillway_gateway.api.stored_responses import Owner
+from spillway_gateway.access.keys import Priority
+from spillway_gateway.access.limits import NOTHING_OWED, Settlement
 from spillway_gateway.app import Gateway
 from spillway_gateway.errors import GatewayError, ModelNotFound
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
+from spillway_gateway.fleet.stored_responses import Owner
 from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
@@ -28,7 +28,8 @@ from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind
 from spillway_gateway.processes.routed_place import RoutedPlace
 from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.routing.prefix import PromptBlocks
-from spillway_gateway.upstream.dispatch import log_decision
+from spillway_gateway.upstream.local_router import LocalRouter
+from spillway_gateway.upstream.router import Admitted
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +38,35 @@ _QUESTIONS = (messages.Route, messages.Begin, messages.FindOwner, messages.Opera
 
 
 class FrontSession:
-    """Serves one front. On the event loop. operators: the application of operators' routes, which asks for their keys.
-    on_listening: the front accepts connections. on_closed: it has ended, and everything of it is released."""
+    """Serves one front. On the event loop.
+
+    Args:
+        gateway: the models and engines.
+        router: routes and counts for all fronts.
+        publisher: tells fronts the state of engines.
+        operators: the application of operators' routes, which asks for their keys.
+        on_listening: called when the front accepts connections.
+        on_closed: called when the front has ended, and everything of it is released.
+    """
 
     def __init__(
         self,
         gateway: Gateway,
+        router: LocalRouter,
         publisher: StatePublisher,
         operators: ASGIApp,
+        *,
         on_listening: Callable[[], None],
         on_closed: Callable[[FrontSession], None],
     ) -> None:
         self._gateway = gateway
+        self._router = router
         self._publisher = publisher
         self._operators = operators
         self._on_listening = on_listening
         self._on_closed = on_closed
         self._places: dict[int, RoutedPlace] = {}
-        self._usages: dict[int, tuple[Tenant, TenantUsage]] = {}
+        self._admitted: dict[int, Admitted] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._noticed: set[tuple[int, bool]] = set()  # in this iteration
         self._counted: dict[int, asyncio.Event] = {}
@@ -70,23 +82,17 @@ class FrontSession:
             messages.Settle: self._settle,
             messages.EngineFaultReport: self._report_fault,
             messages.Noted: self._note,
-            messages.Cached: lambda said: self._gateway.services.recent.reported(
-                said.model, said.expected, said.cached
-            ),
-            messages.OwnResponse: lambda said: self._owners.record(
+            messages.Cached: lambda said: router.count_cached(said.model, said.expected, said.cached),
+            messages.OwnResponse: lambda said: router.record_response(
                 said.response, Owner(said.tenant, said.model, said.engine)
             ),
-            messages.ResponseTokens: lambda said: self._owners.set_tokens(said.response, said.tenant, said.tokens),
+            messages.ResponseTokens: lambda said: router.set_response_tokens(said.response, said.tenant, said.tokens),
             messages.FindOwner: lambda asked: self._spawn(self._find_owner(asked)),
             messages.Operator: lambda asked: self._spawn(self._operator(asked)),
             messages.Counts: self._take_counts,
             messages.Ended: self._ended,
             messages.Listening: lambda said: self._on_listening(),
         }
-
-    @property
-    def _owners(self) -> Any:
-        return self._gateway.response_owners
 
     def received(self, message: Message) -> None:
         self.heard = True
@@ -116,9 +122,9 @@ class FrontSession:
         for place in list(self._places.values()):
             place.leave()
         self._places.clear()
-        for tenant, usage in self._usages.values():
-            self._gateway.gatekeeper.end(tenant, usage, NOTHING_OWED)
-        self._usages.clear()
+        for admitted in self._admitted.values():
+            admitted.end(NOTHING_OWED)
+        self._admitted.clear()
         for counted in self._counted.values():
             counted.set()
         self._on_closed(self)
@@ -147,11 +153,11 @@ class FrontSession:
             if place is not None:
                 self._choose(place, asked, prompt)
             return
-        gateway = self._gateway
-        fleet = next((fleet for fleet in gateway.fleets if fleet.name == asked.model), None)
-        admission = gateway.admissions.get(asked.model)
-        if fleet is None or admission is None:
-            self._refuse(asked.number, ModelNotFound(f"The model {asked.model!r} was removed a moment ago"))
+        try:
+            admission = self._router.admission(asked.model)
+            fleet = next(fleet for fleet in self._gateway.fleets if fleet.name == asked.model)
+        except ModelNotFound as error:
+            self._refuse(asked.number, error)
             return
         place = self._places[asked.number] = RoutedPlace(self.notice, fleet)
         if admission.enter_at_once():
@@ -207,8 +213,7 @@ class FrontSession:
         if lease is None:
             return False
         decision = lease.decision
-        self._gateway.services.recent.decided(asked.model, asked.request_id, decision)
-        log_decision(asked.request_id, decision, asked.tried)
+        self._router.decided(asked.model, asked.request_id, decision, asked.tried)
         self._publisher.publish_engine(lease.engine)
         held = decision.held
         self.send(
@@ -282,11 +287,11 @@ class FrontSession:
             return
         match said.fault:
             case EngineFault.REFUSED:
-                engine.refused(said.text)
-            case EngineFault.POLL_SOON:
-                engine.poll_soon()
+                self._router.engine_refused(engine, said.text)
+            case EngineFault.FAILED:
+                self._router.engine_failed(engine)
             case EngineFault.LACKS_ADAPTER:
-                engine.lacks_adapter(said.text)
+                self._router.engine_lacks_adapter(engine, said.text)
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -294,41 +299,38 @@ class FrontSession:
         self._spawn(self._begun(asked))
 
     async def _begun(self, asked: messages.Begin) -> None:
-        gatekeeper = self._gateway.gatekeeper
         try:
-            usage = await gatekeeper.begin(asked.tenant, asked.prompt_tokens)
+            admitted = await self._router.begin(asked.tenant, asked.prompt_tokens)
         except GatewayError as error:
             self._refuse(asked.number, error)
             return
         if self.channel is None or self.channel.closed:
-            gatekeeper.end(asked.tenant, usage, NOTHING_OWED)
+            admitted.end(NOTHING_OWED)
             return
-        self._usages[asked.number] = asked.tenant, usage
+        self._admitted[asked.number] = admitted
         self.send(messages.Begun(asked.number))
 
     def _settle(self, said: messages.Settle) -> None:
-        begun = self._usages.pop(said.number, None)
-        if begun is not None:
-            settlement = Settlement(said.requests, said.prompt_tokens, said.reply_tokens)
-            self._gateway.gatekeeper.end(*begun, settlement)
+        admitted = self._admitted.pop(said.number, None)
+        if admitted is not None:
+            admitted.end(Settlement(said.requests, said.prompt_tokens, said.reply_tokens))
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     def _note(self, said: messages.Noted) -> None:
-        recent = self._gateway.services.recent
         if said.engine is not None:
-            recent.first_byte(said.model, said.engine, said.seconds)
+            self._router.count_first_byte(said.model, said.engine, said.seconds)
         else:
-            recent.continued(said.model, said.seconds)
+            self._router.count_continued(said.model, said.seconds)
 
     async def _find_owner(self, asked: messages.FindOwner) -> None:
-        owner: Owner | None = self._owners.of(asked.response, asked.tenant)
+        owner = await self._router.owner_of(asked.response, asked.tenant)
         if owner is None:
             # Another front may have sent it already: its message then waits in a socket that this iteration has yet to
             # read.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            owner = self._owners.of(asked.response, asked.tenant)
+            owner = await self._router.owner_of(asked.response, asked.tenant)
         if owner is None:
             self.send(messages.OwnerIs(asked.number, None, "", 0))
         else:

@@ -101,10 +101,10 @@ class Report(Message, tag=5, frozen=True):
 
 
 class EngineFault(IntEnum):
-    """What a request found out about an engine; the methods of fleet.engine.Engine."""
+    """What a request found out about an engine; the methods of upstream.router.Router."""
 
     REFUSED = 0
-    POLL_SOON = 1
+    FAILED = 1
     LACKS_ADAPTER = 2
 
 
@@ -363,6 +363,9 @@ FromRouter = (
     | Suspected
     | Progressed
 )
+
+
+ANSWERS = (Begun, Refused, Routed, OwnerIs, OperatorAnswer, Judged)  # each to the question with its number
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

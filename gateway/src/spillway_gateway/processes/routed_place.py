@@ -12,6 +12,7 @@ from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.processes import messages
 from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.upstream.local_router import may_be_sent_again
 from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 
 
@@ -42,11 +43,8 @@ class RoutedPlace:
 
     def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
         """Its engine has ended."""
-        if self.lease is not None and self.lease.engine.was_to_end:
-            return True
         fingerprint = Fingerprint(asked.digest, asked.body_bytes)
-        alone = self.lease is not None and self.fleet.served_alone(self.lease)
-        return suspects.judge(fingerprint, alone=alone, again=asked.again, begun=asked.begun)
+        return may_be_sent_again(self.fleet, self.lease, suspects, fingerprint, again=asked.again, begun=asked.begun)
 
     def close(self, now: float | None) -> None:
         """The lease, if there is one. now: as Lease.close()."""

@@ -34,6 +34,7 @@ from spillway_gateway.processes.fronts import Fronts, Spawn, spawn
 from spillway_gateway.processes.messages import Message
 from spillway_gateway.processes.shares import front_config
 from spillway_gateway.processes.state_publisher import StatePublisher
+from spillway_gateway.upstream.local_router import LocalRouter
 from spillway_gateway.upstream.suspects import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -41,22 +42,12 @@ logger = logging.getLogger(__name__)
 END_SECONDS_MAX = 5.0  # beyond what a drain may take
 
 
-class RouterGateway(Gateway):
-    """Tells fronts each new configuration."""
-
-    on_applied: Callable[[GatewayConfig], None] = staticmethod(lambda config: None)
-
-    async def apply(self, config: GatewayConfig) -> None:
-        await super().apply(config)
-        self.on_applied(config)
-
-
 class RouterServer:
     """From its start to its end. listener: reserved for the fronts. Raises ConfigError for an unusable certificate."""
 
     def __init__(
         self,
-        gateway: RouterGateway,
+        gateway: Gateway,
         listener: socket.socket,
         ops_listener: socket.socket | None = None,
         spawn: Spawn = spawn,
@@ -64,7 +55,9 @@ class RouterServer:
         config = gateway.config
         if config.listen.tls is not None:
             Certificate(config.listen.tls)  # each front loads it; one that cannot be used is refused here
+        assert isinstance(gateway.router, LocalRouter)
         self._gateway = gateway
+        self._router = gateway.router
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = host, port
         self._operators = Starlette(
@@ -83,7 +76,7 @@ class RouterServer:
         gateway.serving = lambda: (self.fronts.listening, self.fronts.restarts_total)
         gateway.operations.before_scrape = self.fronts.count
         gateway.operations.not_serving = self._not_serving
-        gateway.on_applied = self._applied
+        gateway.on_applied.append(self._applied)
         gateway.suspects.on_added = lambda *suspect: self.fronts.tell(_suspected(*suspect))
         self._ops = (
             OperationsServer(gateway.ops_app, gateway.operations, ops_listener, config.connections)
@@ -95,7 +88,9 @@ class RouterServer:
         self.started = False
 
     def _new_session(self, on_listening: Callable[[], None], on_closed: Callable[[FrontSession], None]) -> FrontSession:
-        return FrontSession(self._gateway, self.publisher, self._operators, on_listening, on_closed)
+        return FrontSession(
+            self._gateway, self._router, self.publisher, self._operators, on_listening=on_listening, on_closed=on_closed
+        )
 
     def _first_messages(self) -> Iterator[Message]:
         yield messages.Start(front_config(self._gateway.config), *self.address)
@@ -191,7 +186,7 @@ def serve(config: GatewayConfig, path: Path) -> int:
             if listen.ops_port is not None:
                 ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
                 stack.callback(ops_listener.close)
-            server = RouterServer(RouterGateway(config, path), listener, ops_listener)
+            server = RouterServer(Gateway(config, path), listener, ops_listener)
         except (PortInUse, ConfigError) as error:
             print(f"spillway-gateway: {error}", file=sys.stderr)
             return 1

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spillway_gateway.app import Gateway
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.listeners.server import bind, reserve
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.front import Front
-from spillway_gateway.processes.server import RouterGateway, RouterServer
+from spillway_gateway.processes.server import RouterServer
 from spillway_gateway.testing.running import until
 
 _pids = itertools.count(1)
@@ -52,8 +53,8 @@ class FrontInLoop(Front):
     def _die(self, status: int) -> None:
         if not self._status.done():
             self._status.set_result(status)
-        if self._router.channel is not None:
-            self._router.channel.abort()
+        if self._client.channel is not None:
+            self._client.channel.abort()
         if self._server is not None:
             self._server.should_exit = True
 
@@ -66,7 +67,7 @@ class FrontInLoop(Front):
 class RunningFronts:
     """started: every front since the start, those that ended included."""
 
-    gateway: RouterGateway
+    gateway: Gateway
     server: RouterServer
     ops_url: str
     started: list[FrontInLoop] = field(default_factory=list)
@@ -81,7 +82,7 @@ async def running_fronts(
     document: dict[str, Any], *, count: int = 2, config_path: Path | None = None
 ) -> AsyncIterator[RunningFronts]:
     """Serve until the block ends; every front listens and every engine is ready first."""
-    gateway = RouterGateway(parse_config({**document, "processes": count}), config_path)
+    gateway = Gateway(parse_config({**document, "processes": count}), config_path)
     started: list[FrontInLoop] = []
 
     async def spawn(router: socket.socket) -> FrontInLoop:

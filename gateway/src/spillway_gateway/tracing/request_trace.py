@@ -34,10 +34,11 @@ class RequestTrace:
     """The spans of one request. On the event loop. Each method may be called in any state and never raises. A request
     that is not sampled has only the outer span's ids, which the engine receives as "not sampled"."""
 
-    __slots__ = ("_context", "_name", "_span", "_tracer", "headers", "sampled")
+    __slots__ = ("_context", "_hinted", "_name", "_span", "_tracer", "headers", "sampled")
 
     def __init__(self, tracer: Tracer, method: str, route: str, headers: Headers) -> None:
         self._tracer = tracer
+        self._hinted: str | None = None
         parent = _propagator.extract(_carrier(headers), Context())
         self._span = tracer.start_span(
             f"{method} {route}",
@@ -62,11 +63,14 @@ class RequestTrace:
                 }
             )
 
-    def admitted(self, asked_ns: int, hinted: str | None = None) -> None:
-        """asked_ns: time_ns() at which the request asked for admission. hinted: the engine that was sent its prefix
-        while it waited."""
+    def hinted(self, engine: str) -> None:
+        """The engine is sent the request's prefix, while the request waits."""
+        self._hinted = engine
+
+    def admitted(self, asked_ns: int) -> None:
+        """asked_ns: time_ns() at which the request asked for admission."""
         if self.sampled:
-            attributes = {names.PROMOTION_ENGINE: hinted} if hinted is not None else None
+            attributes = {names.PROMOTION_ENGINE: self._hinted} if self._hinted is not None else None
             self._tracer.start_span("admission", self._context, attributes=attributes, start_time=asked_ns).end()
 
     def routed(self, asked_ns: int, decision: Decision) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import ContinuationConfig, LimitsConfig, TimeoutsConfig
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
-from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.lifecycle import RunningRequest
 from spillway_gateway.metrics import GatewayMetrics
@@ -27,7 +24,8 @@ from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.usage import Usage
 
 if TYPE_CHECKING:
-    from spillway_gateway.upstream.suspects import EngineLooks, Fingerprint, Suspects
+    from spillway_gateway.upstream.router import Router
+    from spillway_gateway.upstream.suspects import EngineLooks, Suspects
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -64,7 +62,9 @@ class AttemptTrace(Protocol):
 class RequestTrace(Protocol):
     """The trace of one request (tracing/request_trace.py, which is imported only if traces are exported)."""
 
-    def admitted(self, asked_ns: int, hinted: str | None = None) -> None: ...
+    def hinted(self, engine: str) -> None: ...
+
+    def admitted(self, asked_ns: int) -> None: ...
 
     def routed(self, asked_ns: int, decision: Decision) -> None: ...
 
@@ -73,58 +73,25 @@ class RequestTrace(Protocol):
     ) -> AttemptTrace | None: ...
 
 
-class Place(Protocol):
-    """A request's place among those that the engines of its model have room for."""
-
-    async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
-        """Route the request to an engine that was not tried yet, and count it there. Raises NoEngineReady, and
-        ModelNotFound if no engine has its adapter any more."""
-
-    async def ended(self, lease: Lease, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
-        """The lease's engine has ended. Whether another one may get the request: always if that end was known
-        to come, otherwise as Suspects.judge, whose arguments these are."""
-
-    def leave(self) -> None:
-        """The request has ended."""
-
-
-class Dispatch(Protocol):
-    """Gives requests their places and engines: of this process (upstream/dispatch.py), or of the one that counts for
-    several (processes/)."""
-
-    async def enter(self, admission: Admission, fleet: ModelFleet, request: OutboundRequest) -> Place:
-        """Wait until the engines have room. Raises GatewayOverloaded or NoEngineReady."""
-
-
-class Hints(Protocol):
-    """Tells engines the prefixes of requests that wait (upstream/promotion_hints.py)."""
-
-    def expect(self, fleet: ModelFleet, request: OutboundRequest) -> str | None: ...
-
-
 @dataclass(slots=True)
 class UpstreamServices:
     """Shared by all requests of a process. A new configuration replaces budget, timeouts, limits and continuation in
     place.
 
-    running: the requests in progress, which a shutdown may end. admissions: by model. kept: token ids of answers that
-    may be continued. promotion_hints: None: no engine is sent any.
+    running: the requests in progress, which a shutdown may end. kept: token ids of answers that may be continued.
     """
 
-    dispatch: Dispatch
+    router: Router
     pool: ConnectionPool
     budget: RetryBudget
     metrics: GatewayMetrics
     timeouts: TimeoutsConfig
     limits: LimitsConfig
     running: set[RunningRequest]
-    admissions: Mapping[str, Admission]
-    recent: Recent
     continuation: ContinuationConfig
     kept: KeptBytes
     suspects: Suspects
     looks: EngineLooks
-    promotion_hints: Hints | None = None
 
 
 class OutboundRequest(msgspec.Struct, frozen=True):

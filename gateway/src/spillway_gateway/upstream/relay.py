@@ -11,7 +11,6 @@ import logging
 import time
 from time import perf_counter
 
-from spillway_gateway.access.admission import Admission
 from spillway_gateway.errors import (
     AdapterNotServed,
     EngineBadReply,
@@ -19,20 +18,20 @@ from spillway_gateway.errors import (
     EngineEnding,
     EngineRefused,
     GatewayError,
-    ModelNotFound,
     NoEngineReady,
     UpstreamError,
 )
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
 from spillway_gateway.upstream.forward import request_head
-from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Place, Send, UpstreamServices
+from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect
 from spillway_gateway.upstream.reply import EngineAnsweredError, EngineErrorTooLong, Reply
 from spillway_gateway.upstream.retry import is_attempt, may_retry
+from spillway_gateway.upstream.router import Lease, Place
 from spillway_gateway.upstream.suspects import EndedEngines
 from spillway_gateway.write_coalescing import WriteCoalescer
 
@@ -96,11 +95,8 @@ class Relay:
         self._coalescer.begin_request()
         services.budget.earn()
         try:
-            admission = services.admissions.get(self._fleet.name)
-            if admission is None:
-                raise ModelNotFound(f"The model {self._fleet.name!r} was removed a moment ago")
             await self._ended.require_unsuspected()
-            place = await self._enter(admission)
+            place = await self._enter()
             try:
                 await self._attempts(place)
             finally:
@@ -125,19 +121,16 @@ class Relay:
                 self._continuing.close()
             self._record_metrics()
 
-    async def _enter(self, admission: Admission) -> Place:
+    async def _enter(self) -> Place:
         """Wait until the engines have room."""
         trace = self._request.trace
         asked_ns = time.time_ns() if trace is not None else 0
-        hints, hinted = self._services.promotion_hints, None
-        if self._request.prompt.tokens is not None and hints is not None and admission.is_full:
-            hinted = hints.expect(self._fleet, self._request)
         try:
             with self._exchange:
-                return await self._services.dispatch.enter(admission, self._fleet, self._request)
+                return await self._services.router.enter(self._fleet, self._request)
         finally:
             if trace is not None:
-                trace.admitted(asked_ns, hinted)
+                trace.admitted(asked_ns)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +162,7 @@ class Relay:
                     failure.__cause__ = error
                 self._engine_failed(lease, error)
                 self._end_attempt(error.reason)
-                if not await self._ended.allow_another(error, place, lease, begun=exchange.committed):
+                if not await self._ended.allow_another(error, place, lease.engine, begun=exchange.committed):
                     raise failure from None
             except NotJoined:
                 assert failure is not None
@@ -231,7 +224,6 @@ class Relay:
             lease = await place.choose(continuing.prompt() if continuing is not None else request.prompt, tried)
         self.lease = lease
         self._chosen_at = perf_counter()
-        self._services.recent.decided(self._fleet.name, request.request_id, lease.decision)
         if lease.decision.session is not None:
             self._services.metrics.session(self._fleet.name, lease.decision.session.value).inc()
         if trace is not None:
@@ -255,15 +247,15 @@ class Relay:
         engine = lease.engine
         if isinstance(error, AdapterNotServed):  # a proper answer of an engine that works
             assert self._request.adapter is not None
-            engine.lacks_adapter(self._request.adapter)
+            self._services.router.engine_lacks_adapter(engine, self._request.adapter)
             lease.succeeded()
             return
         if not isinstance(error, EngineEnding):  # which is no fault of the engine
             lease.failed(time.monotonic())
         if isinstance(error, EngineRefused):
-            engine.refused(error.message)
+            self._services.router.engine_refused(engine, error.message)
         elif not isinstance(error, (EngineAnsweredError, EngineErrorTooLong)):
-            engine.poll_soon()
+            self._services.router.engine_failed(engine)
         if self._exchange.committed and self._exchange.state is not State.BRIDGING:
             self._services.metrics.broken(engine.name, error.reason).inc()
 

@@ -19,7 +19,6 @@ from time import perf_counter
 from spillway_gateway.error_bodies import body_of, event_of, event_of_reply, headers_of
 from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.fleet.model_fleet import Lease
 from spillway_gateway.routing.fleet_view import TierLabel
 from spillway_gateway.upstream.adapter_refusals import require_adapter
 from spillway_gateway.upstream.connection import EngineConnection
@@ -31,6 +30,7 @@ from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundReq
 from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, HeldBytes, collect
 from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, plain_failure
+from spillway_gateway.upstream.router import Lease
 from spillway_gateway.upstream.stream_relay import EVENT_STREAM, StreamRelay, is_event_stream
 from spillway_settings.wire import ENGINE_HEADER, OVERHEAD_HEADER, PREFIX_TOKENS_HEADER, ROUTE_HEADER
 
@@ -330,7 +330,7 @@ class Reply:
             metrics.predicted_tokens(self._model, tier).inc(tokens)
             metrics.missing_tokens(self._model, tier).inc(held.total_tokens - cached if tier is lost_in else 0)
         metrics.actual_tokens(self._model).inc(cached)
-        self._services.recent.reported(self._model, held, cached)
+        self._services.router.count_cached(self._model, held, cached)
 
 
 def _plain_succeeded(lease: Lease, status: int) -> None:

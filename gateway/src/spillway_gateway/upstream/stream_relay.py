@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Protocol
 
 from spillway_gateway.errors import EngineDisconnected, EngineFailed
-from spillway_gateway.fleet.model_fleet import Lease
 from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
 from spillway_gateway.upstream.connection import EngineConnection
 from spillway_gateway.upstream.continuation.continued_events import ContinuedEvents
@@ -25,6 +24,7 @@ from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, collect, next_events, read_to_end
 from spillway_gateway.upstream.reply_counts import ReplyCounts
+from spillway_gateway.upstream.router import Lease
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done
 from spillway_gateway.upstream.stream_events import (
     BEFORE_AN_ANSWER,
@@ -199,7 +199,7 @@ class StreamRelay:
         lease.began()
         self.first_byte_seconds = perf_counter() - self._request.received_at
         services.metrics.first_byte(self._model, engine.name).observe(self.first_byte_seconds)
-        services.recent.first_byte(self._model, engine.name, self.first_byte_seconds)
+        services.router.count_first_byte(self._model, engine.name, self.first_byte_seconds)
         if logger.isEnabledFor(logging.DEBUG):
             seconds = self.first_byte_seconds
             logger.debug("request %s: engine %s began after %.3f s", self._request.shown_id, engine.name, seconds)
@@ -285,7 +285,7 @@ class StreamRelay:
         services = self._services
         services.metrics.continued(self._model, continuing.failure.reason).inc()
         services.metrics.pause(self._model).observe(seconds)
-        services.recent.continued(self._model, seconds)
+        services.router.count_continued(self._model, seconds)
 
     async def complete(self) -> None:
         """End an answer whose engine failed after the last token."""

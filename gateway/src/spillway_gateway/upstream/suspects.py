@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from spillway_gateway.errors import EngineDisconnected, EngineFailed, GatewayError, RequestSuspected, UpstreamError
 from spillway_gateway.fleet.engine import Engine, EngineState
-from spillway_gateway.fleet.model_fleet import Lease
 from spillway_gateway.upstream.forward import request_head
-from spillway_gateway.upstream.outbound import OutboundRequest, Place, UpstreamServices
+from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
+from spillway_gateway.upstream.router import Place
 
 logger = logging.getLogger(__name__)
 
@@ -204,14 +204,14 @@ class EndedEngines:
                 "gateway's limits.suspectSeconds; send it again then, change it, or tell the operator"
             )
 
-    async def allow_another(self, failure: UpstreamError, place: Place, lease: Lease, *, begun: bool) -> bool:
+    async def allow_another(self, failure: UpstreamError, place: Place, engine: Engine, *, begun: bool) -> bool:
         """An attempt has failed. False if its engine has ended, and no other one may get the request."""
-        services, engine = self._services, lease.engine
+        services = self._services
         if type(failure) not in _MAY_HAVE_ENDED or not await services.looks.has_ended(engine):
             return True
         self._count += 1
         again = self._count >= services.limits.ended_engines_max
-        if await place.ended(lease, await fingerprint_of(self._request), again=again, begun=begun):
+        if await place.ended(await fingerprint_of(self._request), again=again, begun=begun):
             # Another process, or another request with the same content, may have found out meanwhile.
             return begun or not await services.suspects.refused_seconds(self._request)
         services.metrics.suspect(self._model, "found").inc()

@@ -11,8 +11,9 @@ from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.event_decoder import BlockStored, Tier
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.routing.prefix import PromptBlocks, token_block_keys
-from spillway_gateway.upstream.dispatch import OwnDispatch
+from spillway_gateway.upstream.local_router import LocalRouter
 
 
 async def test_of_requests_that_wait_the_one_whose_prefix_is_at_hand_is_sent_first() -> None:
@@ -21,14 +22,15 @@ async def test_of_requests_that_wait_the_one_whose_prefix_is_at_hand_is_sent_fir
     fleet.engines["a"].set_state(EngineState.READY, "ready")
     index.apply("a", BlockStored([1, 2], None, list(range(8)), 4, Tier.DEVICE, None, [], 0, None))
     admission = Admission(AdmissionConfig(), lambda: 1)
-    dispatch = OwnDispatch(cast(Any, None))
+    unused = cast(Any, None)
+    router = LocalRouter({"m": admission}, unused, unused, unused, Recent())
     order: list[str] = []
 
     async def send(name: str, first_token: int) -> None:
         tokens = list(range(first_token, first_token + 8))
         prompt = PromptBlocks(token_block_keys(index.namespace(), tokens, 4), 4, 9, 1)
         request = SimpleNamespace(tenant="t", priority=Priority.NORMAL, prompt=prompt, only_engine=None)
-        place = await dispatch.enter(admission, fleet, cast(Any, request))
+        place = await router.enter(fleet, cast(Any, request))
         order.append(name)
         place.leave()
 

@@ -39,12 +39,6 @@ class ResponseOwners:
         self._ids: dict[str, OrderedDict[str, None]] = {}  # of each tenant, the oldest first
         self._owners_max = owners_max
 
-    def add(self, reply_start: bytes, owner: Owner) -> str | None:
-        """Record the owner of a new response, and return its id: the first in reply_start, which is a plain reply or a
-        stream's first events. None if there is no id, or another tenant owns it."""
-        response_id = response_id_in(reply_start)
-        return response_id if response_id is not None and self.record(response_id, owner) else None
-
     def record(self, response_id: str, owner: Owner) -> bool:
         """Record the owner of a new response. False if another tenant owns it."""
         known = self._owners.get(response_id)
@@ -66,10 +60,6 @@ class ResponseOwners:
         owner = self.of(response_id, tenant)
         if owner is not None:
             self._owners[response_id] = owner._replace(tokens=tokens)
-
-    async def find(self, response_id: str, tenant: str) -> Owner | None:
-        """As `of`; if several processes serve, one of them is asked."""
-        return self.of(response_id, tenant)
 
     def of(self, response_id: str, tenant: str) -> Owner | None:
         """The owner; None for an unknown id and for another tenant's."""

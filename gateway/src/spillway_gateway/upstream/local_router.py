@@ -1,0 +1,197 @@
+"""The router of a process that counts by itself: for its own clients, or for those of other processes too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.gatekeeper import Gatekeeper
+from spillway_gateway.access.keys import Priority, Tenant
+from spillway_gateway.access.limits import Settlement, TenantUsage
+from spillway_gateway.errors import ModelNotFound
+from spillway_gateway.fleet import model_fleet
+from spillway_gateway.fleet.cold_prompts import ColdTurn
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import ModelFleet
+from spillway_gateway.fleet.recent import Recent
+from spillway_gateway.fleet.stored_responses import Owner, ResponseOwners
+from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
+from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.routing.route import Decision
+from spillway_gateway.upstream.outbound import OutboundRequest
+from spillway_gateway.upstream.promotion_hints import PromotionHints
+from spillway_gateway.upstream.router import Admitted, Lease, Place
+from spillway_gateway.upstream.suspects import Fingerprint, Suspects
+
+logger = logging.getLogger(__name__)
+
+
+class LocalRouter:
+    """Routes to the process's own fleets through its own queues. On the event loop.
+
+    Args:
+        admissions: the queue of each model.
+        gatekeeper: counts what tenants are allowed.
+        suspects: requests of which engines end.
+        hints: tells engines the prefixes of requests that wait.
+        recent: is told decisions and counts, for the live page.
+    """
+
+    def __init__(
+        self,
+        admissions: Mapping[str, Admission],
+        gatekeeper: Gatekeeper,
+        suspects: Suspects,
+        hints: PromotionHints,
+        recent: Recent,
+    ) -> None:
+        self._admissions = admissions
+        self._gatekeeper = gatekeeper
+        self._suspects = suspects
+        self._hints = hints
+        self._recent = recent
+        self._owners = ResponseOwners()
+
+    def admission(self, model: str) -> Admission:
+        """The model's queue. Raises ModelNotFound."""
+        admission = self._admissions.get(model)
+        if admission is None:
+            raise ModelNotFound(f"The model {model!r} was removed a moment ago")
+        return admission
+
+    def decided(self, model: str, request_id: bytes, decision: Decision, tried: Collection[str]) -> None:
+        """Note a decision for the live page, and in the log at debug level. tried: engines that failed before."""
+        self._recent.decided(model, request_id, decision)
+        log_decision(request_id, decision, tried)
+
+    # -- upstream.router.Router
+
+    async def enter(self, fleet: ModelFleet, request: OutboundRequest) -> Place:
+        admission = self.admission(fleet.name)
+        if request.prompt.tokens is not None and admission.is_full:
+            hinted = self._hints.expect(fleet, request)
+            if hinted is not None and request.trace is not None:
+                request.trace.hinted(hinted)
+        if logger.isEnabledFor(logging.DEBUG) and admission.is_full:
+            logger.debug("request %s waits for room on the engines of %s", request.shown_id, fleet.name)
+        waiting = WaitingPrompt(fleet, request.prompt, request.only_engine, admission.requests_per_engine_max)
+        await admission.enter(request.tenant, request.priority, waiting.tokens_at_hand)
+        return _LocalPlace(self, admission, fleet, request, self._suspects)
+
+    def engine_refused(self, engine: Engine, answer: str) -> None:
+        engine.refused(answer)
+
+    def engine_lacks_adapter(self, engine: Engine, adapter: str) -> None:
+        engine.lacks_adapter(adapter)
+
+    def engine_failed(self, engine: Engine) -> None:
+        engine.poll_soon()
+
+    async def begin(self, tenant: Tenant, prompt_tokens: int) -> Admitted:
+        return _LocalAdmitted(self._gatekeeper, tenant, await self._gatekeeper.begin(tenant, prompt_tokens))
+
+    def record_response(self, response_id: str, owner: Owner) -> bool:
+        return self._owners.record(response_id, owner)
+
+    def set_response_tokens(self, response_id: str, tenant: str, tokens: int) -> None:
+        self._owners.set_tokens(response_id, tenant, tokens)
+
+    async def owner_of(self, response_id: str, tenant: str) -> Owner | None:
+        return self._owners.of(response_id, tenant)
+
+    def count_first_byte(self, model: str, engine: str, seconds: float) -> None:
+        self._recent.first_byte(model, engine, seconds)
+
+    def count_cached(self, model: str, expected: HeldPrefix, cached_tokens: int) -> None:
+        self._recent.reported(model, expected, cached_tokens)
+
+    def count_continued(self, model: str, seconds: float) -> None:
+        self._recent.continued(model, seconds)
+
+
+class _LocalAdmitted:
+    __slots__ = ("_gatekeeper", "_tenant", "_usage")
+
+    def __init__(self, gatekeeper: Gatekeeper, tenant: Tenant, usage: TenantUsage) -> None:
+        self._gatekeeper = gatekeeper
+        self._tenant = tenant
+        self._usage = usage
+
+    def end(self, settlement: Settlement) -> None:
+        self._gatekeeper.end(self._tenant, self._usage, settlement)
+
+
+class _LocalPlace:
+    __slots__ = ("_admission", "_fleet", "_lease", "_request", "_router", "_suspects")
+
+    def __init__(
+        self,
+        router: LocalRouter,
+        admission: Admission,
+        fleet: ModelFleet,
+        request: OutboundRequest,
+        suspects: Suspects,
+    ) -> None:
+        self._router = router
+        self._suspects = suspects
+        self._admission = admission
+        self._fleet = fleet
+        self._request = request
+        self._lease: model_fleet.Lease | None = None  # the last one
+
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
+        request = self._request
+        begun = prompt is not request.prompt  # the client has the beginning of its answer
+        turn = ColdTurn(urgent=begun or request.priority is Priority.HIGH)
+        where = request.only_engine, request.session, request.adapter
+        try:
+            while (lease := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn)) is None:
+                await self._fleet.cold.wait(turn)
+        finally:
+            self._fleet.cold.leave(turn)
+        self._lease = lease
+        self._router.decided(self._fleet.name, request.request_id, lease.decision, tried)
+        return lease
+
+    async def ended(self, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
+        return may_be_sent_again(self._fleet, self._lease, self._suspects, fingerprint, again=again, begun=begun)
+
+    def leave(self) -> None:
+        self._admission.leave()
+
+
+def may_be_sent_again(
+    fleet: ModelFleet,
+    lease: model_fleet.Lease | None,
+    suspects: Suspects,
+    fingerprint: Fingerprint,
+    *,
+    again: bool,
+    begun: bool,
+) -> bool:
+    """As Place.ended. lease: on the engine that was chosen last."""
+    if lease is not None and lease.engine.was_to_end:
+        return True
+    alone = lease is not None and fleet.served_alone(lease)
+    return suspects.judge(fingerprint, alone=alone, again=again, begun=begun)
+
+
+def log_decision(request_id: bytes, decision: Decision, tried: Collection[str]) -> None:
+    """At debug level: which engine a request was routed to, and why."""
+    if logger.isEnabledFor(logging.DEBUG):
+        held = decision.held
+        logger.debug(
+            "request %s is routed to engine %s by %s: of %d tokens %d are expected on its device, %d in its CPU tier, "
+            "%d in its shared tier; costs in ms: %s; tried before: %s",
+            request_id.decode("latin-1"),
+            decision.engine_name,
+            decision.reason.value,
+            decision.prompt_tokens,
+            held.device_tokens,
+            held.cpu_tokens,
+            held.shared_tokens,
+            ", ".join(f"{each.engine.name} {each.cost.total_ms:.1f}" for each in decision.candidates) or "not sent",
+            ", ".join(sorted(tried)) or "none",
+        )
