@@ -48,6 +48,8 @@ from spillway_gateway.ops.live_families import (
 from spillway_gateway.ops.operations import Operations
 from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients
+from spillway_gateway.roster.local_engines import LocalEngines
+from spillway_gateway.roster.model_engines import ModelEngines
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.upstream.continuation.sent_answer import KeptBytes
@@ -72,12 +74,11 @@ POOL_TRIM_SECONDS = 1.0
 class Elsewhere:
     """The process that routes and counts for a gateway which only serves clients.
 
-    roster: makes the models and engines as that process tells them. answer_operator: asks it to answer operators'
-    routes.
+    router, engines: ask that process. answer_operator: has it answer operators' routes.
     """
 
     router: Router
-    roster: Callable[[GatewayConfig, GatewayMetrics, FairThreads], Roster]
+    engines: ModelEngines
     answer_operator: Callable[[Request], Awaitable[Response]]
 
 
@@ -104,10 +105,12 @@ class Gateway:
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
         self.tracing = _tracing(config.tracing)
         self._tokenizing = FairThreads(TOKENIZER_THREADS, "tokenizer")
-        self.roster = (elsewhere.roster if elsewhere is not None else Roster)(config, self.metrics, self._tokenizing)
+        local_engines = LocalEngines(config, self.metrics)
+        self.admissions, self.sources = local_engines.admissions, local_engines.sources  # empty if they are elsewhere
+        self.engines = local_engines if elsewhere is None else elsewhere.engines
+        self.roster = Roster(config, self.metrics, self._tokenizing, self.engines)
         self.models = self.roster.models
         self.fleets = self.roster.fleets
-        self.admissions = self.roster.admissions
         shares = self._descriptor_shares(config)
         self.open_connections = OpenConnections(config.connections, shares.clients, config.limits.replies_bytes_max)
         self.promotion_hints = PromotionHints(self.metrics)
@@ -143,7 +146,7 @@ class Gateway:
             self.metrics,
             self.gatekeeper,
             lambda: self.config,
-            discovered=lambda: discovered(self.roster.sources, self.fleets),
+            discovered=lambda: discovered(self.sources, self.fleets),
         )
         self.page = page = PageRoutes(self.fleets, self.admissions, self.recent, self.lifecycle, self.gatekeeper)
         self.app = self._build_app(operations, page, elsewhere)
@@ -160,7 +163,7 @@ class Gateway:
     def _collect_router_families(self) -> None:
         """What the process that routes and counts knows alone."""
         self.metrics.collect_from(lambda: live_families(self.fleets))
-        self.metrics.collect_from(lambda: discovery_families(self.roster.sources, self.fleets))
+        self.metrics.collect_from(lambda: discovery_families(self.sources, self.fleets))
         self.metrics.collect_from(lambda: process_families(*self.serving()))
         self.metrics.collect_from(lambda: access_families(self.admissions, self.gatekeeper))
         if self.follower is not None:
@@ -243,8 +246,8 @@ class Gateway:
             self.promotion_hints.session = session
             self.promotion_hints.engine_key = self.gatekeeper.engine_key
             stack.push_async_callback(self.promotion_hints.close)
-            self.roster.start(Clients(session, context, self.gatekeeper.engine_key))
-            stack.push_async_callback(self.roster.stop)
+            self.engines.start(Clients(session, context, self.gatekeeper.engine_key))
+            stack.push_async_callback(self.engines.stop)
             if self.gatekeeper.shared is not None:
                 stack.push_async_callback(self.gatekeeper.shared.close)
             tasks = await stack.enter_async_context(_cancelled_at_exit())

@@ -85,7 +85,7 @@ async def test_a_prompt_sent_by_one_process_is_found_by_the_other(start_engine: 
         assert status == 200
         index = fronts.gateway.fleets[0].index
         await until(lambda: index.blocks >= 192 // 16)
-        await until(lambda: all(front._gateway.fleets[0].index.block_sizes == (16,) for front in fronts.started))
+        await until(lambda: all(front.reported_sizes() == (16,) for front in fronts.started))
         found = [await status_of(http, url) for url in (second, first, second)]
 
         assert [headers["x-spillway-engine"] for _, headers in found] == 3 * [headers["x-spillway-engine"]]
@@ -203,7 +203,7 @@ async def test_the_engine_of_a_waiting_request_is_told_its_prefix(start_engine: 
         index = fronts.gateway.fleets[0].index
         await until(lambda: index.shared_reach_of("fake-0").blocks == 2)
         held = await ask(http, fronts.urls[0], stream=True)
-        await until(lambda: all(front._gateway.admissions["fake"].is_full for front in fronts.started))
+        await until(lambda: all(front.reported_full() for front in fronts.started))
         waiting = asyncio.create_task(status_of(http, fronts.urls[1], prompt=known + PROMPT))
         await until(lambda: [seen for seen in engine.seen if seen.path == "/spillway/promote"])
         (hint,) = [json.loads(seen.body) for seen in engine.seen if seen.path == "/spillway/promote"]

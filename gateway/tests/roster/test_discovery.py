@@ -13,6 +13,7 @@ import yaml
 
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.roster.local_engines import LocalEngines
 from spillway_gateway.testing.fake_dns import NameServer
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint
@@ -104,7 +105,7 @@ async def test_a_model_at_zero_is_woken_and_served(api: FakeKubernetes, start_en
     async with running_gateway(document) as running, aiohttp.ClientSession() as client:
         for _ in range(2):
             requests = [asyncio.create_task(engine_of(client, running)) for _ in range(3)]
-            await until(lambda: running.gateway.roster.admissions["fake"].waiting_requests == 3)
+            await until(lambda: running.gateway.admissions["fake"].waiting_requests == 3)
             assert await waiting_requests() == 3
             async with client.get(running.url + "/ready") as reply:
                 assert (reply.status, (await reply.json())["unavailable"]) == (200, ["fake"])
@@ -149,8 +150,9 @@ async def test_a_terminating_pod_keeps_its_streams_and_gets_no_request(api: Fake
             release.set()
             assert (begun + await stream.read()).endswith(b"data: [DONE]\n\n")
         await until(lambda: leaving.running_requests == 0)
-        tasks = running.gateway.roster._engine_tasks
-        assert tasks is not None
+        engines = running.gateway.engines
+        assert isinstance(engines, LocalEngines) and engines._tasks is not None
+        tasks = engines._tasks
         await until(lambda: [engine.name for engine in tasks._polls] == ["vllm-1"])
 
 
@@ -223,7 +225,7 @@ async def test_while_the_api_server_is_away_everything_goes_on(api: FakeKubernet
     put(api, first)
     async with running_gateway(settings(api)) as running, aiohttp.ClientSession() as client:
         await ready(running, "vllm-0")
-        status = running.gateway.roster.sources["fake"]
+        status = running.gateway.sources["fake"]
         await api.stop()
         await until(lambda: status.failures["unreachable"] >= 2)
         assert await engine_of(client, running) == "vllm-0"
@@ -261,10 +263,10 @@ async def test_a_reload_changes_how_engines_are_found(api: FakeKubernetes, start
         other["models"][0]["discovery"]["kubernetes"]["service"] = "missing"
         await load(other)
         await until(lambda: names(running) == [])
-        assert running.gateway.roster.sources["fake"].description.startswith("EndpointSlices of Service missing")
+        assert running.gateway.sources["fake"].description.startswith("EndpointSlices of Service missing")
         await load(static)
         await ready(running, "listed")
-        assert running.gateway.roster.sources == {}
+        assert running.gateway.sources == {}
         await until(lambda: not api.watches)
 
 

@@ -10,6 +10,7 @@ import pytest
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster import roster
+from spillway_gateway.roster.local_engines import LocalEngines
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.testing.running import until
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
@@ -42,7 +43,8 @@ async def test_all_models_count_what_the_event_loop_s_thread_tokenised(
         }
     )
     with contextlib.closing(FairThreads(1, "test")) as threads:
-        models = Roster(config, GatewayMetrics(), threads).models
+        metrics = GatewayMetrics()
+        models = Roster(config, metrics, threads, LocalEngines(config, metrics)).models
         (tables,) = made
         await models["a"].reader.read(CompletionPrompt("fox " * 150))
         assert not tables.renewing

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -25,8 +24,8 @@ from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.channel_router import ChannelRouter
 from spillway_gateway.processes.counts import counts_of
-from spillway_gateway.processes.front_fleet import FrontRoster
 from spillway_gateway.processes.messages import Message, from_router
+from spillway_gateway.processes.reported_engines import ReportedEngines
 from spillway_gateway.processes.router_client import RouterClient
 from spillway_gateway.routing.prefix import PromptTokens
 from spillway_gateway.upstream.suspects import Fingerprint
@@ -50,6 +49,7 @@ class Front:
         self._started: asyncio.Future[messages.Start] = asyncio.get_running_loop().create_future()
         self._known = asyncio.Event()  # models and engines
         self._early: list[Message] = []  # before the gateway is built
+        self._engines: ReportedEngines | None = None
         self._gateway: Gateway | None = None
         self._server: GatewayServer | None = None
         self._configuring: asyncio.Task[None] | None = None
@@ -61,7 +61,8 @@ class Front:
         config = msgspec.json.decode(start.config, type=GatewayConfig)
         logs.set_up(config.log, with_pid=True)
         try:
-            gateway = self._gateway = Gateway(config, elsewhere=Elsewhere(self._router, FrontRoster, self._ask_router))
+            engines = self._engines = ReportedEngines(config, self._forget_metrics)
+            gateway = self._gateway = Gateway(config, elsewhere=Elsewhere(self._router, engines, self._ask_router))
             for message in self._early:
                 self._received(message)
             await self._known.wait()
@@ -92,22 +93,21 @@ class Front:
         if isinstance(message, messages.Start):
             self._started.set_result(message)
             return
-        gateway = self._gateway
-        if gateway is None:
+        gateway, engines = self._gateway, self._engines
+        if gateway is None or engines is None:
             self._early.append(message)
             return
-        roster: Any = gateway.roster
         match message:
             case messages.State():
-                roster.update(message)
+                engines.update(message)
                 self._known.set()
             case messages.Listed():
-                roster.listed(message)
+                engines.listed(message)
             case messages.Progressed():
-                roster.progressed(message)
+                engines.progressed(message)
             case messages.Notice():
                 # After the requests whose engine came with it: they are woken first.
-                asyncio.get_running_loop().call_soon(roster.notice, message)
+                asyncio.get_running_loop().call_soon(engines.notice, message)
             case messages.Suspected():
                 gateway.suspects.put(Fingerprint(message.digest, message.body_bytes), message.until)
             case messages.Configure():
@@ -140,6 +140,10 @@ class Front:
     def _hint(self, engine: Engine, tokens: PromptTokens, first: int) -> None:
         if self._gateway is not None:
             self._gateway.promotion_hints.tell(engine, tokens, first)
+
+    def _forget_metrics(self, engine: str) -> None:
+        if self._gateway is not None:
+            self._gateway.metrics.remove_engine(engine)
 
     async def _ask_router(self, request: Request) -> Response:
         """An operator's route, for which the router asks for a key."""

@@ -68,7 +68,7 @@ class RouterServer:
             exception_handlers={HTTPException: http_error},
         )
         self.fronts = Fronts(config.processes, self._new_session, self._first_messages, spawn)
-        self.publisher = StatePublisher(gateway.roster, self.fronts.tell)
+        self.publisher = StatePublisher(gateway.roster, gateway.engines, self.fronts.tell)
         summed = SummedCounts(gateway.metrics.registry, self.fronts.counts)
         self.fronts.on_ended = summed.ended
         gateway.metrics.exposed = summed

@@ -13,6 +13,7 @@ from spillway_gateway.config.ranks import RankConfig
 from spillway_gateway.config.settings import EngineConfig
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.processes.messages import EngineSummary, Listed, Message, ModelSummary, Progressed, State
+from spillway_gateway.roster.model_engines import ModelEngines
 from spillway_gateway.roster.roster import Roster
 
 LOOK_SECONDS = 0.05
@@ -20,10 +21,11 @@ PROGRESS_SECONDS = 1.0  # between two messages about progress
 
 
 class StatePublisher:
-    """On the event loop. roster: the router's. tell: sends a message to every front."""
+    """On the event loop. roster, engines: the router's. tell: sends a message to every front."""
 
-    def __init__(self, roster: Roster, tell: Callable[[Message], None]) -> None:
+    def __init__(self, roster: Roster, engines: ModelEngines, tell: Callable[[Message], None]) -> None:
         self._roster = roster
+        self._model_engines = engines
         self._tell = tell
         self._seen: Any = None
         self._listed: dict[int, bytes | None] = {}  # by the engine's serial
@@ -79,10 +81,10 @@ class StatePublisher:
     def state(self) -> State:
         models = []
         for fleet in self._roster.fleets:
-            admission = self._roster.admissions[fleet.name]
             engines = tuple(_engine(engine) for engine in fleet.engines.values())
             usable = self._usable(fleet.name)
-            models.append(ModelSummary(fleet.name, fleet.index.block_sizes, usable, admission.is_full, engines))
+            full = self._model_engines.is_full(fleet.name)
+            models.append(ModelSummary(fleet.name, fleet.index.block_sizes, usable, full, engines))
         return State(tuple(models))
 
     def _usable(self, model: str) -> bool:
@@ -97,7 +99,7 @@ class StatePublisher:
         """What State is made of, without copies."""
         for fleet in self._roster.fleets:
             yield fleet.name, fleet.index.block_sizes, self._usable(fleet.name)
-            yield self._roster.admissions[fleet.name].is_full
+            yield self._model_engines.is_full(fleet.name)
             for engine in fleet.engines.values():
                 yield engine.serial, engine.state, engine.answer, engine.withheld, engine.adapters
 

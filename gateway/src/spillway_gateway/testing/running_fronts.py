@@ -58,6 +58,16 @@ class FrontInLoop(Front):
         if self._server is not None:
             self._server.should_exit = True
 
+    def reported_sizes(self) -> tuple[int, ...]:
+        """The block sizes of its first model."""
+        assert self._engines is not None and self._gateway is not None
+        return self._engines.block_sizes(self._gateway.fleets[0]).block_sizes
+
+    def reported_full(self) -> bool:
+        """Whether requests for its first model wait."""
+        assert self._engines is not None and self._gateway is not None
+        return self._engines.is_full(self._gateway.fleets[0].name)
+
     async def stopped(self) -> None:
         with suppress(asyncio.CancelledError):
             await self.serving
