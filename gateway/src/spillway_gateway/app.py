@@ -46,6 +46,7 @@ from spillway_gateway.ops.live_families import (
     process_families,
 )
 from spillway_gateway.ops.operations import Operations
+from spillway_gateway.ops.serving import Serving, ThisProcess
 from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients
 from spillway_gateway.roster.local_engines import LocalEngines
@@ -90,16 +91,22 @@ class Gateway:
         config: the configuration at the start.
         config_path: the file to follow, if any.
         elsewhere: what routes and counts in its place; None: it does so itself.
+        serving: the processes that accept clients, given this one's metrics.
     """
 
     def __init__(
-        self, config: GatewayConfig, config_path: Path | None = None, elsewhere: Elsewhere | None = None
+        self,
+        config: GatewayConfig,
+        config_path: Path | None = None,
+        *,
+        elsewhere: Elsewhere | None = None,
+        serving: Callable[[GatewayMetrics], Serving] = ThisProcess,
     ) -> None:
         self.config = config
         self.on_applied: list[Callable[[GatewayConfig], None]] = []
         self.lifecycle = Lifecycle()
-        self.serving: Callable[[], tuple[int, int]] = lambda: (1, 0)  # processes, and how often one was started again
         self.metrics = GatewayMetrics()
+        self.serving = serving(self.metrics)
         self.cors = Cors(config.cors)
         self.gatekeeper = Gatekeeper(config.auth)
         self.audit = AuditLog(config.audit) if config.audit.enabled else None
@@ -143,7 +150,7 @@ class Gateway:
         self.operations = operations = Operations(
             self.fleets,
             self.lifecycle,
-            self.metrics,
+            self.serving,
             self.gatekeeper,
             lambda: self.config,
             discovered=lambda: discovered(self.sources, self.fleets),
@@ -164,7 +171,7 @@ class Gateway:
         """What the process that routes and counts knows alone."""
         self.metrics.collect_from(lambda: live_families(self.fleets))
         self.metrics.collect_from(lambda: discovery_families(self.sources, self.fleets))
-        self.metrics.collect_from(lambda: process_families(*self.serving()))
+        self.metrics.collect_from(lambda: process_families(*self.serving.processes()))
         self.metrics.collect_from(lambda: access_families(self.admissions, self.gatekeeper))
         if self.follower is not None:
             follower = self.follower

@@ -30,7 +30,6 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.exposed: Collected = self.registry  # with the counts of other processes, if there are any
         self._requests = Counter(
             "spillway_gateway_requests",
             "Finished requests by model, engine, route reason and status class.",
@@ -198,7 +197,7 @@ class GatewayMetrics:
         self.registry.register(_Reader(read))
 
     def exposition(self) -> bytes:
-        return generate_latest(self.exposed)
+        return generate_latest(self.registry)
 
 
 class _Reader:

@@ -93,7 +93,7 @@ async def test_at_its_start_every_known_engine_is_asked_once(start_engine: Any) 
         new = Operations(
             operations._fleets,
             operations._lifecycle,
-            operations._metrics,
+            operations._serving,
             operations._gatekeeper,
             operations._config,
             discovered=dict,

@@ -18,7 +18,7 @@ from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.lifecycle import Lifecycle
-from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.ops.serving import Serving
 from spillway_settings.wire import CONFIG_PATH
 
 VERSION = version("spillway-gateway")  # of the process that runs, whatever is installed later
@@ -35,14 +35,15 @@ class Answer(NamedTuple):
 class Operations:
     """Routes for probes on every listener, and for operators on the operations listener if there is one.
 
-    fleets: live. config: returns the configuration in use. discovered: returns the discovered engines by model.
+    fleets: live. serving: the processes that accept clients. config: returns the configuration in use. discovered:
+    returns the discovered engines by model.
     """
 
     def __init__(
         self,
         fleets: list[ModelFleet],
         lifecycle: Lifecycle,
-        metrics: GatewayMetrics,
+        serving: Serving,
         gatekeeper: Gatekeeper,
         config: Callable[[], GatewayConfig],
         *,
@@ -50,13 +51,10 @@ class Operations:
     ) -> None:
         self._fleets = fleets
         self._lifecycle = lifecycle
-        self._metrics = metrics
+        self._serving = serving
         self._gatekeeper = gatekeeper
         self._config = config
         self._discovered = discovered
-        # If several processes serve: why none of them does yet, and what is done before each scrape.
-        self.not_serving: Callable[[], str | None] = lambda: None
-        self.before_scrape: Callable[[], Awaitable[None]] | None = None
         self._started = False
 
     def probe_routes(self) -> list[Route]:
@@ -87,7 +85,7 @@ class Operations:
         engines = {name: {engine.name: engine.reason for engine in each} for name, each in fleets}
         if self._lifecycle.draining:
             return Answer(503, {"ready": False, "reason": "draining", "models": engines})
-        not_serving = self.not_serving()
+        not_serving = self._serving.not_serving()
         if not_serving is not None:
             return Answer(503, {"ready": False, "reason": not_serving, "models": engines})
         waking = {fleet.name for fleet in list(self._fleets) if fleet.config.wake_seconds is not None}
@@ -109,9 +107,7 @@ class Operations:
         return _response(self.readiness())
 
     async def _exposition(self, request: Request) -> Response:
-        if self.before_scrape is not None:
-            await self.before_scrape()
-        return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self._serving.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_config(self, request: Request) -> Response:
         """`{"settings": ..., "discovered": ..., "version": ...}`: the file's keys with every default filled in, the

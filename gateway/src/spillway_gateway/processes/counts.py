@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
@@ -46,6 +47,9 @@ class SummedCounts:
     def ended(self, counts: FamilySamples) -> None:
         """A process has ended: its counters stay in the sums, its gauges do not."""
         _add(self._ended, {name: samples for name, samples in counts.items() if name not in SUMMED_GAUGES})
+
+    def exposition(self) -> bytes:
+        return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
         counted: Counted = {name: dict(values) for name, values in self._ended.items()}

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -26,7 +27,9 @@ from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.listeners.certificate import Certificate
 from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS, KEEP_ALIVE_SECONDS, PortInUse, bind, reserve
+from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.ops.server import OperationsServer
+from spillway_gateway.ops.serving import Processes
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.counts import SummedCounts
 from spillway_gateway.processes.front_session import FrontSession
@@ -42,21 +45,51 @@ logger = logging.getLogger(__name__)
 END_SECONDS_MAX = 5.0  # beyond what a drain may take
 
 
+class ServingFronts:
+    """ops.serving.Serving: the fronts. metrics: the router process's own."""
+
+    def __init__(self, fronts: Fronts, metrics: GatewayMetrics) -> None:
+        self._fronts = fronts
+        self._summed = SummedCounts(metrics.registry, fronts.counts)
+        fronts.on_ended = self._summed.ended
+        metrics.on_removed.append(self._summed.forget_engine)
+
+    def processes(self) -> Processes:
+        return Processes(self._fronts.listening, self._fronts.restarts_total)
+
+    def not_serving(self) -> str | None:
+        return None if self._fronts.listening else "no process accepts connections yet"
+
+    async def exposition(self) -> bytes:
+        await self._fronts.count()
+        return self._summed.exposition()
+
+
 class RouterServer:
-    """From its start to its end. listener: reserved for the fronts. Raises ConfigError for an unusable certificate."""
+    """From its start to its end. Raises ConfigError for a configuration that cannot be used.
+
+    Args:
+        config: the configuration at the start.
+        config_path: the file to follow, if any.
+        listener: reserved for the fronts.
+        ops_listener: of operators' routes, if they have one.
+        spawn: starts a front.
+    """
 
     def __init__(
         self,
-        gateway: Gateway,
+        config: GatewayConfig,
+        config_path: Path | None,
         listener: socket.socket,
         ops_listener: socket.socket | None = None,
+        *,
         spawn: Spawn = spawn,
     ) -> None:
-        config = gateway.config
         if config.listen.tls is not None:
             Certificate(config.listen.tls)  # each front loads it; one that cannot be used is refused here
+        self.fronts = Fronts(config.processes, self._new_session, self._first_messages, spawn)
+        gateway = self.gateway = Gateway(config, config_path, serving=partial(ServingFronts, self.fronts))
         assert isinstance(gateway.router, LocalRouter)
-        self._gateway = gateway
         self._router = gateway.router
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = host, port
@@ -67,15 +100,7 @@ class RouterServer:
             ],
             exception_handlers={HTTPException: http_error},
         )
-        self.fronts = Fronts(config.processes, self._new_session, self._first_messages, spawn)
         self.publisher = StatePublisher(gateway.roster, gateway.engines, self.fronts.tell)
-        summed = SummedCounts(gateway.metrics.registry, self.fronts.counts)
-        self.fronts.on_ended = summed.ended
-        gateway.metrics.exposed = summed
-        gateway.metrics.on_removed.append(summed.forget_engine)
-        gateway.serving = lambda: (self.fronts.listening, self.fronts.restarts_total)
-        gateway.operations.before_scrape = self.fronts.count
-        gateway.operations.not_serving = self._not_serving
         gateway.on_applied.append(self._applied)
         gateway.suspects.on_added = lambda *suspect: self.fronts.tell(_suspected(*suspect))
         self._ops = (
@@ -89,17 +114,14 @@ class RouterServer:
 
     def _new_session(self, on_listening: Callable[[], None], on_closed: Callable[[FrontSession], None]) -> FrontSession:
         return FrontSession(
-            self._gateway, self._router, self.publisher, self._operators, on_listening=on_listening, on_closed=on_closed
+            self.gateway, self._router, self.publisher, self._operators, on_listening=on_listening, on_closed=on_closed
         )
 
     def _first_messages(self) -> Iterator[Message]:
-        yield messages.Start(front_config(self._gateway.config), *self.address)
+        yield messages.Start(front_config(self.gateway.config), *self.address)
         yield from self.publisher.everything()
-        for suspect in self._gateway.suspects.all():
+        for suspect in self.gateway.suspects.all():
             yield _suspected(*suspect)
-
-    def _not_serving(self) -> str | None:
-        return None if self.fronts.listening else "no process accepts connections yet"
 
     def _applied(self, config: GatewayConfig) -> None:
         self.publisher.publish_changes()
@@ -108,7 +130,7 @@ class RouterServer:
     async def serve(self) -> None:
         """Until the fronts have ended after a signal, or could not be started: `started` is then False."""
         loop = asyncio.get_running_loop()
-        async with self._gateway.running():
+        async with self.gateway.running():
             if self._ops is not None:
                 self._ops.start()
             following = asyncio.create_task(supervised(self.publisher.follow, "state of engines for other processes"))
@@ -138,9 +160,9 @@ class RouterServer:
         numbers = [signal.SIGTERM, signal.SIGINT]
         for number in numbers:
             loop.add_signal_handler(number, self.begin_shutdown)
-        if self._gateway.follower is not None:
+        if self.gateway.follower is not None:
             numbers.append(signal.SIGHUP)
-            loop.add_signal_handler(signal.SIGHUP, self._gateway.follower.read_soon)
+            loop.add_signal_handler(signal.SIGHUP, self.gateway.follower.read_soon)
         try:
             yield
         finally:
@@ -150,13 +172,13 @@ class RouterServer:
     def begin_shutdown(self) -> None:
         """First call: drain. Second call: end now."""
         self._signals += 1
-        self._gateway.lifecycle.draining = True
+        self.gateway.lifecycle.draining = True
         self._first_signal.set()
         if self._signals > 1:
             self.fronts.drain(now=True)
 
     async def _drain(self) -> None:
-        shutdown = self._gateway.config.shutdown
+        shutdown = self.gateway.config.shutdown
         logger.info(
             "shutting down: listening for %g s more, then up to %g s for requests to finish",
             shutdown.drain_delay_seconds,
@@ -186,7 +208,7 @@ def serve(config: GatewayConfig, path: Path) -> int:
             if listen.ops_port is not None:
                 ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
                 stack.callback(ops_listener.close)
-            server = RouterServer(Gateway(config, path), listener, ops_listener)
+            server = RouterServer(config, path, listener, ops_listener)
         except (PortInUse, ConfigError) as error:
             print(f"spillway-gateway: {error}", file=sys.stderr)
             return 1

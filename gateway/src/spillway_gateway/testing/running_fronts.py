@@ -92,7 +92,7 @@ async def running_fronts(
     document: dict[str, Any], *, count: int = 2, config_path: Path | None = None
 ) -> AsyncIterator[RunningFronts]:
     """Serve until the block ends; every front listens and every engine is ready first."""
-    gateway = Gateway(parse_config({**document, "processes": count}), config_path)
+    config = parse_config({**document, "processes": count})
     started: list[FrontInLoop] = []
 
     async def spawn(router: socket.socket) -> FrontInLoop:
@@ -102,7 +102,8 @@ async def running_fronts(
     ops_listener = bind("127.0.0.1", 0)
     ops_url = f"http://127.0.0.1:{ops_listener.getsockname()[1]}"
     with reserve("127.0.0.1", 0) as listener:
-        server = RouterServer(gateway, listener, ops_listener, spawn)
+        server = RouterServer(config, config_path, listener, ops_listener, spawn=spawn)
+        gateway = server.gateway
         serving = asyncio.create_task(server.serve())
         try:
             await until(lambda: server.fronts.listening == count)
