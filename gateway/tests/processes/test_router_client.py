@@ -49,10 +49,10 @@ async def test_each_error_of_the_router_is_raised_as_what_it_is(
     )
     with pytest.raises(kind) as caught:
         await client.ask(messages.FindOwner(client.number(), "r", "t"), messages.OwnerIs)
-    told = caught.value
-    assert type(told) is kind
+    heard = caught.value
+    assert type(heard) is kind
     for name in ("message", "status", "kind", "code", "retry_after_seconds"):
-        assert getattr(told, name) == getattr(raised, name)
+        assert getattr(heard, name) == getattr(raised, name)
 
 
 async def test_an_error_that_this_version_does_not_name_is_the_gateway_s_fault() -> None:
@@ -74,7 +74,7 @@ async def test_nothing_is_asked_of_a_router_that_does_not_read() -> None:
 def test_what_answers_no_question_is_handed_on() -> None:
     heard: list[Message] = []
     client = RouterClient(heard.append)
-    told = [messages.Drain(False), messages.Count(1), messages.Waiting(1, "e", 16), messages.State(())]
-    for message in [*told, messages.Begun(5)]:  # an answer that nobody waits for any more
+    others = [messages.Drain(False), messages.Count(1), messages.Waiting(1, "e", 16), messages.State(())]
+    for message in [*others, messages.Begun(5)]:  # no request waits for this answer any more
         client.received(message)
-    assert heard == told
+    assert heard == others

@@ -12,8 +12,8 @@ from spillway_gateway.config.settings import GatewayConfig
 
 def front_config(config: GatewayConfig) -> bytes:
     """The configuration of one front, as JSON. Bounds of connections, memory and retries are divided, so that all
-    fronts together keep within them; what tenants and engines are allowed is counted by the router alone, so fronts are
-    not told where limits are shared."""
+    fronts together keep within them; what tenants and engines are allowed is counted by the router alone, so fronts do
+    not know what shares the limits of replicas."""
     fronts = config.processes
     connections, limits, continuation = config.connections, config.limits, config.continuation
 

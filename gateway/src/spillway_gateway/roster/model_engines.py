@@ -19,7 +19,7 @@ class ModelEngines(Protocol):
     """On the event loop. The roster calls the methods in whose names a model is, without an await between."""
 
     def configure(self, config: GatewayConfig) -> None:
-        """A new configuration, before its models are told."""
+        """Take a new configuration, before the calls for its models."""
 
     def new_fleet(self, model: ModelConfig) -> ModelFleet:
         """The engines of a model that will be added."""

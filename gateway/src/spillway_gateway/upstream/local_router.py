@@ -36,7 +36,7 @@ class LocalRouter:
         gatekeeper: counts what tenants are allowed.
         suspects: requests of which engines end.
         hints: tells engines the prefixes of requests that wait.
-        recent: is told decisions and counts, for the live page.
+        recent: keeps decisions and counts for the live page.
     """
 
     def __init__(
