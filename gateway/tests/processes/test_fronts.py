@@ -393,7 +393,7 @@ async def test_a_front_that_is_stopped_is_killed_after_a_few_looks(monkeypatch: 
     monkeypatch.setattr(fronts_module, "is_stopped", stopped)
     fronts = fronts_module.Fronts(1, lambda *_: None, lambda: iter(()))  # type: ignore[arg-type,return-value]
     monkeypatch.setattr(fronts_module, "LOOK_SECONDS", 0.0)
-    process, session = Stopped(), Mock(heard=True)
+    process, session = Stopped(), Mock(has_spoken=lambda: True)
     await fronts._watch(session, process)  # type: ignore[arg-type]
 
     assert process.killed

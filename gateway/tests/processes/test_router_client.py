@@ -1,37 +1,46 @@
 from __future__ import annotations
 
-from typing import Any, cast
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from spillway_gateway import errors
 from spillway_gateway.errors import GatewayError, GatewayOverloaded
 from spillway_gateway.processes import messages
-from spillway_gateway.processes.messages import Message
+from spillway_gateway.processes.channel import Channel
+from spillway_gateway.processes.messages import Message, from_front
 from spillway_gateway.processes.router_client import RouterClient
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, GatewayError)]
 
 
-class ChannelDouble:
-    """Answers each question at once."""
+@asynccontextmanager
+async def asked_of(
+    answer: Callable[[Any], Message], on_message: Callable[[Message], None] = lambda message: None
+) -> AsyncIterator[tuple[RouterClient, Channel, list[Message]]]:
+    """A client, the router's end of its channel, and what arrives there. answer: to each question."""
+    arrived: list[Message] = []
 
-    def __init__(self, answer: Any) -> None:
-        self.full = False
-        self.client: RouterClient | None = None
-        self.sent: list[Message] = []
-        self._answer = answer
+    def received(message: Any) -> None:
+        arrived.append(message)
+        router.send(answer(message))
 
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-        assert self.client is not None
-        self.client.received(self._answer(message.number))
+    own, its = socket.socketpair()
+    client = RouterClient(on_message, lambda: None)
+    router = await Channel.over(own, from_front, received, lambda: None)
+    await client.connect(its)
+    try:
+        yield client, router, arrived
+    finally:
+        client.close()
+        router.close()
 
 
-def client_over(channel: ChannelDouble) -> RouterClient:
-    client = channel.client = RouterClient(lambda message: None)
-    client.channel = cast(Any, channel)
-    return client
+def owner_question(client: RouterClient) -> messages.FindOwner:
+    return messages.FindOwner(client.number(), "r", "t")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -42,39 +51,39 @@ async def test_each_error_of_the_router_is_raised_as_what_it_is(
     raised = kind("so it is")
     if retry_after_seconds is not None:
         raised.retry_after_seconds = retry_after_seconds
-    client = client_over(
-        ChannelDouble(
-            lambda number: messages.Refused(number, kind.__name__, raised.message, raised.retry_after_seconds)
-        )
-    )
-    with pytest.raises(kind) as caught:
-        await client.ask(messages.FindOwner(client.number(), "r", "t"), messages.OwnerIs)
+    refused = kind.__name__, raised.message, raised.retry_after_seconds
+    async with asked_of(lambda asked: messages.Refused(asked.number, *refused)) as (client, *_):
+        with pytest.raises(kind) as caught:
+            await client.ask(owner_question(client), messages.OwnerIs)
     heard = caught.value
     assert type(heard) is kind
     for name in ("message", "status", "kind", "code", "retry_after_seconds"):
         assert getattr(heard, name) == getattr(raised, name)
 
 
-async def test_an_error_that_this_version_does_not_name_is_the_gateway_s_fault() -> None:
-    client = client_over(ChannelDouble(lambda number: messages.Refused(number, "Exception", "so it is", None)))
-    with pytest.raises(GatewayError) as caught:
-        await client.ask(messages.FindOwner(client.number(), "r", "t"), messages.OwnerIs)
+async def test_an_error_that_no_class_is_named_after_is_the_gateway_s_fault() -> None:
+    async with asked_of(lambda asked: messages.Refused(asked.number, "Exception", "so it is", None)) as (client, *_):
+        with pytest.raises(GatewayError) as caught:
+            await client.ask(owner_question(client), messages.OwnerIs)
     assert (type(caught.value), caught.value.message) == (GatewayError, "so it is")
 
 
-async def test_nothing_is_asked_of_a_router_that_does_not_read() -> None:
-    channel = ChannelDouble(lambda number: messages.OwnerIs(number, None, "", 0))
-    client = client_over(channel)
-    channel.full = True
-    with pytest.raises(GatewayOverloaded):
-        await client.ask(messages.FindOwner(client.number(), "r", "t"), messages.OwnerIs)
-    assert channel.sent == []
+async def test_nothing_is_asked_of_a_router_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asked_of(lambda asked: messages.OwnerIs(asked.number, None, "", 0)) as (client, _, arrived):
+        monkeypatch.setattr(Channel, "full", True)
+        with pytest.raises(GatewayOverloaded):
+            await client.ask(owner_question(client), messages.OwnerIs)
+        monkeypatch.undo()
+        await client.ask(owner_question(client), messages.OwnerIs)
+        assert len(arrived) == 1
 
 
-def test_what_answers_no_question_is_handed_on() -> None:
+async def test_what_answers_no_question_is_handed_on_and_a_late_answer_is_not() -> None:
     heard: list[Message] = []
-    client = RouterClient(heard.append)
     others = [messages.Drain(False), messages.Count(1), messages.Waiting(1, "e", 16), messages.State(())]
-    for message in [*others, messages.Begun(5)]:  # no request waits for this answer any more
-        client.received(message)
+    answer = asked_of(lambda asked: messages.OwnerIs(asked.number, None, "", 0), heard.append)
+    async with answer as (client, router, _):
+        for message in [*others, messages.Begun(5)]:
+            router.send(message)
+        await client.ask(owner_question(client), messages.OwnerIs)
     assert heard == others

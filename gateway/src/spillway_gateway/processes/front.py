@@ -21,10 +21,9 @@ from spillway_gateway.errors import ConfigError, GatewayError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind_shared
 from spillway_gateway.processes import messages
-from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.channel_router import ChannelRouter
 from spillway_gateway.processes.counts import counts_of
-from spillway_gateway.processes.messages import Message, from_router
+from spillway_gateway.processes.messages import Message
 from spillway_gateway.processes.reported_engines import ReportedEngines
 from spillway_gateway.processes.router_client import RouterClient
 from spillway_gateway.routing.prefix import PromptTokens
@@ -44,7 +43,7 @@ class Front:
     ) -> None:
         self._before_serving = before_serving
         self._end = end
-        self._client = RouterClient(self._received)
+        self._client = RouterClient(self._received, self._router_lost)
         self._router = ChannelRouter(self._client, self._hint)
         self._started: asyncio.Future[messages.Start] = asyncio.get_running_loop().create_future()
         self._known = asyncio.Event()  # models and engines
@@ -55,8 +54,7 @@ class Front:
         self._configuring: asyncio.Task[None] | None = None
 
     async def run(self, router: socket.socket) -> int:
-        channel = await Channel.over(router, from_router, self._client.received, self._router_lost)
-        self._client.channel = channel
+        await self._client.connect(router)
         start = await self._started
         config = msgspec.json.decode(start.config, type=GatewayConfig)
         logs.set_up(config.log, with_pid=True)
@@ -70,7 +68,7 @@ class Front:
             listener = self._listen(start)
             server = self._server = GatewayServer(
                 gateway,
-                on_listening=lambda: channel.send(messages.Listening()),
+                on_listening=lambda: self._client.send(messages.Listening()),
                 on_signal=self._drain,  # once, whoever says so first: the router, or a signal to all processes
             )
         except (ConfigError, PortInUse) as error:
@@ -83,7 +81,7 @@ class Front:
         finally:
             counting.cancel()
             self._send_counts(0)
-            channel.close()
+            self._client.close()
         return 0 if server.started else 1
 
     def _listen(self, start: messages.Start) -> socket.socket:

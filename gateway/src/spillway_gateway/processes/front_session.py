@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -24,7 +25,7 @@ from spillway_gateway.fleet.stored_responses import Owner
 from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
-from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message
+from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message, from_front
 from spillway_gateway.processes.routed_place import RoutedPlace
 from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.routing.prefix import PromptBlocks
@@ -73,8 +74,8 @@ class FrontSession:
         self._questions = 0
         self.counts: FamilySamples = {}
         self.ended = asyncio.Event()
-        self.heard = False  # something, since that was last set to False
-        self.channel: Channel | None = None
+        self._heard = False
+        self._channel: Channel | None = None  # None: not connected yet
         self._handlers: dict[type[Message], Callable[[Any], object]] = {
             messages.Route: self._route,
             messages.Report: self._report,
@@ -94,8 +95,12 @@ class FrontSession:
             messages.Listening: lambda said: self._on_listening(),
         }
 
-    def received(self, message: Message) -> None:
-        self.heard = True
+    async def connect(self, front: socket.socket) -> None:
+        """front: one end of a socket pair, which the session then owns."""
+        self._channel = await Channel.over(front, from_front, self._received, self._closed)
+
+    def _received(self, message: Message) -> None:
+        self._heard = True
         try:
             self._handlers[type(message)](message)
         except Exception:
@@ -104,9 +109,14 @@ class FrontSession:
                 self._refuse(message.number, GatewayError("The gateway failed on this request"))
             raise
 
+    def has_spoken(self) -> bool:
+        """Whether the front has said something since this was asked last."""
+        heard, self._heard = self._heard, False
+        return heard
+
     def send(self, message: Message) -> None:
         """A front that takes nothing is ended: it would take the memory of all."""
-        channel = self.channel
+        channel = self._channel
         if channel is None or channel.closed:
             return
         if channel.full:
@@ -115,7 +125,7 @@ class FrontSession:
             return
         channel.send(message)
 
-    def closed(self) -> None:
+    def _closed(self) -> None:
         """The front has ended: release its requests."""
         for task in self._tasks:
             task.cancel()
@@ -304,7 +314,7 @@ class FrontSession:
         except GatewayError as error:
             self._refuse(asked.number, error)
             return
-        if self.channel is None or self.channel.closed:
+        if self._channel is None or self._channel.closed:
             admitted.end(NOTHING_OWED)
             return
         self._admitted[asked.number] = admitted

@@ -14,9 +14,8 @@ from typing import Protocol
 
 from spillway_gateway.ops.server import STALLED_SECONDS
 from spillway_gateway.processes import messages
-from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.front_session import FrontSession
-from spillway_gateway.processes.messages import FamilySamples, Message, from_front
+from spillway_gateway.processes.messages import FamilySamples, Message
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ class Fronts:
         session = self._new_session(on_listening, on_closed)
         self._sessions[session] = process
         try:
-            session.channel = await Channel.over(own, from_front, session.received, session.closed)
+            await session.connect(own)
             for message in self._first_messages():
                 session.send(message)
             if self._draining:
@@ -204,8 +203,7 @@ class Fronts:
         silent = stopped = 0
         while silent <= self.silent_looks_max and stopped < STOPPED_LOOKS_MAX:
             await asyncio.sleep(LOOK_SECONDS)
-            silent = 0 if session.heard or session not in self._listening else silent + 1
-            session.heard = False
+            silent = 0 if session.has_spoken() or session not in self._listening else silent + 1
             # The kernel goes on giving a stopped process its share of the connections.
             stopped = stopped + 1 if is_stopped(process.pid) else 0
         if stopped:

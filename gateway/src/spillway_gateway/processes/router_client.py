@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from spillway_gateway import errors
 from spillway_gateway.errors import GatewayError, GatewayOverloaded
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
-from spillway_gateway.processes.messages import Message
+from spillway_gateway.processes.messages import Message, from_router
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -21,31 +22,47 @@ _ERRORS: dict[str, type[GatewayError]] = {
 
 
 class RouterClient:
-    """On the event loop. on_message: handles what answers no question that is open."""
+    """On the event loop. on_message: handles what answers no question. on_lost: called once, when the router is gone.
+    Nothing may be sent or asked before connect()."""
 
-    def __init__(self, on_message: Callable[[Message], None]) -> None:
+    def __init__(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         self._on_message = on_message
+        self._on_lost = on_lost
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Message]] = {}
-        self.channel: Channel | None = None
+        self._connected: Channel | None = None
+
+    async def connect(self, router: socket.socket) -> None:
+        """router: one end of a socket pair, which the client then owns."""
+        self._connected = await Channel.over(router, from_router, self._received, self._on_lost)
+
+    @property
+    def _channel(self) -> Channel:
+        assert self._connected is not None
+        return self._connected
+
+    def close(self) -> None:
+        """Once what waits is written."""
+        self._channel.close()
+
+    def abort(self) -> None:
+        if self._connected is not None:
+            self._connected.abort()
 
     def number(self) -> int:
         """A number for a request that has none yet."""
         return next(self._numbers)
 
     def send(self, message: Message) -> None:
-        assert self.channel is not None
-        self.channel.send(message)
+        self._channel.send(message)
 
     def defer(self, tell: Callable[[], None]) -> None:
         """Call `tell`, which may send, at the end of the event loop's iteration."""
-        assert self.channel is not None
-        self.channel.defer(tell)
+        self._channel.defer(tell)
 
     async def ask(self, message: Any, kind: type[Answer]) -> Answer:
         """The router's answer to a message with a number. Raises the error of a refusal."""
-        assert self.channel is not None
-        if self.channel.full:
+        if self._channel.full:
             raise GatewayOverloaded("the process that routes does not keep up")
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answers[message.number] = answer
@@ -59,7 +76,7 @@ class RouterClient:
         assert isinstance(given, kind)
         return given
 
-    def received(self, message: Message) -> None:
+    def _received(self, message: Message) -> None:
         if isinstance(message, messages.ANSWERS):
             answer = self._answers.get(message.number)
             if answer is not None and not answer.done():

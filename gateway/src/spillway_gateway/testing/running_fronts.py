@@ -53,8 +53,7 @@ class FrontInLoop(Front):
     def _die(self, status: int) -> None:
         if not self._status.done():
             self._status.set_result(status)
-        if self._client.channel is not None:
-            self._client.channel.abort()
+        self._client.abort()
         if self._server is not None:
             self._server.should_exit = True
 
