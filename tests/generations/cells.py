@@ -17,3 +17,20 @@ CELLS = {
     "reset": "test_reset",
     "events": "test_events",
 }
+
+_LIVES = "tests/engine_lives"  # vLLM's own scheduler on random schedules, with every byte of KV checked
+_ENGINE = "connector/tests/engine"
+# Column -> the tests that stand for it on a vLLM whose engine does not run here. Of the columns that are left out only
+# engines can show anything.
+CONTRACTS = {
+    "CPU tier": (_LIVES, f"{_ENGINE}/test_cpu_tier.py"),
+    "NVMe": (_LIVES, "tests/stock_tiers"),
+    "Redis": ("tests/stock_tiers",),
+    "early load": (_LIVES, f"{_ENGINE}/test_early_loads.py"),
+    "failed load": (_LIVES,),
+    "computed while loading": (_LIVES, f"{_ENGINE}/test_meetings.py"),
+    "several KV groups": (_LIVES,),
+    "LoRA": (f"{_ENGINE}/test_adapters.py",),
+    "reset": (_LIVES, f"{_ENGINE}/test_resets.py"),
+    "events": (f"{_ENGINE}/test_shared_tier_events.py", f"{_ENGINE}/test_cpu_tier.py"),
+}

@@ -6,10 +6,17 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from typing import TypedDict
 
-from generations.cells import CELLS
+from generations.cells import CELLS, CONTRACTS
 
 NOT_RUN = "not run"
-SHOWN = {"passed": "yes", "failed": "FAILED", "unsupported": "no", NOT_RUN: NOT_RUN}
+SHOWN = {
+    "passed": "yes",
+    "contract": "by contract",  # tests of vLLM's scheduler and of its interfaces passed; no engine ran
+    "failed": "FAILED",
+    "unsupported": "no",
+    "engine": "needs an engine",
+    NOT_RUN: NOT_RUN,
+}
 _WHY_CHARACTERS = 2000
 
 
@@ -25,6 +32,28 @@ def read_cells(junit: str) -> dict[str, Cell]:
     """Column -> result, from pytest's XML of test_cells.py; a column without a test case was not run."""
     found = {case.get("name", ""): case for case in ElementTree.fromstring(junit).iter("testcase")}
     return {column: _cell(found.get(test)) for column, test in CELLS.items()}
+
+
+def read_contracts(junit: str) -> dict[str, Cell]:
+    """Column -> result, from pytest's XML (family xunit1) of the tests that CONTRACTS names."""
+    cases = list(ElementTree.fromstring(junit).iter("testcase"))
+    return {column: _contract(cases, CONTRACTS.get(column, ())) for column in CELLS}
+
+
+def _contract(cases: list[ElementTree.Element], tests: tuple[str, ...]) -> Cell:
+    if not tests:
+        return Cell(result="engine", seconds=0.0, why="no engine of this vLLM runs here")
+    seconds = 0.0
+    for test in tests:
+        ran = [case for case in cases if f"{case.get('file')}/".startswith(f"{test}/")]
+        cells = [_cell(case) for case in ran]
+        seconds += sum(cell["seconds"] for cell in cells)
+        failed = next((cell for cell in cells if cell["result"] == "failed"), None)
+        if failed is not None:
+            return failed
+        if not any(cell["result"] == "passed" for cell in cells):
+            return Cell(result=NOT_RUN, seconds=0.0, why=f"no test of {test} ran")
+    return Cell(result="contract", seconds=round(seconds, 1), why=", ".join(tests))
 
 
 def nothing_ran(why: str) -> dict[str, Cell]:

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-from lanes.rules import CELLS_TESTED, LOCAL_VLLM, OTHER_VLLM, ROOT
+from lanes.rules import CELLS_TESTED, LOCAL_VLLM, OTHER_VLLM, ROOT, WITHOUT_ENGINE
 
 from generations import __main__ as command
-from generations.cells import CELLS
-from generations.table import nothing_ran, read_cells, render
+from generations.cells import CELLS, CONTRACTS
+from generations.table import nothing_ran, read_cells, read_contracts, render
 
 PASSED = "".join(f'<testcase name="{test}" time="1.25"/>' for test in CELLS.values())
 
@@ -33,6 +33,29 @@ def test_the_versions_are_those_with_an_environment() -> None:
     assert [LOCAL_VLLM, *listed] == list(command.VERSIONS)
     assert set(OTHER_VLLM["tests/generations"]) == set(listed)
     assert set(CELLS_TESTED) <= set(CELLS.values())
+    assert tuple(re.findall(r"^VLLM_SCHEDULERS := (.*)$", makefile, re.M)[0].split()) == WITHOUT_ENGINE
+
+
+def test_what_stands_for_a_column_runs_where_no_engine_does() -> None:
+    assert CONTRACTS.keys() < CELLS.keys()
+    for test in {test for tests in CONTRACTS.values() for test in tests}:
+        assert (ROOT / test).exists()
+        assert set(WITHOUT_ENGINE) <= set(OTHER_VLLM[test])
+
+
+def test_one_failed_test_fails_each_column_that_it_stands_for() -> None:
+    passed = {test: f"{test}/test_it.py" if "." not in test else test for one in CONTRACTS.values() for test in one}
+    cases = [f'<testcase name="test_it" file="{file}" time="1.0"/>' for file in passed.values()]
+    cells = read_contracts(report("".join(cases)))
+    assert {name for name, cell in cells.items() if cell["result"] == "contract"} == CONTRACTS.keys()
+    assert {cell["result"] for name, cell in cells.items() if name not in CONTRACTS} == {"engine"}
+    assert "| by contract |" in render({"0.33": cells}) and "| needs an engine |" in render({"0.33": cells})
+
+    broken = '<testcase name="other" file="tests/stock_tiers/test_tiers.py"><failure message="wrong byte"/></testcase>'
+    cells = read_contracts(report("".join([*cases, broken])))
+    assert {name for name, cell in cells.items() if cell["result"] == "failed"} == {"NVMe", "Redis"}
+    cells = read_contracts(report("".join(case for case in cases if "stock_tiers" not in case)))
+    assert (cells["Redis"]["result"], cells["CPU tier"]["result"]) == ("not run", "contract")
 
 
 def test_results_of_pytest_become_cells() -> None:

@@ -1,7 +1,7 @@
 """`python -m lanes unit quick full [-- pytest's arguments]`: one pytest for each lane, one closing line for them all.
 
 The lane `other-vllm` is two for each version that --vllm names: the tests that its own interpreter runs, and those over
-a stack with engines of that version.
+a stack with engines of that version, if they run here.
 
 Separate processes keep vLLM out of the unit tests and real engines apart from all other tests. A stack of engines has
 the machine for itself; all other lanes use several cores. Every lane runs, even after a failure.
@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from .environments import interpreter
-from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_TESTS, Lane
+from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_TESTS, WITHOUT_ENGINE, Lane
 
 # A worker of the quick lane holds vLLM and a Valkey: 1.5 GB. An engine takes up to 5 GB, and the start of one, which is
 # most of its test, uses one core; a file's tests share engines, so they stay together.
@@ -102,6 +102,8 @@ def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: 
             listed += [named for named, versions in OTHER_VLLM.items() if version in versions and named != CELLS]
             own = command(lane, profile, workers, [*more, *listed], python=interpreter(version))
             runs.append(Run(f"vLLM {version}", own, prefix=prefix))
+            if version in WITHOUT_ENGINE:
+                continue
             stack = [sys.executable, "-m", "pytest", *STACK_TESTS]
             runs.append(Run(f"stack on vLLM {version}", stack, {"VLLM": version}, prefix))
     return runs

@@ -17,6 +17,7 @@ from .environments import vllm_here
 from .rules import (
     NEEDS,
     NOTHING,
+    WITHOUT_ENGINE,
     Lane,
     NoRule,
     holds_other_vllm,
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Outside of tests only what no test of this run may use is refused.
     outside = None if chosen is None else frozenset(need for need, (lane, _) in NEEDS.items() if lane in chosen)
     config.pluginmanager.register(_Chosen(chosen), "lanes-chosen")
+    if vllm_here() in WITHOUT_ENGINE:
+        os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # else vLLM takes its platform from its build
     _guard.allowed = None if outside and outside & UNBOUNDED else outside
     if _guard not in sys.meta_path:
         sys.meta_path.insert(0, _guard)

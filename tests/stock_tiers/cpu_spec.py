@@ -40,7 +40,9 @@ class CpuWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         return self._copy(job_id, src_spec, dst_spec, to_device=False)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
         return self._copy(job_id, dst_spec, src_spec, to_device=True)
 
     def _copy(self, job_id: int, device_spec: Any, host_spec: Any, *, to_device: bool) -> bool:

@@ -54,4 +54,4 @@ def test_links_of_an_index_page_may_be_relative() -> None:
     links = _Links("https://index.example/simple/vllm/")
     links.feed('<a href="../../files/vllm-1.0.tar.gz#sha256=ab">vllm</a>')
     assert links.by_name == {"vllm-1.0.tar.gz": "https://index.example/files/vllm-1.0.tar.gz#sha256=ab"}
-    assert set(ARCHIVES) == {"0.23.0", "0.32.0"}
+    assert set(ARCHIVES) == {"0.23.0", "0.32.0", "0.33.0"}

@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 def read(wheel: Path, version: str, seams: Seams) -> Sample:
     """wheel: the folder that holds `vllm`. What is missing there is missing in the sample."""
     methods: dict[str, dict[str, dict[str, list[str]]]] = {}
-    for module, cls, wanted in seams.methods:
+    for module, cls, wanted, _ in seams.methods:
         found = {name: _parameters(node) for name in wanted if (node := _method(wheel, module, cls, name)) is not None}
         methods.setdefault(module, {}).setdefault(cls, {}).update(found)
     return Sample(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import LoRAConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.lora.ops.torch_ops.lora_ops import sgmv_shrink
@@ -302,7 +303,8 @@ def test_where_only_adapters_are_computed_rightly_nothing_else_is_stored(engine:
 
 
 def test_vllm_s_cpu_kernels_take_tokens_without_an_adapter_for_the_last_adapter_s():
-    """Why CPU engines with adapters store nothing of the base model. Once this fails, they may."""
+    """Why CPU engines with adapters store nothing of the base model. vLLM has mended it in 0.33, whose engine has no
+    build for CPUs."""
     weights = torch.stack([torch.zeros(1, 3, 8), torch.ones(1, 3, 8)])  # of two adapters
     output = torch.zeros(2, 3)
     no_adapter, last_adapter = -1, 1
@@ -310,7 +312,8 @@ def test_vllm_s_cpu_kernels_take_tokens_without_an_adapter_for_the_last_adapter_
     one_token = torch.tensor([1, 1])
     sgmv_shrink(torch.ones(2, 8), weights, output, torch.tensor([0, 1]), one_token, of_request, 2, 1, 2, 1.0)
 
-    assert torch.equal(output[0], output[1])
+    mended = tuple(map(int, vllm.__version__.split(".")[:2])) >= (0, 33)
+    assert torch.equal(output[0], output[1]) is not mended
 
 
 def test_an_adapters_kv_is_found_again(engine: EngineProcess, folder: Path):

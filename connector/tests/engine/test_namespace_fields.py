@@ -231,6 +231,8 @@ def test_an_unknown_rotation_counts_as_one_that_depends_on_the_length():
 
 def test_another_vllm_or_torch_or_plugin_is_another_namespace(model: Path, monkeypatch: pytest.MonkeyPatch):
     config = engine(model)
+    # vLLM's builds for CUDA list plugins of their own, and thereby the version of the installed package.
+    monkeypatch.setattr(namespace_fields.importlib.metadata, "entry_points", lambda group: ())
     seen = {namespace(config).hex}
     with monkeypatch.context() as patched:
         patched.setattr(vllm, "__version__", "0.23.1")
@@ -423,17 +425,19 @@ LENGTH_READERS = {
     "models/step3_vl.py": "multimodal: in",
     "models/voxtral.py": "multimodal: in",
 }
-LENGTH_READERS_ADDED = {  # by 0.30 or 0.32
+LENGTH_READERS_ADDED = {  # by 0.30 and later
     "layers/attention/sparse_mla_attention.py": "the size of a workspace",
     "layers/quantization/modelopt_block_quant.py": "the size of a buffer",
     "layers/rocm_paged_mxfp4_indexer.py": "the size of a buffer",
     "models/cohere_compass.py": "multimodal: in",
     "models/deepseek_ocr.py": "multimodal: in",
     "models/deepseek_v32/attention.py": "the size of a buffer",
+    "models/deepseek_v4/amd/mono_decode.py": "the size of a buffer",
     "models/deepseek_v4/common/ops/cache_utils.py": "the size of a block table",
     "models/deepseek_v41/attention.py": "the size of a buffer",
     "models/deepseek_v41/common/vl_cudagraph.py": "multimodal: in",
     "models/deepseek_v41/compressor.py": "the size of a buffer",
+    "models/deepseek_vl2.py": "multimodal: in",
     "models/dots3_note/common/processor.py": "multimodal: in",
     "models/embedding_gemma2.py": "as minimax_m2",
     "models/ernie45_vl.py": "multimodal: in",
@@ -449,13 +453,20 @@ LENGTH_READERS_ADDED = {  # by 0.30 or 0.32
     "models/inkling/nvidia/ops/fa4_rel_attention.py": "a bound for how a sum is split",
     "models/kimi_k25.py": "multimodal: in",
     "models/kimi_k3/nvidia/model.py": "multimodal: in",
+    "models/kimi_k3/nvidia/specialized_decode/runtime/__init__.py": "the size of a buffer",
     "models/kimi_vl.py": "multimodal: in",
     "models/lfm2_vl.py": "multimodal: in",
     "models/minicpmv.py": "multimodal: in",
     "models/minimax_m3/amd/indexer_aiter.py": "the size of a block table",
+    "models/minimax_m3/amd/indexer_context_parallel.py": "the size of a block table",
+    "models/minimax_m3/amd/indexer_msa.py": "the size of a block table",
     "models/minimax_m3/amd/sparse_attention_msa.py": "the size of a block table",
     "models/minimax_m3/common/encoder_cudagraph.py": "multimodal: in",
     "models/mllama4.py": "multimodal: in",
+    "models/muse_spark/amd/model.py": "as minimax_m2",
+    "models/muse_spark/nvidia/model.py": "as minimax_m2",
+    "models/step5/nvidia/model.py": "as minimax_m2",
+    "models/transformers/utils.py": "whether a rotation is computed anew: dynamic and longrope are in by their types",
     "models/voxtral_realtime.py": "multimodal: in",
 }
 

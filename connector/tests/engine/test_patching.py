@@ -20,7 +20,7 @@ from spillway_connector.testing.generation import PATCHES
 SOURCES = Path(spillway_connector.__file__).parent
 PLACE = SOURCES / "engine" / "patching.py"
 VERSIONS = Path(__file__).resolve().parents[3] / "docs" / "versions.md"
-LISTS = {"0.23": v023.PATCHES, "0.30, 0.32": v030.PATCHES}
+LISTS = {"0.23": v023.PATCHES, "0.30, 0.32, 0.33": v030.PATCHES}
 
 
 def test_names_are_told_apart_and_fit_on_the_wire() -> None:

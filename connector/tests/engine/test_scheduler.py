@@ -111,7 +111,7 @@ def test_only_a_step_that_writes_to_a_block_waits_for_its_store(scheduler, block
     writer.finished = True
     scheduler.request_finished(writer)
     computed = computed_blocks * BLOCK_TOKENS
-    scheduler.on_new_request(FakeRequest("reader"))
+    admit(scheduler, FakeRequest("reader"), blocks, computed)
     output = step({"reader": BLOCK_TOKENS}, [])
     if resumed:
         output.scheduled_cached_reqs = SimpleNamespace(
@@ -123,6 +123,36 @@ def test_only_a_step_that_writes_to_a_block_waits_for_its_store(scheduler, block
         ]
 
     assert scheduler.build_connector_meta(output).jobs_to_flush == ({store} if flushed else set())
+
+
+@pytest.mark.parametrize("had_more", [False, True])
+def test_a_block_that_another_connector_loads_waits_for_its_store(scheduler, had_more):
+    """vLLM's MultiConnector: the request is admitted with none of our tokens, and does not run in this step.
+
+    had_more: at its last admission the device had its whole prompt, and its load has failed since.
+    """
+    writer, loader = FakeRequest("writer"), FakeRequest("loader")
+    scheduler.on_new_request(writer)
+    scheduler.get_num_new_matched_tokens(writer, 0)
+    [store] = build_meta(scheduler, {"writer": TOKENS}, {"writer": [1, 2, 3, 4]}).store_jobs
+    writer.finished = True
+    scheduler.request_finished(writer)
+    if had_more:
+        admit(scheduler, loader, [5, 6, 7, 8], 3 * BLOCK_TOKENS)
+        scheduler.build_connector_meta(step({}, []))
+        scheduler._recompute_only.add("loader")
+    admit(scheduler, loader, [5, 1, 2, 3], BLOCK_TOKENS)
+
+    assert scheduler.build_connector_meta(step({}, [])).jobs_to_flush == {store}
+
+
+def admit(scheduler, request, blocks: list[int], computed_tokens: int) -> None:
+    """As vLLM does with a request for which the connector has nothing."""
+    if request.request_id not in scheduler._req_status:
+        scheduler.on_new_request(request)
+    scheduler.get_num_new_matched_tokens(request, computed_tokens)
+    allocated = [SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in blocks]
+    scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(allocated,)), 0)
 
 
 def test_a_block_that_one_request_hits_and_another_fills_in_this_step_is_written(scheduler):

@@ -51,6 +51,17 @@ def test_the_sweep_spares_what_a_living_process_holds(tmp_path: Path, how: str) 
     assert members == [holder.pid]
 
 
+def test_the_sweep_takes_every_file_of_a_region(tmp_path: Path) -> None:
+    """vLLM 0.33 splits a large one."""
+    first = region(tmp_path, "left")
+    segments = [first.with_name(f"{first.name}.{number}") for number in (1, 31)]
+    for segment in segments:
+        segment.write_bytes(b"x")
+
+    assert set(sweep_stale_regions(tmp_path).removed) == {first, *segments}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_sweep_takes_it_once_the_holder_is_dead(tmp_path: Path) -> None:
     left = region(tmp_path, "left")
     with subprocess.Popen(

@@ -1,7 +1,7 @@
 """Every field of vLLM's configuration classes: whether the bytes of a KV block may depend on it.
 
 `inside`: part of the namespace. `outside`: not, listed by reason. A field in neither list was added by a later vLLM: it
-counts as inside, and a test fails until it is classified. Fields of 0.23 first; ADDED has those of 0.30 and 0.32.
+counts as inside, and a test fails until it is classified. Fields of 0.23 first; ADDED has those of 0.30 and later.
 """
 
 from __future__ import annotations
@@ -183,14 +183,14 @@ FIRST: Mapping[str, Fields] = {
     ),
 }
 
-# What 0.30 or 0.32 added, in classes of 0.23 and in new ones.
+# What 0.30 and later added, in classes of 0.23 and in new ones.
 ADDED: Mapping[str, Fields] = {
     "VllmConfig": _fields(
         "diffusion_config engram_config",
         {
             _SAMPLING: "aux_output_config watermark_config",
             _OTHER_MACHINERY: "ec_manager_config",
-            _OBSERVED: "logging_config",
+            _OBSERVED: "logging_config watchdog_config",
         },
     ),
     "ModelConfig": _fields(
@@ -209,6 +209,7 @@ ADDED: Mapping[str, Fields] = {
         {
             "where a hit may end; with one rank alone the worker writes it here": "cache_hit_alignment_tokens",
             _CAPACITY: "kv_cache_max_concurrency kv_cache_size_tokens prefix_cache_retention_interval",
+            _OTHER_MACHINERY: "simple_cpu_offload_num_blocks",
         },
     ),
     "ParallelConfig": _fields(
@@ -222,15 +223,17 @@ ADDED: Mapping[str, Fields] = {
         },
     ),
     "AttentionConfig": _fields(
-        "backend_per_kind hisparse_config indexer_kv_dtype indexer_sparse_logits sparse_mla_force_mqa",
+        "backend_per_kind hisparse_config indexer_kv_dtype indexer_sparse_logits sparse_mla_force_mqa "
+        "trtllm_ragged_backend",
         {
-            _ROUNDING: "minimax_m3_msa_decode_backend tokenspeed_mla_min_split_kv",
+            _ROUNDING: "indexer_tp_shard_min_rows minimax_m3_indexer_cp minimax_m3_msa_decode_backend "
+            "tokenspeed_mla_min_split_kv",
             _CAPACITY: "sparse_mla_prefill_workspace_factor",
         },
     ),
     "MambaConfig": _fields("ssu_algorithm", {}),
     "KernelConfig": _fields(
-        "linear_backend_per_quant sparse_indexer_topk_backend",
+        "linear_backend_per_quant monokernel sparse_indexer_topk_backend",
         {_ROUNDING: "enable_cutedsl_warmup enable_jit_warmup enable_rocm_segmented_attn_autotune"},
     ),
     "IrOpPriorityConfig": _fields("gelu_and_mul_sparse", {}),
@@ -238,8 +241,10 @@ ADDED: Mapping[str, Fields] = {
     "SpeculativeConfig": _fields(
         "kv_cache_dtype index_share_for_mtp_iteration",
         {
-            _SAMPLING: "disable_eagle_block_drop dspark_draft_topk enable_adaptive_verification "
-            "num_speculative_tokens_per_batch_size use_heterogeneous_vocab",
+            _SAMPLING: "disable_eagle_block_drop draft_lm_head_quantization dspark_draft_topk "
+            "enable_adaptive_verification fly_entropy_threshold fly_entropy_top_k fly_window_size "
+            "num_speculative_tokens_per_batch_size use_heterogeneous_vocab xpress_topc",
+            _KEY: "disable_lookahead_block_hashes",
         },
     ),
     "MultiModalConfig": _fields(
@@ -354,7 +359,7 @@ ENVIRONMENT_LEFT_OUT = _names(
     VLLM_XPU_ENABLE_XPU_GRAPH VLLM_XPU_USE_SAMPLER_KERNEL
     """
 )
-# The same of what 0.30 or 0.32 added.
+# The same of what 0.30 and later added.
 ENVIRONMENT_ADDED = _names(
     """
     VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_DCP_Q_REPLICATE VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION
@@ -363,19 +368,21 @@ ENVIRONMENT_ADDED = _names(
     VLLM_KIMI_K3_GEMM_AR VLLM_KIMI_K3_GEMM_RS VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT VLLM_MOE_SKIP_PADDING
     VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_REPLICATE_EMBED
     VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_AITER_MLA_ASM_PADDING VLLM_ROCM_AITER_MLA_DCP_VERIFY
-    VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_CUSTOM_AR VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4
-    VLLM_ROCM_USE_AITER_MOE_SITUV2 VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4 VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA
-    VLLM_TRITON_FORCE_FIRST_CONFIG VLLM_TRITON_USE_TD VLLM_USE_DIRECT_DCP_A2A VLLM_USE_DIRECT_DCP_KV_GATHER
-    VLLM_USE_DIRECT_DCP_Q_GATHER VLLM_USE_HW_AGNOSTIC VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND
+    VLLM_ROCM_MONO_DECODE VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_ROCM_USE_AITER_CUSTOM_AR
+    VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_USE_AITER_MOE_SITUV2 VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4
+    VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA VLLM_STEP5_SHARD_SP_SHARED_EXPERT VLLM_TRITON_FORCE_FIRST_CONFIG
+    VLLM_TRITON_USE_TD VLLM_USE_DIRECT_DCP_A2A VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_USE_DIRECT_DCP_Q_GATHER
+    VLLM_USE_HW_AGNOSTIC VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND
     """
 )
 ENVIRONMENT_LEFT_OUT_ADDED = _names(
     """
-    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC VLLM_BUILD_COMMIT
-    VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_CPU_CI_ENV
-    VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_DEEPEP_V2_PREFER_OVERLAP VLLM_EC_SIDE_CHANNEL_HOST
-    VLLM_EC_SIDE_CHANNEL_PORT VLLM_ENABLE_COHERE_API VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_GPU_SYNC_CHECK
-    VLLM_IMAGE_TAG VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS
+    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC
+    VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL
+    VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_CPU_CI_ENV
+    VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_DEEPEP_V2_PREFER_OVERLAP VLLM_EC_SIDE_CHANNEL_HOST VLLM_EC_SIDE_CHANNEL_PORT
+    VLLM_ENABLE_COHERE_API VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_GPU_SYNC_CHECK VLLM_IMAGE_TAG
+    VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS
     VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_STOP_STRINGS VLLM_MOONCAKE_CONNECTOR_TIMEOUT
     VLLM_MOONCAKE_LOAD_RECV_THREADS VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS
     VLLM_P2P_SIDE_CHANNEL_HOST VLLM_P2P_SIDE_CHANNEL_PORT VLLM_PLE_CPU_OFFLOAD VLLM_RAISE_ON_LOGIT_NANS

@@ -61,6 +61,12 @@ class ConnectorBase(OffloadingConnector):
                 f"kv_load_failure_policy: {policy!r} fails a request when its cache cannot be loaded; "
                 "set it to 'recompute'"
             )
+        if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+            raise ConfigError(
+                "attention_config.hisparse_config: HiSparse reads blocks that vLLM has freed, and begins loads steps "
+                "after the look-up, when a chunk may have left the CPU tier; remove it and HiSparseConnector, or "
+                "serve without Spillway's connector"
+            )
         unsalted = why_salts_are_dropped(vllm_config, vllm.__version__)
         if unsalted is not None:
             raise ConfigError(unsalted)

@@ -120,6 +120,9 @@ class CpuTier(OffloadingManager):
         if self.events is not None and (announced := list(keys)):
             self.events.append(self._event(announced, removed))
 
+    def _lost(self, keys: list[OffloadKey]) -> None:
+        """Chunks that were never ready have left: their store failed. vLLM may hold a description of each."""
+
     def reset_cache(self) -> None:
         """Drop every chunk; rows that jobs still read or write are quarantined until `release`."""
         self._announce(self.ready, removed=True)
@@ -267,6 +270,7 @@ class LruRows(CpuTier):
         else:
             self._free_list += [self._rows.pop(key) for key in written]
             self._retention.forget(written)
+            self._lost(written)
         self.changed_chunks.add(written)
 
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:

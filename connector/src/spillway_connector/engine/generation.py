@@ -12,18 +12,19 @@ import inspect
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spillway_connector.errors import UnsupportedEngine
 
-SUPPORTED = "vLLM 0.23.0 (vllm-ascend 0.23.0.post1), 0.30.0 or 0.32.0"
+SUPPORTED = "vLLM 0.23.0 (vllm-ascend 0.23.0.post1), 0.30.0, 0.32.0 or 0.33.0"
 
 
 class Generation(Enum):
     """By the name of its room."""
 
     V023 = "v023"  # 0.23
-    V030 = "v030"  # 0.30, 0.32
+    V030 = "v030"  # 0.30 to 0.33
 
 
 class Methods(NamedTuple):
@@ -33,6 +34,7 @@ class Methods(NamedTuple):
     module: str
     cls: str
     parameters: Mapping[str, Sequence[str]]  # by method
+    later: Mapping[str, Sequence[str]] = MappingProxyType({})  # likewise: what later versions take behind them
 
 
 # vLLM's queues of waiting requests, whose order engine/queue_order.py changes; every generation declares the same.
@@ -81,11 +83,11 @@ def require(seams: Seams) -> None:
         for name in names:
             if not hasattr(module, name):
                 raise unsupported(f"{module_name}.{name} is missing")
-    for module_name, class_name, methods in seams.methods:
+    for module_name, class_name, methods, later in seams.methods:
         cls = own_class(module_name, class_name)
         for method, parameters in methods.items():
             found = list(inspect.signature(getattr(cls, method)).parameters)
-            if found != list(parameters):
+            if found not in (list(parameters), [*parameters, *later.get(method, ())]):
                 raise unsupported(f"{class_name}.{method} takes {found}, not {list(parameters)}")
 
 

@@ -176,6 +176,7 @@ class SchedulerHalf(ResettableHalf):
             self._loaded.discard(request.request_id)
             return None, False  # requests that hold their blocks already go first
         status = cast(RequestFields, self._req_status[request.request_id])
+        status.num_locally_computed_tokens = num_computed_tokens
         if status.has_adapter and (status.adapter is None or status.adapter.key is None):
             return 0, False  # without the adapter's digest there are no keys
         prefix = status.prefix
@@ -277,15 +278,18 @@ class SchedulerHalf(ResettableHalf):
         prefix = cast(RequestFields, self._req_status[request.request_id]).prefix
         if prefix is not None:
             prefix.matched = None
-        others = set(self._current_batch_allocated_block_ids)
+        written, self._current_batch_allocated_block_ids = self._current_batch_allocated_block_ids, set()
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._one_prefix:  # the blocks before those that it loads, or computes, are only read
+            found = self._req_status[request.request_id].num_locally_computed_tokens // self._block_tokens
+            own = blocks.blocks[self.config.kv_group_configs[0].group_idx][found:]
+            written.update(block.block_id for block in own)
+        else:
+            written |= self._current_batch_allocated_block_ids
+        self._current_batch_allocated_block_ids = written
         self.waiting.leave(request.request_id)
         if not num_external_tokens:
             return
-        if self._one_prefix:  # the blocks before those that it loads are only read
-            found = self._req_status[request.request_id].num_locally_computed_tokens // self._block_tokens
-            own = blocks.blocks[self.config.kv_group_configs[0].group_idx][found:]
-            self._current_batch_allocated_block_ids = others.union(block.block_id for block in own)
         job_id = next(reversed(self._current_batch_load_jobs))
         rows, device = self._load_of(job_id)
         if isinstance(rows, PendingRows):

@@ -37,6 +37,7 @@ match generation():
         HIT, PENDING, RETRY, MISS = True, None, None, False
         STEP_END: tuple[Any, ...] = ()  # arguments of a manager's and a tier's on_schedule_end
     case Generation.V030:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
         from spillway_connector.engine.v030.cpu_tier import make_cpu_tier  # type: ignore[no-redef]
@@ -60,6 +61,12 @@ match generation():
         STEP_END = (ScheduleEndContext(new_req_ids=(), preempted_req_ids=()),)
 
 
+def _window_chunks(group: KVCacheSpec, chunk_tokens: int) -> int | None:
+    """As vLLM's OffloadingConfig holds it since 0.33; None before, where nothing reads it."""
+    count = getattr(offloading_config, "get_sliding_window_size_in_chunks", None)
+    return None if count is None else count(group, chunk_tokens)
+
+
 def patch_vllm(*names: str) -> None:
     """Put patches of this vLLM in force, for tests of what they do.
 
@@ -79,8 +86,10 @@ def scheduler_half(
 ) -> SpillwayConnectorScheduler:
     """For KV groups of equal block size, one device block to a chunk. half: a class of this generation's."""
     block_tokens = groups[0].block_size
-    kv_cache_groups = [SimpleNamespace(kv_cache_spec=group, is_eagle_group=False) for group in groups]
-    kv_cache_config: Any = SimpleNamespace(kv_cache_groups=kv_cache_groups)
+    kv_cache_groups = [
+        SimpleNamespace(kv_cache_spec=group, layer_names=["layer"], is_eagle_group=False) for group in groups
+    ]
+    kv_cache_config: Any = SimpleNamespace(kv_cache_groups=kv_cache_groups, cache_hit_alignment_tokens=None)
     vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=num_ranks, decode_context_parallel_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_cache_retention_interval=None),
@@ -100,8 +109,16 @@ def scheduler_half(
         return half(spec)
     spec = SimpleNamespace(
         config=SimpleNamespace(
-            groups=[SimpleNamespace(group_id=at, tokens_per_block=block_tokens) for at in range(len(groups))]
+            groups=[
+                SimpleNamespace(
+                    group_id=at,
+                    tokens_per_block=block_tokens,
+                    sliding_window_size_in_chunks=_window_chunks(group, block_tokens),
+                )
+                for at, group in enumerate(groups)
+            ]
         ),
+        extra_config={},
         tokens_per_block=(block_tokens,) * len(groups),
         tokens_per_hash=block_tokens,
         blocks_per_chunk=1,

@@ -86,9 +86,9 @@ def seam_names() -> Iterator[Any]:
 
 
 def seam_methods() -> Iterator[Any]:
-    for module, cls, methods in SEAMS.methods:
+    for module, cls, methods, later in SEAMS.methods:
         for method, parameters in methods.items():
-            yield pytest.param(Methods(module, cls, {method: parameters}), id=f"{cls}.{method}")
+            yield pytest.param(Methods(module, cls, {method: parameters}, later), id=f"{cls}.{method}")
 
 
 def overrides() -> Iterator[Any]:

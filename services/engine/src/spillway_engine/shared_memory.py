@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spillway_engine.machine import SHARED_MEMORY_FOLDER
 
-REGION_PATTERN = "vllm_offload_*.mmap"
+REGION_PATTERN = "vllm_offload_*.mmap*"  # vLLM 0.33 splits one into <name>.mmap, <name>.mmap.1 and so on
 
 _Inode = tuple[int, int]  # device and number
 

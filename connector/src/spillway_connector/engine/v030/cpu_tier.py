@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import fields, replace
+from typing import Any
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -19,6 +21,8 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier import ArcRows, CpuTier, LruRows
 
+_HAS_LOST = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # since 0.33
+
 
 def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events: bool) -> CpuTier:
     """policy: "lru" or "arc"."""
@@ -29,6 +33,22 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
 class _CpuEvents(CpuTier):
     def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
         return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
+
+    def _lost(self, keys: list[OffloadKey]) -> None:
+        if _HAS_LOST and self.events is not None and keys:
+            only_metadata: dict[str, Any] = {"metadata_only": True}
+            self.events.append(replace(self._event(keys, removed=True), **only_metadata))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """A chunk whose store failed may be here again by another one: then its description is still needed."""
+        events = super().take_events()
+        if not _HAS_LOST:
+            return events
+        final = (self._gone(event) if getattr(event, "metadata_only", False) else event for event in events)
+        return [event for event in final if event.keys]
+
+    def _gone(self, lost: OffloadingEvent) -> OffloadingEvent:
+        return replace(lost, keys=[key for key in lost.keys if key not in self.resident])
 
 
 class LruCpuTier(_CpuEvents, LruRows):

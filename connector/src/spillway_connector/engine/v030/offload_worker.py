@@ -48,7 +48,10 @@ class CopyWorker(StepWorker):
     def submit_stores(self, copy_id: int, stores: Sequence[tuple[GPULoadStoreSpec, LoadStoreSpec]]) -> bool:
         return self._submit(self._store, copy_id, stores, self._share)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """expedited: of vLLM 0.33, for a load within its step; no setting of the connector makes one."""
         return self._submit(self._load, job_id, [(dst_spec, src_spec)], (0, 1))
 
     def _submit(

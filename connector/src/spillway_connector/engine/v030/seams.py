@@ -81,7 +81,6 @@ SEAMS = Seams(
                 "touch": ("self", "blocks"),
             },
         ),
-        # vLLM 0.33 adds `expedited`, and with it loads within a step and a lock that it takes from the manager.
         Methods(
             "vllm.v1.kv_offload.base",
             "OffloadingWorker",
@@ -91,6 +90,7 @@ SEAMS = Seams(
                 "get_finished": ("self",),
                 "wait": ("self", "job_ids"),
             },
+            later={"submit_load": ("expedited",)},  # 0.33
         ),
         Methods(
             "vllm.v1.kv_offload.base",
