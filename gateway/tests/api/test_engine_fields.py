@@ -66,7 +66,8 @@ steering_fields = st.builds(
     kv_transfer_params=json_values | st.just(msgspec.UNSET),
     ec_transfer_params=json_values | st.just(msgspec.UNSET),
     vllm_xargs=json_values | st.just(msgspec.UNSET),
-    sampling_params=st.dictionaries(st.sampled_from(["extra_args", *STEERING_ARGUMENTS]), json_values),
+    sampling_params=st.dictionaries(st.sampled_from(["extra_args", *STEERING_ARGUMENTS]), json_values)
+    | st.lists(json_values, max_size=2),
 )
 
 

@@ -76,6 +76,10 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
     (CHAT, {"object": "error", "message": "m", "code": 400}, Kind.REFUSED),
     (CHAT, {"object": "error", "message": "m", "code": 500}, Kind.FAILED),
     (CHAT, {"unknown": 1}, Kind.PART),
+    (CHAT, {"type": "ping"}, Kind.NOTHING),
+    (CHAT, {"type": "keepalive"}, Kind.NOTHING),
+    (CHAT, choice(delta={}, finish_reason="error"), Kind.FAILED),
+    (CHAT, choice(text="a", finish_reason="error"), Kind.FAILED),
     (MESSAGES, {"type": "message_start", "message": {"id": "1", "content": []}}, Kind.PREAMBLE),
     (MESSAGES, {"type": "ping"}, Kind.NOTHING),
     (MESSAGES, {"type": "content_block_start", "content_block": {"type": "text", "text": ""}}, Kind.PREAMBLE),
@@ -87,6 +91,7 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
         Kind.PREAMBLE,
     ),
     (MESSAGES, {"type": "content_block_delta", "delta": {"type": "text_delta", "text": ""}}, Kind.PREAMBLE),
+    (MESSAGES, {"type": "content_block_stop", "index": 0}, Kind.PREAMBLE),
     (MESSAGES, {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}}, Kind.PART),
     (MESSAGES, {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "a"}}, Kind.PART),
     (MESSAGES, {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": "{"}}, Kind.PART),
@@ -139,7 +144,13 @@ def test_the_kind_of_an_event(dialect: Dialect, document: dict[str, Any], kind: 
 
 
 @pytest.mark.parametrize("dialect", list(Dialect))
-@pytest.mark.parametrize("comment", [b": keep-alive\n\n", b":\n\n", b": a\r\n\r\n", b": a\n: b\n\n", b"id: 1\n\n"])
+@pytest.mark.parametrize(
+    "comment",
+    [
+        *(b": keep-alive\n\n", b":\n\n", b": a\r\n\r\n", b": a\n: b\n\n", b"id: 1\n\n", b"event: a\n\n"),
+        *(b"data:\n\n", b"data: \r\n\r\n", b"event: ping\ndata:\n\n", b'event: ping\ndata: {"time": 1}\n\n'),
+    ],
+)
 def test_a_comment_says_nothing(dialect: Dialect, comment: bytes) -> None:
     assert first_event(comment * 3, dialect).kind is Kind.NOTHING
     assert says_nothing(comment, dialect)

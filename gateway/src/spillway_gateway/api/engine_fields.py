@@ -55,7 +55,9 @@ def engine_members(
     """
     members: dict[str, MemberValue] = {"vllm_xargs": _without_steering(given.vllm_xargs)}
     sampling = given.sampling_params
-    if isinstance(sampling, dict):
+    if not isinstance(sampling, dict):
+        members["sampling_params"] = _without_steering(sampling)
+    else:
         kept = {name: value for name, value in sampling.items() if name not in STEERING_ARGUMENTS}
         if "extra_args" in kept:
             kept["extra_args"] = _without_steering(kept["extra_args"])

@@ -2,13 +2,13 @@
 
 | kind     | chat, completions, generate, audio          | /v1/messages                  | /v1/responses             |
 | -------- | ------------------------------------------- | ----------------------------- | ------------------------- |
-| NOTHING  | comment                                     | comment, `ping`               | comment, `keepalive`      |
+| NOTHING  | comment, empty data, `ping`, `keepalive`    | the same                      | the same                  |
 | PREAMBLE | role alone, empty delta                     | `message_start`, block starts | `response.created`, ...   |
 | USAGE    | no choice                                   |                               |                           |
 | PART     | text, ids, reasoning, tool call, finish     | `content_block_delta`, ...    | `*.delta`, `*.done`       |
 | END      | `[DONE]`                                    | `message_stop`                | `response.completed`, ... |
 | REFUSED  | `error` of status 4xx                       | `error` of such a type        | `error`, or `failed`, of  |
-| FAILED   | any other `error`                           | any other `error`             | such a code; of any other |
+| FAILED   | any other `error`, finish reason `error`    | any other `error`             | such a code; of any other |
 
 Failover, figures, learned rates, timeouts, the circuit breaker and continuation all go by these kinds. What no row
 names counts as a part of an answer, so that nothing unknown is held back or sent twice.
@@ -62,6 +62,8 @@ _MARKS = {
         b"[DONE]",
     ),
 }
+_FAILURES = frozenset({"error", "response.failed", "response.error"})
+_ALIVE = frozenset({"ping", "keepalive"})
 _RESPONSES_PREAMBLE = frozenset({"response.created", "response.queued", "response.in_progress"})
 _RESPONSES_END = frozenset({"response.completed", "response.incomplete", "response.cancelled"})
 _PAYLOAD = ("text", "thinking", "data", "input", "content", "arguments", "summary", "encrypted_content", "output",
@@ -162,7 +164,7 @@ def endings(events: bytes, dialect: Dialect) -> list[Event]:
 
 def says_nothing(events: bytes, dialect: Dialect) -> bool:
     """Whether all of them only keep the connection alive."""
-    if b"data:" in events and b"ping" not in events and b"keepalive" not in events:
+    if (b"data: {" in events or b"data:{" in events) and b"ping" not in events and b"keepalive" not in events:
         return False
     return all(_read(name, data, dialect, ids_asked=False).kind is Kind.NOTHING for name, data in _fields(events))
 
@@ -227,7 +229,7 @@ def _fields(events: bytes) -> Iterator[tuple[str, bytes | None]]:
 
 
 def _read(name: str, data: bytes | None, dialect: Dialect, ids_asked: bool) -> Event:
-    if data is None:
+    if data is None or (not data.strip() and name not in _FAILURES):
         return _NOTHING
     if data.strip() == b"[DONE]":
         return _END
@@ -236,7 +238,7 @@ def _read(name: str, data: bytes | None, dialect: Dialect, ids_asked: bool) -> E
             return _chunk(name, _decode_chunk(data), ids_asked)
         return _typed(name, _decode_typed(data), dialect)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        if name == "error":
+        if name in _FAILURES:
             return Event(Kind.FAILED, data[:500].decode("utf-8", "replace"))
         # A long one is passed on in parts, and its beginning alone is no JSON.
         return _PREAMBLE if dialect is Dialect.RESPONSES and name in _RESPONSES_PREAMBLE else _PART
@@ -248,9 +250,13 @@ def _chunk(name: str, chunk: _Chunk, ids_asked: bool) -> Event:
     if name == "error" or chunk.object == "error":
         return _error({"message": chunk.message, "code": chunk.code, "type": chunk.type})
     if chunk.choices is msgspec.UNSET:
+        if (name or chunk.type) in _ALIVE:
+            return _NOTHING
         return _PART if chunk.usage is msgspec.UNSET else Event(Kind.USAGE)
     if not chunk.choices:
         return Event(Kind.USAGE)
+    if any(choice.finish_reason == "error" for choice in chunk.choices):
+        return Event(Kind.FAILED, "it ended an answer with the finish reason 'error'")
     for choice in chunk.choices:
         delta = choice.delta
         said = any(value for key, value in delta.items() if key != "role") if isinstance(delta, dict) else delta
@@ -263,18 +269,18 @@ def _chunk(name: str, chunk: _Chunk, ids_asked: bool) -> Event:
 
 def _typed(name: str, event: _Typed, dialect: Dialect) -> Event:
     kind = name or event.type
-    if kind in ("error", "response.failed", "response.error") or (kind is None and event.error is not None):
+    if kind in _FAILURES or (kind is None and event.error is not None):
         error = event.response.error if event.response is not None else event.error
         if error is None:
             error = {"message": event.message, "code": event.code}
         return _error(error)
-    if kind in ("ping", "keepalive"):
+    if kind in _ALIVE:
         return _NOTHING
     return _messages(kind, event) if dialect is Dialect.ANTHROPIC else _responses(str(kind), event)
 
 
 def _messages(kind: object, event: _Typed) -> Event:
-    if kind == "message_start":
+    if kind in ("message_start", "content_block_stop"):  # what a block held came before its end
         return _PREAMBLE
     if kind == "content_block_start":
         return _PART if _has_payload(event.content_block) else _PREAMBLE
