@@ -62,6 +62,38 @@ def test_an_anthropic_conversation_is_the_chat_the_engine_makes_of_it() -> None:
     assert prompt.tools == [{"type": "function", "function": function}]
 
 
+LENGTHS = {
+    "/v1/chat/completions": ({"messages": []}, "max_tokens", None),
+    "/v1/completions": ({"prompt": "a"}, "max_tokens", 16),
+    "/v1/messages": ({"messages": []}, "max_tokens", None),
+    "/v1/responses": ({"input": "a"}, "max_output_tokens", None),
+}
+
+
+@pytest.mark.parametrize("path", list(LENGTHS))
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        *((500, 500), (500.0, 500), ("500", 500), (" 500 ", 500), ("5e2", 500), (True, 1)),
+        *((0.5, None), ("many", None), ("1e400", None), ([500], None), ("5" * 40, None)),
+    ],
+)
+def test_the_length_of_an_answer_is_read_as_engines_read_it(path: str, given: Any, tokens: int | None) -> None:
+    body, name, default = LENGTHS[path]
+    parse = next(route.parse for route in ROUTES if route.path == path)
+    assert parse(json.dumps({**body, name: given}).encode()).reply_tokens_max == tokens
+    assert parse(json.dumps(body).encode()).reply_tokens_max == default
+
+
+@pytest.mark.parametrize("n", [3, 3.0, "3"])
+def test_so_is_the_number_of_answers(n: Any) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        body, name, _ = LENGTHS[path]
+        parse = next(route.parse for route in ROUTES if route.path == path)
+        parsed = parse(json.dumps({**body, name: "500", "n": n}).encode())
+        assert (parsed.choices, parsed.reply_tokens_max) == (3, 1500)
+
+
 def test_responses_are_chats() -> None:
     prompt = chat_of(parse_responses, instructions="Be brief.", input="hi", cache_salt="s")
     assert prompt.exact and prompt.cache_salt == "s"

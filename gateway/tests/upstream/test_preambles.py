@@ -227,6 +227,16 @@ async def test_an_engine_that_fails_before_the_first_part_is_replaced(
 
 
 @pytest.mark.parametrize("path", list(BODIES))
+async def test_nothing_passes_behind_the_end_of_an_answer(client: aiohttp.ClientSession, start: Any, path: str) -> None:
+    second = answer(path, "second").whole
+    engine = await start("engine", lambda path: [answer(path, "first").whole + second, second])
+    async with running_gateway(config(engine)) as running:
+        _, _, body = await ask(client, running, path)
+    assert b"second" not in body
+    assert body.startswith(answer(path, "first").whole)
+
+
+@pytest.mark.parametrize("path", list(BODIES))
 @pytest.mark.parametrize("number", [0, 1])
 async def test_an_engine_that_reports_failures_in_its_streams_is_taken_out(
     client: aiohttp.ClientSession, start: Any, path: str, number: int

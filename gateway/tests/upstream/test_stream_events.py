@@ -17,6 +17,7 @@ from spillway_gateway.upstream.stream_events import (
     ends_unmarked,
     first_event,
     says_nothing,
+    without_surplus,
 )
 
 CHAT, MESSAGES, RESPONSES = Dialect.OPENAI, Dialect.ANTHROPIC, Dialect.RESPONSES
@@ -181,6 +182,34 @@ def test_the_id_of_a_background_response_is_not_held_back() -> None:
 def test_a_preamble_that_is_cut_is_one() -> None:
     event = sse({"type": "response.created", "response": {**RESPONSE, "instructions": "x" * 100}}, RESPONSES)
     assert first_event(event[:120], RESPONSES).kind is Kind.PREAMBLE
+
+
+DONE = b"data: [DONE]\n\n"
+WHOLE = {
+    CHAT: sse(choice(delta={"content": "a"})) + DONE,
+    MESSAGES: sse({"type": "message_stop"}, MESSAGES),
+    RESPONSES: sse({"type": "response.completed", "response": {"status": "completed"}}, RESPONSES),
+}
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+@pytest.mark.parametrize("cut", [False, True])
+def test_behind_the_end_of_an_answer_only_another_ending_is_left(dialect: Dialect, cut: bool) -> None:
+    surplus = b": a\n\n" + sse(choice(text="second")) + WHOLE[MESSAGES] + WHOLE[RESPONSES]
+    last = sse(error(500), dialect)
+    pieces = [WHOLE[dialect], surplus, DONE, surplus, last]
+    passed, complete = b"", False
+    for piece in pieces if cut else [b"".join(pieces)]:
+        left, complete = without_surplus(piece, dialect, complete=complete)
+        passed += left
+    assert complete
+    assert passed == WHOLE[dialect] + DONE + last
+
+
+@given(st.binary() | st.text().map(str.encode), st.sampled_from(list(Dialect)))
+def test_nothing_is_taken_of_a_stream_that_has_not_ended(events: bytes, dialect: Dialect) -> None:
+    left, complete = without_surplus(events, dialect, complete=False)
+    assert complete or left == events
 
 
 def test_a_stream_without_its_mark_is_whole_where_its_answer_is() -> None:

@@ -45,6 +45,8 @@ class ParsedBody(msgspec.Struct, frozen=True):
     engine_fields: EngineFields = msgspec.field(default_factory=EngineFields)
 
 
+NUMBER_CHARS_MAX = 32  # of a number in a text
+
 ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
 
 
@@ -55,13 +57,31 @@ def session_text(value: object) -> str | None:
 
 def choices_of(n: object, prompts: int = 1) -> int:
     """Answers to so many prompts, n to each."""
-    return prompts * (n if type(n) is int and n > 0 else 1)
+    return prompts * max(1, _whole_number(n) or 1)
 
 
 def reply_length(choices: int, *given: object) -> int | None:
-    """Tokens that all choices may have, by the first length that is given; None if none is."""
-    length = next((each for each in given if type(each) is int and each > 0), None)
-    return None if length is None else choices * length
+    """Tokens that all choices may have, by the first length that is given; None if none is, or it cannot be read."""
+    for each in given:
+        length = _whole_number(each)
+        if length is None and each is not None:
+            return None
+        if length is not None and length > 0:
+            return choices * length
+    return None
+
+
+def _whole_number(value: object) -> int | None:
+    """An integer as engines read it, who take it as a text or a fraction too; None if it is none."""
+    if isinstance(value, int):
+        return int(value)
+    if not isinstance(value, float) and not (isinstance(value, str) and len(value) <= NUMBER_CHARS_MAX):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else None
 
 
 def salt_text(value: object) -> str | None:

@@ -162,6 +162,26 @@ def endings(events: bytes, dialect: Dialect) -> list[Event]:
     return [event for event in found if event.kind in _ENDS]
 
 
+def without_surplus(events: bytes, dialect: Dialect, *, complete: bool) -> tuple[bytes, bool]:
+    """The events without those behind the end of an answer, where only `[DONE]`, with which vLLM ends every dialect,
+    and errors may follow. complete: whether earlier events had the end; returned for the next ones."""
+    if not complete and not any(mark in events for mark in _MARKS[dialect]):
+        return events, False
+    kept: list[bytes] = []
+    start = 0
+    for end in (*(blank.end() for blank in _BLANK_LINE(events)), len(events)):
+        event, start = events[start:end], end
+        kinds = {_read(name, data, dialect, ids_asked=False).kind for name, data in _fields(event)}
+        if not complete or kinds & {Kind.REFUSED, Kind.FAILED} or _is_mark(event):
+            kept.append(event)
+        complete = complete or Kind.END in kinds
+    return b"".join(kept), complete
+
+
+def _is_mark(event: bytes) -> bool:
+    return any(data is not None and data.strip() == b"[DONE]" for _, data in _fields(event))
+
+
 def says_nothing(events: bytes, dialect: Dialect) -> bool:
     """Whether all of them only keep the connection alive."""
     if (b"data: {" in events or b"data:{" in events) and b"ping" not in events and b"keepalive" not in events:

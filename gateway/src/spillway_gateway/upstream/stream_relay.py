@@ -33,6 +33,7 @@ from spillway_gateway.upstream.stream_events import (
     ends_unmarked,
     first_event,
     says_nothing,
+    without_surplus,
 )
 from spillway_gateway.upstream.usage import Usage
 
@@ -69,6 +70,7 @@ class StreamRelay:
     """
 
     __slots__ = (
+        "_complete",
         "_continuing",
         "_counts",
         "_engine_failed",
@@ -101,6 +103,7 @@ class StreamRelay:
         self._counts = counts
         self._model = model
         self._engine_failed = False  # the stream held an error event of the engine
+        self._complete = False  # it held the end of its answer
         self._continuing = continuing
         self.ended = False
         self.first_byte_seconds: float | None = None
@@ -120,6 +123,7 @@ class StreamRelay:
     def reset(self) -> None:
         """Another attempt has a reply."""
         self._framer = None
+        self._complete = False
 
     async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
         """Pass on a stream from its beginning. Raises UpstreamError for a failure of the engine; until the exchange is
@@ -135,7 +139,11 @@ class StreamRelay:
         while True:
             whole = framer.at_boundary  # else the chunk is the rest of an event that was too long to be held back
             chunk = await next_events(connection, framer)
-            if not chunk:
+            if whole and framer.at_boundary:
+                chunk, self._complete = without_surplus(chunk, dialect, complete=self._complete)
+            elif self._complete:
+                chunk = b""
+            if not chunk:  # the end of the stream, or what follows that of its answer
                 break
             if not begun and whole:
                 event = first_event(chunk, dialect, ids_asked=self._request.asks_ids)
