@@ -76,5 +76,15 @@ SYSTEMS: dict[str, System] = {
         _gateway,
         Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS),
     ),
+    "spillway_nvme_eager": System(
+        "Spillway, NVMe, eager, protect and order",
+        _gateway,
+        Design(Storing.EAGER, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True),
+    ),
+    "spillway_nvme_late": System(
+        "Spillway, NVMe, exclusive, protect and order",
+        _gateway,
+        Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True),
+    ),
     "oracle": System("Spillway, a CPU tier without end", _gateway, Design(endless=True)),
 }
