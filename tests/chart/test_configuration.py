@@ -454,6 +454,8 @@ def another(value, name):
         return known.get(name, 123.5)
     if isinstance(value, tuple):
         return {"origins": ("https://chat.example.com",)}.get(name, ("POST",))
+    if isinstance(value, list):
+        return [f"other-{value[0]}", *value[1:]]
     if isinstance(value, str):
         return {"info": "debug"}.get(value, f"other-{value}")
     return not value if isinstance(value, bool) else value / 2 if name == "sample_ratio" else value * 2

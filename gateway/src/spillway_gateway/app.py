@@ -26,6 +26,7 @@ from spillway_gateway.api.application import client_application, http_error
 from spillway_gateway.api.dispatch import InferenceDispatch
 from spillway_gateway.api.inference import InferenceContext
 from spillway_gateway.api.models import ModelList
+from spillway_gateway.api.session_hints import SessionSources
 from spillway_gateway.background import supervised
 from spillway_gateway.client import descriptors
 from spillway_gateway.client.cors import Cors
@@ -218,12 +219,14 @@ class Gateway:
             applied(config)
 
     def _build_app(self, operations: Operations, page: PageRoutes, elsewhere: Elsewhere | None) -> InferenceDispatch:
+        routing = self.config.routing
         context = InferenceContext(
             models=self.models,
             upstream=self.services,
             lifecycle=self.lifecycle,
             gatekeeper=self.gatekeeper,
             audit=self.audit,
+            session_sources=SessionSources(routing.session_sources, routing.session_name_bytes_max),
             tracing=self.tracing,
         )
         routes = operations.probe_routes()

@@ -2,8 +2,9 @@
 
 While a model has capacity a request passes without waiting. Otherwise it queues by priority, and within one priority
 tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
-first of another by one place. Of one tenant's requests the one that finds most tokens at hand goes first, and none is
-overtaken for longer than OVERTAKE_SECONDS: an engine's queue has the same rule (spillway_settings.queue_order).
+first of another by one place. Sessions of one tenant take turns too (session_turns.py). Of one session's requests the
+one that finds most tokens at hand goes first, and none is overtaken by the others for longer than OVERTAKE_SECONDS: an
+engine's queue has the same rule (spillway_settings.queue_order).
 
 A model that is scaled to zero has no capacity; its requests wait longer, for the first engine.
 """
@@ -14,14 +15,14 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from itertools import islice
 
 from spillway_gateway.access.keys import Priority
+from spillway_gateway.access.session_turns import REQUEST_TOKENS, Session, SessionTurns
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
 from spillway_settings.queue_order import OVERTAKE_SECONDS, admission_order
 
-CANDIDATES_MAX = 16  # of one tenant that are compared: each asks the prefix index
+CANDIDATES_MAX = 16  # of one session that are compared: each asks the prefix index
 
 
 def _none_at_hand() -> int:
@@ -31,12 +32,15 @@ def _none_at_hand() -> int:
 class _Waiting:
     """A queued request. at_hand: the cached tokens that it would find on an engine with room."""
 
-    __slots__ = ("arrived_at", "at_hand", "place")
+    __slots__ = ("arrived_at", "at_hand", "place", "session")
 
-    def __init__(self, place: asyncio.Future[None], arrived_at: float, at_hand: Callable[[], int]) -> None:
+    def __init__(
+        self, place: asyncio.Future[None], arrived_at: float, at_hand: Callable[[], int], session: Session
+    ) -> None:
         self.place = place
         self.arrived_at = arrived_at
         self.at_hand = at_hand
+        self.session = session
 
 
 class Admission:
@@ -63,6 +67,7 @@ class Admission:
         self._waiting: dict[Priority, OrderedDict[str, deque[_Waiting]]] = {
             priority: OrderedDict() for priority in Priority
         }
+        self.turns = SessionTurns(config.session_half_life_seconds, clock)
         self.admitted_requests = 0
         self.waiting_requests = 0
         self.refused_total = 0
@@ -73,11 +78,12 @@ class Admission:
         capacity = self._capacity()
         return capacity > 0 and (self.waiting_requests > 0 or self.admitted_requests >= capacity)
 
-    def enter_at_once(self) -> bool:
+    def enter_at_once(self, tenant: str, session: Session = None) -> bool:
         """Whether the request may be sent without waiting; leave() must then follow."""
         if self.waiting_requests or self.admitted_requests >= self._capacity():
             return False
         self.admitted_requests += 1
+        self.turns.charge(tenant, session, REQUEST_TOKENS)
         return True
 
     @property
@@ -85,25 +91,32 @@ class Admission:
         """How many requests an engine has room for."""
         return self._config.requests_per_engine_max
 
-    async def enter(self, tenant: str, priority: Priority, at_hand: Callable[[], int] = _none_at_hand) -> None:
-        """Returns when the request may be sent; leave() must follow.
+    async def enter(
+        self,
+        tenant: str,
+        priority: Priority,
+        at_hand: Callable[[], int] = _none_at_hand,
+        session: Session = None,
+    ) -> None:
+        """Returns when the request may be sent; leave() must follow. Whoever sends it then charges `turns`.
 
         Args:
             tenant: whose turn it takes.
             priority: before which others it goes, and how long it waits.
             at_hand: the cached tokens that it would find on an engine with room; called whenever there is room.
+            session: of the tenant, whose turn it takes there.
 
         Raises:
             GatewayOverloaded: the queue is full, or the priority's deadline passed.
             NoEngineReady: no engine came in time.
         """
-        if self.enter_at_once():
+        if self.enter_at_once(tenant, session):
             return
         config = self._config
         if self.waiting_requests >= config.waiting_requests_max:
             self.refused_total += 1
             raise GatewayOverloaded(f"all engines are full and {config.waiting_requests_max} requests wait for them")
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), self._clock(), at_hand)
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), self._clock(), at_hand, session)
         self._waiting[priority].setdefault(tenant, deque()).append(waiting)
         self.waiting_requests += 1
         seconds, wake_seconds = self._seconds[priority], self._wake_seconds()
@@ -141,21 +154,26 @@ class Admission:
         for tenants in self._waiting.values():  # by priority
             if tenants:
                 tenant, queue = tenants.popitem(last=False)
-                at = self._first_of(queue)
+                at = self._first_of(tenant, queue)
                 place = queue[at].place
+                self.turns.charge(tenant, queue[at].session, REQUEST_TOKENS)
                 del queue[at]
                 if queue:
                     tenants[tenant] = queue  # at the end: the other tenants come first
                 return place
         raise AssertionError("waiting_requests counts a request that is not queued")
 
-    def _first_of(self, queue: deque[_Waiting]) -> int:
+    def _first_of(self, tenant: str, queue: deque[_Waiting]) -> int:
         """Which of one tenant's requests is next."""
         if len(queue) == 1:
             return 0
-        head = list(islice(queue, CANDIDATES_MAX))
+        positions = self.turns.next_of(tenant, [each.session for each in queue])[:CANDIDATES_MAX]
+        if len(positions) == 1:
+            return positions[0]
+        head = [queue[at] for at in positions]
         arrived_at = [each.arrived_at for each in head]
-        return admission_order(arrived_at, lambda at: head[at].at_hand(), self._clock(), OVERTAKE_SECONDS)[0]
+        first = admission_order(arrived_at, lambda at: head[at].at_hand(), self._clock(), OVERTAKE_SECONDS)[0]
+        return positions[first]
 
     def _give_up(self, waiting: _Waiting, tenant: str, priority: Priority) -> None:
         """Take a request off the queue; if it was admitted in the same iteration, its place goes to the next one."""

@@ -12,9 +12,9 @@ from spillway_gateway.api.parsed_body import (
     StreamFields,
     choices_of,
     is_plain_stream,
+    keyed_session,
     reply_length,
     salt_text,
-    session_text,
     stream_reports_usage,
 )
 from spillway_gateway.tokens.estimates import value_tokens
@@ -107,7 +107,7 @@ def _parsed(
         other_tokens=other_tokens,
         reports_usage=stream_reports_usage(fields.stream, fields.stream_options),
         plain_stream=plain_stream,
-        session=session_text(fields.prompt_cache_key),
+        session_names=keyed_session(fields.prompt_cache_key),
         choices=choices,
         reply_tokens_max=reply_length(choices, fields.max_completion_tokens, fields.max_tokens),
         engine_fields=fields,

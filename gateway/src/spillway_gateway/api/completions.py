@@ -13,9 +13,9 @@ from spillway_gateway.api.parsed_body import (
     choices_of,
     first_of,
     is_plain_stream,
+    keyed_session,
     reply_length,
     salt_text,
-    session_text,
     stream_reports_usage,
 )
 from spillway_gateway.tokens.prompt import CompletionPrompt
@@ -55,7 +55,7 @@ def parse_completion(body: Body) -> ParsedBody:
         reports_usage=reports_usage,
         counts_prompt=reports_usage or fields.prompt_embeds is None,
         plain_stream=is_plain_stream(fields.stream, fields) and not other_tokens and fields.prompt_embeds is None,
-        session=session_text(fields.prompt_cache_key),
+        session_names=keyed_session(fields.prompt_cache_key),
         choices=choices,
         reply_tokens_max=reply_length(choices, fields.max_tokens, _LENGTH),
         engine_fields=fields,

@@ -27,7 +27,7 @@ from spillway_gateway.api.engine_fields import engine_members
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.private_replies import PrivateReply
 from spillway_gateway.api.routes import ApiRoute, Salting
-from spillway_gateway.api.session_hints import session_hint
+from spillway_gateway.api.session_hints import SessionSources, session_hint
 from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import GatewayDraining, GatewayError, ResponseNotFound
@@ -68,6 +68,7 @@ class InferenceContext:
     lifecycle: Lifecycle
     gatekeeper: Gatekeeper
     audit: AuditLog | None
+    session_sources: SessionSources
     tracing: Tracing | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
 
@@ -137,7 +138,7 @@ class InferenceEndpoint:
         asks_ids = parsed.plain_stream and continuation.enabled and prompt.prompt_tokens < continuation.tokens_max
         if asks_ids:
             inserted["return_token_ids"] = True
-        session = session_hint(tenant.name, headers, parsed.session)
+        session = session_hint(tenant.name, headers, context.session_sources.name(headers, parsed.session_names))
         given = parsed.engine_fields
         members = engine_members(
             given,

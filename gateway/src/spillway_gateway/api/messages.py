@@ -8,6 +8,7 @@ renders it, and the prompt is then matched by text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,12 @@ from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.api.parsed_body import ParsedBody, reply_length, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
+from spillway_settings.session_sources import METADATA_USER_ID
 
+# Claude Code's user ids name a session: user_HASH_account_UUID_session_UUID, or JSON with a session_id. The id of other
+# clients names a user, who has many sessions at a time.
+_SESSION_OF_USER = re.compile(r"user_.*_account_.*_session_([0-9A-Fa-f-]{8,64})", re.DOTALL)
+_USER_ID_CHARS_MAX = 4096
 _PER_REQUEST_NOTE = "x-anthropic-billing-header"  # vLLM drops such system blocks, since they differ by request
 
 
@@ -32,10 +38,16 @@ class MessagesBody(EngineFields):
     output_config: Any = None
     chat_template_kwargs: Any = None
     max_tokens: Any = None
+    metadata: Any = None
     cache_salt: Any = msgspec.UNSET
 
 
+class _AgentUser(msgspec.Struct):
+    session_id: str
+
+
 _decoder = decoder_of(MessagesBody)
+_agent_user = msgspec.json.Decoder(_AgentUser)
 
 
 def parse_messages(body: Body) -> ParsedBody:
@@ -58,9 +70,25 @@ def parse_messages(body: Body) -> ParsedBody:
             cache_salt=salt_text(fields.cache_salt),
             exact=(tools is not None or not fields.tools) and fields.tool_choice in (None, {"type": "auto"}),
         ),
+        session_names=_session_names(fields.metadata),
         reply_tokens_max=reply_length(1, fields.max_tokens),
         engine_fields=fields,
     )
+
+
+def _session_names(metadata: object) -> dict[str, str]:
+    """The session in `metadata.user_id`; a user id alone names none."""
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user, str) or len(user) > _USER_ID_CHARS_MAX:
+        return {}
+    found = _SESSION_OF_USER.fullmatch(user)
+    if found is not None:
+        return {METADATA_USER_ID: found[1]}
+    try:
+        session = _agent_user.decode(user).session_id if user.startswith("{") else ""
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {}
+    return {METADATA_USER_ID: session} if session else {}
 
 
 def chat_messages(system: object, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import Prompt
 from spillway_gateway.upstream.forward import Body
+from spillway_settings.session_sources import PROMPT_CACHE_KEY
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
@@ -20,8 +21,9 @@ class ParsedBody(msgspec.Struct, frozen=True):
     tenant, though no engine computes them. reports_usage: the reply will report its usage. counts_prompt, counts_reply:
     False if their tokens are never reported. previous_response: the id of a stored response that this one
     continues. plain_stream: a stream that another engine may be able to continue, see upstream/continuation/.
-    session: OpenAI's prompt_cache_key. choices: answers that it asks for. reply_tokens_max: of all of them, as it asks;
-    None: as many as the model allows; 0: nothing is generated. background: the engine goes on after its reply.
+    session_names: by the member of the body that names it (spillway_settings.session_sources). choices: answers that it
+    asks for. reply_tokens_max: of all of them, as it asks; None: as many as the model allows; 0: nothing is generated.
+    background: the engine goes on after its reply.
     longest_tokens: an estimate, of the longest input for embeddings. server_tools: the engine may call tools itself and
     go on with a second prompt. engine_fields: as the client sent them."""
 
@@ -36,7 +38,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     counts_reply: bool = True
     previous_response: str | None = None
     plain_stream: bool = False
-    session: str | None = None
+    session_names: dict[str, str] = {}
     choices: int = 1
     reply_tokens_max: int | None = 0
     background: bool = False
@@ -50,9 +52,9 @@ NUMBER_CHARS_MAX = 32  # of a number in a text
 ParseBody = Callable[[Body], ParsedBody]  # raises ClientBadRequest
 
 
-def session_text(value: object) -> str | None:
-    """A prompt_cache_key that names something."""
-    return value if isinstance(value, str) and value else None
+def keyed_session(prompt_cache_key: object) -> dict[str, str]:
+    """The session of an OpenAI body, if it names one."""
+    return {PROMPT_CACHE_KEY: prompt_cache_key} if isinstance(prompt_cache_key, str) and prompt_cache_key else {}
 
 
 def choices_of(n: object, prompts: int = 1) -> int:

@@ -12,7 +12,7 @@ import msgspec
 
 from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.engine_fields import EngineFields
-from spillway_gateway.api.parsed_body import ParsedBody, reply_length, salt_text, session_text
+from spillway_gateway.api.parsed_body import ParsedBody, keyed_session, reply_length, salt_text
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
@@ -67,7 +67,7 @@ def parse_responses(body: Body) -> ParsedBody:
             exact=exact,
         ),
         previous_response=fields.previous_response_id,
-        session=session_text(fields.prompt_cache_key),
+        session_names=keyed_session(fields.prompt_cache_key),
         reply_tokens_max=reply_length(1, fields.max_output_tokens),
         background=fields.background not in (None, False),
         server_tools=_calls_tools_itself(fields.tools),

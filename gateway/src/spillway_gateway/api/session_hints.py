@@ -8,19 +8,46 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.upstream.forward import Headers, header
+from spillway_settings.session_sources import BODY
 from spillway_settings.wire import SESSION_ENDED, SESSION_ID, SESSION_RETURN_SECONDS, SESSION_RETURN_SECONDS_MAX
 
-SESSION_HEADER = b"x-session-id"
 END_HEADER = b"x-session-end"
 RETURN_HEADER = b"x-session-return-seconds"
 _SECONDS = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _ENDS = {b"true": True, b"1": True, b"false": False, b"0": False}
 _ID_BYTES = 8
+
+
+class SessionSources:
+    """Which headers and members of the body may name a session, and how long a name may be."""
+
+    def __init__(self, sources: Sequence[str], name_bytes_max: int) -> None:
+        self._name_bytes_max = name_bytes_max
+        self._in_order = [source if source.startswith(BODY) else source.lower().encode() for source in sources]
+        self._headers = frozenset(source for source in self._in_order if isinstance(source, bytes))
+
+    def name(self, headers: Headers, in_body: Mapping[str, str]) -> bytes | None:
+        """The first that the request has; a value that is empty or too long names nothing.
+
+        Args:
+            headers: the request's, with lower-case names; of a repeated one the first counts.
+            in_body: the names in the body, by source.
+        """
+        given: dict[bytes | str, bytes] = {}
+        for header_name, value in headers:
+            if header_name in self._headers:
+                given.setdefault(header_name, value.strip())
+        for source, text in in_body.items():
+            if len(text) <= self._name_bytes_max:
+                given[source] = text.encode("utf-8", "surrogatepass")
+        names = (given.get(source, b"") for source in self._in_order)
+        return next((name for name in names if 0 < len(name) <= self._name_bytes_max), None)
 
 
 class SessionHint(NamedTuple):
@@ -30,15 +57,17 @@ class SessionHint(NamedTuple):
     member: dict[str, str | bool | float]
 
 
-def session_hint(tenant: str, headers: Headers, in_body: str | None) -> SessionHint | None:
-    """None if the request names no session; the header goes before the body. Raises ClientBadRequest for an end or
-    a return that cannot be read."""
+def session_hint(tenant: str, headers: Headers, name: bytes | None) -> SessionHint | None:
+    """None if the request names no session. Raises ClientBadRequest for an end or a return that cannot be read.
+
+    Args:
+        tenant: whose session it is: two tenants that give one name have two sessions.
+        headers: of the request, for its end and its return.
+        name: as SessionSources found it.
+    """
     ended, return_seconds = _ended(headers), _return_seconds(headers)
-    name = header(headers, SESSION_HEADER)
-    if not name:
-        if in_body is None:
-            return None
-        name = in_body.encode("utf-8", "surrogatepass")
+    if name is None:
+        return None
     # With the tenant in it: on routes without a salt the engine cannot tell tenants apart.
     owner = tenant.encode()
     digest = hashlib.blake2b(b"%d:" % len(owner) + owner + name, digest_size=_ID_BYTES)

@@ -170,7 +170,7 @@ class FrontSession:
             self._refuse(asked.number, error)
             return
         place = self._places[asked.number] = RoutedPlace(self.notice, fleet)
-        if admission.enter_at_once():
+        if admission.enter_at_once(asked.tenant, asked.session):
             place.admission = admission
             self._choose(place, asked, prompt)
         else:
@@ -187,7 +187,7 @@ class FrontSession:
                 self.send(messages.Waiting(asked.number, decision.engine_name, decision.held.total_tokens))
         try:
             waiting = WaitingPrompt(fleet, prompt, asked.only, admission.requests_per_engine_max)
-            await admission.enter(asked.tenant, asked.priority, waiting.tokens_at_hand)
+            await admission.enter(asked.tenant, asked.priority, waiting.tokens_at_hand, asked.session)
         except GatewayError as error:
             place.waiting = None
             self._drop(asked.number)

@@ -39,6 +39,8 @@ class RoutedPlace:
         if lease is not None:
             self.lease = lease
             lease.engine.requests.add(self)
+            if self.admission is not None:
+                self.admission.turns.charge(asked.tenant, asked.session, lease.decision.uncached_tokens)
         return lease
 
     def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:

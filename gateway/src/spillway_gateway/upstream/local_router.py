@@ -77,7 +77,7 @@ class LocalRouter:
         if logger.isEnabledFor(logging.DEBUG) and admission.is_full:
             logger.debug("request %s waits for room on the engines of %s", request.shown_id, fleet.name)
         waiting = WaitingPrompt(fleet, request.prompt, request.only_engine, admission.requests_per_engine_max)
-        await admission.enter(request.tenant, request.priority, waiting.tokens_at_hand)
+        await admission.enter(request.tenant, request.priority, waiting.tokens_at_hand, _digest_of(request))
         return _LocalPlace(self, admission, fleet, request, self._suspects)
 
     def engine_refused(self, engine: Engine, answer: str) -> None:
@@ -152,6 +152,7 @@ class _LocalPlace:
         finally:
             self._fleet.cold.leave(turn)
         self._lease = lease
+        self._admission.turns.charge(request.tenant, _digest_of(request), lease.decision.uncached_tokens)
         self._router.decided(self._fleet.name, request.request_id, lease.decision, tried)
         return lease
 
@@ -160,6 +161,10 @@ class _LocalPlace:
 
     def leave(self) -> None:
         self._admission.leave()
+
+
+def _digest_of(request: OutboundRequest) -> int | None:
+    return request.session.digest if request.session is not None else None
 
 
 def may_be_sent_again(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from spillway_settings.session_sources import SESSION_SOURCE_PATTERN, SESSION_SOURCES
 from spillway_settings.typed import Count, NotNegative, Port, Portion, Positive, Share, Text
 from spillway_settings.values import kubernetes
 from spillway_settings.values.kinds import (
@@ -110,6 +111,20 @@ class Connections(Section, frozen=True):
     body_bytes_per_second_min: Size = "64KiB"
 
 
+SessionSources = Annotated[
+    list[
+        Annotated[
+            str,
+            Meta(
+                pattern=SESSION_SOURCE_PATTERN,
+                description="a header's name, body:prompt_cache_key or body:metadata.user_id",
+            ),
+        ]
+    ],
+    Meta(max_length=32, extra_json_schema={"uniqueItems": True}),
+]
+
+
 class Routing(Section, frozen=True):
     prefill_tokens_per_second: Positive = 5000
     cpu_load_tokens_per_second: Positive = 100000
@@ -124,6 +139,8 @@ class Routing(Section, frozen=True):
     approximate_seconds: Seconds = 900
     tenant_sessions_max: Count = 10000
     sessions_max: Count = 100000
+    session_sources: SessionSources = msgspec.field(default_factory=lambda: list(SESSION_SOURCES))
+    session_name_bytes_max: Annotated[int, Meta(ge=1, le=65536)] = 4096
 
 
 class Continuation(Section, frozen=True):
@@ -149,6 +166,7 @@ class Admission(Section, frozen=True):
     high_wait_seconds: Seconds = 60
     normal_wait_seconds: Seconds = 30
     low_wait_seconds: Seconds = 10
+    session_half_life_seconds: SecondsOrNone = 60
     promotion_hints: bool = True
 
 
