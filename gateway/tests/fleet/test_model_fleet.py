@@ -23,9 +23,11 @@ def fleet_of(
     names: list[str],
     clock: Callable[[], float] = lambda: 0.0,
     routing: RoutingConfig | None = None,
+    *,
+    block_tokens: int = 4,
     **settings: Any,
 ) -> ModelFleet:
-    index = PrefixIndex("m", bytes_max=10_000_000, orphans_max=10, default_block_tokens=4, clock=lambda: 0.0)
+    index = PrefixIndex("m", bytes_max=10_000_000, orphans_max=10, default_block_tokens=block_tokens, clock=lambda: 0.0)
     engines = tuple(EngineConfig(name, "http://127.0.0.1:1") for name in names)
     fleet = ModelFleet(ModelConfig("m", engines, **settings), routing or RoutingConfig(), index, clock=clock)
     for engine in fleet.engines.values():
@@ -319,3 +321,65 @@ def test_only_what_an_engine_accepted_stays_in_the_index(live: bool) -> None:
     taken.close()
     assert fleet.index.match(keys, 4) == {"a": HeldPrefix(40)}
     assert fleet.index.blocks == (0 if live else 10)
+
+
+def burst_of(fleet: ModelFleet, count: int, prefix_tokens: int, own_tokens: int, first: int = 0) -> list[Lease]:
+    """Prompts that come at once and share a prefix, in blocks of 128."""
+    prefix = list(range(first, first + prefix_tokens))
+    leases = []
+    for number in range(count):
+        own = [10_000_000 * (number + 1) + first + each for each in range(own_tokens)]
+        keys = token_block_keys(fleet.index.namespace(), prefix + own, 128)
+        leases.append(fleet.choose(PromptBlocks(keys, 128, prefix_tokens + own_tokens, keys[0]), frozenset()))
+    return leases
+
+
+def work_of(leases: list[Lease]) -> dict[str, int]:
+    work: dict[str, int] = {}
+    for lease in leases:
+        work[lease.engine.name] = work.get(lease.engine.name, 0) + lease.decision.uncached_tokens
+    return work
+
+
+def test_a_small_burst_computes_its_cold_prefix_once() -> None:
+    fleet = fleet_of(["a", "b", "c", "d"], block_tokens=128)
+
+    assert list(work_of(burst_of(fleet, 4, 4_096, 256)).values()) == [4_096 + 4 * 256]
+
+
+@pytest.mark.parametrize(
+    ("count", "prefix", "own", "engines_used"), [(16, 8_192, 512, 4), (50, 32_768, 256, 3), (8, 65_536, 128, 1)]
+)
+def test_a_large_burst_is_balanced_by_tokens(count: int, prefix: int, own: int, engines_used: int) -> None:
+    """No engine has more than a quarter of the prefix above what each has if all compute it."""
+    work = work_of(burst_of(fleet_of(["a", "b", "c", "d"], block_tokens=128), count, prefix, own))
+
+    assert len(work) == engines_used
+    assert max(work.values()) <= prefix + own * -(-count // 4) + 0.25 * prefix
+
+
+def test_bursts_with_prefixes_of_their_own_use_engines_of_their_own() -> None:
+    fleet = fleet_of(["a", "b"], block_tokens=128)
+    first, second = (burst_of(fleet, 3, 2_048, 128, first=at) for at in (0, 500_000))
+
+    assert len(work_of(first)) == len(work_of(second)) == 1
+    assert work_of(first).keys() != work_of(second).keys()
+
+
+def test_a_prefix_that_was_computed_spreads_over_idle_engines() -> None:
+    fleet = fleet_of(["a", "b"], block_tokens=128)
+    for lease in burst_of(fleet, 2, 2_048, 128):
+        lease.accepted(0.0)
+        lease.first_byte(0.0, measures_prefill=False)
+
+    assert fleet.engines["a"].prefills.tokens == fleet.engines["b"].prefills.tokens == 0
+    assert len(work_of(burst_of(fleet, 60, 2_048, 128))) == 2
+
+
+def test_an_engine_that_failed_for_a_prompt_computes_nothing_for_it() -> None:
+    fleet = fleet_of(["a", "b", "c"], block_tokens=128)
+    (lease,) = burst_of(fleet, 1, 4_096, 128)
+    keys = token_block_keys(fleet.index.namespace(), list(range(4_096)), 128)
+    retried = fleet.choose(PromptBlocks(keys, 128, 4_096, keys[0]), frozenset({lease.engine.name}))
+
+    assert all(each.cost.displaced_ms == 0 for each in retried.decision.candidates)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.fleet.prefill_queue import PrefillQueue
+from spillway_gateway.fleet.prefill_queue import ColdPrompt, PrefillQueue
 
 RATE = 1_000.0
 
@@ -57,3 +57,18 @@ def test_between_nothing_and_all_that_was_sent_is_left(
 
         assert queue.tokens == sum(open_prompts.values())
         assert others <= queue.tokens_left(now + 1.0, tokens_per_second) <= queue.tokens
+
+
+def test_a_burst_is_computed_from_where_its_oldest_cold_prompt_is() -> None:
+    queue = PrefillQueue(lambda: 0.0)
+    queue.add("first", 5_000, ColdPrompt(1, 100))
+    queue.add("second", 500, ColdPrompt(1, 5_100))
+    queue.add("other", 5_000, ColdPrompt(2, 0))
+    queue.add("warm", 10)
+
+    assert [queue.computes_from(block) for block in (1, 2, 3)] == [100, 0, None]
+    queue.remove("first")
+    assert (queue.computes_from(1), queue.cold_tokens) == (5_100, 5_500)
+    for request in ("second", "second", "other", "warm"):
+        queue.remove(request)
+    assert [queue.computes_from(block) for block in (1, 2)] == [None, None]

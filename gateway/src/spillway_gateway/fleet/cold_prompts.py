@@ -13,9 +13,10 @@ for one engine are sent in order of arrival. When an engine's state changes, all
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.route import Decision
 from spillway_settings.queue_order import OVERTAKE_SECONDS
 
@@ -29,6 +30,27 @@ def is_cold(engine: Engine, decision: Decision) -> bool:
     """Whether the engine has much of the prompt to compute."""
     least = COLD_PROMPT_SECONDS * engine.rates.prefill_tokens_per_second
     return decision.uncached_tokens >= max(COLD_TOKENS_MIN, least)
+
+
+def being_computed(
+    first_block: int, engines: Mapping[str, Engine], tried: Collection[str], held: Mapping[str, HeldPrefix]
+) -> tuple[int, int]:
+    """(from, to): the tokens of a prompt that an engine computes at the moment for another one of the same burst.
+
+    Args:
+        first_block: the key of the prompt's.
+        engines: by name.
+        tried: those that failed for the prompt.
+        held: by engine; with what engines were sent and have not computed yet.
+    """
+    computed = 0, 0
+    for name, found in held.items():
+        engine = engines.get(name)
+        if engine is not None and engine.routable and name not in tried:
+            begin = engine.prefills.computes_from(first_block)
+            if begin is not None and found.total_tokens > max(begin, computed[1]):
+                computed = begin, found.total_tokens
+    return computed
 
 
 class ColdTurn:

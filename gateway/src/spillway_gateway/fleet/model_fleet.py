@@ -15,10 +15,11 @@ from msgspec import structs
 from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
-from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, is_cold
+from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, being_computed, is_cold
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.expected_blocks import Expected
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
+from spillway_gateway.fleet.prefill_queue import ColdPrompt
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
@@ -59,8 +60,10 @@ class Lease:
         now: float,
         routed: RoutedBlocks | None = None,
         dequeued: Callable[[Engine], None] = lambda engine: None,
+        *,
+        first_block: int = 0,
     ) -> None:
-        """dequeued: called when the prompt leaves the engine's queue."""
+        """dequeued: called when the prompt leaves the engine's queue. first_block: the key of the prompt's."""
         self.engine = engine
         self._dequeued = dequeued
         self._routed = routed
@@ -73,7 +76,8 @@ class Lease:
         self._closed = False
         self.failed_at: float | None = None  # monotonic seconds; None: its engine has not failed
         engine.running_requests += 1
-        engine.prefills.add(self, self._queued, cold=is_cold(engine, decision))
+        cold = ColdPrompt(first_block, self._held.total_tokens) if is_cold(engine, decision) else None
+        engine.prefills.add(self, self._queued, cold)
         engine.resident_tokens += self._queued
         engine.means.sent(self._queued)
         loaded = self._held.cpu_tokens + self._held.shared_tokens
@@ -325,7 +329,7 @@ class ModelFleet:
             seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
             routed = RoutedBlocks(self.index, self._steps, engine.name, keys, held_seconds=None if live else seconds)
             routed.expect(now + seconds)
-        lease = Lease(engine, decision, now, routed, self.cold.left)
+        lease = Lease(engine, decision, now, routed, self.cold.left, first_block=prompt.spread_key)
         if session is not None:
             self.sessions.served(session, engine.name)
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
@@ -356,7 +360,14 @@ class ModelFleet:
         held = self.held(prompt)
         last = self.sessions.engine_of(session) if session is not None else None
         request = RouteRequest(
-            prompt.prompt_tokens, prompt.spread_key, tried, only, session is not None, last, prompt.text_tokens
+            prompt.prompt_tokens,
+            prompt.spread_key,
+            tried,
+            only,
+            session is not None,
+            last,
+            prompt.text_tokens,
+            *being_computed(prompt.spread_key, self.engines, tried, held),
         )
         factor = self._routing.bounded_load_factor
         decision = plan_route(request, self._view(held, now, adapter, breakers=True), factor)

@@ -8,6 +8,14 @@ computed by now, at the engine's rate, does not count any more; of the others no
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
+
+
+class ColdPrompt(NamedTuple):
+    """One that takes its engine long. first_block: its key. found_tokens: those before the ones that it computes."""
+
+    first_block: int
+    found_tokens: int
 
 
 class PrefillQueue:
@@ -16,19 +24,21 @@ class PrefillQueue:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._prompts: dict[object, int] = {}  # uncached tokens by request, oldest first
-        self._cold: set[object] = set()
+        self._cold: dict[object, ColdPrompt] = {}
+        self._found: dict[int, dict[object, int]] = {}  # by first block: their found tokens by request, oldest first
         self._begun_at = 0.0  # when the oldest became the oldest
         self.tokens = 0
         self.cold_tokens = 0  # of those that are cold (cold_prompts.py)
 
-    def add(self, request: object, tokens: int, *, cold: bool = False) -> None:
+    def add(self, request: object, tokens: int, cold: ColdPrompt | None = None) -> None:
         """A prompt with so many uncached tokens was sent. Each request once."""
         if not self._prompts:
             self._begun_at = self._clock()
         self._prompts[request] = tokens
         self.tokens += tokens
-        if cold:
-            self._cold.add(request)
+        if cold is not None:
+            self._cold[request] = cold
+            self._found.setdefault(cold.first_block, {})[request] = cold.found_tokens
             self.cold_tokens += tokens
 
     def remove(self, request: object) -> None:
@@ -36,8 +46,12 @@ class PrefillQueue:
         tokens = self._prompts.pop(request, None)
         if tokens is not None:
             self.tokens -= tokens
-            if request in self._cold:
-                self._cold.remove(request)
+            cold = self._cold.pop(request, None)
+            if cold is not None:
+                burst = self._found[cold.first_block]
+                del burst[request]
+                if not burst:
+                    del self._found[cold.first_block]
                 self.cold_tokens -= tokens
             self._begun_at = self._clock()
 
@@ -47,3 +61,8 @@ class PrefillQueue:
             return 0
         oldest = next(iter(self._prompts.values()))
         return self.tokens - min(oldest, int((now - self._begun_at) * tokens_per_second))
+
+    def computes_from(self, first_block: int) -> int | None:
+        """From which token on the oldest cold prompt that begins with this block is computed; None: there is none."""
+        burst = self._found.get(first_block)
+        return None if burst is None else next(iter(burst.values()))

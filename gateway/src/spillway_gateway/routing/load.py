@@ -22,9 +22,13 @@ lately. Without this term small differences of the queues scatter a prefix over 
 one's device holds less that is of use (docs/benchmarks.md, many prompt groups). If it counted loads alone, computing a
 prefix again on another engine would be the cheaper choice wherever the device finds most (docs/benchmarks.md, the whole
 under load).
+A prefix that another engine computes at the moment, for a prompt of the same burst, displaces too if it is computed a
+second time: a quarter of that work counts (REPEATED_SHARE). Otherwise each engine of an idle fleet would compute it,
+for prompts that differ in a few hundred tokens. So the first prompts of a burst go to one engine, and the next ones to
+another when the first one's queue is longer by a quarter of the prefix: none is later by more than that.
 adapter: what the engine takes to load the request's LoRA adapter, where it does not have it. So an engine that has it
 is preferred until its queue is longer than such a load.
-Every term is a time, so there are no weights to tune.
+Every term is a time, so there are no weights to tune, except that quarter.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPre
 
 # rho / (1 - rho) is unbounded at 1, and rho is an estimate over seconds: above this bound its error would decide.
 RHO_MAX = 0.8
+REPEATED_SHARE = 0.25
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
@@ -49,8 +54,15 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     adapter_ms: float = 0.0
 
 
-def cost_of(engine: EngineView, prompt_tokens: int) -> Cost:
-    """Expected cost of a prompt of `prompt_tokens` on `engine`. Pure."""
+def cost_of(engine: EngineView, prompt_tokens: int, computed_from: int = 0, computed_to: int = 0) -> Cost:
+    """Expected cost of a prompt of `prompt_tokens` on `engine`. Pure.
+
+    Args:
+        engine: as it is at the moment.
+        prompt_tokens: of the whole prompt.
+        computed_from: the first token of the prompt that an engine computes at the moment for another prompt.
+        computed_to: the token behind the last one of these.
+    """
     rates = engine.rates
     held = engine.held
     per_token_ms = 1000.0 / rates.prefill_tokens_per_second
@@ -72,6 +84,9 @@ def cost_of(engine: EngineView, prompt_tokens: int) -> Cost:
     displaced_ms += prefill_ms * crowding(engine.busy_share)
     if engine.kv_token_ms:
         displaced_ms += uncached * engine.kv_token_ms * crowding(engine.kv_usage)
+    repeated = computed_to - max(computed_from, held.total_tokens)
+    if repeated > 0:
+        displaced_ms += REPEATED_SHARE * repeated * per_token_ms
     adapter_ms = engine.adapter_load_ms
     total_ms = (queue_ms if queue_ms > link_ms else link_ms) + load_ms + prefill_ms + displaced_ms + adapter_ms
     return Cost(queue_ms, link_ms, load_ms, prefill_ms, displaced_ms, total_ms, adapter_ms)

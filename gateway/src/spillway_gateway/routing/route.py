@@ -112,8 +112,8 @@ def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
 
 def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, ...]:
     """The cost of each engine for this request."""
-    prompt_tokens = request.prompt_tokens
-    return tuple([Candidate(engine, cost_of(engine, prompt_tokens)) for engine in engines])
+    prompt = request.prompt_tokens, request.computed_from, request.computed_to
+    return tuple([Candidate(engine, cost_of(engine, *prompt)) for engine in engines])
 
 
 def pick(
