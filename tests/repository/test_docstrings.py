@@ -14,7 +14,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def genitives(source: str) -> Iterator[int]:
     """Lines of docstrings that begin with "Of "."""
-    if "Of " not in source:  # parsing takes a hundred times as long as this search
+    if "Of " not in source:  # parsing takes many times as long as this search
         return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and (ast.get_docstring(node) or "").startswith("Of "):

@@ -20,7 +20,7 @@ def waits_by_tries(source: str) -> Iterator[int]:
 
     Loops that use their number repeat something that differs each time, which is no wait.
     """
-    if not ("range" in source and MAY_WAIT.search(source)):  # parsing takes a hundred times as long as this search
+    if not ("range" in source and MAY_WAIT.search(source)):  # parsing takes many times as long as this search
         return
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.For | ast.AsyncFor) or not _is_range(node.iter):

@@ -61,7 +61,7 @@ def identifiers(source: str) -> Iterator[tuple[int, str]]:
 def found_in(path: str, text: str) -> set[str]:
     """Every listed name and phrase of one file, as `path:line: what`; `path: what` for its folders and its own name."""
     found = {f"{path}: {name}" for part in PurePath(path).parts if (name := PurePath(part).stem) in NAMES}
-    if path.endswith(".py") and NAME.search(text):  # parsing takes a hundred times as long as this search
+    if path.endswith(".py") and NAME.search(text):  # parsing takes many times as long as this search
         found |= {f"{path}:{line}: {name}" for line, name in identifiers(text) if name in NAMES}
     for number, line in enumerate(text.splitlines(), 1) if PHRASE.search(text) else ():
         found |= {f"{path}:{number}: {match[0]}" for match in PHRASE.finditer(line)}
