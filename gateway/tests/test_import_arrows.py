@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
         "write_coalescing",
     },
     "tracing": {"config", "fleet", "routing", "upstream"},
-    "roster": {"access", "background", "config", "discovery", "errors", "fleet", "metrics", "tokens"},
+    "scaling": {"background", "config", "discovery", "fleet", "metrics", "routing", "upstream"},
+    "roster": {"access", "background", "config", "discovery", "errors", "fleet", "metrics", "routing", "tokens"},
     "api": {
         "access",
         "client",

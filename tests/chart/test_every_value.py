@@ -116,6 +116,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.accelerator.npuSmiPath": nested("engine.accelerator.driverMounts", True),
     "engine.accelerator.memoryMiB": nested("engine.accelerator.preset", "hami"),
     "engine.hugePages": nested("engine.hugePages.amount", "4GiB"),
+    "gateway.discovery.podDeletionCostSeconds": nested("engine.controller", "Deployment"),
     "engine.podDisruptionBudget.maxUnavailable": nested("engine.replicas", 3),  # all at once would be refused
     "engine.offload.copyTable": nested("engine.accelerator.preset", "cuda"),
     "engine.offload.cpuBytes": nested("engine.offload", {"numCpuBlocks": None, "cpuBytes": "20GiB"}),
@@ -264,6 +265,7 @@ CHANGES: dict[str, Any] = {
     "engine.image.digest": "sha256:" + "a" * 64,
     "engine.image.registry": "other.example",
     "engine.schedulerName": "default-scheduler",
+    "engine.controller": "Deployment",
     "engine.podSecurityContext": {"fsGroup": 1},
     "engine.securityContext": {"privileged": False},
     "gateway.securityContext": {"privileged": False},
@@ -466,7 +468,13 @@ FORMED = (
     *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
     "engine.image.vllm",
-    *("engine.model.kvCacheDtype", "engine.kvTransfer", "engine.lora", "engine.autoscaling.trigger"),
+    *(
+        "engine.model.kvCacheDtype",
+        "engine.kvTransfer",
+        "engine.lora",
+        "engine.autoscaling.trigger",
+        "engine.controller",
+    ),
     *("gateway.service.loadBalancerClass", "monitoring.alerts.runbookBaseUrl"),
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(

@@ -24,6 +24,13 @@ def test_the_gateway_may_watch_endpoint_slices_and_nothing_else():
     assert not rendered.of_kind("ClusterRole") and not rendered.of_kind("ClusterRoleBinding")
 
 
+def test_with_engines_of_a_deployment_it_may_patch_pods_of_its_namespace():
+    engines = {"kept": {}, "scaled": {"controller": "Deployment", "model": {"servedName": "scaled"}}}
+    rules = render(PRODUCTION, values={"engines": engines}).one("Role")["rules"]
+
+    assert rules[1:] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]
+
+
 def test_nothing_else_has_a_token():
     rendered = render(CHART / "values-cpu.yaml")
     listing = render(CHART / "values-cpu.yaml", values={"gateway": {"discovery": {"type": "static"}}})

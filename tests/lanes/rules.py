@@ -80,6 +80,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/ops/ui": (NOTHING,),
     "gateway/tests/roster": (NOTHING,),
     "gateway/tests/routing": (NOTHING,),
+    "gateway/tests/scaling": (NOTHING,),
     "gateway/tests/config/test_follower.py": ("servers",),
     "gateway/tests/test_main.py": ("servers",),
     "gateway/tests/tokens": (NOTHING,),

@@ -107,6 +107,9 @@ gateway.yaml: |
 {{- $namespace := include "spillway.namespace" $root -}}
 {{- $service := ternary (dict "service" $item.headless "namespace" $namespace "port" "http")
   (dict "name" (include "spillway.headlessHost" .) "port" $item.engine.port) $isWatched -}}
+{{- if and $isWatched (eq $item.engine.controller "Deployment") -}}
+{{- $_ := set $found "podDeletionCostSeconds" $root.Values.gateway.discovery.podDeletionCostSeconds -}}
+{{- end -}}
 {{- include "spillway.overlay" (dict "base" $found "over" (merge $service (ternary $ports dict $events.enabled))) -}}
 {{- $_ := set .model "discovery" (dict (ternary "kubernetes" "dns" $isWatched) $found) -}}
 {{- else -}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.config.follower import ConfigFollower
 from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.config.tracing import TracingConfig
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.metrics import GatewayMetrics
@@ -53,6 +54,9 @@ from spillway_gateway.roster.engine_tasks import Clients
 from spillway_gateway.roster.local_engines import LocalEngines
 from spillway_gateway.roster.model_engines import ModelEngines
 from spillway_gateway.roster.roster import Roster
+from spillway_gateway.routing.hot_prefixes import HotPrefix
+from spillway_gateway.scaling.pod_costs import PodCosts
+from spillway_gateway.scaling.warm_starts import WarmStarts
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.upstream.continuation.sent_answer import KeptBytes
 from spillway_gateway.upstream.local_router import LocalRouter
@@ -129,6 +133,20 @@ class Gateway:
             if elsewhere is not None
             else LocalRouter(self.admissions, self.gatekeeper, self.suspects, self.promotion_hints, self.recent)
         )
+        self.pod_costs = PodCosts(self.fleets)
+
+        def lies_in_store(fleet: ModelFleet, prefix: HotPrefix) -> bool:
+            # Elsewhere the index is, too; an engine drops a hint of which it finds nothing.
+            return elsewhere is not None or fleet.index.in_a_store((prefix.key,)) > 0
+
+        self.warm_starts = WarmStarts(
+            self.fleets, self.roster.hot_prefixes, self.promotion_hints, lies_in_store=lies_in_store
+        )
+        self._scaling: dict[str, Callable[[], Coroutine[object, object, None]]] = {}  # tasks, by name
+        if elsewhere is None:
+            self._scaling["deletion costs of pods"] = self.pod_costs.run
+        if elsewhere is not None or config.processes == 1:  # others have no prompts
+            self._scaling["warm starts"] = self.warm_starts.run
         pool = ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic)
         self.services = UpstreamServices(
             router=self.router,
@@ -146,6 +164,7 @@ class Gateway:
         self.follower = ConfigFollower(config_path, config, self.apply) if config_path is not None else None
         if elsewhere is None:
             self._collect_router_families()
+        self.metrics.collect_from(self.warm_starts.families)
         self.metrics.collect_from(lambda: connection_families(self.open_connections))
         self.metrics.collect_from(lambda: audit_families(self.audit))
         self.operations = operations = Operations(
@@ -171,6 +190,7 @@ class Gateway:
     def _collect_router_families(self) -> None:
         """What the process that routes and counts knows alone."""
         self.metrics.collect_from(lambda: live_families(self.fleets))
+        self.metrics.collect_from(self.pod_costs.families)
         self.metrics.collect_from(lambda: discovery_families(self.sources, self.fleets))
         self.metrics.collect_from(lambda: process_families(*self.serving.processes()))
         self.metrics.collect_from(lambda: access_families(self.admissions, self.gatekeeper))
@@ -263,6 +283,7 @@ class Gateway:
             tasks = await stack.enter_async_context(_cancelled_at_exit())
             tasks.append(asyncio.create_task(supervised(self._trim_pool, "idle connections")))
             tasks.append(asyncio.create_task(supervised(self.gatekeeper.follow, "keys file")))
+            tasks += [asyncio.create_task(supervised(work, name)) for name, work in self._scaling.items()]
             if self.gatekeeper.shared is not None:
                 tasks.append(asyncio.create_task(supervised(self.gatekeeper.shared.run, "shared limits")))
             if self.follower is not None:

@@ -88,7 +88,7 @@ class GatewayMetrics:
         )
         self._promotion_hints = Counter(
             "spillway_gateway_promotion_hints",
-            "Prefixes of waiting requests that engines were sent, by what they answered; dropped: too many at once.",
+            "Prefixes that engines were sent to promote, by what they answered; dropped: too many at once.",
             ("model", "outcome"),
             registry=self.registry,
         )

@@ -22,7 +22,8 @@ PortName = Annotated[str, Meta(pattern=_NAME, description="a port's name in the 
 class KubernetesDiscovery(CamelSection, frozen=True):
     """The EndpointSlices of one Service, followed by a watch. Ports by their name in the Service, or by number.
 
-    What the gateway needs to be allowed: get, list and watch of endpointslices (discovery.k8s.io) in the namespace.
+    What the gateway needs to be allowed: get, list and watch of endpointslices (discovery.k8s.io) in the namespace, and
+    with pod_deletion_cost_seconds patch of pods.
     """
 
     service: ObjectName
@@ -34,6 +35,8 @@ class KubernetesDiscovery(CamelSection, frozen=True):
     scheme: Literal["http", "https"] = "http"
     resync_seconds: Positive = 300.0  # between two full lists, however quiet the watch is
     timeout_seconds: Positive = 10.0  # of a list, and until a watch begins
+    # Engines of a Deployment: between two writes of one pod's deletion cost; None: none is written. See scaling/.
+    pod_deletion_cost_seconds: Positive | None = None
     # Longest pause between two tries while the API server is away; no other one lies between its return and the list,
     # so changes during the outage are followed within two seconds of it.
     retry_seconds_max: Positive = 1.0

@@ -1,4 +1,4 @@
-"""List and watch of one Service's EndpointSlices, through the official client package.
+"""List and watch of one Service's EndpointSlices, and annotations of pods, through the official client package.
 
 Protocol: Kubernetes API concepts, "Efficient detection of changes". The package is heavy (about 20 MB of memory, a
 third of a second of CPU time), so only the thread of a configured Kubernetes discovery imports this module. Every fault
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import urllib3
-from kubernetes.client import ApiClient, ApiException, Configuration, DiscoveryV1Api
+from kubernetes.client import ApiClient, ApiException, Configuration, CoreV1Api, DiscoveryV1Api
 from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 from kubernetes.watch import Watch
 
@@ -37,10 +37,6 @@ PAGE_ITEMS = 500
 PAGES_MAX = 1_000
 LIST_BYTES_MAX = 64 * 1024 * 1024  # of one page
 READ_BYTES = 64 * 1024
-_REMEDIES = {
-    401: "; the token is not valid (any more)",
-    403: "; allow get, list and watch of endpointslices.discovery.k8s.io in a Role",
-}
 
 
 class _Bookmark(msgspec.Struct):
@@ -134,32 +130,22 @@ class KubernetesApi:
     def _requests(self) -> Iterator[Callable[..., Any]]:
         """A function that lists with further parameters and returns the unread reply. Maps the package's errors."""
         config = self._config
-        try:
-            namespace = config.namespace or _line_of(config.namespace_file, "namespace")
-            with ApiClient(_configuration(config)) as client:
-                api = DiscoveryV1Api(client)
+        with _client(config, "get, list and watch of endpointslices.discovery.k8s.io") as (client, namespace):
+            api = DiscoveryV1Api(client)
 
-                def request(**parameters: Any) -> Any:
-                    with self._lock:
-                        if self._stopped:
-                            raise SourceFailed("stopped", "discovery ends")
-                    return api.list_namespaced_endpoint_slice(
-                        namespace,
-                        label_selector=f"{SERVICE_LABEL}={config.service}",
-                        _preload_content=False,
-                        _request_timeout=(config.timeout_seconds, config.timeout_seconds),
-                        **parameters,
-                    )
+            def request(**parameters: Any) -> Any:
+                with self._lock:
+                    if self._stopped:
+                        raise SourceFailed("stopped", "discovery ends")
+                return api.list_namespaced_endpoint_slice(
+                    namespace,
+                    label_selector=f"{SERVICE_LABEL}={config.service}",
+                    _preload_content=False,
+                    _request_timeout=(config.timeout_seconds, config.timeout_seconds),
+                    **parameters,
+                )
 
-                yield request
-        except ApiException as error:
-            raise _refused(error) from error
-        except urllib3.exceptions.NewConnectionError as error:  # a TimeoutError by inheritance alone
-            raise _unreachable(str(error)) from error
-        except urllib3.exceptions.TimeoutError as error:
-            raise SourceFailed("timeout", f"no answer within {config.timeout_seconds:g} s") from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _unreachable(str(error) or error.__class__.__name__) from error
+            yield request
 
     def _register(self, reply: Any, read_seconds: float) -> None:
         """Make the watch's socket known to stop(). Up to here a read had timeout_seconds; a watch may be quiet."""
@@ -171,6 +157,42 @@ class KubernetesApi:
                 opened.settimeout(read_seconds)
                 if self._stopped:
                     _shut_down(opened)
+
+
+def annotate_pod(config: KubernetesDiscovery, pod: str, annotations: Mapping[str, str]) -> bool:
+    """Write annotations of a pod; blocks. False: there is no such pod. Raises SourceFailed."""
+    with _client(config, "patch of pods") as (client, namespace):
+        try:
+            reply: Any = CoreV1Api(client).patch_namespaced_pod(
+                pod,
+                namespace,
+                {"metadata": {"annotations": dict(annotations)}},
+                _preload_content=False,
+                _request_timeout=(config.timeout_seconds, config.timeout_seconds),
+            )
+        except ApiException as error:
+            if error.status == 404:
+                return False
+            raise
+        reply.close()
+    return True
+
+
+@contextmanager
+def _client(config: KubernetesDiscovery, permissions: str) -> Iterator[tuple[ApiClient, str]]:
+    """A client, and the namespace of the engines. permissions: what a Role has to allow. Maps the package's errors."""
+    try:
+        namespace = config.namespace or _line_of(config.namespace_file, "namespace")
+        with ApiClient(_configuration(config)) as client:
+            yield client, namespace
+    except ApiException as error:
+        raise _refused(error, permissions) from error
+    except urllib3.exceptions.NewConnectionError as error:  # a TimeoutError by inheritance alone
+        raise _unreachable(str(error)) from error
+    except urllib3.exceptions.TimeoutError as error:
+        raise SourceFailed("timeout", f"no answer within {config.timeout_seconds:g} s") from error
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise _unreachable(str(error) or error.__class__.__name__) from error
 
 
 def in_cluster_server(environment: Mapping[str, str]) -> str:
@@ -227,7 +249,7 @@ def _watch_event(event: Any) -> WatchEvent:
     raise SourceFailed("invalid", f"a watch event of unknown type {str(kind)[:40]!r}")
 
 
-def _refused(error: ApiException) -> SourceFailed:
+def _refused(error: ApiException, permissions: str) -> SourceFailed:
     status = error.status or 0
     if status == 410:
         return SourceFailed("expired", "the resource version is too old; everything is listed again")
@@ -238,9 +260,10 @@ def _refused(error: ApiException) -> SourceFailed:
     except (msgspec.DecodeError, UnicodeDecodeError):
         message = ""
     detail = f": {message[:300]}" if message else ""
+    remedies = {401: "; the token is not valid (any more)", 403: f"; allow {permissions} in a Role"}
     return SourceFailed(
         {401: "unauthorized", 403: "forbidden"}.get(status, "refused"),
-        f"the API server answers {status}{detail}{_REMEDIES.get(status, '')}",
+        f"the API server answers {status}{detail}{remedies.get(status, '')}",
     )
 
 

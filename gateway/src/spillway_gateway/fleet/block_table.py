@@ -51,11 +51,11 @@ class BlockTable:
         self._next_compacted = 0  # shard
         self._until_compacted = COMPACT_EVICTIONS_MIN  # evictions
 
-    def sweep(self) -> Iterator[tuple[Shard, int, Entry | None]]:
-        """Every entry that was there at the start and still is. After SWEEP_STEP entries the entry is None: the caller
-        yields to the event loop, and the table may change."""
+    def sweep(self, stride: int = 1) -> Iterator[tuple[Shard, int, Entry | None]]:
+        """Every entry that was there at the start and still is, of each `stride`-th shard. After SWEEP_STEP entries the
+        entry is None: the caller yields to the event loop, and the table may change."""
         position = 0
-        for at in range(len(self.shards)):
+        for at in range(0, len(self.shards), stride):
             for key in list(self.shards[at]):
                 position += 1
                 if position % SWEEP_STEP == 0:

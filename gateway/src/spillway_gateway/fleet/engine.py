@@ -110,7 +110,10 @@ class Engine:
         self.breaker = Breaker(breaker or BreakerConfig())
         self._clock = clock
         self._slow_start_seconds = routing.slow_start_seconds
-        self._warm_at = float("-inf")  # when the slow start is over
+        self._warm_start_seconds = routing.warm_start_seconds
+        self._warm_start_until = float("-inf")  # of the warm start, which comes before the slow start's ramp
+        self._warm_start_is_due = False
+        self._warm_at = float("-inf")  # when both are over
         self._default_rates = self._rates = EngineRates(
             prefill_tokens_per_second=routing.prefill_tokens_per_second,
             cpu_load_tokens_per_second=routing.cpu_load_tokens_per_second,
@@ -181,6 +184,7 @@ class Engine:
         # A first answer does not show for how long the engine has been ready, unless it is known to be new.
         if state is EngineState.READY and (self.state is not EngineState.UNKNOWN or self._newcomer):
             self._warm_at = self._clock() + self._slow_start_seconds
+            self._warm_start_is_due = self._warm_start_seconds > 0
         self.state = state
         self._notify()
 
@@ -271,13 +275,34 @@ class Engine:
         """Whether it is in its slow start. now: monotonic seconds."""
         return now < self._warm_at
 
+    def take_warm_start(self) -> bool:
+        """Whether a warm start is due; True once for each."""
+        due, self._warm_start_is_due = self._warm_start_is_due, False
+        return due
+
+    def begin_warm_start(self) -> None:
+        """The slow start waits until the warm start has ended."""
+        self._warm_start_until = self._clock() + self._warm_start_seconds
+        self._warm_at = self._warm_start_until + self._slow_start_seconds
+
+    def in_warm_start(self, now: float) -> bool:
+        """Whether there is time left for it. now: monotonic seconds."""
+        return now < self._warm_start_until
+
+    def end_warm_start(self) -> None:
+        """There is nothing to wait for: the slow start goes on."""
+        self._warm_start_until = min(self._warm_start_until, self._clock())
+        self._warm_at = min(self._warm_at, self._warm_start_until + self._slow_start_seconds)
+
     def current_rates(self, now: float) -> EngineRates:
         """Slow start: an engine that has just become ready compiles and fills its caches. Until it is warm its prefill
-        counts as slower than measured, so its share of requests grows gradually."""
+        counts as slower than measured, so its share of requests grows gradually, from the end of its warm start on."""
         rates = self.rates
         if not self.is_warming(now):
             return rates
-        warm = max(SLOW_START_SHARE, 1.0 - (self._warm_at - now) / self._slow_start_seconds)
+        warm = SLOW_START_SHARE
+        if now >= self._warm_start_until:
+            warm = max(warm, 1.0 - (self._warm_at - now) / self._slow_start_seconds)
         return structs.replace(rates, prefill_tokens_per_second=warm * rates.prefill_tokens_per_second)
 
     def view(self, held: HeldPrefix, now: float, *, ejected: bool, store: StoreView = NO_STORE) -> EngineView:

@@ -331,7 +331,7 @@ class ModelFleet:
             routed.expect(now + seconds)
         lease = Lease(engine, decision, now, routed, self.cold.left, first_block=prompt.spread_key)
         if session is not None:
-            self.sessions.served(session, engine.name)
+            self.sessions.served(session, engine.name, now)
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
             engine.expect_adapter(adapter)
         store_rate = self._routing.shared_store_tokens_per_second

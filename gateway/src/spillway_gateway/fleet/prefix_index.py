@@ -10,8 +10,9 @@ blocks of an engine are iterators of short steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from spillway_gateway.fleet.block_census import blocks_held_alone
 from spillway_gateway.fleet.block_holders import EXPECTED_SHARE, STEP_BLOCKS, BlockHolders
 from spillway_gateway.fleet.block_sizes import BlockSizes
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK
@@ -374,18 +375,37 @@ class PrefixIndex:
                 return
             self._held.use(engine, keys[start : start + STEP_BLOCKS], until, self._clock())
 
+    def _store_readers(self) -> StoreReaders:
+        if self._readers is None:
+            self._readers = self._stores.readers(lambda name: 1 << (self._engines[name].slot * BITS_PER_ENGINE))
+        return self._readers
+
+    def held_alone(self, pods: Mapping[str, str]) -> Iterator[dict[str, int] | None]:
+        """The blocks that only one pod holds or can load; see block_census.py. pods: by engine."""
+        slots = {engine.slot: pods[name] for name, engine in self._engines.items() if name in pods}
+        return blocks_held_alone(self._held.table, slots, self._store_readers())
+
+    def in_a_store(self, keys: Sequence[int]) -> int:
+        """How many of a prompt's blocks, from its first one on, lie in stores that any engine loads from."""
+        stores = 0
+        for bit, _ in self._store_readers():
+            stores |= bit
+        for position, key in enumerate(keys):
+            entry = self._shards[key & self._shard_mask].get(key)
+            if entry is None or not entry.mask & stores:
+                return position
+        return len(keys)
+
     def match(self, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
         """How much of a prompt each engine holds; engines that hold nothing are absent. Does not count as use of the
         blocks: accepted() on the chosen engine does."""
         devices = self._sizes.devices(tokens_per_block)
-        if self._readers is None:
-            self._readers = self._stores.readers(lambda name: 1 << (self._engines[name].slot * BITS_PER_ENGINE))
         device_blocks, shared_blocks, total_blocks = match_blocks(
             self._shards,
             self._shard_mask,
             keys,
             devices,
-            stores=self._readers,
+            stores=self._store_readers(),
             expected=self._expected.by_key,
             hidden=self._hidden_mask,
             now=self._clock(),

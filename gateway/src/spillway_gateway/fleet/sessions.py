@@ -6,7 +6,7 @@ tenant that share a hash share an engine, which costs time at most.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 import xxhash
@@ -33,7 +33,8 @@ class Sessions:
     def __init__(self, tenant_entries_max: int, entries_max: int) -> None:
         self._tenant_entries_max = min(tenant_entries_max, entries_max)
         self._entries_max = entries_max
-        self._tenants: OrderedDict[str, OrderedDict[int, str]] = OrderedDict()
+        # By tenant: a session's engine, and when it was served last in monotonic seconds.
+        self._tenants: OrderedDict[str, OrderedDict[int, tuple[str, float]]] = OrderedDict()
         self._entries = 0
 
     def __len__(self) -> int:
@@ -42,14 +43,15 @@ class Sessions:
     def engine_of(self, key: SessionKey) -> str | None:
         """The engine that served it last; None if it is not known."""
         own = self._tenants.get(key.tenant)
-        return None if own is None else own.get(key.digest)
+        last = own.get(key.digest) if own is not None else None
+        return None if last is None else last[0]
 
-    def served(self, key: SessionKey, engine: str) -> None:
-        """The session's request goes to this engine."""
+    def served(self, key: SessionKey, engine: str, now: float) -> None:
+        """The session's request goes to this engine. now: monotonic seconds."""
         own = self._tenants.setdefault(key.tenant, OrderedDict())
         self._tenants.move_to_end(key.tenant)
         self._entries += key.digest not in own
-        own[key.digest] = engine
+        own[key.digest] = engine, now
         own.move_to_end(key.digest)
         if len(own) > self._tenant_entries_max:
             own.popitem(last=False)
@@ -60,3 +62,17 @@ class Sessions:
             self._entries -= 1
             if not oldest:
                 del self._tenants[idlest]
+
+    def alive(self, since: float) -> Counter[str]:
+        """Sessions that were served since then, by the engine that served them last. since: monotonic seconds."""
+        found: Counter[str] = Counter()
+        for own in reversed(self._tenants.values()):
+            newest = True
+            for engine, at in reversed(own.values()):
+                if at < since:
+                    break
+                found[engine] += 1
+                newest = False
+            if newest:  # this tenant was served before then, and so were those before it
+                break
+        return found

@@ -10,6 +10,7 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster.model_engines import ModelEngines
 from spillway_gateway.roster.served import ServedModel
+from spillway_gateway.routing.hot_prefixes import HotPrefixes
 from spillway_gateway.tokens.fair_threads import FairThreads, run_on_new_thread
 from spillway_gateway.tokens.prompt import PromptReader, load_tokenizer
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
@@ -66,6 +67,7 @@ class Roster:
             config.limits,
             tokens_max=lambda: fleet.prompt_tokens_max,
             keeps_tokens=lambda: self._config.admission.promotion_hints and engines.is_full(fleet.name),
+            counts_prefixes=lambda: self._config.routing.warm_start_seconds > 0,
             tables=self._tables,
         )
         served = ServedModel(fleet, reader)
@@ -94,6 +96,10 @@ class Roster:
         for model in config.models:
             for name in model.names:
                 self.models[name] = by_name[model.name]
+
+    def hot_prefixes(self, fleet: ModelFleet) -> HotPrefixes:
+        """The beginnings that this process's prompts for a model share."""
+        return self.models[fleet.name].reader.hot
 
     def _served(self) -> list[ServedModel]:
         return list({id(served): served for served in self.models.values()}.values())

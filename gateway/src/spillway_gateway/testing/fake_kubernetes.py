@@ -1,4 +1,5 @@
-"""The part of a Kubernetes API server that discovery speaks to: EndpointSlices of one namespace, listed and watched.
+"""The part of a Kubernetes API server that the gateway speaks to: EndpointSlices of one namespace, listed and watched,
+and annotations of its pods.
 
 Real HTTP, optionally TLS, with versions, a bounded history, bookmarks, pages and bearer tokens; faults by name.
 """
@@ -17,6 +18,7 @@ from aiohttp import web
 from spillway_gateway.discovery.endpoint_slices import SERVICE_LABEL
 
 _PATH = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+_POD_PATH = "/api/v1/namespaces/{namespace}/pods/{pod}"
 Slice = dict[str, Any]
 
 
@@ -79,6 +81,9 @@ class FakeKubernetes:
         self.refused = 0  # requests with a wrong token
         self.expired = 0  # watches answered with 410
         self.watches: set[_Watch] = set()
+        self.annotations: dict[str, dict[str, str]] = {}  # by pod; others do not exist
+        self.may_patch = True
+        self.patches = 0
         self._slices: dict[str, Slice] = {}
         self._version = 100
         self._dropped = 100  # events up to this version cannot be watched any more
@@ -93,6 +98,7 @@ class FakeKubernetes:
     async def start(self, context: ssl.SSLContext | None = None) -> None:
         app = web.Application()
         app.router.add_get(_PATH, self._serve)
+        app.router.add_patch(_POD_PATH, self._serve)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=context)
@@ -179,6 +185,8 @@ class FakeKubernetes:
             return web.json_response(_failure(401, "Unauthorized", "Unauthorized"), status=401)
         if request.match_info["namespace"] != self.namespace:
             return web.json_response(_failure(403, "Forbidden", "endpointslices is forbidden"), status=403)
+        if request.method == "PATCH":
+            return await self._patch(request)
         service = request.query["labelSelector"].removeprefix(SERVICE_LABEL + "=")
         if request.query.get("watch", "0").lower() not in ("0", "false"):  # as an API server reads a boolean
             return await self._watch(request, service)
@@ -189,6 +197,18 @@ class FakeKubernetes:
         metadata = {"resourceVersion": str(self._version), **({"continue": str(end)} if end < len(names) else {})}
         items = [self._slices[name] for name in names[start:end]]
         return web.json_response({"kind": "EndpointSliceList", "metadata": metadata, "items": items})
+
+    async def _patch(self, request: web.Request) -> web.StreamResponse:
+        pod = request.match_info["pod"]
+        if not self.may_patch:
+            return web.json_response(_failure(403, "Forbidden", f'pods "{pod}" is forbidden'), status=403)
+        if pod not in self.annotations:
+            return web.json_response(_failure(404, "NotFound", f'pods "{pod}" not found'), status=404)
+        if request.content_type not in ("application/merge-patch+json", "application/strategic-merge-patch+json"):
+            return web.json_response(_failure(415, "UnsupportedMediaType", request.content_type), status=415)
+        self.patches += 1
+        self.annotations[pod].update((await request.json())["metadata"]["annotations"])
+        return web.json_response({"kind": "Pod", "metadata": {"name": pod, "annotations": self.annotations[pod]}})
 
     async def _watch(self, request: web.Request, service: str) -> web.StreamResponse:
         version = int(request.query["resourceVersion"])

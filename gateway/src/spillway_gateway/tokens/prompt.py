@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from spillway_gateway.config.settings import LimitsConfig
+from spillway_gateway.routing.hot_prefixes import HotPrefixes
 from spillway_gateway.routing.prefix import (
     TOKEN_BYTES,
     KeyChains,
@@ -83,7 +84,8 @@ class PromptReader:
 
     tokenizer: owned, and replaced when the configuration changes or an engine disagrees with it. threads: shared,
     closed by the application. tokens_max: the longest prompt that the model's engines take, if that is known.
-    keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens. tables: of
+    keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens.
+    counts_prefixes: whether new engines are sent the beginnings that prompts share, which are in `hot`. tables: of
     the event loop, shared by all models; without it fastokens' own bounds hold.
     """
 
@@ -97,6 +99,7 @@ class PromptReader:
         *,
         tokens_max: Callable[[], int | None] = lambda: None,
         keeps_tokens: Callable[[], bool] = lambda: False,
+        counts_prefixes: Callable[[], bool] = lambda: False,
         tables: WordTables | None = None,
     ) -> None:
         self._model = model
@@ -106,6 +109,8 @@ class PromptReader:
         self._threads = threads
         self._tokens_max = tokens_max
         self._keeps_tokens = keeps_tokens
+        self._counts_prefixes = counts_prefixes
+        self.hot = HotPrefixes()
         self._tables = tables
         self.limits = limits
 
@@ -120,19 +125,20 @@ class PromptReader:
             blocks = self._of_text(namespace, prompt.text)
             return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens, text_tokens=0)
         if isinstance(prompt, CompletionPrompt) and not isinstance(prompt.prompt, str):
-            return self._of_tokens(namespace, token_bytes(prompt.prompt), prompt.cache_salt)
+            return self._of_tokens(namespace, token_bytes(prompt.prompt), prompt.cache_salt, adapter)
         tokenizer = self.tokenizer
         if tokenizer is not None and (
             isinstance(prompt, CompletionPrompt) or (tokenizer.template is not None and prompt.exact)
         ):
             try:
                 small = short and _is_small(prompt)
-                if small and (inline := self._read_inline(tokenizer, prompt, namespace, tenant)) is not None:
+                if small and (inline := self._read_inline(tokenizer, prompt, namespace, tenant, adapter)) is not None:
                     return inline
                 async with asyncio.timeout(WAIT_SECONDS_MAX):
                     encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt, tenant))
                 return msgspec.structs.replace(
-                    self._of_tokens(namespace, encoded.ids, prompt.cache_salt), prompt_tokens=max(1, encoded.tokens)
+                    self._of_tokens(namespace, encoded.ids, prompt.cache_salt, adapter),
+                    prompt_tokens=max(1, encoded.tokens),
                 )
             except (CannotRender, UnicodeEncodeError, OverflowError):
                 pass
@@ -144,7 +150,12 @@ class PromptReader:
         return msgspec.structs.replace(blocks, prompt_tokens=max(1, _estimate(prompt)), text_tokens=text_tokens)
 
     def _read_inline(
-        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, namespace: int, tenant: str
+        self,
+        tokenizer: PromptTokenizer,
+        prompt: ChatPrompt | CompletionPrompt,
+        namespace: int,
+        tenant: str,
+        adapter: str | None,
     ) -> PromptBlocks | None:
         """Without a thread; None if that would block the event loop for too long. Raises CannotRender."""
         text = render(tokenizer, prompt)
@@ -155,7 +166,7 @@ class PromptReader:
             owner=tenant,
             tables=self._tables,
         )
-        return None if ids is None else self._of_tokens(namespace, ids, prompt.cache_salt)
+        return None if ids is None else self._of_tokens(namespace, ids, prompt.cache_salt, adapter)
 
     def _in_steps(
         self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, tenant: str
@@ -177,7 +188,9 @@ class PromptReader:
 
         return steps()
 
-    def _of_tokens(self, namespace: int, data: bytes, cache_salt: str | None) -> PromptBlocks:
+    def _of_tokens(
+        self, namespace: int, data: bytes, cache_salt: str | None, adapter: str | None = None
+    ) -> PromptBlocks:
         """data: token ids as token_bytes() gives them. Those beyond what any engine takes are not hashed: the prompt
         will be refused."""
         prompt_tokens = max(1, len(data) // TOKEN_BYTES)
@@ -189,6 +202,8 @@ class PromptReader:
         keys = chains.keys(namespace, data, block_tokens * TOKEN_BYTES)
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
         other_keys = {size: chains.keys(namespace, data, size * TOKEN_BYTES) for size in others}
+        if adapter is None and self._counts_prefixes():  # engines take no hints about adapters' blocks
+            self.hot.requested(keys, data, block_tokens * TOKEN_BYTES, cache_salt, monotonic())
         tokens = PromptTokens(bytes(data), cache_salt) if self._keeps_tokens() else None
         return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key, other_keys, tokens)
 

@@ -1,4 +1,4 @@
-"""Tells an engine which prefix is coming, while its request waits here for room.
+"""Tells an engine which prefix is coming, while its request waits here for room or the engine is new.
 
 An engine that holds a request in its own queue loads the prefix from the shared tier meanwhile. A request that waits in
 front of full engines is in no engine's queue, so the engine that would get it now is sent its first tokens: those that
@@ -39,7 +39,7 @@ class PromotionHints:
         self.session: aiohttp.ClientSession | None = None
         self.engine_key: str | None = None
         self._metrics = metrics
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[str]] = set()
 
     def expect(self, fleet: ModelFleet, request: OutboundRequest) -> str | None:
         """Hint at a request's prefix; the name of the engine that is sent it, None: none is."""
@@ -59,13 +59,16 @@ class PromotionHints:
         if len(self._under_way) >= HINTS_MAX:
             self._metrics.promotion_hint(engine.model, "dropped").inc()
             return False
-        body = hint_body(tokens, first)
-        task = asyncio.create_task(self._send(self.session, engine, engine.model, body))
+        task = asyncio.create_task(self.send(engine, tokens, first))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return True
 
-    async def _send(self, session: aiohttp.ClientSession, engine: Engine, model: str, body: bytes) -> None:
+    async def send(self, engine: Engine, tokens: PromptTokens, first: int) -> str:
+        """Send an engine the first so many tokens of a prompt; the outcome, as counted."""
+        session, model, body = self.session, engine.model, hint_body(tokens, first)
+        if session is None:
+            return "dropped"
         headers = {"content-type": "application/json"}
         if self.engine_key is not None:
             headers["authorization"] = f"Bearer {self.engine_key}"
@@ -81,6 +84,7 @@ class PromotionHints:
             logger.debug("engine %s: a promotion hint failed: %s", engine.name, error)
             outcome = "failed"
         self._metrics.promotion_hint(model, outcome).inc()
+        return outcome
 
     async def close(self) -> None:
         """Cancel what is under way."""

@@ -302,6 +302,7 @@ class Engine(PodSettings, frozen=True):
     kv_events: KvEvents = KvEvents()
     api_key_secret: SecretReference = SecretReference(key="api-key")
     image: EngineImage = EngineImage()
+    controller: Literal["StatefulSet", "Deployment"] = "StatefulSet"
     autoscaling: EngineAutoscaling = EngineAutoscaling()
     pod_disruption_budget: PodDisruptionBudget = PodDisruptionBudget()
     update_strategy: UpdateStrategy = UpdateStrategy()

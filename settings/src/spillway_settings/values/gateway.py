@@ -134,6 +134,7 @@ class Routing(Section, frozen=True):
     bounded_load_factor: Annotated[float, Meta(ge=1)] = 1.25
     adapter_load_seconds: SecondsOrNone = 2
     slow_start_seconds: SecondsOrNone = 10
+    warm_start_seconds: SecondsOrNone = 5
     default_block_tokens: Count = 128
     speculative_seconds: Seconds = 60
     approximate_seconds: Seconds = 900
@@ -340,6 +341,7 @@ class HttpRoute(Section, frozen=True):
 
 class Discovery(Section, frozen=True):
     type: Literal["kubernetes", "dns", "static"] = "kubernetes"
+    pod_deletion_cost_seconds: Seconds = 30
 
 
 class Rbac(Section, frozen=True):

@@ -45,6 +45,7 @@ def engine_findings(group: Group, release: Release) -> Iterator[Finding]:
     yield from _ports(group)
     yield from _rank_ports(group)
     yield from _scaling(group, release)
+    yield from _controller(group, release)
     yield from _environment(group)
     yield from argument_findings(group)
     own = (*_OWN_VOLUMES, *(each["name"] for each in driver_mounts(group.engine)))
@@ -162,6 +163,24 @@ def _scaling(group: Group, release: Release) -> Iterator[Finding]:
             f"{path}.wakeTimeoutSeconds",
             f"{number(scaling.wake_timeout_seconds)} is about a model without a pod",
             "set autoscaling.enabled: true and minReplicas: 0, or null here",
+        )
+
+
+def _controller(group: Group, release: Release) -> Iterator[Finding]:
+    if group.engine.controller != "Deployment":
+        return
+    volume = group.engine.offload.shared_tier.nvme.volume.type
+    if group.uses_nvme and volume == "perPodClaim":
+        yield Finding(
+            f"{group.path}.controller",
+            "Deployment given, whose pods have no claims of their own as nvme.volume.type: perPodClaim makes them",
+            "set controller: StatefulSet, or volume.type: hostPath, emptyDir or sharedClaim",
+        )
+    if release.values.gateway.discovery.type == "static":
+        yield Finding(
+            f"{group.path}.controller",
+            "Deployment given, whose pods have no names that gateway.discovery.type: static could list",
+            "set gateway.discovery.type: kubernetes, or controller: StatefulSet",
         )
 
 
