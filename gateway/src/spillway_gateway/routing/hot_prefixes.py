@@ -54,7 +54,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class HotPrefixes:
-    """Of one model. now: monotonic seconds."""
+    """The hot prefixes of one model. now: monotonic seconds."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently requested first
@@ -62,7 +62,7 @@ class HotPrefixes:
 
     @property
     def token_bytes(self) -> int:
-        """Of the tokens that are kept."""
+        """The size of all tokens that are kept."""
         return self._bytes
 
     def __len__(self) -> int:
