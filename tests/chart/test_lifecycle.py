@@ -83,7 +83,10 @@ def test_rolling_updates_need_no_spare_device_and_leave_no_gap():
         "maxUnavailable": 0,
         "maxSurge": 1,
     }
-    assert rendered.one("StatefulSet", "engine")["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+    assert rendered.one("StatefulSet", "engine")["spec"]["updateStrategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"partition": 0},  # all pods
+    }
 
 
 TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedName": "b"}}}}
