@@ -54,7 +54,9 @@ def usage_of(path: str, counts: dict[str, Any]) -> dict[str, Any]:
 
 
 def scripted(path: str, usage: Any) -> Scripted:
-    holder = {"response": {"usage": usage}} if path == "/v1/responses" else {"choices": [{"text": "x"}], "usage": usage}
+    holder: dict[str, Any] = {"choices": [{"text": "x"}], "usage": usage}
+    if path == "/v1/responses":  # whole, as the gateway looks for a moment whether an engine that breaks off has died
+        holder = {"type": "response.completed", "response": {"status": "completed", "usage": usage}}
     return Scripted(document={"choices": [{"text": "x"}], "usage": usage}, events=[{"choices": []}, holder])
 
 
