@@ -35,8 +35,9 @@ def test_identical_with_and_without_tiers(
     rounded = sum(known.rounding_differs for known in references.values())
     record_property("prompts whose cold and cached answers differ by rounding", rounded)
     total = len(references)
-    assert hits["cpu"] >= 0.95 * total, hits
-    assert hits["shared"] >= 0.95 * total, hits
+    missed = max(1, total // 20)
+    assert hits["cpu"] >= total - missed, hits
+    assert hits["shared"] >= total - missed, hits
 
 
 def _hit(engine: EngineClient, known: KnownAnswers, source: str) -> bool:

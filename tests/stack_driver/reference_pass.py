@@ -10,11 +10,11 @@ from .prompts import Prompt
 from .running_stack import BLOCKS_MOST
 
 PROMPTS_ENV = "SPILLWAY_IDENTITY_PROMPTS"  # 200 for the full proof, which takes a quarter of an hour longer
-FAST_PROMPTS, SLOW_PROMPTS = 40, 20
+FAST_PROMPTS, SLOW_PROMPTS = 40, 10
 
 
 def identity_prompts(usual_blocks: int) -> int:
-    """Number of prompts: as asked, or as many as this machine computes in two minutes."""
+    """Number of prompts: as asked, or as many as this machine computes in about a minute."""
     asked = os.environ.get(PROMPTS_ENV, "").strip()
     if asked:
         return int(asked)
