@@ -10,13 +10,17 @@ Value = TypeVar("Value")
 POLL_SECONDS = 0.05
 
 
-def eventually(what: str, probe: Callable[[], Value | None], timeout_seconds: float = 120.0) -> Value:
-    """The first truthy answer of `probe`. Raises AssertionError with `what` and the last answer at the deadline."""
+def eventually(
+    what: str | Callable[[], str], probe: Callable[[], Value | None], timeout_seconds: float = 120.0
+) -> Value:
+    """The first truthy answer of `probe`. Raises AssertionError with `what` (asked at that time, if it is a function)
+    and the last answer at the deadline."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         answer = probe()
         if answer:
             return answer
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout_seconds:g} s; the last answer was {answer!r}")
+            waited_for = what if isinstance(what, str) else what()
+            raise AssertionError(f"{waited_for}: not within {timeout_seconds:g} s; the last answer was {answer!r}")
         time.sleep(POLL_SECONDS)

@@ -39,6 +39,7 @@ class Process:
 
     port: int
     process: subprocess.Popen[bytes]
+    log: Path
     client: redis.Redis = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,20 +49,53 @@ class Process:
     def start(
         cls, folder: Path, *arguments: str, port: int | None = None, ready: bool = True, **config: str
     ) -> Process:
-        """Start a server with ``folder`` for its data; ``ready``: wait until it answers."""
-        port = free_port() if port is None else port
+        """Start a server with ``folder`` for its data; ``ready``: wait until it answers.
+
+        A server that ends at once is started again on other ports, unless ``port`` names one: another process may have
+        taken a free port before the server could bind it.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        lines = {"port": port, "bind": "127.0.0.1", "dir": folder, **config}
-        if not arguments:
-            lines = {"save": '""', "repl-diskless-sync-delay": 0, **lines}
-        path = folder / "server.conf"
-        path.write_text("".join(f"{name.replace('_', '-')} {value}\n" for name, value in lines.items()))
-        with (folder / "server.log").open("ab") as log:
-            process = subprocess.Popen([get_binary_path(), path, *arguments], stdout=log, stderr=log, cwd=folder)
-        server = cls(port, process)
+        for last in (False, False, True):
+            chosen: dict[str, object] = {"port": port or free_port(), "bind": "127.0.0.1", "dir": folder}
+            if config.get("cluster_enabled"):
+                chosen["cluster-port"] = free_port()
+            if not arguments:
+                chosen |= {"save": '""', "repl-diskless-sync-delay": 0}
+            path = folder / "server.conf"
+            path.write_text("".join(f"{name.replace('_', '-')} {value}\n" for name, value in (chosen | config).items()))
+            with (folder / "server.log").open("ab") as log:
+                process = subprocess.Popen([get_binary_path(), path, *arguments], stdout=log, stderr=log, cwd=folder)
+            server = cls(int(str(chosen["port"])), process, folder / "server.log")
+            if not ready or server.answers_or_ends() or port is not None or last:
+                break
         if ready:
             server.until(server.client.ping)
         return server
+
+    def answers_or_ends(self) -> bool:
+        """Wait until the server answers (True) or has ended (False)."""
+        asking = redis.Redis(port=self.port, retry=None, socket_timeout=5)
+
+        def state() -> str | None:
+            if self.process.poll() is not None:
+                return "ended"
+            try:
+                return "answers" if asking.ping() else None
+            except redis.ResponseError:  # e.g. LOADING, or a password is required
+                return "answers"
+            except (redis.RedisError, OSError):
+                return None
+
+        with asking:
+            return (
+                eventually(lambda: f"the server on port {self.port} answers or ends; {self.said}", state) == "answers"
+            )
+
+    @property
+    def said(self) -> str:
+        """The end of the server's log and its exit status, for messages."""
+        lines = self.log.read_text(errors="replace").splitlines()[-8:]
+        return f"exit status {self.process.poll()}, log: " + " | ".join(lines)
 
     def until(self, condition: Callable[[], object]) -> None:
         """Ask again until it holds. An error is an answer that does not hold: the server may still be starting."""
@@ -72,7 +106,7 @@ class Process:
             except (redis.RedisError, OSError):
                 return None
 
-        eventually(f"the server on port {self.port} is as expected (ended: {self.process.poll()})", holds)
+        eventually(lambda: f"the server on port {self.port} is as expected; {self.said}", holds)
 
     def kill(self) -> None:
         self.process.kill()
@@ -98,7 +132,6 @@ class Cluster:
         return Process.start(
             folder,
             cluster_enabled="yes",
-            cluster_port=str(free_port()),
             cluster_node_timeout=str(PATIENT_MS),
             cluster_config_file="nodes.conf",
             loglevel="warning",
