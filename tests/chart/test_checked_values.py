@@ -89,10 +89,23 @@ def test_unusual_values_are_right() -> None:
 @pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.name)
 def test_memory_of_a_pod_is_what_the_chart_computes(file: Path) -> None:
     """The one rule that a render needs too: it sizes the pods."""
-    tree = laid_out(yaml.safe_load(file.read_text()))
+    assert_same_memory(yaml.safe_load(file.read_text()))
+
+
+def test_quantised_weights_are_known_by_the_same_names() -> None:
+    paths = ["Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen3-8B-FP8", "a/meta-llama-3.1-8b-instruct-quantized.w8a8"]
+    engines = {
+        f"m{key}": {"model": {"path": path, "servedName": f"m{key}"}, "accelerator": {"preset": "cpu"}}
+        for key, path in enumerate(paths)
+    }
+    assert_same_memory({"engines": engines, "gateway": {"resources": {"limits": {"memory": "4GiB"}}}})
+
+
+def assert_same_memory(values: dict[str, Any]) -> None:
+    tree = laid_out(values)
     rendered = {
         item["metadata"]["name"]: json.loads(item["data"]["memory.json"])
-        for item in render(file).of_kind("ConfigMap", "engine")
+        for item in render(values=values).of_kind("ConfigMap", "engine")
     }
 
     for key, engine in engine_groups(tree).items():

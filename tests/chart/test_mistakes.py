@@ -19,11 +19,9 @@ from chart.judging import refused_by_schema
 from chart.rendering import CHART, RenderRefused, laid_over, render
 
 from spillway_ctl.check.chart_facts import facts
-from spillway_engine import credentials
 from spillway_engine.errors import BudgetError, SettingsError
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.platform_facts import BLOCK_TOKENS_MULTIPLE
 from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import engine_settings
 
@@ -107,15 +105,6 @@ def test_the_engine_service_takes_what_is_no_mistake() -> None:
     machine = Machine("npu", frozenset(), (0,), 1 << 40, "cgroup limit", 1 << 40, 1 << 40)
 
     resolve_engine(engine_settings(SERVICE), shape, machine).require_fit()
-
-
-def test_chart_and_engine_service_go_by_the_same_facts() -> None:
-    looks = yaml.safe_load((CHART / "files" / "credentials.yaml").read_text())
-    presets = yaml.safe_load((CHART / "files" / "accelerators.yaml").read_text())
-
-    assert looks["name"] == credentials.NAME.pattern
-    assert looks["value"] == credentials.VALUE.pattern.replace('\\"', '"')
-    assert {each["platform"]: each["blockTokensMultiple"] for each in presets.values()} == BLOCK_TOKENS_MULTIPLE
 
 
 def test_defaults_of_unread_settings_are_those_of_the_values() -> None:

@@ -42,6 +42,7 @@ ARGUMENTS = (
     ["--mm-processor-cache-gb=-1"],
 )
 TEMPLATE = """\
+{{- $_ := set $ "spillwayNames" ($.Files.Get "files/shared-names.json" | fromJson) }}
 kind: Computed
 sizes:{{ range .Values.sizes }}
 - {{ include "spillway.bytes" . | quote }}{{ end }}
@@ -187,7 +188,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (chart / "files").mkdir()
     (chart / "Chart.yaml").write_text("{apiVersion: v2, name: arithmetic, version: 0.1.0}")
     rooms = ("_values", "_sizes", "_memory", "_tier", "_rules")
-    for file in (*(f"templates/{room}.tpl" for room in rooms), "files/model-shapes.yaml"):
+    for file in (*(f"templates/{room}.tpl" for room in rooms), "files/model-shapes.yaml", "files/shared-names.json"):
         (chart / file).write_text((CHART / file).read_text())
     (chart / "templates" / "computed.yaml").write_text(TEMPLATE)
     cases = [{"engine": case.engine, "platform": case.platform} for case in memory_cases()]

@@ -45,7 +45,7 @@ start-engine.sh: |
 
 {{/* (root, item) -> environment of the engine container. */}}
 {{- define "spillway.engineEnvironment" -}}
-{{- $engine := .item.engine -}}
+{{- $engine := .item.engine -}}{{- $names := .item.names -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: POD_IP
@@ -53,10 +53,10 @@ start-engine.sh: |
 - {name: VLLM_HOST_IP, value: $(POD_IP)}
 # Block hashes start from this seed: one value for all engines, or no engine hits what another one stored.
 - {name: PYTHONHASHSEED, value: "0"}
-- {name: HOME, value: /var/lib/spillway/home}
+- {name: HOME, value: {{ $names.folders.home }}}
 # PyTorch looks up the user's name, and the pod's user is in no password file.
 - {name: USER, value: spillway}
-- {name: HF_HOME, value: /var/lib/spillway/hub}
+- {name: HF_HOME, value: {{ $names.folders.hub }}}
 {{- $given := keys (default dict $engine.extraEnv) }}
 {{- range $engine.extraEnvVars }}{{ $given = append $given .name }}{{ end }}
 {{- range $name, $value := .item.accelerator.env }}
@@ -64,15 +64,15 @@ start-engine.sh: |
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}{{- end }}
 {{- if eq .item.platform "npu" }}
-- {name: SPILLWAY_VISIBLE_DEVICES, value: {{ .item.accelerator.visibleDevices }}}
+- {name: {{ $names.variables.visibleDevices }}, value: {{ .item.accelerator.visibleDevices }}}
 {{- if eq .item.accelerator.visibleDevices "literal" }}
 - {name: ASCEND_RT_VISIBLE_DEVICES, value: {{ $engine.accelerator.visibleDevices.value | quote }}}
 {{- end }}{{- end }}
 {{- $redis := default (dict "passwordAs" "") .item.redisSecret }}
 {{- range list (list "HF_TOKEN" $engine.model.hubTokenSecret.name $engine.model.hubTokenSecret.key)
   (list "VLLM_API_KEY" $engine.apiKeySecret.name $engine.apiKeySecret.key)
-  (list "SPILLWAY_REDIS_USERNAME" (empty $redis.usernameKey | ternary "" $redis.name) $redis.usernameKey)
-  (list "SPILLWAY_REDIS_PASSWORD" (eq $redis.passwordAs "env" | ternary $redis.name "") $redis.passwordKey) }}
+  (list $names.variables.redisUsername (empty $redis.usernameKey | ternary "" $redis.name) $redis.usernameKey)
+  (list $names.variables.redisPassword (eq $redis.passwordAs "env" | ternary $redis.name "") $redis.passwordKey) }}
 {{- $variable := dict "name" (index . 0) "secret" (index . 1) "key" (index . 2) }}
 {{- with include "spillway.secretVariable" $variable }}{{- . | nindent 0 }}{{- end }}
 {{- end }}
@@ -143,7 +143,7 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 {{- $size := dict "value" . "path" (printf "%s.model.cache.sizeLimit" $.path) -}}
 {{- $_ := set $cache "sizeLimit" (include "spillway.sizeQuantity" $size) -}}
 {{- end -}}
-{{- $found = append $found (dict "name" "hub" "path" "/var/lib/spillway/hub" "volume" $cache) -}}
+{{- $found = append $found (dict "name" "hub" "path" .names.folders.hub "volume" $cache) -}}
 {{- end -}}
 {{- with $engine.lora.volume -}}
 {{- $adapters := dict "name" "adapters" "path" .mountPath "volume" . "readOnly" true -}}
@@ -163,17 +163,17 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 
 {{/* (root, item) -> volumeMounts of the engine container. */}}
 {{- define "spillway.engineMounts" -}}
-{{- $engine := .item.engine -}}
-- {name: config, mountPath: /etc/spillway, readOnly: true}
+{{- $engine := .item.engine -}}{{- $folders := .item.names.folders -}}
+- {name: config, mountPath: {{ $folders.config }}, readOnly: true}
 # vLLM's queues and the CPU tier.
 - {name: shared-memory, mountPath: /dev/shm}
 - {name: scratch, mountPath: /tmp, subPath: tmp}
-- {name: scratch, mountPath: /var/lib/spillway/home, subPath: home}
+- {name: scratch, mountPath: {{ $folders.home }}, subPath: home}
 {{- range include "spillway.engineFolders" .item | fromYamlArray }}
 - {name: {{ .name }}, mountPath: {{ .path | quote }}{{ if .readOnly }}, readOnly: true{{ end }}}
 {{- end }}
 {{- if .item.secretFiles }}
-- {name: secrets, mountPath: {{ include "spillway.secretFolder" . }}, readOnly: true}{{ end }}
+- {name: secrets, mountPath: {{ $folders.secrets }}, readOnly: true}{{ end }}
 {{- if $engine.hugePages.amount }}
 - {name: hugepages, mountPath: {{ $engine.hugePages.mountPath | quote }}}{{ end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}

@@ -22,7 +22,7 @@ gateway.yaml: |
 {{- $listen := dict "host" .root.Values.listenAddress "port" $gateway.port -}}
 {{- with $gateway.opsPort -}}{{- $_ := set $listen "opsPort" . -}}{{- end -}}
 {{- if $gateway.tls.secret.name -}}
-{{- $folder := include "spillway.secretFolder" . -}}
+{{- $folder := .root.spillwayNames.folders.secrets -}}
 {{- $_ := set $listen "tls" (dict "certFile" (printf "%s/tls.crt" $folder) "keyFile" (printf "%s/tls.key" $folder)
   "reloadSeconds" $gateway.tls.reloadSeconds) -}}
 {{- end -}}
@@ -45,7 +45,7 @@ gateway.yaml: |
 {{- end -}}
 {{- if gt (int64 $gateway.processes) 1 -}}{{- $_ := set $out "processes" (int64 $gateway.processes) -}}{{- end -}}
 {{- include "spillway.overlay" (dict "base" $out "over" (dict "listen" $listen "models" $models
-  "auth" (include "spillway.gatewayAuth" $gateway.auth | fromYaml)
+  "auth" (include "spillway.gatewayAuth" (merge (dict "names" .root.spillwayNames) $gateway.auth) | fromYaml)
   "shutdown" (pick $gateway.lifecycle "drainDelaySeconds" "drainTimeoutSeconds"))) -}}
 {{- end -}}
 
@@ -127,33 +127,33 @@ gateway.yaml: |
 {{- $_ := set .model "engines" $engines -}}
 {{- end -}}{{- end -}}
 
-{{/* gateway.auth -> the gateway's own `auth`: paths of files in place of Secrets. */}}
+{{/* gateway.auth and names -> the gateway's own `auth`: paths of files in place of Secrets. */}}
 {{- define "spillway.gatewayAuth" -}}
 reloadSeconds: {{ .reloadSeconds }}
 unsaltedRoutes: {{ .unsaltedRoutes }}
 {{- with .kvTransferTenants }}
 kvTransferTenants: {{ toJson . }}{{ end }}
 {{- range include "spillway.authFiles" . | fromYamlArray }}
-{{ .setting }}: {{ include "spillway.secretFolder" $ }}/{{ (first .items).path }}
+{{ .setting }}: {{ $.names.folders.secrets }}/{{ (first .items).path }}
 {{- end }}
 {{- with .sharedLimits }}
 {{- if .url }}
 sharedLimits:
   {{- toYaml (omit . "existingSecret" "caSecret") | nindent 2 }}
   {{- if .caSecret.name }}
-  tlsCaFile: {{ include "spillway.secretFolder" $ }}/limits-ca.crt{{ end }}
+  tlsCaFile: {{ $.names.folders.secrets }}/limits-ca.crt{{ end }}
   {{- if .existingSecret.name }}
   {{- if .existingSecret.usernameKey }}
-  usernameEnv: SPILLWAY_LIMITS_USERNAME{{ end }}
-  passwordEnv: SPILLWAY_LIMITS_PASSWORD
+  usernameEnv: {{ $.names.variables.limitsUsername }}{{ end }}
+  passwordEnv: {{ $.names.variables.limitsPassword }}
   {{- end }}{{- end }}{{- end }}{{- end -}}
 
-{{/* gateway.auth.sharedLimits -> list of EnvVars with its login. */}}
+{{/* gateway.auth.sharedLimits and names -> list of EnvVars with its login. */}}
 {{- define "spillway.limitsLogin" -}}
 {{- $secret := .existingSecret -}}{{- $name := empty .url | ternary "" $secret.name -}}
-{{- include "spillway.secretVariable" (dict "name" "SPILLWAY_LIMITS_USERNAME"
+{{- include "spillway.secretVariable" (dict "name" .names.variables.limitsUsername
   "secret" (empty $secret.usernameKey | ternary "" $name) "key" $secret.usernameKey) }}
-{{ include "spillway.secretVariable" (dict "name" "SPILLWAY_LIMITS_PASSWORD" "secret" $name
+{{ include "spillway.secretVariable" (dict "name" .names.variables.limitsPassword "secret" $name
   "key" $secret.passwordKey) -}}
 {{- end -}}
 
@@ -230,7 +230,7 @@ nginx.ingress.kubernetes.io/proxy-send-timeout: {{ $seconds | quote }}
 
 {{/* item -> where a model's volume lies in the gateway: several models may share a mountPath. */}}
 {{- define "spillway.tokenizerRoot" -}}
-/var/lib/spillway/models/{{ .model }}
+{{ .names.folders.models }}/{{ .model }}
 {{- end -}}
 
 {{/* root -> list of {name, mountPath, volume}: models whose tokenizer the gateway reads from the model's volume. */}}

@@ -9,19 +9,16 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $given := .engine.model.shape -}}{{- $out := .out -}}
 {{- $known := .root.Files.Get "files/model-shapes.yaml" | fromYaml -}}
 {{- $file := base .engine.model.path | lower -}}{{- $plain := trimPrefix "meta-" $file -}}
-{{- $endings := list "instruct" "thinking" "chat" "base" "it" "hf" "bf16" "v0\\.[0-9]+" "[0-9]{4}" "awq" "gptq"
-  "gptqmodel" "autoround" "quantized" "bnb" "marlin" "fp8" "fp4" "nvfp4" "mxfp4" "mxfp8" "int4" "int8" "[48]bit"
-  "(quantized\\.)?w[48]a(4|8|16)" "dynamic" "block" "kv" "128g" "g128" | join "|" -}}
-{{- $name := hasKey $known $file | ternary $file (regexReplaceAll (printf "(-(%s))+$" $endings) $plain "") -}}
+{{- $forms := .root.spillwayNames.modelNames -}}
+{{- $name := hasKey $known $file | ternary $file (regexReplaceAll $forms.endings $plain "") -}}
 {{- include "spillway.overlay" (dict "base" $out "over" (dict "dtype" "bfloat16" "weightBytes" 0)) -}}
 {{- include "spillway.overlay" (dict "base" $out "over" (get $known (default $name $given.preset) | default dict)) -}}
 {{- /* Quantised weights, in eighths of those in 16 bits: embeddings stay as they are. */ -}}
-{{- $ending := trimPrefix $name $plain -}}{{- $eighths := 8 -}}
-{{- if regexMatch "-(fp8|mxfp8|int8|8bit|(quantized\\.)?w8a)" $ending -}}{{- $eighths = 5 -}}
-{{- else if regexMatch "-(awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|(quantized\\.)?w4a)" $ending -}}
-{{- $eighths = 3 -}}
+{{- $ending := trimPrefix $name $plain -}}{{- $eighths := 0 -}}
+{{- range $form, $share := $forms.eighths -}}
+{{- if regexMatch $form $ending -}}{{- $eighths = max $eighths $share -}}{{- end -}}
 {{- end -}}
-{{- if and (lt $eighths 8) (hasPrefix $name $plain) (not $given.preset) -}}
+{{- if and $eighths (hasPrefix $name $plain) (not $given.preset) -}}
 {{- $_ := set $out "quantized" true -}}
 {{- $_ = set $out "weightBytes" (div (mul (int64 $out.weightBytes) $eighths) 8) -}}
 {{- end -}}

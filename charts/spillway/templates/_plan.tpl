@@ -2,17 +2,20 @@
 What will be rendered, decided in one place before any object is: every group of engines with its defaults laid out,
 its accelerator, its memory and the YAML that its pods will read.
 
-root: sets root.spillwayPlan, which all templates of a render share and none may change: a list of dicts with key,
-path, name, headless, model, engine, accelerator, platform, memory, shape, servedName, pods, settings (the engine
-service's own configuration), secretFiles (what of which Secret becomes which file) and redisSecret.
+root: sets root.spillwayNames, the content of files/shared-names.json, and root.spillwayPlan. All templates of a render
+share them and none may change them. The plan is a list of dicts with key, path, names (those of the root), name,
+headless, model, engine, accelerator, platform, memory, shape, servedName, pods, settings (the engine service's own
+configuration), secretFiles (what of which Secret becomes which file) and redisSecret.
 Every template begins with it: which one Helm renders first is by chance, and it fails by the rules of _rules.tpl.
 */}}
 {{- define "spillway.plan" -}}
 {{- if not (hasKey . "spillwayPlan") -}}
+{{- $_ := set . "spillwayNames" (.Files.Get "files/shared-names.json" | fromJson) -}}
 {{- include "spillway.requireRules" (dict "root" . "rules" (list "removed" "name" "credential")) -}}
 {{- $root := . -}}{{- $plan := list -}}{{- $groups := .Values.engines | default (dict "" dict) -}}
 {{- range $key := keys $groups | sortAlpha -}}
-{{- $item := dict "key" $key "path" (ternary (printf "engines.%s" $key) "engine" (ne $key "")) -}}
+{{- $item := dict "key" $key "names" $.spillwayNames
+  "path" (ternary (printf "engines.%s" $key) "engine" (ne $key "")) -}}
 {{- include "spillway.group" (dict "root" $root "item" $item "over" (get $groups $key | default dict | deepCopy)) -}}
 {{- $plan = append $plan $item -}}
 {{- end -}}

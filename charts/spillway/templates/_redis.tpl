@@ -36,5 +36,5 @@ start.sh: |
   printf 'user default on #%s %s\n' "${hash%% *}" '{{ include "spillway.redisRules" . }}' > /tmp/user.conf
   unset VALKEY_PASSWORD password hash
 {{- end }}
-  exec valkey-server /etc/valkey/valkey.conf
+  exec valkey-server {{ .spillwayNames.folders.valkey }}/valkey.conf
 {{- end -}}

@@ -2,7 +2,7 @@
 The rules that hold without `spillway check`: those without which `helm template | kubectl apply` would render
 nothing that can run, would open a release to others, or would break one that runs before anything says so. There are at
 most fifteen. Every other rule is in services/ctl/src/spillway_ctl/check/, which the chart's hook runs before a pod
-changes, and a new rule goes there. Above each is why it is here; tests/chart/rules.yaml has values that it refuses.
+changes, and a new rule goes there. Above each is why it is here; tests/chart/mistakes.yaml has values that it refuses.
 */}}
 
 {{/* (root, rules): fails with everything that these rules say of the values; one sentence a line. */}}
@@ -107,8 +107,8 @@ engine key alone it would add that key to the requests of clients that have none
 
 {{/* 10. A credential would lie in a ConfigMap or a pod's specification, for all to read who may list these. */}}
 {{- define "spillway.rule.credential" -}}
-{{- $looks := .Files.Get "files/credentials.yaml" | fromYaml -}}
-{{- include "spillway.openText" (dict "value" (omit .Values "extraObjects") "path" "" "looks" $looks) -}}
+{{- include "spillway.openText" (dict "value" (omit .Values "extraObjects") "path" ""
+  "looks" .spillwayNames.credentials) -}}
 {{- end -}}
 
 {{/* (value, path, looks): a line for each text below a value that looks like a credential, where texts lie open. */}}

@@ -1,10 +1,5 @@
 {{/* The shared tier: from values to what the engine service reads, and the Secrets that become files in its pod. */}}
 
-{{/* Where those files lie, in the gateway's pod too. */}}
-{{- define "spillway.secretFolder" -}}
-/var/lib/spillway/secrets
-{{- end -}}
-
 {{/* The embedded Valkey's address. */}}
 {{- define "spillway.redisUrl" -}}
 {{- $host := include "spillway.name" (dict "root" . "suffix" "redis") -}}
@@ -38,7 +33,8 @@ volume's size: kubelet counts folders and files being written too, and evicts a 
 item.redisSecret. */}}
 {{- define "spillway.tierSettings" -}}
 {{- $tier := .item.engine.offload.sharedTier -}}{{- $item := .item -}}{{- $out := .out -}}
-{{- $at := printf "%s.offload.sharedTier" $item.path -}}{{- $folder := include "spillway.secretFolder" . -}}
+{{- $at := printf "%s.offload.sharedTier" $item.path -}}{{- $names := $item.names -}}
+{{- $folder := $names.folders.secrets -}}
 {{- $files := list -}}
 {{- $_ := set $out "type" $tier.type -}}
 {{- if ne $tier.type "none" -}}
@@ -69,8 +65,8 @@ item.redisSecret. */}}
 {{- $secret := dict -}}
 {{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}
 {{- if $secret.name -}}
-{{- if $secret.usernameKey -}}{{- $_ = set $redis "usernameEnv" "SPILLWAY_REDIS_USERNAME" -}}{{- end -}}
-{{- if eq $secret.passwordAs "env" -}}{{- $_ = set $redis "passwordEnv" "SPILLWAY_REDIS_PASSWORD" -}}
+{{- if $secret.usernameKey -}}{{- $_ = set $redis "usernameEnv" $names.variables.redisUsername -}}{{- end -}}
+{{- if eq $secret.passwordAs "env" -}}{{- $_ = set $redis "passwordEnv" $names.variables.redisPassword -}}
 {{- else -}}
 {{- $_ = set $redis "passwordFile" (printf "%s/redis-password" $folder) -}}
 {{- $entry := dict "key" $secret.passwordKey "path" "redis-password" -}}

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from spillway_connector.setting_names import SettingNames
 from spillway_engine.argument_verdicts import NO_FLAG, TWO_ENTRIES, ArgumentVerdict
-from spillway_engine.credentials import is_credential_argument
 from spillway_engine.errors import SettingsError
+from spillway_settings.shared_names import CREDENTIAL_VALUE
 
 # vLLM's argument -> the setting that decides it. Given twice, the last one wins in vLLM, while the memory arithmetic,
 # the gateway and the shared tier go by the setting.
@@ -81,6 +81,11 @@ BATCHED_TOKENS, SEQUENCES = "--max-num-batched-tokens", "--max-num-seqs"
 AUTO_TOOLS, TOOL_PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 MEMORY_SHARE = "--gpu-memory-utilization"
 _NUMBER = re.compile(r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?")
+
+
+def is_credential_argument(argument: str) -> bool:
+    """Whether vLLM's argument (`value`, `--flag=value`) is one by its value, whatever it is called."""
+    return any(re.search(CREDENTIAL_VALUE, text) for text in (argument, re.sub(r"^-[^=]*=", "", argument)))
 
 
 def argument_name(argument: str) -> str | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.settings import EngineSettings
 
-# Platform -> what a block's tokens are a multiple of, by the attention kernels. The chart has it as blockTokensMultiple
-# in files/accelerators.yaml; tests/chart/test_mistakes.py compares.
+# Platform -> what a block's tokens are a multiple of, by the attention kernels.
 BLOCK_TOKENS_MULTIPLE = {"npu": 128, "cuda": 16, "cpu": 16}
 
 

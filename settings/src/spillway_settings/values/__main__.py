@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from spillway_settings.shared_names import shared_names
 from spillway_settings.values.reference import with_reference
 from spillway_settings.values.schema import needed_settings, values_schema, written
 
@@ -14,6 +15,7 @@ def generated(chart: Path) -> dict[str, str]:
     schema = values_schema((chart / "values.yaml").read_text())
     return {
         "values.schema.json": written(schema) + "\n",
+        "files/shared-names.json": written(shared_names()) + "\n",
         "files/needed-settings.json": written(needed_settings()) + "\n",
         "README.md": with_reference((chart / "README.md").read_text(), schema),
     }

@@ -13,16 +13,10 @@ from typing import Any
 import msgspec
 import yaml
 
+from spillway_settings.shared_names import CUSTOM_KINDS
+
 CHART = Path(__file__).with_name("chart")
 OWN = Path(__file__).with_name("facts")
-# Kinds that a cluster has only if somebody installed them; without a cluster they are taken to be there.
-CUSTOM_KINDS = (
-    "keda.sh/v1alpha1/ScaledObject",
-    "monitoring.coreos.com/v1/PodMonitor",
-    "monitoring.coreos.com/v1/ServiceMonitor",
-    "monitoring.coreos.com/v1/PrometheusRule",
-    "gateway.networking.k8s.io/v1/HTTPRoute",
-)
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -30,7 +24,8 @@ class Cluster(msgspec.Struct, frozen=True):
 
     Attributes:
         kubernetes: major and minor version; None: not known, so that nothing is refused for it.
-        kinds: API version and kind of what is installed there, such as `keda.sh/v1alpha1/ScaledObject`.
+        kinds: API version and kind of what is installed there, such as `keda.sh/v1alpha1/ScaledObject`; without a
+            cluster, what somebody may install is taken to be there.
         release: name of the release, which begins the objects' names.
         namespace: of the release.
         is_root: whether the chart is installed by itself, not as a part of another chart.

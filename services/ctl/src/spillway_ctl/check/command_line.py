@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import msgspec
 import yaml
 
-from spillway_ctl.check.chart_facts import CUSTOM_KINDS, Cluster
+from spillway_ctl.check.chart_facts import Cluster
 from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.judgement import findings
 from spillway_ctl.check.typed_values import whole
@@ -21,6 +21,7 @@ from spillway_ctl.check.vllm_parser import vllm_findings
 from spillway_ctl.errors import CommandError
 from spillway_ctl.named_text import read_named
 from spillway_ctl.run import JSON_FORMAT, OK
+from spillway_settings.shared_names import CUSTOM_KINDS
 
 REFUSED = 1
 RENDERED_KEY = "values.yaml"  # of the Secret that the chart's hook mounts

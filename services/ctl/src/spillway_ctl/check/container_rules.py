@@ -12,6 +12,7 @@ from spillway_ctl.check.group import Group, Mount, Release, fitting
 from spillway_ctl.check.pod_rules import OWN_FOLDERS
 from spillway_ctl.check.shared_rules import distinct_folders, propagation
 from spillway_settings.byte_sizes import parse_byte_count
+from spillway_settings.shared_names import FOLDERS
 
 _CHOSEN = {
     "model": "model.volume.mountPath",
@@ -41,7 +42,7 @@ _SYSTEM = frozenset(
         "/var/lib/spillway",
     ]
 )
-_READ_ONLY = ("/etc/spillway", "/etc/valkey", "/var/lib/spillway/secrets")
+_READ_ONLY = (FOLDERS["config"], FOLDERS["valkey"], FOLDERS["secrets"])
 _NEEDS_AN_END = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle")
 
 
@@ -69,9 +70,7 @@ def container_findings(release: Release) -> Iterator[Finding]:
 def _pods(release: Release) -> Iterator[Pod]:
     gateway, redis = release.values.gateway, release.values.redis
     tokenizers = tuple(
-        Mount(
-            fitting(f"model-{group.key or 'default'}", 63), f"/var/lib/spillway/models/{group.key or 'default'}", True
-        )
+        Mount(fitting(f"model-{group.key or 'default'}", 63), f"{FOLDERS['models']}/{group.key or 'default'}", True)
         for group in release.groups
         if group.engine.model.tokenizer == "volume"
     )

@@ -6,16 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.group import Release
-from spillway_engine.credentials import NAME, VALUE, is_credential_argument
+from spillway_engine.extra_arguments import is_credential_argument
+from spillway_settings.shared_names import CREDENTIAL_NAME, CREDENTIAL_VALUE, HARMLESS_VALUE
 
+NAME, VALUE = re.compile(CREDENTIAL_NAME), re.compile(CREDENTIAL_VALUE)
 _OF_ANOTHER_VARIABLE = re.compile(r"\$\([A-Za-z_]")  # Kubernetes puts its value there
 
 
 def credential_findings(release: Release) -> Iterator[Finding]:
-    harmless = re.compile(facts("credentials.yaml")["harmless"])
+    harmless = re.compile(HARMLESS_VALUE)
     for group in release.groups:
         for name, value in group.engine.extra_env.items():
             if (NAME.search(name) and not harmless.search(value)) or VALUE.search(value):

@@ -12,9 +12,10 @@ from spillway_ctl.check.group import Group, Release, driver_mounts
 from spillway_ctl.check.shared_rules import replica_bounds
 from spillway_engine.argument_verdicts import ArgumentVerdict
 from spillway_engine.extra_arguments import OF_THE_CHART, refused_arguments
+from spillway_settings.shared_names import VARIABLES
 
 STEP_CHANGING = (("layerwiseLoads", "layerwise_loads"), ("computeWhileLoading", "compute_while_loading"))
-_OWN_VARIABLES = (
+OWN_VARIABLES = (
     "POD_NAME",
     "POD_IP",
     "VLLM_HOST_IP",
@@ -24,9 +25,9 @@ _OWN_VARIABLES = (
     "HF_HOME",
     "HF_TOKEN",
     "VLLM_API_KEY",
-    "SPILLWAY_REDIS_USERNAME",
-    "SPILLWAY_REDIS_PASSWORD",
-    "SPILLWAY_VISIBLE_DEVICES",
+    VARIABLES["redisUsername"],
+    VARIABLES["redisPassword"],
+    VARIABLES["visibleDevices"],
 )
 _SET_BY_PLUGIN = {
     "npu": {
@@ -199,7 +200,7 @@ def _environment(group: Group) -> Iterator[Finding]:
                 f"{name} chooses devices beside the device plugin, which gives each pod its own",
                 remedy,
             )
-    own = [*_OWN_VARIABLES]
+    own = [*OWN_VARIABLES]
     if group.platform == "npu" and group.device.visible_devices == "literal":
         own.append("ASCEND_RT_VISIBLE_DEVICES")
     seen: set[str] = set()

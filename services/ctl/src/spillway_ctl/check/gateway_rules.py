@@ -19,6 +19,7 @@ from spillway_ctl.check.finding import (
 )
 from spillway_ctl.check.group import Release
 from spillway_ctl.check.shared_rules import replica_bounds
+from spillway_settings.shared_names import VARIABLES
 
 _PROCESS_BYTES, _TOKENIZER_BYTES = 256 << 20, 192 << 20  # of a tokenizer of 150,000 tokens about 120, its cache 64
 _ROOM_BYTES_LEAST = 64 << 20
@@ -274,7 +275,7 @@ def _traces(release: Release) -> Iterator[Finding]:
 def _environment(release: Release) -> Iterator[Finding]:
     seen: set[str] = set()
     for variable in release.values.gateway.extra_env_vars:
-        if variable.name in ("SPILLWAY_LIMITS_USERNAME", "SPILLWAY_LIMITS_PASSWORD"):
+        if variable.name in (VARIABLES["limitsUsername"], VARIABLES["limitsPassword"]):
             yield Finding(
                 "gateway.extraEnvVars",
                 f"{variable.name} is set by the chart",

@@ -12,6 +12,8 @@ from spillway_ctl.check.chart_facts import Cluster, facts
 from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.model_facts import ModelFacts, model_facts
 from spillway_ctl.check.pod_memory import PodMemory, pod_memory
+from spillway_engine.platform_facts import BLOCK_TOKENS_MULTIPLE
+from spillway_settings.shared_names import FOLDERS
 from spillway_settings.values.engine import Engine
 from spillway_settings.values.release import Values
 
@@ -125,21 +127,21 @@ class Group(msgspec.Struct, frozen=True):
         """What the chart mounts into the engine's container."""
         engine = self.engine
         found = [
-            Mount("config", "/etc/spillway", True),
+            Mount("config", FOLDERS["config"], True),
             Mount("shared-memory", "/dev/shm"),  # noqa: S108 - a mount of the pod
             Mount("scratch", "/tmp"),  # noqa: S108
-            Mount("scratch", "/var/lib/spillway/home"),
+            Mount("scratch", FOLDERS["home"]),
         ]
         if engine.model.path.startswith("/") and engine.model.volume.type in ON_VOLUME:
             found.append(Mount("model", engine.model.volume.mount_path, True))
         if self.uses_hub:
-            found.append(Mount("hub", "/var/lib/spillway/hub"))
+            found.append(Mount("hub", FOLDERS["hub"]))
         if (engine.lora.adapters or engine.lora.runtime_updating) and engine.lora.volume.type in ON_VOLUME:
             found.append(Mount("adapters", engine.lora.volume.mount_path, True))
         if self.uses_nvme:
             found.append(Mount("kv", engine.offload.shared_tier.nvme.path))
         if self.secret_files:
-            found.append(Mount("secrets", "/var/lib/spillway/secrets", True))
+            found.append(Mount("secrets", FOLDERS["secrets"], True))
         if engine.huge_pages.amount is not None:
             found.append(Mount("hugepages", engine.huge_pages.mount_path))
         return (*found, *(Mount(each["name"], each["path"], True) for each in driver_mounts(engine)))
@@ -220,7 +222,7 @@ def device_of(engine: Engine) -> Device:
         own = {"runAsUser": 0, "privileged": True}
     return Device(
         platform=preset["platform"],
-        block_tokens_multiple=preset["blockTokensMultiple"],
+        block_tokens_multiple=BLOCK_TOKENS_MULTIPLE[preset["platform"]],
         resource_name=given.resource_name or preset["resourceName"],
         count=all_ranks(engine) if given.count is None else given.count,
         visible_devices=given.visible_devices.mode or preset["visibleDevices"],

@@ -10,17 +10,11 @@ import msgspec
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, quoted, size
 from spillway_engine.model_shape import ModelShape
+from spillway_settings.shared_names import MODEL_NAME_ENDINGS, QUANTIZED_EIGHTHS
 from spillway_settings.values.engine import Engine
 
-_ENDINGS = re.compile(
-    r"(-(instruct|thinking|chat|base|it|hf|bf16|v0\.[0-9]+|[0-9]{4}|awq|gptq|gptqmodel|autoround|quantized|bnb|marlin"
-    r"|fp8|fp4|nvfp4|mxfp4|mxfp8|int4|int8|[48]bit|(quantized\.)?w[48]a(4|8|16)|dynamic|block|kv|128g|g128))+$"
-)
-# Quantised weights, in eighths of those in 16 bits: embeddings stay as they are, so more than half or a quarter.
-_EIGHTHS = (
-    (re.compile(r"-(fp8|mxfp8|int8|8bit|(quantized\.)?w8a)"), 5),
-    (re.compile(r"-(awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|(quantized\.)?w4a)"), 3),
-)
+_ENDINGS = re.compile(MODEL_NAME_ENDINGS)
+_EIGHTHS = {re.compile(form): share for form, share in QUANTIZED_EIGHTHS.items()}
 _RECURRENT = re.compile(
     r"^(deepseek-v(3\.2|4)|qwen3-next|qwen3\.[5-9]|kimi-(k3|linear)|nemotron-h|jamba|falcon-h1|granite-4)"
 )
@@ -52,7 +46,7 @@ def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
     eighths = 8
     if plain.startswith(name) and not given.preset:
         ending = plain.removeprefix(name)
-        eighths = next((share for form, share in _EIGHTHS if form.match(ending)), 8)
+        eighths = max((share for form, share in _EIGHTHS.items() if form.search(ending)), default=8)
     name = given.preset or name
     found = []
     if given.preset and name not in known:

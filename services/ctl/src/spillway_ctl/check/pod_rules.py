@@ -10,16 +10,17 @@ from spillway_ctl.check.finding import Finding, milli_cores, number, quoted, siz
 from spillway_ctl.check.group import Group, Release
 from spillway_ctl.check.shared_rules import distinct_folders
 from spillway_settings.byte_sizes import parse_byte_count
+from spillway_settings.shared_names import FOLDERS
 
 # Folders of the chart's own in any of its pods.
 OWN_FOLDERS = (
-    "/etc/spillway",
+    FOLDERS["config"],
     "/dev/shm",  # noqa: S108 - a mount of the pod
     "/tmp",  # noqa: S108
-    "/var/lib/spillway/home",
-    "/var/lib/spillway/hub",
-    "/var/lib/spillway/secrets",
-    "/etc/valkey",
+    FOLDERS["home"],
+    FOLDERS["hub"],
+    FOLDERS["secrets"],
+    FOLDERS["valkey"],
 )
 _CORES_EXAMPLE = {"engine": "8", "redis": "1"}
 

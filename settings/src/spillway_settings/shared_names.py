@@ -1,0 +1,79 @@
+"""Names that the chart's templates and Python both use: folders of pods, variables, kinds, forms of names.
+
+`make schema` writes them to charts/spillway/files/shared-names.json, which the templates read. Templates and Python
+have different engines of regular expressions (RE2 and re), so every expression here means the same in both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Where a pod finds what the chart mounts.
+FOLDERS = {
+    "certificate": "/etc/spillway-certificate",
+    "config": "/etc/spillway",
+    "home": "/var/lib/spillway/home",
+    "hub": "/var/lib/spillway/hub",
+    "models": "/var/lib/spillway/models",
+    "secrets": "/var/lib/spillway/secrets",
+    "valkey": "/etc/valkey",
+}
+
+# Environment variables of Spillway's own; files/start-ascend.sh reads the last one.
+VARIABLES = {
+    "clientKey": "SPILLWAY_CLIENT_KEY",
+    "limitsPassword": "SPILLWAY_LIMITS_PASSWORD",
+    "limitsUsername": "SPILLWAY_LIMITS_USERNAME",
+    "redisPassword": "SPILLWAY_REDIS_PASSWORD",
+    "redisUsername": "SPILLWAY_REDIS_USERNAME",
+    "visibleDevices": "SPILLWAY_VISIBLE_DEVICES",
+}
+
+# Kinds that a cluster has only if somebody installed them.
+CUSTOM_KINDS = (
+    "keda.sh/v1alpha1/ScaledObject",
+    "monitoring.coreos.com/v1/PodMonitor",
+    "monitoring.coreos.com/v1/ServiceMonitor",
+    "monitoring.coreos.com/v1/PrometheusRule",
+    "gateway.networking.k8s.io/v1/HTTPRoute",
+)
+
+# A variable with such a name holds a credential,
+CREDENTIAL_NAME = (
+    r"(?i)(token|password|passwd|passphrase|secret"
+    r"|(api|access|private|signing|encryption|account|storage|shared|master)_?key|credentials?"
+    r"|(^|_)(pass|pwd|pat|auth|dsn)|authorization|cookies?|connection_?string"
+    r"|(otlp(_[a-z]+)?|custom|http|request|extra)_headers)(_json)?$"
+)
+# unless its value is a path, a switch or a small number.
+HARMLESS_VALUE = r"^(/.*|(?i:true|false|on|off|yes|no|none)|[01]|)$"
+# Such a value is one wherever it stands.
+CREDENTIAL_VALUE = (
+    r"^(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA[0-9A-Z]{12}|eyJ[A-Za-z0-9_-]+\.eyJ)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/@ ]*:[^/@ ]+@"
+    r"|(?i:password|secret|api[-_]?key|access[-_]?token|auth[-_]?token|[?&]token)[\"']?[=:] *[\"']?[^&$ \"']"
+    r"|(?i:authorization[\"']?[=:] *[\"']?([a-z]+( |%20)+)?[^&$ \"'][^ \"']{7})"
+    r"|(?i:\bbearer( |%20)+[a-z0-9._~+/-]{8})"
+)
+
+# What a model's name ends in without being another model.
+MODEL_NAME_ENDINGS = (
+    r"(-(instruct|thinking|chat|base|it|hf|bf16|v0\.[0-9]+|[0-9]{4}|awq|gptq|gptqmodel|autoround|quantized|bnb|marlin"
+    r"|fp8|fp4|nvfp4|mxfp4|mxfp8|int4|int8|[48]bit|(quantized\.)?w[48]a(4|8|16)|dynamic|block|kv|128g|g128))+$"
+)
+# What such an ending has in it -> its weights, in eighths of those in 16 bits: embeddings stay as they are.
+QUANTIZED_EIGHTHS = {
+    r"-(fp8|mxfp8|int8|8bit|(quantized\.)?w8a)": 5,
+    r"-(awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|(quantized\.)?w4a)": 3,
+}
+
+
+def shared_names() -> dict[str, Any]:
+    """What the templates read."""
+    return {
+        "folders": FOLDERS,
+        "variables": VARIABLES,
+        "customKinds": list(CUSTOM_KINDS),
+        "credentials": {"name": CREDENTIAL_NAME, "value": CREDENTIAL_VALUE, "harmless": HARMLESS_VALUE},
+        "modelNames": {"endings": MODEL_NAME_ENDINGS, "eighths": QUANTIZED_EIGHTHS},
+    }
