@@ -17,7 +17,7 @@ from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.judgement import findings
 from spillway_ctl.check.typed_values import whole
 from spillway_ctl.check.values_files import merged_values, read_values
-from spillway_ctl.check.vllm_parser import vllm_findings
+from spillway_ctl.check.vllm_parser import vllm_verdicts
 from spillway_ctl.errors import CommandError
 from spillway_ctl.named_text import read_named
 from spillway_ctl.run import JSON_FORMAT, OK
@@ -40,6 +40,7 @@ examples:
   spillway check base.yaml production.yaml --set engine.replicas=4 --kube-version 1.31 --json
   spillway check umbrella-values.yaml --part spillway       values of a chart that has this one as its part
   spillway check my-values.yaml --vllm 0.32=/opt/vllm     extraArgs by the parser of the vLLM installed there
+  spillway check my-values.yaml --vllm 0.23=/opt/a --vllm 0.32=/opt/b     each engine by its own image.vllm
   helm template chat charts/spillway -f my-values.yaml | spillway check --rendered -
 """
 
@@ -80,9 +81,12 @@ def add_check(areas: Any) -> None:
     )
     parser.add_argument(
         "--vllm",
+        action="append",
+        default=[],
         metavar="VERSION[=FOLDER]",
-        help="have extraArgs judged by this vLLM's own parser too: 0.32 of the environment in which this command runs, "
-        "or of that in FOLDER; takes as long as vLLM's imports",
+        help="have extraArgs of the engines whose image.vllm this is judged by its own parser too: 0.32 of the "
+        "environment in which this command runs, or of that in FOLDER; once for each version; takes as long as vLLM's "
+        "imports",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of sentences")
 
@@ -96,11 +100,14 @@ def check(given: argparse.Namespace, out: TextIO | None = None) -> int:
     if given.part is not None:
         values = _part(values, given.part)
     found = findings(whole(values) if given.whole or given.rendered else values, _cluster(given))
-    if given.vllm is not None:
-        found += vllm_findings(values, given.vllm)
+    unjudged: dict[str, str] = {}
+    if given.vllm:
+        by_vllm = vllm_verdicts(values, given.vllm)
+        found, unjudged = found + by_vllm.findings, by_vllm.unjudged
     if given.part is not None:
         found = [msgspec.structs.replace(finding, setting=f"{given.part}.{finding.setting}") for finding in found]
-    print(_document(found) if given.json else _text(found), file=out, flush=True)
+        unjudged = {f"{given.part}.{path}": version for path, version in unjudged.items()}
+    print(_document(found, unjudged) if given.json else _text(found, unjudged), file=out, flush=True)
     return REFUSED if found else OK
 
 
@@ -156,12 +163,16 @@ def _version(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _document(found: Iterable[Finding]) -> str:
+def _document(found: Iterable[Finding], unjudged: Mapping[str, str]) -> str:
     listed = [{**msgspec.to_builtins(finding), "sentence": finding.sentence} for finding in found]
-    return json.dumps({"format": JSON_FORMAT, "command": "check", "findings": listed}, indent=2)
+    document = {"format": JSON_FORMAT, "command": "check", "findings": listed}
+    return json.dumps(document | ({"unjudged": unjudged} if unjudged else {}), indent=2)
 
 
-def _text(found: list[Finding]) -> str:
-    if not found:
-        return "These values are right."
-    return "\n".join(["These values cannot work:", *(f"- {finding.sentence}" for finding in found)])
+def _text(found: list[Finding], unjudged: Mapping[str, str]) -> str:
+    verdict = ["These values cannot work:"] if found else ["These values are right."]
+    open_questions = [
+        f"Not judged by vLLM: {path}.extraArgs; add --vllm {version}=FOLDER with the vLLM of {path}.image.vllm"
+        for path, version in unjudged.items()
+    ]
+    return "\n".join([*verdict, *(f"- {finding.sentence}" for finding in found), *open_questions])

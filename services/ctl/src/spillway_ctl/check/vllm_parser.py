@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_ctl.check.engine_rules import findings_of
@@ -17,7 +19,7 @@ from spillway_ctl.check.shape import shape_findings
 from spillway_ctl.check.typed_values import engine_groups, laid_out, missing_defaults
 from spillway_ctl.errors import CommandError
 from spillway_engine import argument_verdicts
-from spillway_engine.argument_verdicts import ArgumentVerdict
+from spillway_engine.argument_verdicts import ArgumentVerdict, minor_version
 from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import check_extra_arguments
 
@@ -26,31 +28,53 @@ _TIMEOUT_SECONDS = 600  # the imports of vLLM take a minute on a slow disk
 _NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-def vllm_findings(given: Mapping[str, Any], asked: str) -> list[Finding]:
-    """What this vLLM would not start with; nothing for engines whose arguments Spillway refuses already.
+class VllmVerdicts(msgspec.Struct, frozen=True):
+    """What the parsers said.
+
+    Attributes:
+        findings: arguments that an engine's vLLM would not start with.
+        unjudged: engines with arguments of whose vLLM no environment was named, with that version.
+    """
+
+    findings: list[Finding]
+    unjudged: dict[str, str]
+
+
+def vllm_verdicts(given: Mapping[str, Any], asked: Iterable[str]) -> VllmVerdicts:
+    """Each engine's extraArgs by the parser of its own `image.vllm`; Spillway's own refusals come before it.
 
     Args:
         given: what was written over the chart's defaults.
-        asked: a version such as `0.32`, or `0.32=FOLDER` with the environment in which it is installed.
+        asked: versions such as `0.32`, or `0.32=FOLDER` with the environment in which it is installed.
 
     Raises:
-        CommandError: that vLLM is not installed there.
+        CommandError: such a vLLM is not installed there, or no engine has it.
     """
-    version, _, environment = asked.partition("=")
+    environments = {minor_version(version): folder for version, _, folder in (each.partition("=") for each in asked)}
     tree = laid_out(given)
     if shape_findings(given) or list(missing_defaults(tree)):
-        return []
-    arguments = {
-        f"engines.{key}" if key else "engine": engine.extra_args
-        for key, engine in engine_groups(tree).items()
-        if _is_for_vllm(engine.extra_args)
-    }
-    verdicts = _judged(list(arguments.values()), version, environment)
-    return [
-        finding
-        for path, of_engine in zip(arguments, verdicts, strict=True)
-        for finding in findings_of(path, (ArgumentVerdict(**each) for each in of_engine))
-    ]
+        return VllmVerdicts([], {})
+    groups = {f"engines.{key}" if key else "engine": engine for key, engine in engine_groups(tree).items()}
+    versions = {path: str(engine.image.vllm) for path, engine in groups.items()}
+    for version in environments.keys() - versions.values():
+        raise CommandError(
+            f"--vllm {version}: no engine has this vLLM ("
+            + ", ".join(f"{path}.image.vllm: {own}" for path, own in versions.items())
+            + f"); name the version that an engine has, or set image.vllm to {version}"
+        )
+    with_arguments = [path for path, engine in groups.items() if engine.extra_args]
+    findings: list[Finding] = []
+    for version, environment in environments.items():
+        arguments = {
+            path: groups[path].extra_args
+            for path in with_arguments
+            if versions[path] == version and _is_for_vllm(groups[path].extra_args)
+        }
+        verdicts = _judged(list(arguments.values()), version, environment)
+        for path, of_engine in zip(arguments, verdicts, strict=True):
+            findings += findings_of(path, (ArgumentVerdict(**each) for each in of_engine))
+    unjudged = {path: versions[path] for path in with_arguments if versions[path] not in environments}
+    return VllmVerdicts(findings, unjudged)
 
 
 def _is_for_vllm(arguments: list[str]) -> bool:
