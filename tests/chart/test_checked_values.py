@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chart.helm_binaries import Helm, helms
 from chart.rendering import CUSTOM_KINDS, VALUES_FILES, render
 from chart.test_documented_values import PAGES, fragments
 from lanes.rules import ROOT
@@ -19,6 +20,7 @@ from spillway_ctl.check.group import group_of
 from spillway_ctl.check.judgement import findings
 from spillway_ctl.check.shape import shape_findings
 from spillway_ctl.check.typed_values import engine_groups, laid_out, typed
+from spillway_ctl.check.values_files import read_values
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 UNUSUAL: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("unusual.yaml").read_text())
@@ -84,6 +86,25 @@ def test_unusual_values_are_right() -> None:
     found = {name: findings(values, Cluster(None, frozenset(CUSTOM_KINDS))) for name, values in UNUSUAL.items()}
 
     assert {name: each for name, each in found.items() if each} == {}
+
+
+SCALARS = """
+    1.10 0.30 0123 08100 0o17500 0b101 0x1F 1_000 1e1 12e9 -5 +5 .5 5. 2:30 2026-11-27 8100.0 1.5e3 on off yes no y n
+    Y N Yes YES yEs true True tRue false ~ null Null none 10G 10GiB 0. 00 0_1 1__0 -0x1f 1e+3 1.e3 0.0
+"""
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
+def test_a_text_is_read_as_helm_reads_it(helm: Helm, tmp_path: Path) -> None:
+    values = "".join(f"k{at}: [{text}]\n" for at, text in enumerate(SCALARS.split()))
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "Chart.yaml").write_text("{apiVersion: v2, name: read, version: 0.1.0}")
+    (tmp_path / "templates" / "read.yaml").write_text("kind: Read\nread: {{ .Values | toJson | quote }}\n")
+    (tmp_path / "given.yaml").write_text(values)
+
+    read = json.loads(render(tmp_path / "given.yaml", chart=tmp_path, helm=helm).objects[0]["read"])
+
+    assert read == read_values(values, "given.yaml")
 
 
 @pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from typing import Any
 
 import msgspec
@@ -68,6 +69,11 @@ def shown_url(url: str) -> str:
     """The address without user, password and secrets among its parameters."""
     without_login = re.sub(r"^([A-Za-z0-9+.-]*:?/*).*@", r"\1***@", url)
     return re.sub(r"(?i)((password|token|secret|key)=)[^&]*", r"\1***", without_login)
+
+
+def foreign_letter(text: str) -> str:
+    """The name of the first letter that is not ASCII, which may look like one that is; empty: there is none."""
+    return next((unicodedata.name(letter, repr(letter)) for letter in text if not letter.isascii()), "")
 
 
 def size(value: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from spillway_ctl.check.chart_facts import facts
-from spillway_ctl.check.finding import Finding, quoted, size
+from spillway_ctl.check.finding import Finding, foreign_letter, quoted, size
 from spillway_engine.model_shape import ModelShape
 from spillway_settings.shared_names import MODEL_NAME_ENDINGS, QUANTIZED_EIGHTHS
 from spillway_settings.values.engine import Engine
@@ -112,6 +112,12 @@ def _unknown(engine: Engine, path: str, file: str, known: dict[str, Any]) -> Fin
         why = (
             "keeps recurrent or compressed states beside its KV cache, whose blocks vLLM sizes when it starts; an "
             "engine's `spillway doctor` shows them as `row of the CPU tier`"
+        )
+    if foreign := foreign_letter(engine.model.path):
+        return Finding(
+            f"{path}.model.path",
+            f"{quoted(engine.model.path)} has {foreign} in it, and is no model the chart knows",
+            "type it again, or set model.shape if it is meant so",
         )
     return Finding(
         f"{path}.model.path",

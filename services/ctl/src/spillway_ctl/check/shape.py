@@ -8,13 +8,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from spillway_ctl.check.chart_facts import schema
-from spillway_ctl.check.finding import Finding, number, quoted, shown
+from spillway_ctl.check.finding import Finding, foreign_letter, number, quoted, shown
 from spillway_ctl.check.unknown_key import unknown_key
 
 if TYPE_CHECKING:
     from jsonschema import Draft7Validator, ValidationError
 
 _OWN_KEY = re.compile("^x-")
+# Texts that others read, in which a line break means something.
+_FREE_TEXT = re.compile(
+    r"[aA]nnotations$|\.(extraEnv|extraConfig|extraTiers|selfCheckText)$|^extraObjects$|^global$"
+    r"|\.(extraEnvVars|env)\[\d+\]\.value$|\.(initContainers|sidecars)\[\d+\]\..*\b(command|args)$"
+)
 _NEEDED = re.compile(r"Needed: (.*)\.$")
 _NOUNS = {
     "array": "a list",
@@ -25,20 +30,61 @@ _NOUNS = {
     "object": "a map",
     "string": "text",
 }
-_PRESETS = {"nvidia": "cuda", "gpu": "cuda", "ascend": "mindcluster", "npu": "mindcluster", "none": "cpu"}
+_PRESETS = {
+    **dict.fromkeys(("nvidia", "gpu", "a100", "h100", "h200"), "cuda"),
+    **dict.fromkeys(("ascend", "npu", "910b", "910c"), "mindcluster"),
+    "none": "cpu",
+}
+_WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
 
 def shape_findings(values: Mapping[str, Any]) -> list[Finding]:
     """Everything in the values as they were given that the schema refuses; nothing twice."""
+    breaks = {finding.setting: finding for finding in _line_breaks(values, "")}
     found = [finding for error in _validator().iter_errors(values) for finding in _findings(error, values)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*breaks.values(), *(each for each in found if each.setting not in breaks)]))
+
+
+def _line_breaks(value: Any, path: str) -> Iterator[Finding]:
+    """A text or key that ends or begins with a line break: no setting means it, and few readers take it away."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            at = f"{path}.{key}" if path else str(key)
+            if str(key).strip("\r\n") != str(key):
+                yield _line_break(path or "the values", f"the key {str(key).strip()!r}")
+            elif not _OWN_KEY.match(str(key)) and not _FREE_TEXT.search(at):
+                yield from _line_breaks(entry, at)
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            at = f"{path}[{index}]"
+            if not _FREE_TEXT.search(at):
+                yield from _line_breaks(entry, at)
+    elif isinstance(value, str) and value.strip("\r\n") != value and not value.rstrip().endswith(("}", "]")):
+        yield _line_break(path, f"text of {len(value)} characters")
+
+
+def _line_break(path: str, what: str) -> Finding:
+    return Finding(
+        path,
+        f"{what} given with a blank or a line break at its end, text without one needed",
+        "remove the line break; a block that begins with |- or >- has none",
+    )
 
 
 @cache
 def _validator() -> Draft7Validator:
-    from jsonschema import Draft7Validator  # noqa: PLC0415 - its import takes longer than most commands
+    from jsonschema import Draft7Validator, ValidationError, validators  # noqa: PLC0415 - longer than most commands
 
-    return Draft7Validator(schema())
+    def pattern(_: Any, form: str, instance: Any, __: Any) -> Iterator[ValidationError]:
+        if isinstance(instance, str) and not _matches(form, instance):
+            yield ValidationError(f"{instance!r} does not match {form!r}")
+
+    return validators.extend(Draft7Validator, {"pattern": pattern})(schema())
+
+
+def _matches(form: str, text: str) -> bool:
+    """Helm's `$` is at the end of a text. Python's is before a last line break too: here, before one more."""
+    return re.search(form, f"{text}\n" if text.endswith("\n") else text) is not None
 
 
 def _findings(error: ValidationError, values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -62,7 +108,7 @@ def _findings(error: ValidationError, values: Mapping[str, Any]) -> Iterator[Fin
     elif error.validator == "uniqueItems":
         yield Finding(where, "one entry is there twice", "remove one")
     else:
-        given = _given(error.instance, path)
+        given = _given(error.instance, "" if "enum" in error.schema else path)
         yield Finding(where, f"{given} given, {needed(error.schema, error.instance)} needed", _remedy(error, path))
 
 
@@ -145,35 +191,68 @@ def _remedy(error: ValidationError, path: str) -> str:
     value, node = error.instance, error.schema
     kinds = [node["type"]] if isinstance(node.get("type"), str) else list(node.get("type", []))
     if error.validator == "type":
+        if value is None and path.endswith("]"):
+            return "remove the entry; with --set, a list begins at [0]"
+        if value is None and path.startswith("engines."):
+            return "remove the line, or write {} for a group that differs in nothing"
         if value is None:
             return "remove the line, and its default holds"
         if isinstance(value, bool) and "string" in kinds:
             word = "none" if path.endswith(".tokenizer") else "the word in quotes"
             return f"write {word}: YAML reads a bare on, off, yes or no as true or false"
         if isinstance(value, int | float) and "string" in kinds:
-            return "write it in quotes as you mean it: YAML reads 1.10 as the number 1.1"
+            return "write it in quotes as you mean it: YAML reads 1.10 as the number 1.1, and 0123 as 83"
         if isinstance(value, dict) and "string" in kinds and path:
             return "write text; with --set, escape the dots of a key: kubernetes\\.io/arch=arm64"
         if isinstance(value, list) and "string" in kinds:
             return "write one text" + (", and further names as model.aliases" if path.endswith("servedName") else "")
         if isinstance(value, str) and {"integer", "number"} & set(kinds):
             return "write the number alone, without quotes or a unit"
+        if isinstance(value, str) and kinds == ["boolean"] and value.lower() in _WORDS:
+            return f"write {_WORDS[value.lower()]}, without quotes"
         if "object" in kinds:
             return f"write a map: {_example(path, node)}"
         if "array" in kinds:
-            return "write a list: [...]"
+            keys = node.get("items", {}).get("required") or [*node.get("items", {}).get("properties", {})][:1]
+            entry = f"{{{keys[0]}: ...}}" if keys else "..."
+            return f"write a list: [{entry}]"
     if error.validator == "enum" and isinstance(value, str):
         if path.endswith("accelerator.preset") and value.lower() in _PRESETS:
             return f"set it to {_PRESETS[value.lower()]}"
         for word in node["enum"]:
-            if isinstance(word, str) and word.lower() == value.lower():
+            if isinstance(word, str) and value and (word.lower() == value.lower() or word.startswith(value.lower())):
                 return f"write {word}"
+        if value.lower() in _WORDS and _WORDS[value.lower()] in map(number, node["enum"]):
+            return f"write {_WORDS[value.lower()]}, without quotes"
+        if value == value.strip() and value.isascii():
+            return "write one of these"
     if isinstance(value, str) and value != value.strip():
         return "remove the blank or the line break"
+    if isinstance(value, str) and (foreign := foreign_letter(value)):
+        return f"type it again: {foreign} is in it"
+    if (
+        error.validator == "pattern"
+        and (meant := _meant(value, error.validator_value))
+        and "text of" not in _given(value, path)
+    ):
+        return f"write {meant}"
     return "correct it"
+
+
+def _meant(text: str, form: str) -> str | None:
+    """The text without a scheme, capitals, a path or a unit, if that is of the form."""
+    bare = re.sub(r"^[a-z]+://", "", text)
+    candidates = (
+        bare,
+        bare.rstrip("/."),
+        bare.lower(),
+        re.sub("[^a-z0-9-]", "-", text.lower()),
+        *re.findall(r"^[0-9.]+", text),
+    )
+    return next((each for each in candidates if each and each != text and _matches(form, each)), None)
 
 
 def _example(path: str, node: Mapping[str, Any]) -> str:
     keys = [key for key in node.get("properties", {}) if not _OWN_KEY.match(key)]
-    key = "enabled" if "enabled" in keys else keys[0] if keys else "key"
+    key = next((each for each in ("enabled", "name", "model", *keys) if each in keys), "key")
     return f"{path.rsplit('.', 1)[-1]}: {{{key}: ...}}"

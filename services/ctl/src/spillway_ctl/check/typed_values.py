@@ -22,12 +22,12 @@ _OPEN = {"labels", "annotations", "nodeselector", "extraenv", "extraresources", 
 
 def laid_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """The values over the defaults, without keys that begin with `x-`. A default that null removes is None."""
-    return _overlaid(copy.deepcopy(_DEFAULTS), _without_own_keys(given))
+    return _overlaid(copy.deepcopy(_DEFAULTS), _with_whole_numbers(_without_own_keys(given)))
 
 
 def whole(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as templates see them, with every default: a setting that is not among them was removed by null."""
-    return _completed(values, Values())
+    return _completed(_with_whole_numbers(values), Values())
 
 
 def typed(tree: Mapping[str, Any]) -> Values:
@@ -112,6 +112,15 @@ def _without_own_keys(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {key: _without_own_keys(inner) for key, inner in value.items() if not str(key).startswith("x-")}
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """2.0 and 1e1 are whole numbers in a schema, and are rendered as such."""
+    if isinstance(value, list):
+        return [_with_whole_numbers(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: _with_whole_numbers(inner) for key, inner in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _overlaid(base: dict[str, Any], over: Mapping[str, Any], is_open: bool = False) -> dict[str, Any]:

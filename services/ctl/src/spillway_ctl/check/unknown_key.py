@@ -25,6 +25,12 @@ _ENGINE_AND_GATEWAY = {
     "nodeselector": "{section}.nodeSelector",
     "hpa": "{section}.autoscaling",
     "imagePullSecrets": "image.pullSecrets",
+    "livenessProbe": "{section}.probes, as probes.liveness",
+    "readinessProbe": "{section}.probes, as probes.readiness",
+    "startupProbe": "{section}.probes, as probes.startup",
+    "serviceAccountName": "{section}.serviceAccount, as serviceAccount.name",
+    "podMonitor": "monitoring.podMonitor",
+    "serviceMonitor": "monitoring.serviceMonitor",
 }
 _ELSEWHERE: dict[str, dict[str, str]] = {
     "engine": {
@@ -37,18 +43,37 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "model.hfToken": "engine.model.hubTokenSecret",
         "model.maxModelLen": "engine.model.maxLength",
         "tensorParallel": "engine.tensorParallelSize",
+        "maxModelLen": "engine.model.maxLength",
+        "shm": "engine.memory.sharedMemory",
+        "shmSize": "engine.memory.sharedMemory",
+        "gpuMemoryUtilization": 'engine.extraArgs: ["--gpu-memory-utilization=0.9"]',
+        "gpu": "engine.accelerator",
+        "persistence": "engine.model.cache, or engine.offload.sharedTier.nvme.volume for KV",
+        "offload.sharedTier.path": "engine.offload.sharedTier.nvme.path",
+        "offload.sharedTier.url": "engine.offload.sharedTier.redis.url",
+        "offload.sharedTier.redis.host": "engine.offload.sharedTier.redis.url: redis://HOST:6379/0",
+        "offload.sharedTier.redis.password": "engine.offload.sharedTier.redis.existingSecret",
     },
     "gateway": {
         "args": "the sections of gateway, as the gateway takes no arguments",
         "command": "the sections of gateway, as the gateway takes no arguments",
         "apiKey": "gateway.auth.keysSecret",
+        "auth.enabled": "gateway.auth.keysSecret and gateway.auth.saltSecret, which turn keys on",
+        "autoscaling.targetCPUUtilizationPercentage": "gateway.autoscaling.cpuPercent",
         "tracing.enabled": "gateway.tracing.otlpEndpoint, which turns traces on",
     },
     "redis": {
         "password": "redis.existingSecret, the name of a Secret that holds it",
         "resources": "redis.memory and redis.cpu",
         "auth": "redis.existingSecret",
+        **dict.fromkeys(
+            ("architecture", "master", "replica", "sentinel", "cluster", "persistence"),
+            "a Redis of your own by engine.offload.sharedTier.redis.url, as this one is a single cache for trials",
+        ),
     },
+    "image": dict.fromkeys(
+        ("repository", "tag", "digest", "name"), "engine.image, gateway.image, redis.image or checks.image"
+    ),
     "": {
         "replicaCount": "engine.replicas and gateway.replicas",
         "replicas": "engine.replicas and gateway.replicas",
@@ -65,6 +90,12 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "env": "engine.extraEnv and gateway.extraEnvVars",
         "args": "engine.extraArgs",
         "extraArgs": "engine.extraArgs",
+        "prometheus": "monitoring",
+        "metrics": "monitoring.serviceMonitor and monitoring.podMonitor",
+        "persistence": "engine.model.cache, or engine.offload.sharedTier.nvme.volume for KV",
+        "gpu": "engine.accelerator",
+        "servingEngineSpec": "engine, or engines for several models",
+        "routerSpec": "gateway",
         "model": "engine.model",
     },
 }
@@ -85,7 +116,7 @@ def unknown_key(path: str, key: str, value: Any, node: Mapping[str, Any]) -> Fin
     at = f"{path}.{key}" if path else key
     known = sorted(node.get("properties", {}))
     if not known:  # of a map whose keys have a form
-        described = node.get("description", "").removeprefix("keys are each ")
+        described = node.get("description", "").rpartition("keys are each ")[2].rstrip(".")
         return Finding(at, f"the key {key!r} given, {described or 'another key'} needed", "correct it")
     roots = schema()["properties"]
     if not path and isinstance(value, dict) and value:
@@ -107,6 +138,12 @@ def unknown_key(path: str, key: str, value: Any, node: Mapping[str, Any]) -> Fin
     if moved:
         named = " or ".join(_of_section(place, path) for place in moved[:3])
         return Finding(at, "no such setting here", f"did you mean {named}?")
+    if value is None and key[:1].isdigit():
+        return Finding(
+            at, "no such setting", "put the value before it in quotes, as a comma ends it, or write 1.5 for 1,5"
+        )
+    if not path and isinstance(value, Mapping):
+        return Finding(at, "no such setting", f"remove it, or call it x-{key} if it is your own, such as a YAML anchor")
     listed = ", ".join(known) if len(known) <= _KEYS_SHOWN else ", ".join([*known[:_KEYS_SHOWN], "..."])
     return Finding(at, "no such setting", f"remove it; known here: {listed}")
 

@@ -23,17 +23,31 @@ class _HelmLoader(yaml.CSafeLoader):
 
 
 _HelmLoader.yaml_implicit_resolvers = {
-    letter: [(tag, form) for tag, form in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
+    letter: [(tag, form) for tag, form in resolvers if not tag.endswith((":timestamp", ":int", ":float", ":bool"))]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _HelmLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*|0[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0|[1-9][0-9_]*|0o?[0-7_]+|0b[01]+|0x[0-9a-fA-F]+)$"),
+    list("-+0123456789"),
 )
 _HelmLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$"),
+    re.compile(
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE])|0[0-9]*[89][0-9]*)([eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$"
+    ),
     list("-+.0123456789"),
 )
+_TRUE, _FALSE = ("y", "yes", "true", "on"), ("n", "no", "false", "off")
+_HelmLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool",
+    re.compile(f"({'|'.join(form for word in _TRUE + _FALSE for form in (word, word.title(), word.upper()))})$"),
+    list("yYnNtTfFoO"),
+)
+
+
+def _bool(loader: _HelmLoader, node: yaml.ScalarNode) -> bool:
+    return loader.construct_scalar(node).lower() in _TRUE
 
 
 def _mapping(loader: _HelmLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -54,6 +68,7 @@ def _text(key: Any) -> str:
 
 
 _HelmLoader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_HelmLoader.add_constructor("tag:yaml.org,2002:bool", _bool)
 
 
 def read_values(text: str, name: str) -> dict[str, Any]:
@@ -64,13 +79,15 @@ def read_values(text: str, name: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or error
-        raise CommandError(f"{name}{where}: no YAML ({problem}); correct it") from error
+        remedy = "indent with blanks, as YAML takes no tabs" if "\t" in text else "correct it"
+        raise CommandError(f"{name}{where}: no YAML ({problem}); {remedy}") from error
     except CommandError as error:
         raise CommandError(f"{name}: {error}") from error
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise CommandError(f"{name}: a {type(found).__name__} given, a map of settings needed; write KEY: VALUE")
+        given = "a list" if isinstance(found, list) else "text alone"
+        raise CommandError(f"{name}: {given} given, a map of settings needed; write KEY: VALUE")
     return found
 
 
@@ -105,7 +122,9 @@ def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 def _set(values: dict[str, Any], assignment: str, is_text: bool) -> None:
     key, equals, text = _partition(assignment)
     if not equals or not key:
-        raise CommandError(f"--set {key or assignment}: no value given; write KEY=VALUE")
+        raise CommandError(
+            f"--set {key or assignment}: no value given; write KEY=VALUE, and \\, for a comma in a value"
+        )
     here: Any = values
     steps = list(_steps(key))
     for step, following in zip(steps, [*steps[1:], None], strict=True):
