@@ -81,16 +81,18 @@ metadata:
   {{- include "spillway.metadata" . | nindent 2 }}
 {{- end -}}
 
-{{/* (root, image, tag[, registry]) -> reference. A digest wins over a tag. registry: where none is given at all. */}}
+{{/* (root, section, tag[, registry]) -> image, imagePullPolicy and envFrom of a container, by section.image and
+section.envFrom. A digest wins over a tag. registry: where none is given at all. */}}
 {{- define "spillway.image" -}}
-{{- $registry := .root.Values.image.registry -}}
-{{- if not $registry -}}{{- $registry = default "" .registry -}}{{- end -}}
-{{- if not (kindIs "invalid" .image.registry) -}}{{- $registry = .image.registry -}}{{- end -}}
-{{- $name := .image.repository -}}
-{{- if $registry -}}{{- $name = printf "%s/%s" $registry $name -}}{{- end -}}
-{{- if .image.digest -}}{{ $name }}@{{ .image.digest }}
-{{- else -}}{{ $name }}:{{ default .tag .image.tag }}
-{{- end -}}{{- end -}}
+{{- $image := .section.image -}}
+{{- $registry := .root.Values.image.registry | default .registry | default "" -}}
+{{- if not (kindIs "invalid" $image.registry) -}}{{- $registry = $image.registry -}}{{- end -}}
+{{- $end := $image.digest | empty | ternary (printf ":%s" ($image.tag | default .tag)) (print "@" $image.digest) -}}
+image: {{ printf "%s%s" (list $registry $image.repository | compact | join "/") $end | quote }}
+imagePullPolicy: {{ default .root.Values.image.pullPolicy $image.pullPolicy }}
+{{- with .section.envFrom }}
+envFrom: {{- toYaml . | nindent 2 }}
+{{- end }}{{- end -}}
 
 {{/* (root, account, name) -> the ServiceAccount a pod runs as. */}}
 {{- define "spillway.serviceAccount" -}}

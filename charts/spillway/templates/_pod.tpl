@@ -60,6 +60,44 @@ pulls its images. */}}
 {{- with $spec -}}{{- toYaml . -}}{{- end -}}
 {{- end -}}
 
+{{/* (root, component, container, command, volumes[, args][, env]) -> spec of a pod that runs the tools image once, on
+nodes where gateways run. volumes: as Kubernetes has them, each with the folder where it is mounted. */}}
+{{- define "spillway.toolPod" -}}
+{{- $gateway := .root.Values.gateway -}}
+{{- $scheduling := pick $gateway "nodeSelector" "tolerations" "priorityClassName" "runtimeClassName" -}}
+{{- $_ := set $scheduling "affinity" (pick $gateway.affinity "nodeAffinity") -}}
+restartPolicy: Never
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with include "spillway.scheduling" (merge (dict "section" $scheduling) (pick . "root" "component")) | trim }}
+{{ . }}
+{{- end }}
+securityContext:
+  {{- toYaml $gateway.podSecurityContext | nindent 2 }}
+containers:
+  - name: {{ .container }}
+    {{- $image := dict "root" .root "section" .root.Values.checks "tag" .root.Chart.AppVersion }}
+    {{- include "spillway.image" $image | nindent 4 }}
+    {{- range $key, $value := pick . "command" "args" "env" }}
+    {{- with $value }}{{- dict $key . | toYaml | nindent 4 }}{{- end }}
+    {{- end }}
+    # Where no log is read, kubectl describe shows its end.
+    terminationMessagePolicy: FallbackToLogsOnError
+    resources:
+      requests: {cpu: 50m, memory: 96Mi}
+      limits: {memory: 256Mi}
+    securityContext:
+      {{- toYaml $gateway.securityContext | nindent 6 }}
+    volumeMounts:
+      {{- range .volumes }}
+      - {name: {{ .name }}, mountPath: {{ .folder }}, readOnly: true}
+      {{- end }}
+volumes:
+  {{- range .volumes }}
+  - {{ omit . "folder" | toYaml | indent 4 | trim }}
+  {{- end }}
+{{- end -}}
+
 {{/* (root, section, kind, name) -> spec.replicas, and nothing where an autoscaler decides and no object runs yet.
 What an autoscaler decides is repeated from the live object: an upgrade that left `replicas` out would take it away from
 an object that has it, and the API server's default is 1. Without a cluster to ask (helm template, Argo CD) there is no
