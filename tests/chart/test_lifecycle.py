@@ -1,8 +1,10 @@
 """Start, drain and restart: probes, grace periods from the processes' own deadlines, and who is rolled by what."""
 
 import math
+from typing import Any
 
 import pytest
+from chart.helm_binaries import Helm, helms
 from chart.rendering import laid_over, nested, pod_spec, render
 
 from spillway_engine.launch import DRAIN_REPLY_SECONDS
@@ -100,8 +102,9 @@ TWO = {"engines": {"a": {"model": {"servedName": "a"}}, "b": {"model": {"servedN
         # Gateways let go of requests before engines end: what they wait for follows from the drain.
         (nested("engine.lifecycle.drainTimeoutSeconds", 9), {"a", "b", "gateway"}),
         (nested("engines.a.replicas", 5), set()),  # gateways watch who is there
-        (nested("gateway.timeouts.idleSeconds", 9), {"gateway"}),
-        (nested("engines.a.model.aliases", ["x"]), {"gateway"}),
+        (nested("gateway.timeouts.idleSeconds", 9), set()),
+        (nested("gateway.routing.adapterLoadSeconds", 9), {"gateway"}),
+        (nested("engines.a.model.aliases", ["x"]), set()),
         (nested("gateway.replicas", 5), set()),
         (nested("monitoring", {"alerts": {"enabled": True}, "serviceMonitor": {"enabled": True}}), set()),
         (nested("networkPolicy.enabled", False), set()),
@@ -159,3 +162,46 @@ def templates(rendered):
         **{key: rendered.named("StatefulSet", f"chat-spillway-engine-{key}")["spec"]["template"] for key in ("a", "b")},
         "gateway": rendered.one("Deployment", "gateway")["spec"]["template"],
     }
+
+
+LORA = {"adapters": [{"name": "sql", "path": "a/sql"}], "aliases": [{"name": "latest", "adapter": "sql"}]}
+
+
+def pod_templates(helm: Helm, **changes: Any) -> dict[str, Any]:
+    values = laid_over({"engine": {"lora": LORA}, "redis": {"enabled": True}}, changes)
+    objects = render(values=values, helm=helm).objects
+    return {
+        each["metadata"]["name"]: each["spec"]["template"] for each in objects if "template" in each.get("spec", {})
+    }
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gateway": {"log": {"level": "debug"}}},
+        {"gateway": {"timeouts": {"firstByteSeconds": 77}, "continuation": {"enabled": False}}},
+        {"gateway": {"limits": {"bodyBytesMax": "32MiB"}}},
+        {"engine": {"model": {"aliases": ["chat"]}}},
+        {"engine": {"lora": {"aliases": [{"name": "newest", "adapter": "sql"}]}}},
+    ],
+    ids=lambda change: next(iter(next(iter(change.values())))),
+)
+def test_what_gateways_read_again_by_themselves_ends_no_pod(helm: Helm, change: dict[str, Any]) -> None:
+    never = {"gateway": {"reload": {"periodSeconds": 0}}}
+
+    assert pod_templates(helm, **change) == pod_templates(helm)
+    assert pod_templates(helm, **laid_over(change, never)) != pod_templates(helm, **never)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gateway": {"routing": {"adapterLoadSeconds": 3}}},
+        {"gateway": {"reload": {"periodSeconds": 3}}},
+        {"engine": {"model": {"servedName": "chat"}}},
+    ],
+    ids=str,
+)
+def test_what_they_read_at_their_start_ends_pods(change: dict[str, Any]) -> None:
+    assert pod_templates(helms()[0], **change) != pod_templates(helms()[0])

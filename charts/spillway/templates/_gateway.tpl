@@ -9,6 +9,17 @@ gateway.yaml: |
   {{- toYaml $settings | nindent 2 }}
 {{- end -}}
 
+{{/* root -> hash of what a gateway reads at its start alone; no pod ends for what it reads again by itself. */}}
+{{- define "spillway.gatewayChecksum" -}}
+{{- $settings := dict -}}
+{{- include "spillway.gatewaySettings" (dict "root" . "out" $settings) -}}
+{{- if $settings.reload.periodSeconds -}}
+{{- range .spillwayNames.liveSections -}}{{- $_ := unset $settings . -}}{{- end -}}
+{{- range $settings.models -}}{{- $_ := unset (unset . "aliases") "adapterAliases" -}}{{- end -}}
+{{- end -}}
+{{- toYaml $settings | sha256sum -}}
+{{- end -}}
+
 {{/* (root, out): the YAML of `python -m spillway_gateway --config` into out. */}}
 {{- define "spillway.gatewaySettings" -}}
 {{- $out := .out -}}{{- $gateway := deepCopy .root.Values.gateway -}}

@@ -1,4 +1,4 @@
-"""Names that the chart's templates and Python both use: folders of pods, variables, kinds, forms of names.
+"""Names that the chart's templates and Python both use: folders of pods, variables, kinds, sections, forms of names.
 
 `make schema` writes them to charts/spillway/files/shared-names.json, which the templates read. Templates and Python
 have different engines of regular expressions (RE2 and re), so every expression here means the same in both.
@@ -38,6 +38,9 @@ CUSTOM_KINDS = (
     "gateway.networking.k8s.io/v1/HTTPRoute",
 )
 
+# Sections of a gateway's configuration that it puts into effect while it runs; with `models` they are all there are.
+LIVE_SECTIONS = ("continuation", "limits", "log", "timeouts")
+
 # A variable with such a name holds a credential,
 CREDENTIAL_NAME = (
     r"(?i)(token|password|passwd|passphrase|secret"
@@ -74,6 +77,7 @@ def shared_names() -> dict[str, Any]:
         "folders": FOLDERS,
         "variables": VARIABLES,
         "customKinds": list(CUSTOM_KINDS),
+        "liveSections": list(LIVE_SECTIONS),
         "credentials": {"name": CREDENTIAL_NAME, "value": CREDENTIAL_VALUE, "harmless": HARMLESS_VALUE},
         "modelNames": {"endings": MODEL_NAME_ENDINGS, "eighths": QUANTIZED_EIGHTHS},
     }

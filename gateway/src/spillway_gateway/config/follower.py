@@ -12,10 +12,11 @@ from msgspec import structs
 from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.settings import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
+from spillway_settings import shared_names
 
 logger = logging.getLogger(__name__)
 
-LIVE_SECTIONS = frozenset({"continuation", "models", "timeouts", "limits", "log"})
+LIVE_SECTIONS = frozenset({"models", *shared_names.LIVE_SECTIONS})
 
 
 class ConfigFollower:
