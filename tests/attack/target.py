@@ -169,8 +169,8 @@ class Target:
         before = self._memory("VmRSS")
         self._reset_peak()
         units = gap = float("inf")
-        for number in range(rounds):
-            time.sleep(number * PAUSE_SECONDS)
+        for pause_seconds in [number * PAUSE_SECONDS for number in range(rounds)]:
+            time.sleep(pause_seconds)
             since = time.monotonic()
             self._command("reset")
             attack()
