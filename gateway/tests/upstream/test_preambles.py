@@ -236,6 +236,21 @@ async def test_nothing_passes_behind_the_end_of_an_answer(client: aiohttp.Client
     assert body.startswith(answer(path, "first").whole)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_stream_of_two_answers_is_not_whole_with_the_first_one_s_finish(
+    client: aiohttp.ClientSession, start: Any, path: str
+) -> None:
+    """And without `[DONE]`."""
+    said = {"delta": {"content": "a"}, "text": "a"}
+    parts = [untyped_event({"choices": [{"index": index, **said, "finish_reason": None}]}) for index in range(2)]
+    finish = untyped_event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "stop"}]})
+    engine = await start("engine", lambda path: [*parts, finish])
+    async with running_gateway(config(engine)) as running:
+        for choices in (2, 1):
+            async with client.post(running.url + path, json={**BODIES[path], "n": choices}) as reply:
+                assert (b"engine_disconnected" in await reply.read()) is (choices == 2)
+
+
 @pytest.mark.parametrize("path", list(BODIES))
 @pytest.mark.parametrize("number", [0, 1])
 async def test_an_engine_that_reports_failures_in_its_streams_is_taken_out(

@@ -144,6 +144,19 @@ def test_the_kind_of_an_event(dialect: Dialect, document: dict[str, Any], kind: 
         assert says_nothing(each, dialect) is (kind is Kind.NOTHING)
 
 
+UNREADABLE = [b"", b" ", b"{", b"\xff\xfe", b"null", b"[1]", b'"x"', b'{"error": NaN}', b'{"response": "gone"}']
+
+
+@pytest.mark.parametrize("name", ["error", "response.failed", "response.error"])
+@pytest.mark.parametrize("data", [*UNREADABLE, pytest.param(b"[" * 100_000, id="nested")])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_failure_whose_data_cannot_be_read_is_one(name: str, data: bytes, end: bytes) -> None:
+    event = end.join([b"event: " + name.encode(), b"data: " + data, b"", b""])
+    assert first_event(b": a\n\n" + event, RESPONSES).kind is Kind.FAILED
+    assert [found.kind for found in endings(event, RESPONSES)] == [Kind.FAILED]
+    assert not says_nothing(event, RESPONSES)
+
+
 @pytest.mark.parametrize("dialect", list(Dialect))
 @pytest.mark.parametrize(
     "comment",
@@ -216,6 +229,8 @@ def test_a_stream_without_its_mark_is_whole_where_its_answer_is() -> None:
     text, finish = choice(delta={"content": "a"}), choice(delta={}, finish_reason="stop")
     assert ends_unmarked(sse(finish), CHAT)
     assert ends_unmarked(sse(finish) + sse({**ENVELOPE, "choices": [], "usage": {}}), CHAT)
+    assert ends_unmarked(sse({**ENVELOPE, "choices": [], "usage": {}}), CHAT, choices=2)
+    assert not ends_unmarked(sse(finish), CHAT, choices=2), "the other one may have no end"
     assert not ends_unmarked(sse(text), CHAT)
     assert not ends_unmarked(b"", CHAT)
     assert not ends_unmarked(sse({"type": "message_delta", "delta": {"stop_reason": "end_turn"}}, MESSAGES), MESSAGES)

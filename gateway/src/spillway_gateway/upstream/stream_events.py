@@ -189,9 +189,9 @@ def says_nothing(events: bytes, dialect: Dialect) -> bool:
     return all(_read(name, data, dialect, ids_asked=False).kind is Kind.NOTHING for name, data in _fields(events))
 
 
-def ends_unmarked(last_events: bytes, dialect: Dialect) -> bool:
-    """Whether a stream that ended behind these events, without its mark, was whole: a finish reason or usage was last.
-    In the dialects whose events have names, the last one is always the mark."""
+def ends_unmarked(last_events: bytes, dialect: Dialect, choices: int = 1) -> bool:
+    """Whether a stream that ended behind these events, without its mark, was whole: usage was last, or the finish
+    reason of its only choice. In the dialects whose events have names, the last one is always the mark."""
     if dialect is not Dialect.OPENAI:
         return False
     for _, data in _fields(last_events):
@@ -199,7 +199,7 @@ def ends_unmarked(last_events: bytes, dialect: Dialect) -> bool:
             chunk = _decode_chunk(data or b"")
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             continue
-        if not chunk.choices or any(choice.finish_reason is not None for choice in chunk.choices):
+        if not chunk.choices or (choices == 1 and any(choice.finish_reason is not None for choice in chunk.choices)):
             return True
     return False
 

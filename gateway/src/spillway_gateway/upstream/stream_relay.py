@@ -191,7 +191,8 @@ class StreamRelay:
         if not whole:
             if continuing is not None and committed and continuing.possible(lease.engine):
                 raise EngineDisconnected("it ended the reply early")
-            if connection.status == 200 and not ends_unmarked(self.last_chunk, self._request.dialect):
+            request = self._request
+            if connection.status == 200 and not ends_unmarked(self.last_chunk, request.dialect, request.choices):
                 raise EngineDisconnected("it ended the reply early")
             if connection.status < 500:
                 lease.succeeded()
