@@ -1,6 +1,6 @@
 """One stack at a time, one start per configuration: tests use the fixture `stack` and run once per tier they name.
 
-- `pytest.mark.tiers("nvme")`: which of STACKS; TIERS without it
+- `pytest.mark.tiers("nvme")`: which of STACKS; TIERS without it. The engines of "bundled" serve the bundled model
 - `pytest.mark.ends_stack`: takes the stack down itself, so it runs after every other test of that tier
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from stack_driver.deadlines import eventually
@@ -17,10 +18,12 @@ from stack_driver.known_answers import KnownAnswers
 from stack_driver.prompts import make_prompts
 from stack_driver.reference_pass import PROMPTS_ENV, identity_prompts, reference_answers
 from stack_driver.running_stack import RunningStack, stack_settings, upgrade
+from stack_driver.small_model import SMALL_MODEL_OVERRIDES, small_model
 
 TIERS = ("nvme", "redis")
-# upgrade: a fleet in the middle of an upgrade, one engine of each vLLM on one Redis.
-STACKS = ("nvme", "redis", "upgrade")
+# upgrade: a fleet in the middle of an upgrade, one engine of each vLLM on one Redis. bundled: one engine with the model
+# and the start-up check of `make up`, on NVMe. What rests on no text runs on nvme and redis, with a small model.
+STACKS = ("bundled", "nvme", "redis", "upgrade")
 # The first test includes the start: minutes on two slow cores. The full identity proof takes longer still.
 TIMEOUT_SECONDS = 3600 if os.environ.get(PROMPTS_ENV) else 900
 
@@ -52,6 +55,14 @@ def _turn(item: pytest.Item) -> tuple[int, bool]:
 
 
 @pytest.fixture(scope="session")
+def engine_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Engines with the small model, or with that of MODEL."""
+    if os.environ.get("MODEL"):
+        return {}
+    return {"model": str(small_model(tmp_path_factory.mktemp("model"))), "overrides": SMALL_MODEL_OVERRIDES}
+
+
+@pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KnownAnswers]:
     """Prompt name -> its answers on an engine without any offload, started here unless kept answers exist."""
     kept = kept_file(stack_settings("off", engines=1, gateway=False))
@@ -74,10 +85,13 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         # The engine without offload runs before this stack, never beside it: two cores, 12 GB.
         request.getfixturevalue("references")
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "upgrade":
+    if request.param == "bundled":
+        # The full proof of identity asks another engine; a start with this model takes a slow machine a minute.
+        running = RunningStack.start("nvme", folder, engines=2 if os.environ.get(PROMPTS_ENV) else 1)
+    elif request.param == "upgrade":
         running = RunningStack.start("redis", folder, vllm=upgrade())
     else:
-        running = RunningStack.start(request.param, folder)
+        running = RunningStack.start(request.param, folder, **request.getfixturevalue("engine_settings"))
     try:
         yield running
     finally:

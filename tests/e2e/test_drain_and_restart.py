@@ -8,7 +8,7 @@ from stack_driver.running_stack import RunningStack
 from stack_driver.streams import StreamCrowd
 
 STREAMS = 6
-ANSWER_TOKENS = 96
+ANSWER_TOKENS = 128
 
 
 @pytest.mark.tiers("nvme")

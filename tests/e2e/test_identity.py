@@ -14,6 +14,7 @@ from stack_driver.running_stack import RunningStack
 HIT_SECONDS = 30.0  # a lookup that misses its deadline on a busy machine costs the hit, never the answer
 
 
+@pytest.mark.tiers("bundled")
 def test_identical_with_and_without_tiers(
     stack: RunningStack, references: dict[str, KnownAnswers], record_property: pytest.Function
 ) -> None:

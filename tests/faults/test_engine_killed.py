@@ -12,7 +12,7 @@ from stack_driver.running_stack import RunningStack
 from stack_driver.streams import Stream, StreamCrowd
 
 STREAMS = 20
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 120
 VICTIM = "engine-0"
 
 

@@ -60,11 +60,12 @@ def stack_settings(
     *,
     engines: int = 2,
     gateway: bool = True,
+    model: str = "",
     overrides: tuple[str, ...] = (),
     vllm: tuple[str, ...] = (),
 ) -> StackSettings:
     """tier: "nvme", "redis", or "off" for engines without any offload. overrides: as StackSettings.engine_overrides.
-    vllm: as StackSettings.vllm; empty: as VLLM says.
+    model: empty for the bundled one. vllm: as StackSettings.vllm; empty: as VLLM says.
 
     MODEL, VLLM, DTYPE, ENGINE_ARGS and ENGINE_SET, as `make up` takes them, run all stack tests on such engines, the
     references too.
@@ -72,7 +73,7 @@ def stack_settings(
     return StackSettings(
         port=free_base_port(),
         engines=engines,
-        model=os.environ.get("MODEL", ""),
+        model=os.environ.get("MODEL", "") or model,
         shared_tier="none" if tier == "off" else tier,
         offload=tier != "off",
         num_cpu_blocks=CPU_BLOCKS,
