@@ -308,6 +308,12 @@ images: ## Build the images with docker or podman. REGISTRY=host/path/ ASCEND_VA
 	    -f docker/engine-ascend.Dockerfile -t $(REGISTRY)spillway-engine:$(VERSION)-ascend$$suffix$(IMAGE_SUFFIX); \
 	done
 
+# Those that `make images` builds with the same variables, and the one that the chart takes from elsewhere.
+BUILT_IMAGES = gateway:$(VERSION) tools:$(VERSION) engine:$(VERSION)-cpu$(IMAGE_SUFFIX) \
+  $(if $(CUDA_REPOSITORY),engine:$(VERSION)-cuda$(IMAGE_SUFFIX)) \
+  $(foreach variant,$(ASCEND_VARIANTS),engine:$(VERSION)-ascend$(patsubst %,-%,$(filter-out default,$(variant)))$(IMAGE_SUFFIX))
+VALKEY_IMAGE = $(shell sed -n 's|.*image: "\(docker.io/[^"]*\)".*|\1|p' charts/spillway/Chart.yaml)
+
 .PHONY: chart
 chart: ## Package the chart into build/chart/. SOURCE=https://host/path of this repository, SIGN=key, HELM=helm
 ##+ SOURCE becomes the chart's home and source, and the alerts' links lead to its docs/operations.md
@@ -326,10 +332,11 @@ chart-push: ## Push the packaged chart, with its provenance file if it has one. 
 	@$(HELM) push build/chart/spillway-*.tgz $(OCI)
 
 .PHONY: sbom
-sbom: ## CycloneDX lists of what the images hold, in build/sbom/. Needs syft
+sbom: ## CycloneDX lists of what all images hold, in build/sbom/. The variables of images choose them. Needs syft
 	@mkdir -p build/sbom
-	@for image in gateway:$(VERSION) tools:$(VERSION) engine:$(VERSION)-cpu; do \
-	  syft $(REGISTRY)spillway-$$image -o cyclonedx-json > build/sbom/$${image%%:*}.json; done
+	@for image in $(BUILT_IMAGES:%=$(REGISTRY)spillway-%) $(VALKEY_IMAGE); do \
+	  name=$${image##*/}; echo "$$image"; \
+	  syft "$$image" -o cyclonedx-json > "build/sbom/$$(echo "$$name" | tr : -).json" || exit 1; done
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build results (not the state of a running stack)

@@ -265,7 +265,7 @@ def test_it_speaks_json_too(run, expected):
 
     document = json.loads(output)
     assert status == 0 and document["command"] == "doctor" and not document["failed"]
-    assert {"chat", "settings", "tier"} <= {finding["check"] for finding in document["findings"]}
+    assert {"chat", "values", "tier"} <= {finding["check"] for finding in document["findings"]}
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,21 @@ def test_one_registry_holds_for_every_image(image, redis, expected):
     registry = f"{image['registry']}/" if image else "spillway-"
     assert len(others) == 4
     assert all(pod["containers"][0]["image"].startswith(registry) for pod in others)
+
+
+def test_every_image_that_is_built_gets_a_list_of_what_it_holds():
+    variables = [
+        "VLLM=0.32",
+        "ASCEND_VARIANTS=default a3",
+        "ASCEND_REPOSITORY=a.example/x",
+        "CUDA_REPOSITORY=a.example/y",
+    ]
+
+    def printed(target):
+        command = ["make", "-n", target, "CONTAINER=docker", *variables]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    listed = {f"spillway-{name}" for name in re.findall(r"\bspillway-(\S+:[^ ;]+)", printed("sbom"))}
+    built = set(re.findall(r"-t (spillway-\S+:[^ ;$]+)", printed("images").replace("$suffix", "")))
+    assert built <= listed and f"spillway-engine:{VERSION}-ascend-a3-vllm0.32" in listed
+    assert "docker.io/valkey/valkey:" in printed("sbom")

@@ -10,7 +10,7 @@ from lanes.rules import ROOT
 from repository.tracked import tracked_files
 
 from spillway_ctl.check.engine_rules import OWN_VARIABLES
-from spillway_settings.shared_names import FOLDERS, VARIABLES
+from spillway_settings.shared_names import CUSTOM_KINDS, FOLDERS, VARIABLES
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -66,6 +66,15 @@ def test_templates_and_rules_spell_no_folder_and_no_variable_a_second_time() -> 
     assert len(files) > 80
     assert {file.name: found for file in files if (found := SPELLED.findall(file.read_text()))} == {}
     assert set(re.findall(r"\bSPILLWAY_[A-Z_]+", START_SCRIPT.read_text())) == {VARIABLES["visibleDevices"]}
+
+
+def test_kinds_of_other_projects_are_listed_once() -> None:
+    listing = [path for path in tracked_files() if path.endswith(".py") and "/src/" in path]
+
+    texts = {path: (ROOT / path).read_text() for path in listing}
+    assert [path for path, text in texts.items() if all(kind in text for kind in CUSTOM_KINDS)] == [
+        "settings/src/spillway_settings/shared_names.py"
+    ]
 
 
 def test_an_engine_has_the_variables_that_values_may_not_give() -> None:

@@ -49,7 +49,8 @@ sizes:{{ range .Values.sizes }}
 memory:{{ range .Values.memory }}
 {{- $shape := dict }}{{ $out := dict }}
 {{- include "spillway.shape" (dict "engine" .engine "path" "engine" "root" $ "out" $shape) }}
-{{- include "spillway.memory" (dict "engine" .engine "path" "engine" "platform" .platform "shape" $shape "out" $out) }}
+{{- include "spillway.memory" (dict "engine" .engine "path" "engine" "platform" .platform "shape" $shape
+  "names" $.spillwayNames "out" $out) }}
 - {{ toJson $out }}{{ end }}
 """
 

@@ -38,7 +38,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) (int64 .dataParallelSize) -}}
 {{- end -}}
 
-{{/* (engine, path, platform, shape, out): every figure of one replica's memory into out. */}}
+{{/* (engine, path, platform, shape, names, out): every figure of one replica's memory into out. */}}
 {{- define "spillway.memory" -}}
 {{- $engine := .engine -}}{{- $shape := .shape -}}{{- $path := .path -}}{{- $onCpu := eq .platform "cpu" -}}
 {{- $elementBytes := dict "bfloat16" 2 "float16" 2 "float32" 4 -}}{{- $dtype := $engine.model.dtype -}}
@@ -127,7 +127,8 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}
 {{- $onHost := add $sharedNeeded $deviceBytes $weightBytes $askedBytes $indexBytes -}}
 {{- $engineNeeds := add (mul 2411724800 $allRanks) $onHost -}}
-{{- $process := default (ternary "2560MiB" "8GiB" $onCpu) $engine.memory.processPerRank -}}
+{{- $ownProcess := get .names.processPerRank (ternary "onCpu" "onDevice" $onCpu) -}}
+{{- $process := default $ownProcess $engine.memory.processPerRank -}}
 {{- $processBytes := mul $allRanks (include "spillway.bytes" (dict "value" $process
   "path" (printf "%s.memory.processPerRank" $path)) | int64) -}}
 {{- $margin := int64 $engine.memory.marginPercent -}}{{- $sum := add $onHost $processBytes $stagingBytes -}}

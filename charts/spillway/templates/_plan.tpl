@@ -42,7 +42,7 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- $shape := dict -}}{{- $memory := dict -}}
 {{- include "spillway.shape" (dict "engine" $engine "path" $path "root" $root "out" $shape) -}}
 {{- include "spillway.memory" (dict "engine" $engine "path" $path "platform" $accelerator.platform "shape" $shape
-  "out" $memory) -}}
+  "names" $item.names   "out" $memory) -}}
 {{- $pods := ternary $engine.autoscaling.maxReplicas $engine.replicas $engine.autoscaling.enabled | int64 -}}
 {{- include "spillway.overlay" (dict "base" $item "over" (dict "name" $name
   "headless" (include "spillway.fit" (dict "text" (printf "%s-pods" $name) "max" 63))

@@ -41,6 +41,9 @@ CUSTOM_KINDS = (
 # Sections of a gateway's configuration that it puts into effect while it runs; with `models` they are all there are.
 LIVE_SECTIONS = ("continuation", "limits", "log", "timeouts")
 
+# Host memory of a rank's process, if `memory.processPerRank` is null.
+PROCESS_PER_RANK = {"onCpu": "2560MiB", "onDevice": "8GiB"}
+
 # A variable with such a name holds a credential,
 CREDENTIAL_NAME = (
     r"(?i)(token|password|passwd|passphrase|secret"
@@ -77,6 +80,7 @@ def shared_names() -> dict[str, Any]:
         "folders": FOLDERS,
         "variables": VARIABLES,
         "customKinds": list(CUSTOM_KINDS),
+        "processPerRank": PROCESS_PER_RANK,
         "liveSections": list(LIVE_SECTIONS),
         "credentials": {"name": CREDENTIAL_NAME, "value": CREDENTIAL_VALUE, "harmless": HARMLESS_VALUE},
         "modelNames": {"endings": MODEL_NAME_ENDINGS, "eighths": QUANTIZED_EIGHTHS},

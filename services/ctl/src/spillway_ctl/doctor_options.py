@@ -16,9 +16,10 @@ from spillway_ctl.quantities import parse_age_seconds
 from spillway_ctl.readings import Questions
 from spillway_ctl.store_choice import StoreChoice, choice_from_config
 from spillway_ctl.store_options import checked, choice_of, with_store
+from spillway_settings.values.gateway import Gateway
 
 STACK = Path(".run")
-_GATEWAY_PORT = 8000  # of a configuration that names none
+_GATEWAY_PORT = Gateway().port  # of a configuration that names none
 
 _DESCRIPTION = """\
 What is wrong with a gateway, its engines and their shared tier, as each process says it, and what to change. One line

@@ -12,17 +12,10 @@ from typing import Any
 import yaml
 
 from spillway_ctl.errors import CommandError
+from spillway_settings.shared_names import CUSTOM_KINDS
 
 HELM_SECONDS = 60.0
 _TEMPLATE = "templates/engine-configmap.yaml"
-# Kinds that the chart makes only if a cluster has them; planning asks no cluster.
-CUSTOM_KINDS = (
-    "keda.sh/v1alpha1/ScaledObject",
-    "monitoring.coreos.com/v1/PodMonitor",
-    "monitoring.coreos.com/v1/ServiceMonitor",
-    "monitoring.coreos.com/v1/PrometheusRule",
-    "gateway.networking.k8s.io/v1/HTTPRoute",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +41,7 @@ class PlannedEngines:
 def render_chart(helm: str, chart: Path, values: Sequence[Path], sets: Sequence[str]) -> str:
     """`helm template` of the engines' ConfigMaps. Raises CommandError with Helm's words."""
     command = [helm, "template", "plan", str(chart), "--show-only", _TEMPLATE]
+    # Planning asks no cluster, so the chart may make what a cluster has only if somebody installed it.
     command += [word for kind in CUSTOM_KINDS for word in ("-a", kind)]
     command += [word for file in values for word in ("-f", str(file))]
     command += [word for setting in sets for word in ("--set", setting)]

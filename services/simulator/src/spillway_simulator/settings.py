@@ -1,4 +1,5 @@
-"""Settings of a simulator process: YAML and --set, parsed once. Keys are camelCase in the file; defaults stand here."""
+"""Settings of a simulator process: YAML and --set, parsed once. Keys are camelCase in the file; defaults stand here, or
+are those of an engine of the chart."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ from spillway_settings.typed import (
     WrongSetting,
     read_settings,
 )
+from spillway_settings.values.engine import Engine
 from spillway_simulator.errors import SettingsError
 from spillway_simulator.model.engine import EngineShape
 from spillway_simulator.model.presets import PRESETS
 from spillway_simulator.model.rates import EngineRates, LinkRates
 
 ENGINES_MAX = 64
+_ENGINE = Engine()
 EnginePort = Annotated[int, Meta(ge=0, le=65_535)]  # of the first engine
 Blocks = Annotated[int, Meta(ge=0)]
 
@@ -38,9 +41,9 @@ class Settings(CamelSection, frozen=True):
     tokenizer: str | None = None  # model folder; None: the built-in tokens of three bytes
     host: Text = "127.0.0.1"
     engines: Annotated[int, Meta(ge=1, le=ENGINES_MAX)] = 1
-    port: EnginePort = 8100
-    kv_events_port: EnginePort = 8200
-    kv_replay_port: EnginePort = 8300
+    port: EnginePort = _ENGINE.port
+    kv_events_port: EnginePort = _ENGINE.kv_events.port
+    kv_replay_port: EnginePort = _ENGINE.kv_events.replay_port
     admin_port: EnginePort = 8400
     kv_events: bool = True
     event_form: Literal["array", "map"] = "array"  # vLLM 0.23's form, or that of 0.26 and later
@@ -49,7 +52,7 @@ class Settings(CamelSection, frozen=True):
     preset: Text = "h200-qwen3-14b-nvme"
     # Overrides by name, "cpu.loadTokensPerSecond" for links.
     rates: dict[str, NotNegative] = msgspec.field(default_factory=dict)
-    block_tokens: Count = 128
+    block_tokens: Count = _ENGINE.block_size
     device_blocks: Count = 4_800
     cpu_blocks: Blocks = 4_800
     shared_blocks: Blocks = 48_000  # of the one tier that all engines share

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from spillway_engine.settings import LifecycleSettings, ModelSettings
-from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX
-from spillway_settings.values.gateway import PROCESSES_MAX
+from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX, Engine
+from spillway_settings.values.gateway import PROCESSES_MAX, Gateway
 from spillway_stack import make_variables
 from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS
 from spillway_stack.errors import StackError
@@ -29,14 +29,14 @@ PORTS_APART = 100  # of engines, events and replays
 class StackSettings:
     """Defaults suit two cores and 12 GB: a device cache of ten thousand tokens, small enough to see eviction."""
 
-    port: int = 8000  # gateway; engines + 100, events + 200, replays + 300, Valkey + 400
+    port: int = Gateway().port  # gateway; engines + 100, events + 200, replays + 300, Valkey + 400
     engines: int = 2
     model: str = ""  # folder or hub name; empty: the bundled SmolLM2-135M-Instruct
     shared_tier: str = "nvme"
     offload: bool = True
     num_cpu_blocks: int = 112  # chunks of one block, per engine: the demo's documents of 4,096 tokens and its probes
     device_blocks: int = 80
-    block_size: int = 128  # tokens
+    block_size: int = Engine().block_size  # tokens
     max_length: int = 8192  # tokens
     nvme_max_bytes: int = 4 << 30
     gateway: bool = True

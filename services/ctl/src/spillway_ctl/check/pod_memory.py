@@ -14,6 +14,7 @@ from spillway_ctl.check.model_facts import ModelFacts
 from spillway_engine.argument_memory import argument_memory
 from spillway_engine.memory_budget import DEFAULT_LONGEST_PROMPTS, PROCESS_BYTES, SHM_QUEUE_BYTES_PER_RANK
 from spillway_engine.model_shape import DTYPE_BYTES
+from spillway_settings.shared_names import PROCESS_PER_RANK
 from spillway_settings.values.engine import Engine
 
 _QUEUES_MAPPED_BYTES, _QUEUES_MAPPED_BYTES_PER_RANK = 160 << 20, 240 << 20
@@ -81,7 +82,9 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
     index = _index(engine, row) * cores
     weights_held = weights * cores if on_cpu else 0
     engine_needs = PROCESS_BYTES * ranks * cores + shared_needed + device + weights_held + asked.process_bytes + index
-    process_text = memory.process_per_rank if memory.process_per_rank is not None else "2560MiB" if on_cpu else "8GiB"
+    process_text = memory.process_per_rank
+    if process_text is None:
+        process_text = PROCESS_PER_RANK["onCpu" if on_cpu else "onDevice"]
     processes = ranks * cores * size(process_text)
     staging = _staging(engine, row, cores)
     total = shared_needed + processes + device + weights_held + staging + asked.process_bytes + index

@@ -98,11 +98,11 @@ def _findings(release: Release, asker: Asker) -> Iterator[Finding]:
     for url in (release.gateway["operations"], release.gateway["url"]):
         asker.wait_until_reachable(url, min(deadline, time.monotonic() + REACHABLE_SECONDS))
     pages = {url: asker.page(url) for model in release.models for url in model["engines"]}
-    yield _made("settings", "gateway", partial(_check_gateway, release, asker))
+    yield _made("values", "gateway", partial(_check_gateway, release, asker))
     for model in release.models:
         key = _engine_key(model)
         yield _made("chat", model["name"], partial(_check_chat, release, asker, model, key))
-        yield _made("settings", model["name"], partial(_check_settings, asker, model, key))
+        yield _made("values", model["name"], partial(_check_settings, asker, model, key))
         yield _made("tier", model["name"], TierCheck(asker, model, key, deadline))
     gateway, engines = _read_gateway(release, asker), _read_engines(release, asker, pages)
     yield from judge(gateway, engines, time.monotonic() - began)
