@@ -139,6 +139,31 @@ def test_another_engines_file_of_that_name_is_left_alone(path: Path):
     assert not path.exists()
 
 
+def _a_file(place: Path, victim: Path) -> None:
+    place.write_bytes(victim.read_bytes())
+    place.chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    "foreigner",
+    [Path.symlink_to, Path.hardlink_to, _a_file, lambda place, _: os.mkfifo(place), lambda place, _: place.mkdir()],
+    ids=["symbolic link", "hard link", "file that all may write to", "FIFO", "folder"],
+)
+def test_what_others_put_in_its_place_is_not_taken_for_the_cpu_tier(path: Path, foreigner):
+    """Every user may put files into /dev/shm; a mapping of one would write KV into it, or show KV to its owner."""
+    victim = path.with_name(f"{path.name}-of-the-node")
+    victim.write_bytes(b"kept" * 4096)
+    try:
+        foreigner(path, victim)
+        with pytest.raises(HostMemoryError, match=path.name):
+            HostRegion(path, 1, 4096)
+        assert victim.read_bytes() == b"kept" * 4096
+    finally:
+        victim.unlink()
+        if path.is_dir():
+            path.rmdir()
+
+
 def test_cleanup_twice_and_with_a_view_held(path: Path):
     region = HostRegion(path, 1, 4096)
     view = region.create_kv_memoryview()

@@ -48,3 +48,13 @@ def test_a_scheduler_without_workers_on_its_machine_says_so(tmp_path: Path, regi
         agree(FIRST, 2, tmp_path / "none")
     with pytest.raises(ConfigError, match="a replica must run on one machine"):
         agree(FIRST, 2, region.path)  # rows without a description
+
+
+def test_what_others_put_in_the_place_of_the_rows_is_neither_read_nor_waited_for(
+    tmp_path: Path, region: HostRegion
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(region.path)
+    for name in ("fifo", "link"):
+        with pytest.raises(ConfigError, match="not a file of this store"):
+            agree(FIRST, 2, tmp_path / name)

@@ -23,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.errors import HostMemoryError
+from spillway_connector.own_files import NotOwn, open_own
 
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap does not name it
 _POPULATED_AT_ONCE_BYTES = 4 << 20  # a call of 1 ms, during which the process can map nothing else
 _OPEN_TIMEOUT_SECONDS = 30.0
+REGION_DEPTH = 1  # names at the end of a region's path that are the engine's own
 _SHM = Path("/dev/shm")  # noqa: S108 - the point of the file is to be in shared memory
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise keeps the GIL
@@ -84,7 +86,12 @@ class HostRegion:
         )
 
     def _open_created_by_another(self) -> int:
-        descriptor = os.open(self.path, os.O_RDWR)
+        try:
+            descriptor = open_own(self.path, os.O_RDWR, REGION_DEPTH)
+        except NotOwn as error:
+            raise HostMemoryError(
+                f"the CPU tier's memory cannot be shared: {error.strerror}; every user may put files there"
+            ) from error
         deadline = time.monotonic() + _OPEN_TIMEOUT_SECONDS
         while os.fstat(descriptor).st_size < self.size_bytes:
             if time.monotonic() > deadline:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from vllm.distributed import parallel_state
 
+from spillway_connector.device.host_region import REGION_DEPTH
 from spillway_connector.engine.kv_layout import LAYOUT_AT_MOST_BYTES, read_layouts
 from spillway_connector.errors import ConfigError
+from spillway_connector.own_files import open_own
 
 _FACTS = ("rank_block_bytes", "ranks_hold_the_same")
 
@@ -62,7 +64,7 @@ def _of_all_stages(own: StageFacts, num_stages: int) -> list[StageFacts]:
 
 def _written_by_workers(rows: Path) -> StageFacts:
     try:
-        descriptor = os.open(rows, os.O_RDONLY)
+        descriptor = open_own(rows, os.O_RDONLY, REGION_DEPTH)
     except OSError as error:
         raise ConfigError(
             f"{rows} cannot be read ({error.strerror}), where the workers of the pipeline's stages leave how large "
