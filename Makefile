@@ -318,12 +318,20 @@ VALKEY_IMAGE = $(shell sed -n 's|.*image: "\(docker.io/[^"]*\)".*|\1|p' charts/s
 chart: ## Package the chart into build/chart/. SOURCE=https://host/path of this repository, SIGN=key, HELM=helm
 ##+ SOURCE becomes the chart's home and source, and the alerts' links lead to its docs/operations.md
 ##+ SIGN names a PGP key in KEYRING; helm then writes a provenance file beside the package, for helm verify
+##+ SIGN_KEY_URL=https://... of the public key: its fingerprint and address become the annotation signKey
 	@rm -rf build/chart && mkdir -p build/chart && cp -r charts/spillway build/chart/
 	@case "$(SOURCE)" in "") ;; \
 	  https://*) printf 'home: %s\nsources: [%s]\n' "$(SOURCE)" "$(SOURCE)" >> build/chart/spillway/Chart.yaml; \
 	    sed -i 's|^annotations:|&\n  artifacthub.io/links: "[{name: Changes, url: $(SOURCE)/blob/main/CHANGELOG.md}]"|' build/chart/spillway/Chart.yaml; \
 	    sed -i 's|^    runbookBaseUrl: ""|    runbookBaseUrl: "$(SOURCE)/blob/main/docs/operations.md"|' build/chart/spillway/values.yaml;; \
 	  *) echo "SOURCE=$(SOURCE) is no address; write https://host/path"; exit 1;; esac
+	@case "$(SIGN_KEY_URL)" in "") ;; \
+	  https://*) [ -n "$(SIGN)" ] || { echo "SIGN_KEY_URL needs SIGN, the key that it is of"; exit 1; }; \
+	    print=$$(gpg --show-keys --with-colons "$(KEYRING)" | awk -F: -v key="$(SIGN)" '/^(pub|sec):/ { found = "" } \
+	      /^fpr:/ && !found { found = $$10 } /^uid:/ && index($$10, key) { print found; exit }'); \
+	    [ -n "$$print" ] || { echo "SIGN=$(SIGN) is no key in KEYRING=$(KEYRING)"; exit 1; }; \
+	    sed -i "s|^annotations:|&\n  artifacthub.io/signKey: \"{fingerprint: $$print, url: $(SIGN_KEY_URL)}\"|" build/chart/spillway/Chart.yaml;; \
+	  *) echo "SIGN_KEY_URL=$(SIGN_KEY_URL) is no address; write https://host/path"; exit 1;; esac
 	@$(HELM) package build/chart/spillway -d build/chart $(if $(SIGN),--sign --key "$(SIGN)" --keyring "$(KEYRING)")
 
 .PHONY: chart-push
