@@ -95,11 +95,11 @@ test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS) $(VLLM_SCHEDUL
 	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM))
 
 .PHONY: test-unit
-test-unit: $(STAMP) ## Tests that need no vLLM and no server. Under three minutes on two cores
+test-unit: $(STAMP) ## Tests that need no vLLM and no server. Under eight minutes on two slow cores
 	@PYTHONPATH=tests $(BIN)/python -m lanes unit
 
 .PHONY: test-quick
-test-quick: $(STAMP) ## Everything but engines and the cluster: vLLM's modules, Valkey, Helm too. Under eight minutes on two cores
+test-quick: $(STAMP) ## Everything but engines and the cluster: vLLM's modules, Valkey, Helm too. Under twenty minutes on two slow cores
 	@PYTHONPATH=tests $(BIN)/python -m lanes unit quick
 
 .PHONY: test-cluster

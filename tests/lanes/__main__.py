@@ -28,6 +28,8 @@ from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_TESTS, WITHOUT_ENGINE, 
 # A worker of the quick lane holds vLLM and a Valkey: 1.5 GB. An engine takes up to 5 GB, and the start of one, which is
 # most of its test, uses one core; a file's tests share engines, so they stay together.
 WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4, Lane.ENGINE: 2, Lane.OTHER_VLLM: 2}
+# Tests of these lanes wait for a disk, a server or a deadline during a good part of their time.
+WORKERS_PER_CORE = {Lane.UNIT: 2, Lane.QUICK: 2}
 WHOLE_FILES = {Lane.ENGINE, Lane.OTHER_VLLM}
 # In the order in which they are found: by default files of few tests come last, and a slow one would run alone.
 BY_FILE = ("loadfile", "--no-loadscope-reorder")
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lanes", description="Runs lanes of the test suite, one after the other.")
     parser.add_argument("lanes", nargs="+", type=Lane, choices=list(Lane), metavar="LANE")
     parser.add_argument("--profile", default="quick", help="of Hypothesis: quick (default) or full")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
+    parser.add_argument("--workers", type=int, help="default: one or two for each core, by lane")
     parser.add_argument("--vllm", default="", help="versions for the lane other-vllm, separated by commas")
     given, rest = parser.parse_known_args(arguments)
     more = [word for word in rest if word != "--"]
@@ -88,7 +90,7 @@ class Run:
     prefix: str = ""  # of its tests' names, where the same tests run more than once
 
 
-def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: Sequence[str]) -> list[Run]:
+def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int | None, more: Sequence[str]) -> list[Run]:
     runs = []
     for lane in lanes:
         if lane is not Lane.OTHER_VLLM:
@@ -110,9 +112,10 @@ def planned(lanes: Sequence[Lane], vllm: str, profile: str, workers: int, more: 
 
 
 def command(
-    lane: Lane, profile: str, workers: int, more: Sequence[str], python: Path = Path(sys.executable)
+    lane: Lane, profile: str, workers: int | None, more: Sequence[str], python: Path = Path(sys.executable)
 ) -> list[str]:
-    parallel = min(workers, WORKERS_MOST.get(lane, 1))
+    suitable = len(os.sched_getaffinity(0)) * WORKERS_PER_CORE.get(lane, 1)
+    parallel = min(suitable if workers is None else workers, WORKERS_MOST.get(lane, 1))
     spread = BY_FILE if lane in WHOLE_FILES else ("worksteal",)
     return [
         *(str(python), "-m", "pytest", "--lanes", lane),

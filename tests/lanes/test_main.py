@@ -28,6 +28,18 @@ def test_lanes_use_the_cores_and_a_stack_runs_alone() -> None:
     assert few[few.index("-n") + 1] == "4"
 
 
+def test_a_core_runs_two_workers_of_a_lane_that_waits_and_one_of_a_lane_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda _: {0, 1})
+    lanes = {lane: runner.command(lane, "quick", None, []) for lane in (Lane.UNIT, Lane.QUICK, Lane.ENGINE)}
+    assert {lane: words[words.index("-n") + 1] for lane, words in lanes.items()} == {
+        Lane.UNIT: "4",
+        Lane.QUICK: "4",
+        Lane.ENGINE: "2",
+    }
+
+
 def test_another_vllm_has_its_own_interpreter_and_a_stack_of_its_engines() -> None:
     (unit, own, stack) = runner.planned([Lane.UNIT, Lane.OTHER_VLLM], "0.32", "quick", 1, [])
     assert unit.command[0] == stack.command[0] == sys.executable
