@@ -13,10 +13,14 @@ whatever is hit, so every policy sees the same requests at the same times. Time 
 
 Hit ratio: tokens in the leading run of a prompt's chunks that are in the tier, over tokens asked for.
 
+    loop_R              as many agents all the time, each with pauses of 27 to 33 seconds, and R times as many tokens
+                        as the tier holds
+
     lru, arc            the CPU tier's rows without sessions; ARC is vLLM's
     fifo                first in, first out
     slab                S3-FIFO behind the slab tier's admission: when full, chunks that were requested twice
     retained_*, slab_*  the CPU tier's rows, the slab tier's order and admission, with sessions:
+      recognised        requests say nothing; their prompts tell which conversation they go on with
       names             requests name their session, and nothing else
       ends              and mark the last one
       mean              and announce the mean pause
@@ -52,6 +56,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.plan.sessions import SessionFollower, SessionHint, SessionUse, session_tag
 from spillway_connector.testing.generation import make_cpu_tier
@@ -75,6 +80,7 @@ ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
 ANSWER_SECONDS = 8.0
 PAUSE_SECONDS = 30.0
 STEP_CHUNKS = 16  # stored at a time, as a prefill of 2,048 tokens a step does
+LOOP_RATIOS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 OUTPUT = Path("build/bench/retention.json")
 
 
@@ -171,12 +177,37 @@ def traces(sessions: int, seed: int) -> dict[str, Callable[[], Trace]]:
         once = one_shot_sessions(seed, added // 32_000, added / 32_000 / (sessions * 10.0), 32_000)
         return replace(trace, name="one_shot", sessions=trace.sessions + once)
 
+    def loop() -> Trace:
+        return closed_loop(seed, agents_count=sessions // 4)
+
     return {
         "steady": steady,
         "at_once": lambda: agents(seed=6 + seed, name="at_once", sessions=sessions, sessions_per_second=sessions / 120),
         "regular": regular,
         "one_shot": one_shot,
+        **{f"loop_{ratio:g}": loop for ratio in LOOP_RATIOS},
     }
+
+
+def closed_loop(seed: int, agents_count: int, turns: int = 30) -> Trace:
+    """Agents of which each asks again about 30 seconds after its answer, from the first second to the last."""
+    rng = random.Random(9 + seed)
+    common = Segment(f"common-loop-{seed}", 4_096)
+    made = []
+    for number in range(agents_count):
+        name = f"loop-{seed}-{number}"
+        steps = []
+        for at in range(turns):
+            said = Segment(f"{name}-{at}", 6_144 if at == 0 else 128)
+            pause = PAUSE_SECONDS * rng.uniform(0.9, 1.1) if at else 0.0
+            steps.append(Turn((common, said) if at == 0 else (said,), Segment(f"{name}-answer-{at}", 128), pause))
+        made.append(Session(name, rng.uniform(0.0, ANSWER_SECONDS + PAUSE_SECONDS), tuple(steps)))
+    return Trace("loop", f"{agents_count} agents in a closed loop, {turns} turns", tuple(made))
+
+
+def live_to_tier(trace: str) -> float:
+    """The most tokens that unfinished sessions have, to those that the tier holds."""
+    return float(trace.removeprefix("loop_")) if trace.startswith("loop_") else 2.0
 
 
 class Cache(ABC):
@@ -416,6 +447,20 @@ class Limit(Cache):
                 del self._held[last]
 
 
+class Recognised:
+    """What the engine makes of requests that say nothing of their session."""
+
+    def __init__(self) -> None:
+        self._conversations = Conversations()
+        self._hints: dict[Request, SessionHint | None] = {}
+
+    def __call__(self, request: Request) -> SessionHint | None:
+        if request not in self._hints:
+            name = self._conversations.session_of(request.chunks(request.prompt_tokens))
+            self._hints[request] = None if name is None else SessionHint(name)
+        return self._hints[request]
+
+
 def _names(request: Request) -> SessionHint:
     return SessionHint(request.session.encode())
 
@@ -439,16 +484,18 @@ def _half(request: Request) -> SessionHint:
     return _ends(request)._replace(return_seconds=request.pause_seconds * wrong)
 
 
-HINTS: dict[str, Callable[[Request], SessionHint | None]] = {
-    "lru": lambda request: None,
-    "retained_names": _names,
-    "retained_ends": _ends,
-    "retained_mean": _mean,
-    "retained_half": _half,
-    "retained_announced": _announced,
+Hint = Callable[[Request], SessionHint | None]
+HINTS: dict[str, Callable[[], Hint]] = {
+    "lru": lambda: lambda request: None,
+    "retained_recognised": Recognised,
+    "retained_names": lambda: _names,
+    "retained_ends": lambda: _ends,
+    "retained_mean": lambda: _mean,
+    "retained_half": lambda: _half,
+    "retained_announced": lambda: _announced,
 }
 SLAB_HINTS = {"slab": HINTS["lru"]} | {
-    name.replace("retained", "slab"): hint for name, hint in HINTS.items() if name != "lru"
+    name.replace("retained", "slab"): make for name, make in HINTS.items() if name != "lru"
 }
 MODELS: dict[str, type[Cache]] = {"fifo": Fifo, "limit": Limit}  # type: ignore[type-abstract]
 POLICIES = ("fifo", "arc", *HINTS, *SLAB_HINTS, "limit")
@@ -460,13 +507,13 @@ def opened(policy: str, chunks_max: int) -> Iterator[Cache]:
         yield MODELS[policy](chunks_max)
         return
     if policy in SLAB_HINTS:
-        yield Slab(chunks_max, SLAB_HINTS[policy])
+        yield Slab(chunks_max, SLAB_HINTS[policy]())
         return
     region = HostRegion(region_path(f"bench-retention-{os.getpid()}"), chunks_max, ROW_BYTES)
     region.unlink_name()
     tier = make_cpu_tier(chunks_max, region, "arc" if policy == "arc" else "lru", enable_events=False)
     try:
-        yield Rows(chunks_max, tier, HINTS.get(policy, HINTS["lru"]))
+        yield Rows(chunks_max, tier, HINTS.get(policy, HINTS["lru"])())
     finally:
         tier.shutdown()
 
@@ -499,7 +546,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for policy in options.policies:
         cells = ""
         for name in chosen:
-            chunks_max = working_set_chunks(requests[name]) // 2
+            chunks_max = int(working_set_chunks(requests[name]) / live_to_tier(name))
             with opened(policy, chunks_max) as cache:
                 ratio = hit_ratio(cache, requests[name])
             figures[f"{name}_tier_tokens"] = chunks_max * CHUNK_TOKENS

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.plan.retention import Retention
-from spillway_connector.plan.sessions import LATE_SECONDS_MIN, SessionHint
+from spillway_connector.plan.sessions import SessionHint
 
 ALICE, BOB = b"alice", b"bob"
 
@@ -136,10 +136,30 @@ def test_a_session_that_never_came_back_is_not_expected():
 def test_a_session_that_is_far_too_late_has_ended():
     tier = LruTier(6)
     tier.turn(ALICE, hint("lost", 1.0), chunks("l", 3), 0.0, 1.0)
-    now = 3.0 + LATE_SECONDS_MIN
+    now = 63.0  # more than a minute late
     tier.turn(ALICE, hint("alive", 300.0), chunks("a", 3), now, now)
 
     assert tier.store(BOB, None, ["x"], now) == ["l0"]  # its turn, unlike `alive`, which comes back last
+
+
+def test_a_session_with_regular_pauses_is_soon_late():
+    tier = LruTier(6)
+    for at in range(12):
+        tier.turn(ALICE, hint("regular"), chunks("r", 3), 20.0 * at, 20.0 * at + 1.0)
+    tier.turn(ALICE, hint("far", 300.0), chunks("f", 3), 222.0, 223.0)
+
+    assert tier.store(BOB, None, ["x"], 250.0) == ["f2"], "it is 10 s late"
+    assert tier.store(BOB, None, ["y"], 260.0) == ["r1"], "it is 20 s late, and r1 is the oldest"
+
+
+def test_the_last_to_come_back_is_the_one_whose_request_still_runs():
+    tier = LruTier(6)
+    for name, begin, end in (("idle", 0.0, 1.0), ("running", 1.0, 2.0), ("idle", 11.0, 12.0)):
+        tier.turn(ALICE, hint(name), chunks(name, 3), begin, end)
+    tier.retention.begin_request(ALICE, hint("running"), 12.0)
+    tier.touch(ALICE, hint("running"), chunks("running", 3), 12.0)
+
+    assert tier.store(BOB, None, ["x"], 20.0) == ["running2"], "it pauses for 10 s once it has ended, and `idle` is due"
 
 
 def test_a_request_never_pushes_out_the_chunks_before_those_that_it_stores():

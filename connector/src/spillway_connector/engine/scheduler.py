@@ -34,12 +34,14 @@ from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
-from spillway_connector.engine.tenancy import tenant_of
+from spillway_connector.engine.tenancy import session_of, tenant_of
 from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.engine.waiting import WaitingRequests
 from spillway_connector.engine.written_blocks import written_blocks
+from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.leaving import LeavingWindow
 from spillway_connector.plan.load_cost import PrefillTimer
+from spillway_connector.plan.sessions import SessionHint
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class SchedulerHalf(ResettableHalf):
         self._loaded: set[str] = set()  # requests whose load has ended and that do not run yet
         self._gridlock = False
         self.adapters = AdapterRegistry()
+        self._conversations = Conversations()
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
         self.waiting = WaitingRequests(self.manager)
@@ -106,7 +109,7 @@ class SchedulerHalf(ResettableHalf):
         return status if isinstance(status, RequestFields) else None
 
     @abstractmethod
-    def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
+    def _state_of(self, request: Request, tenant: bytes, session: SessionHint | None) -> RequestFields:
         """A new request's, of this generation's class, with its context; the manager knows the request."""
 
     @abstractmethod
@@ -137,7 +140,10 @@ class SchedulerHalf(ResettableHalf):
 
     def on_new_request(self, request: Request) -> None:
         given, request.kv_transfer_params = request.kv_transfer_params, accepted(request.kv_transfer_params)
-        status = self._state_of(request, tenant_of(getattr(request, "cache_salt", None)))
+        session = session_of(request.kv_transfer_params)
+        if session is None and (name := self._conversations.session_of(request.block_hashes)) is not None:
+            session = SessionHint(name)
+        status = self._state_of(request, tenant_of(getattr(request, "cache_salt", None)), session)
         if isinstance(given, dict):
             request.kv_transfer_params = given  # what other connectors of this engine read
         if getattr(request, "lora_request", None) is not None:
@@ -155,7 +161,8 @@ class SchedulerHalf(ResettableHalf):
 
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
         """See engine/hints.py. The request is in no queue, and perhaps never will be."""
-        self.ahead.expect(self._state_of(request, tenant_of(request.cache_salt)), hashing_seconds)
+        session = session_of(request.kv_transfer_params)
+        self.ahead.expect(self._state_of(request, tenant_of(request.cache_salt), session), hashing_seconds)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None

@@ -43,9 +43,7 @@ class Retention(Generic[_Key]):
     """
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
-        self._sessions: SessionTable[_Session[_Key]] = SessionTable(
-            lambda tenant, now: _Session(tenant, used_at=now), sessions_max
-        )
+        self._sessions: SessionTable[_Session[_Key]] = SessionTable(_Session, sessions_max)
         # By chunk: its session, or its sessions where it has several, the last user last.
         self._users: dict[_Key, _Session[_Key] | dict[_Session[_Key], None]] = {}
         self._ended: dict[_Key, None] = {}  # first to leave, in this order
@@ -170,15 +168,15 @@ class Retention(Generic[_Key]):
         """Chunks that one session of the tenant uses, from the end of the one that comes back last."""
         given: set[_Session[_Key]] = set()
         while True:
-            last, last_due = None, -math.inf
+            last, last_due = None, (-math.inf, -math.inf)
             for session in self._sessions.values():
-                due = session.due_at
+                due = session.due_from(now)
                 if due is None or session.tenant != tenant or not session.keys or session in given:
                     continue
                 if now > session.late_at:
                     due = math.inf  # it does not come back
-                if session is not asking and due > last_due:
-                    last, last_due = session, due
+                if session is not asking and (due, session.begun_at) > last_due:
+                    last, last_due = session, (due, session.begun_at)
             if last is None:
                 return
             given.add(last)

@@ -17,10 +17,16 @@ from typing import Generic, NamedTuple, TypeVar
 import xxhash
 
 SESSIONS_MAX = 1024  # followed at a time; an eviction from the CPU tier looks at each, in about 0.1 ms
-# A session that is late by this many of its pauses has ended: 99 % of exponential pauses end before.
-LATE_PAUSES_MAX = 4
-LATE_SECONDS_MIN = 60.0  # a person is not late before this
-_NEWEST_SHARE = 0.5  # of the last pause in the usual one
+# A session that is late by this many mean deviations of its pauses has ended: 99 % of exponential pauses end before.
+LATE_DEVIATIONS_MAX = 5
+LATE_SECONDS_MIN = 15.0
+# Of a session's first pause, at least: a person is not late before a minute. One whose pauses turn out to be regular is
+# late sooner.
+_FIRST_DEVIATION_SECONDS_MIN = 12.0
+_NEWEST_SHARE = 0.5  # of the last pause in the usual one, and of the last request's duration
+_NEWEST_DEVIATION_SHARE = 0.25
+_NEWEST_HABIT_SHARE = 0.1
+_SESSIONS_COUNTED = 128  # of a tenant; then older ones count half
 
 
 class SessionHint(NamedTuple):
@@ -33,13 +39,41 @@ class SessionHint(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class Habits:
+    """What is known of a tenant's sessions before one of them has paused itself."""
+
+    sessions: int = 0
+    came_back: int = 0  # of those
+    pause: float | None = None
+
+    def begun(self) -> None:
+        self.sessions += 1
+        if self.sessions >= _SESSIONS_COUNTED:
+            self.sessions //= 2
+            self.came_back //= 2
+
+    def paused(self, seconds: float, *, first: bool) -> None:
+        self.came_back += first
+        self.pause = seconds if self.pause is None else self.pause + _NEWEST_HABIT_SHARE * (seconds - self.pause)
+
+    @property
+    def expected_pause(self) -> float | None:
+        """The pause of a session that has not paused yet; None unless at least half of the tenant's came back."""
+        return self.pause if 2 * self.came_back >= self.sessions else None
+
+
+@dataclass(slots=True, eq=False)
 class SessionTimes:
-    """The times of one session: when it was used, and when its next request is expected."""
+    """The times of one session: when it was used, and when its next request is expected. habits: of its tenant."""
 
     tenant: bytes
+    habits: Habits
     running: int = 0  # requests
+    begun_at: float = -math.inf
     used_at: float = -math.inf
     usual_pause: float | None = None
+    usual_deviation: float = 0.0  # of a pause from the usual one
+    usual_duration: float = 0.0  # of a request
     announced: float | None = None
     served: bool = False  # a request of it has ended
     due_at: float | None = None  # when its next request is expected; None: unknown
@@ -47,27 +81,57 @@ class SessionTimes:
 
     def begin_request(self, return_seconds: float | None, now: float) -> None:
         if self.served and not self.running:
-            pause = now - self.used_at
-            usual = self.usual_pause
-            self.usual_pause = pause if usual is None else usual + _NEWEST_SHARE * (pause - usual)
+            self._paused(now - self.used_at)
         self.running += 1
+        self.begun_at = now
         self.announced = None if return_seconds is None or not return_seconds >= 0 else return_seconds
         self.used(now)
 
+    def _paused(self, pause: float) -> None:
+        usual = self.usual_pause
+        self.habits.paused(pause, first=usual is None)
+        if usual is None:
+            self.usual_pause = pause
+            self.usual_deviation = max(pause, _FIRST_DEVIATION_SECONDS_MIN)
+        else:
+            self.usual_deviation += _NEWEST_DEVIATION_SHARE * (abs(pause - usual) - self.usual_deviation)
+            self.usual_pause = usual + _NEWEST_SHARE * (pause - usual)
+
+    @property
+    def expected_pause(self) -> float | None:
+        """From the end of a request to the next one, in seconds; None if it is unknown."""
+        if self.announced is not None:
+            return self.announced
+        return self.habits.expected_pause if self.usual_pause is None else self.usual_pause
+
     def used(self, now: float) -> None:
         self.used_at = now
-        pause = self.usual_pause if self.announced is None else self.announced
+        pause = self.expected_pause
         if pause is None:
             self.due_at, self.late_at = None, math.inf
+        elif self.running:
+            self.due_at, self.late_at = max(now, self.begun_at + self.usual_duration) + pause, math.inf
         else:
+            measured = self.announced is None and self.usual_pause is not None
+            deviation = self.usual_deviation if measured else max(pause, _FIRST_DEVIATION_SECONDS_MIN)
             self.due_at = now + pause
-            late = max(LATE_SECONDS_MIN, LATE_PAUSES_MAX * pause)
-            self.late_at = math.inf if self.running else self.due_at + late
+            self.late_at = self.due_at + max(LATE_SECONDS_MIN, LATE_DEVIATIONS_MAX * deviation)
 
     def end_request(self, now: float) -> None:
         self.running = max(0, self.running - 1)
+        duration = now - self.begun_at
+        if self.served:
+            duration = self.usual_duration + _NEWEST_SHARE * (duration - self.usual_duration)
+        self.usual_duration = duration
         self.served = True
         self.used(now)
+
+    def due_from(self, now: float) -> float | None:
+        """When its next request is expected, as known now: a running one ends first, and the pause follows."""
+        if self.due_at is None or not self.running:
+            return self.due_at
+        pause = self.expected_pause
+        return self.due_at if pause is None else max(self.due_at, now + pause)
 
 
 _Times = TypeVar("_Times", bound=SessionTimes)
@@ -78,14 +142,15 @@ SessionName = tuple[bytes, bytes]
 class SessionTable(Generic[_Times]):
     """A bounded number of sessions by name; at the bound the tenant with the most loses its least recently used.
 
-    make: a new session of a tenant, used now.
+    make: a new session of a tenant with these habits.
     """
 
-    def __init__(self, make: Callable[[bytes, float], _Times], sessions_max: int) -> None:
+    def __init__(self, make: Callable[[bytes, Habits], _Times], sessions_max: int) -> None:
         self._make = make
         self._sessions_max = sessions_max
         self._sessions: dict[SessionName, _Times] = {}  # the least recently used first
         self._tenant_sessions: Counter[bytes] = Counter()
+        self._habits: dict[bytes, Habits] = {}  # of the tenants that have a session
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -109,7 +174,10 @@ class SessionTable(Generic[_Times]):
         """The session, as the most recently used one."""
         session = self._sessions.pop(name, None)
         if session is None:
-            session = self._make(name[0], now)
+            habits = self._habits.setdefault(name[0], Habits())
+            habits.begun()
+            session = self._make(name[0], habits)
+            session.used_at = now
             self._tenant_sessions[name[0]] += 1
         self._sessions[name] = session
         return session
@@ -119,6 +187,7 @@ class SessionTable(Generic[_Times]):
         self._tenant_sessions[name[0]] -= 1
         if not self._tenant_sessions[name[0]]:
             del self._tenant_sessions[name[0]]
+            del self._habits[name[0]]
         return session
 
 
@@ -141,9 +210,7 @@ class SessionFollower:
     """The sessions whose requests one process serves, for a tier that several processes share."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
-        self._sessions: SessionTable[SessionTimes] = SessionTable(
-            lambda tenant, now: SessionTimes(tenant, used_at=now), sessions_max
-        )
+        self._sessions: SessionTable[SessionTimes] = SessionTable(SessionTimes, sessions_max)
 
     def begin_request(self, tenant: bytes, hint: SessionHint, now: float) -> None:
         self._use(tenant, hint, now).begin_request(hint.return_seconds, now)

@@ -16,8 +16,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.tenancy import TenantContext, session_of
+from spillway_connector.engine.tenancy import TenantContext
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+from spillway_connector.plan.sessions import SessionHint
 
 
 class RequestState(RequestFields):
@@ -51,11 +52,9 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             loading=self._blocks_being_loaded,
         )
 
-    def _state_of(self, request: Request, tenant: bytes) -> RequestFields:
+    def _state_of(self, request: Request, tenant: bytes, session: SessionHint | None) -> RequestFields:
         params = request.kv_transfer_params
-        context = TenantContext(
-            req_id=request.request_id, kv_transfer_params=params, tenant=tenant, session=session_of(params)
-        )
+        context = TenantContext(req_id=request.request_id, kv_transfer_params=params, tenant=tenant, session=session)
         return RequestState(
             config=self.config,
             req=request,
