@@ -24,6 +24,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
+from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import (
     SpillwayConnectorScheduler,
@@ -190,6 +191,21 @@ def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monke
     (_, prompt), (_, everything) = used
     assert [len(prompt), len(everything)] == [2, len(hashes)] and everything[:2] == prompt
     assert {name for name, _ in used} == {"chat"}
+
+
+def test_a_request_that_names_no_session_belongs_to_the_conversation_that_it_goes_on_with(scheduler):
+    def session_of(request: FakeRequest) -> SessionHint | None:
+        scheduler.on_new_request(request)
+        return scheduler._req_status[request.request_id].req_context.session
+
+    first, second, named = FakeRequest("first"), FakeRequest("second"), FakeRequest("named")
+    first.block_hashes, first.num_tokens = first.block_hashes[:2], 2 * BLOCK_TOKENS
+    named.kv_transfer_params = {"spillway_session": {"id": "8f0c"}}
+
+    assert session_of(first) is None, "it may never come back"
+    turn = session_of(second)
+    assert turn is not None and turn.session.startswith(b"\xff")
+    assert session_of(named) == SessionHint(b"8f0c")
 
 
 @pytest.mark.parametrize("prompt_only", [False, True])
