@@ -24,6 +24,7 @@ from spillway_gateway.testing.fake_documents import (
     untyped_event,
 )
 from spillway_gateway.testing.running import RunningGateway, running_gateway, until
+from spillway_gateway.testing.running_fronts import running_fronts
 from spillway_gateway.upstream.exchange import Exchange, State
 from spillway_gateway.upstream.stream_relay import PREAMBLE_BYTES_MAX
 
@@ -264,6 +265,22 @@ async def test_an_engine_that_reports_failures_in_its_streams_is_taken_out(
             status, _, body = await ask(client, running, path)
             assert status == 200 and body == begun(path)[0] + failure, "passed as it is"
         assert not running.engine("bad").breaker.closed
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_with_two_processes_a_failed_stream_moves_and_its_engine_is_taken_out(
+    client: aiohttp.ClientSession, start: Any, path: str
+) -> None:
+    bad = await start("bad", lambda path: [COMMENT, answer(path, "bad").preamble, FAILURES[path][-1]])
+    good = await start("good", answers("good"))
+    async with running_fronts(config(bad, good, breaker={"openSeconds": 600})) as fronts:
+        engine = fronts.gateway.fleets[0].engines["bad"]
+        for number in range(40):
+            async with client.post(fronts.urls[number % 2] + path, json=BODIES[path]) as reply:
+                assert without_comments(await reply.read()) == answer(path, "good").whole
+            if not engine.breaker.closed:
+                break
+        await until(lambda: not engine.breaker.closed)
 
 
 @pytest.mark.parametrize("path", list(BODIES))
