@@ -157,7 +157,7 @@ check: $(STAMP) ## Style and types, no engine needed
 	@$(BIN)/mypy $(DISTRIBUTIONS:%=%/src) bench/gateway_load bench/routing_policies bench/stamping bench/system bench/traces
 
 .PHONY: schema
-schema: $(STAMP) ## Generate the chart's schema and the table of its README from settings/ and the comments of values.yaml
+schema: $(STAMP) ## Generate the chart's schema, the table of its README and lines of new settings in values.yaml from settings/
 	@$(BIN)/python -m spillway_settings.values charts/spillway
 
 .PHONY: bench-continued

@@ -6,14 +6,17 @@ import sys
 from pathlib import Path
 
 from spillway_settings.shared_names import shared_names
+from spillway_settings.values.completion import with_missing_settings
 from spillway_settings.values.reference import with_reference
 from spillway_settings.values.schema import needed_settings, values_schema, written
 
 
 def generated(chart: Path) -> dict[str, str]:
     """File of the chart -> its text."""
-    schema = values_schema((chart / "values.yaml").read_text())
+    values = with_missing_settings((chart / "values.yaml").read_text())
+    schema = values_schema(values)
     return {
+        "values.yaml": values,
         "values.schema.json": written(schema) + "\n",
         "files/shared-names.json": written(shared_names()) + "\n",
         "files/needed-settings.json": written(needed_settings()) + "\n",
