@@ -167,8 +167,8 @@ def templates(rendered):
 LORA = {"adapters": [{"name": "sql", "path": "a/sql"}], "aliases": [{"name": "latest", "adapter": "sql"}]}
 
 
-def pod_templates(helm: Helm, **changes: Any) -> dict[str, Any]:
-    values = laid_over({"engine": {"lora": LORA}, "redis": {"enabled": True}}, changes)
+def pod_templates(helm: Helm, **given: Any) -> dict[str, Any]:
+    values = laid_over({"engine": {"lora": LORA}, "redis": {"enabled": True}}, given)
     objects = render(values=values, helm=helm).objects
     return {
         each["metadata"]["name"]: each["spec"]["template"] for each in objects if "template" in each.get("spec", {})
