@@ -456,8 +456,7 @@ class Recognised:
 
     def __call__(self, request: Request) -> SessionHint | None:
         if request not in self._hints:
-            name = self._conversations.session_of(request.chunks(request.prompt_tokens))
-            self._hints[request] = None if name is None else SessionHint(name)
+            self._hints[request] = self._conversations.session_of(request.chunks(request.prompt_tokens))
         return self._hints[request]
 
 

@@ -8,7 +8,7 @@ from lanes.rules import ROOT
 
 from repository.tracked import tracked_files
 
-LINES_MAX = 450
+LINES_MAX = 500
 LINES_MIN = 25
 # Shorter ones, each with the reason for which it is a module.
 SHORT: dict[str, str] = {

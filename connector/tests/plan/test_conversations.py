@@ -83,5 +83,5 @@ def test_whatever_is_asked_memory_is_bounded_and_a_name_is_a_hash(prompts):
     conversations = Conversations(ends_max=6)
     for text in prompts:
         name = conversations.session_of(prompt(text))
-        assert name is None or name[:1] == b"\xff", "no client can give this name"
+        assert name is None or name.session[:1] == b"\xff", "no client can give this name"
         assert len(conversations._ends) <= 6

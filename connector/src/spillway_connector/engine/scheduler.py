@@ -34,7 +34,7 @@ from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
-from spillway_connector.engine.tenancy import session_of, tenant_of
+from spillway_connector.engine.tenancy import session_of
 from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.engine.waiting import WaitingRequests
 from spillway_connector.engine.written_blocks import written_blocks
@@ -109,7 +109,7 @@ class SchedulerHalf(ResettableHalf):
         return status if isinstance(status, RequestFields) else None
 
     @abstractmethod
-    def _state_of(self, request: Request, tenant: bytes, session: SessionHint | None) -> RequestFields:
+    def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         """A new request's, of this generation's class, with its context; the manager knows the request."""
 
     @abstractmethod
@@ -140,10 +140,8 @@ class SchedulerHalf(ResettableHalf):
 
     def on_new_request(self, request: Request) -> None:
         given, request.kv_transfer_params = request.kv_transfer_params, accepted(request.kv_transfer_params)
-        session = session_of(request.kv_transfer_params)
-        if session is None and (name := self._conversations.session_of(request.block_hashes)) is not None:
-            session = SessionHint(name)
-        status = self._state_of(request, tenant_of(getattr(request, "cache_salt", None)), session)
+        session = session_of(request.kv_transfer_params) or self._conversations.session_of(request.block_hashes)
+        status = self._state_of(request, session)
         if isinstance(given, dict):
             request.kv_transfer_params = given  # what other connectors of this engine read
         if getattr(request, "lora_request", None) is not None:
@@ -161,8 +159,7 @@ class SchedulerHalf(ResettableHalf):
 
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
         """See engine/hints.py. The request is in no queue, and perhaps never will be."""
-        session = session_of(request.kv_transfer_params)
-        self.ahead.expect(self._state_of(request, tenant_of(request.cache_salt), session), hashing_seconds)
+        self.ahead.expect(self._state_of(request, session_of(request.kv_transfer_params)), hashing_seconds)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -424,10 +421,10 @@ class SchedulerHalf(ResettableHalf):
         self.waiting.leave(request.request_id)
         if self.late_stores is not None and request.request_id in self._req_status:
             self.late_stores.ending(self._req_status[request.request_id].group_states[0].offload_keys)
-        if self._early_loads and (status := self._req_status.get(request.request_id)) is not None:
+        status = self._req_status.get(request.request_id)
+        if self._early_loads and status is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)
-        status = self._req_status.get(request.request_id)
         if isinstance(status, RequestFields) and status.counted_keys is not None:
             for state, counted in zip(status.group_states, status.counted_keys, strict=False):
                 # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts once.

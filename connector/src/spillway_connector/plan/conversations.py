@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spillway_connector.plan.sessions import SessionHint
+
 ENDS_MAX = 8192  # remembered, two of each prompt; the least recently used leave
 # How far from a prompt's end its conversation's last prompt is looked for, in blocks; a turn adds fewer.
 NEW_BLOCKS_MAX = 8192
@@ -44,8 +46,8 @@ class Conversations:
         self._first_turns = 0
         self._came_back = 0
 
-    def session_of(self, blocks: Sequence[bytes]) -> bytes | None:
-        """The name of the conversation that a new request belongs to; None if it is not expected to have another turn.
+    def session_of(self, blocks: Sequence[bytes]) -> SessionHint | None:
+        """The conversation that a new request belongs to; None if it is not expected to have another turn.
 
         Args:
             blocks: hashes of the prompt's full blocks, in order, each of which covers all before it.
@@ -63,7 +65,7 @@ class Conversations:
         for block in conversation.ends:
             self._remember(block, conversation)
         expected = conversation.came_back or 2 * self._came_back >= self._first_turns
-        return conversation.name if expected else None
+        return SessionHint(conversation.name) if expected else None
 
     def _continued(self, blocks: Sequence[bytes]) -> _Conversation | None:
         """The conversation that these blocks go on with."""

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.engine.tenancy import TenantContext, tenant_of
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 
@@ -52,8 +52,9 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             loading=self._blocks_being_loaded,
         )
 
-    def _state_of(self, request: Request, tenant: bytes, session: SessionHint | None) -> RequestFields:
+    def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         params = request.kv_transfer_params
+        tenant = tenant_of(getattr(request, "cache_salt", None))
         context = TenantContext(req_id=request.request_id, kv_transfer_params=params, tenant=tenant, session=session)
         return RequestState(
             config=self.config,
