@@ -24,7 +24,7 @@ def with_missing_settings(text: str) -> str:
     return "".join(lines)
 
 
-def _missing(node: yaml.Node, section: msgspec.Struct, path: str) -> Iterator[tuple[int, str]]:
+def _missing(node: yaml.Node | None, section: msgspec.Struct, path: str) -> Iterator[tuple[int, str]]:
     """Where each new line goes, from the top down."""
     if not isinstance(node, yaml.MappingNode):
         return
