@@ -93,7 +93,7 @@ class Shape:
     drafts: int = 0  # tokens of a draft that a step verifies; many are rejected
     asynchronous: bool = False  # the scheduler does not know the tokens of the step before
     layerwise: bool = False  # every load that a step can read itself goes layer by layer
-    storing: str = "eager"  # auto: the CPU tier gets what the device gives up, once it is full
+    storing: str = "eager"  # auto, late: the CPU tier gets what the device gives up, once it is full
     meetings: bool = False  # what the shared tier holds is loaded from its end while the request is computed
 
 
@@ -110,6 +110,7 @@ SHAPES = {
     "async-drafts": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=80, drafts=3, asynchronous=True),
     "exclusive": Shape((None,), device_blocks=28, cpu_rows=16, storing="auto"),
     "exclusive-async": Shape((None,), device_blocks=22, cpu_rows=20, storing="auto", drafts=3, asynchronous=True),
+    "exclusive-shared": Shape((None,), device_blocks=22, cpu_rows=20, storing="late", shared_tier=True),
     "meetings": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, meetings=True),
     "meetings-async": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, asynchronous=True, meetings=True),
     "meetings-chunks": Shape(
@@ -180,6 +181,7 @@ class Figures:
     rows_kept_back: int = 0
     kept_for_waiting: int = 0  # chunks of the CPU tier, summed over the steps
     overtakes: int = 0  # times another waiting request than the first was to be admitted next
+    settled: int = 0  # chunks
     finished: int = 0
     aborted: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)  # of each request's prompt, when it began last
@@ -338,6 +340,16 @@ class Engine:
         self._scheduler_half.weights_changing("the test")
         self.figures.rows_kept_back += len(self._scheduler_half.manager.primary_tier.quarantine)
         self.figures.resets_forced += 1
+
+    def settle(self) -> None:
+        """Until all is settled, the engine steps without requests, and stores what its device alone holds."""
+        half = self._scheduler_half
+        before = half.manager.settled_chunks
+        half.settle(3600.0)
+        self.drain()
+        half.settle(0.0)
+        self.figures.settled += half.manager.settled_chunks - before
+        assert not half._unsettled(), f"{half._unsettled()} chunks are in no shared tier"
 
     def unfinished(self) -> list[Request]:
         return [request for request in self.scheduler.requests.values() if not request.is_finished()]

@@ -63,7 +63,10 @@ def run(engine: Engine, seed: int) -> None:
                 engine.trace.append("weights change")
                 engine.change_weights()
         elif action < 0.5:
-            if engine.may_reset:
+            if engine.may_reset and engine.shape.storing == "late" and rng.random() < 0.5:
+                engine.trace.append("settle")
+                engine._scheduler_half.settle(3600.0)
+            elif engine.may_reset:
                 engine.trace.append("pause")
                 engine.pause(keeps_running=rng.random() < 0.5, move_bytes=lambda: move_bytes(engine, rng))
         else:
@@ -74,6 +77,8 @@ def run(engine: Engine, seed: int) -> None:
     if tier is not None:
         tier.losing_share = 0.0
     engine.drain()
+    if engine.shape.storing == "late":
+        engine.settle()
     engine.require_nothing_left()
 
 

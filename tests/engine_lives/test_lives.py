@@ -12,7 +12,7 @@ from spillway_connector.engine.generation import Generation, generation
 
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
-SHAPES += ("meetings", "meetings-async", "exclusive-async")
+SHAPES += ("meetings", "meetings-async", "exclusive-async", "exclusive-shared")
 if generation() is Generation.V023:
     SHAPES += ("layers", "exclusive-layers")
 COUNT = 92  # of each shape
@@ -35,6 +35,8 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     assert re.findall(rf"^(\S+): {COUNT} schedules", done.stdout, re.M) == list(SHAPES)
     kept = re.findall(r"(\d+) times a chunk was kept", done.stdout)
     assert len(kept) == len(SHAPES) and all(map(int, kept)), "no chunk was kept for a request that waited"
+    settled = re.findall(r"^exclusive-shared: .* (\d+) chunks settled", done.stdout, re.M)
+    assert int(settled[0]), "an engine without work stored nothing"
     overtakes = re.findall(r"^(\S+): .* (\d+) times another request was next", done.stdout, re.M)
     ordered = {shape for shape, count in overtakes if int(count)}
     in_order_of_arrival = {"windows", "window-alone", "async-drafts"}

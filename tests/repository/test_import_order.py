@@ -39,10 +39,10 @@ LEVELS = {
         "command_line",
     ),
     "engine": (
-        "argument_verdicts ascend_versions chart_keys errors exit_report in_flight near_ties pod_channel",
+        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report in_flight near_ties pod_channel",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
-        "argument_memory kv_transfer",
+        "argument_memory kv_transfer settling",
         "reference_likelihood settings tier_files watchdog",
         "launch likelihood memory_budget platform_facts promotion_hints settings_reader",
         "self_check server vllm_arguments",

@@ -111,7 +111,7 @@ class ConnectorConfig(Section, frozen=True):
     generated_tokens: OnOff = "on"
     # eager: a block is copied to the CPU tier when it has been computed. auto: once that tier is full, when the device
     # is about to give it up, so that both hold different chunks; eager with shared tiers, which receive what the CPU
-    # tier does, and if a chunk is not one block of a model with one KV group.
+    # tier does, and if a chunk is not one block of a model with one KV group. late: as auto, with shared tiers too.
     storing: Storing = _CHART.storing
     # prefix: of the requests that wait in vLLM's queue, those with the most tokens on the device and in the CPU tier
     # are admitted first, and no request is overtaken for longer than queue_overtake_seconds. arrival: in vLLM's order.

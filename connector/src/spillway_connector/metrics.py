@@ -162,6 +162,11 @@ LATE_STORES = Metric(
     "the block before its copy had ended, or the copy failed.",
     ("outcome",),
 )
+SETTLED = Metric(
+    "spillway_settled_blocks",
+    Kind.COUNTER,
+    "Chunks that an engine without work has stored although its device kept them.",
+)
 MEETINGS = Metric(
     "spillway_meetings",
     Kind.COUNTER,
@@ -205,6 +210,7 @@ ALL = (
     TIER_LOAD_RATE,
     PROMOTED_AHEAD,
     LATE_STORES,
+    SETTLED,
     MEETINGS,
     TIER_NOT_WORTH,
 )

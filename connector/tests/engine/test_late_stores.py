@@ -19,7 +19,9 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine import late_stores
 from spillway_connector.engine.late_stores import LateStore, LateStores
 from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.tenancy import NOBODY, TenantContext
 from spillway_connector.plan.leaving import LeavingWindow
+from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier
 
 ROWS, BLOCKS, CHUNKS = 6, 13, 4  # a request has so many chunks; 12 blocks can be used
@@ -46,7 +48,7 @@ class Rig:
         self.tier = make_cpu_tier(ROWS, region, "lru", enable_events=True)
         config = ConnectorConfig(num_cpu_blocks=ROWS)
         self.manager = SpillwayTieringManager(self.tier, [], ROWS, config, chunk_tokens=16, chunk_bytes=4096)
-        self.late = LateStores(self.manager, LeavingWindow(per_step), ranks=1)
+        self.late = LateStores(self.manager, LeavingWindow(per_step), ranks=1, shared=True)
         self.manager.late_stores = self.tier.duplicates = self.late
         self.pool = BlockPool(BLOCKS, True, 16)
         self.late.bind(self.pool)
@@ -250,3 +252,78 @@ def test_a_chunk_that_the_device_does_not_hold_under_its_key_is_stored_at_once(r
     written = rig.manager.prepare_store(adapters, CONTEXT)
 
     assert written is not None and list(written.keys_to_store) == adapters
+
+
+def _in_session(name: str) -> TenantContext:
+    return TenantContext(req_id=name, session=SessionHint(name.encode()))
+
+
+@pytest.mark.parametrize(("second", "stored"), [("another", True), ("one", False)])
+def test_a_chunk_of_two_sessions_is_stored_at_once(region: HostRegion, second: str, stored: bool):
+    rig = Rig(region)
+    for prompt in range(2):  # fills the CPU tier
+        rig.begin(prompt)
+    keys = keys_of(2)
+    rig.begin(2)
+    alone = [key for key in keys if key in rig.late._alone]
+    assert alone, "the prompt was stored when it was computed"
+    for key in alone:
+        rig.late._owed[key] = _in_session("one")
+
+    rig.late.found_on_device(keys, _in_session(second))
+    rig.step()
+    while rig.jobs:
+        rig.copy()
+
+    assert all((key in rig.tier.ready) is stored for key in alone)
+    rig.require_right()
+
+
+def test_without_a_shared_tier_nothing_is_stored_early(region: HostRegion):
+    rig = Rig(region)
+    rig.late._shared = False
+    for prompt in range(3):
+        rig.begin(prompt)
+        rig.end(0)
+    assert not rig.late.alone and rig.late._owed, "what the device alone holds waits until it leaves"
+
+
+def test_an_engine_without_work_stores_what_its_device_alone_holds_and_ends(region: HostRegion):
+    rig = Rig(region)
+    for prompt in range(3):
+        rig.begin(prompt)
+        rig.end(0)
+    alone = rig.late.alone
+    for prompt in (1, 2):
+        rig.late._owed.update(dict.fromkeys(rig.late._alone.keys() & {*keys_of(prompt)}, _in_session(str(prompt))))
+    latest_first = [key for prompt in (2, 1) for key in keys_of(prompt) if key in rig.late._alone]
+    assert len(latest_first) == alone > 1
+    copied: list[OffloadKey] = []
+    for _ in range(alone):
+        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+        assert len(rig.jobs) == 1 and len(rig.jobs[0].blocks) == 1, "more is on its way than there is room for"
+        copied += [rig.memory[block] for block in rig.jobs[0].blocks]
+        rig.copy()
+    rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+
+    assert not rig.jobs and not rig.late.alone
+    assert copied == latest_first, "not the last used prefix first, from its head on"
+    assert rig.manager.settled_chunks == alone
+    rig.require_right()
+
+
+@pytest.mark.parametrize(("context", "offered"), [(CONTEXT, 1), (NOBODY, 0)])
+def test_chunks_of_nobody_are_offered_to_no_shared_tier(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, context: ReqContext, offered: int
+):
+    rig = Rig(region)
+    stores: list[object] = []
+    monkeypatch.setattr(rig.manager, "secondary_tiers", [object()])
+    monkeypatch.setattr(rig.manager, "_submit_store", lambda *store: stores.append(store))
+    monkeypatch.setattr(rig.manager, "_process_finished_jobs", lambda: None)
+    keys = keys_of(0)
+    rig.manager.prepare_store(keys, context)
+    rig.manager.complete_store(keys, context)
+
+    assert len(stores) == offered
+    assert rig.tier.ready.issuperset(keys)

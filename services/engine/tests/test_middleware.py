@@ -193,7 +193,7 @@ async def test_a_drain_waits_for_running_requests(serving: Serving) -> None:
     assert refused.json()["error"]["message"] == "the engine is draining and takes no new requests"
     assert health.status_code == 200
     assert answer.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."
-    assert drained == {"event": "drained", "finished": 1, "cancelled": 0}
+    assert drained == {"event": "drained", "finished": 1, "cancelled": 0, "stored": 0, "left": 0}
 
 
 async def test_it_keeps_serving_during_the_delay(serving: Serving) -> None:

@@ -21,6 +21,7 @@ RANK_HEADER = "x-data-parallel-rank"  # vLLM's name: which of its engine cores g
 CONFIG_PATH = "/spillway/config"
 PROMOTE_PATH = "/spillway/promote"
 PROMOTE_UTILITY = "spillway_promote"  # how the engine service calls EngineCore, to which the connector adds it
+SETTLE_UTILITY = "spillway_settle"  # likewise
 
 # What the gateway says of a session in a request's kv_transfer_params, and the connector reads.
 SESSION_MEMBER = "spillway_session"

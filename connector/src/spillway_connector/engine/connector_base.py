@@ -25,6 +25,7 @@ from spillway_connector.engine.patching import in_force
 from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
 from spillway_connector.engine.queue_order import QueueOrder, ordering_queue
 from spillway_connector.engine.scheduler import SchedulerHalf
+from spillway_connector.engine.settling import Unsettled
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.transfer_params import filtering_transfer_params
 from spillway_connector.engine.worker import WorkerHalf
@@ -73,10 +74,12 @@ class ConnectorBase(OffloadingConnector):
 
     def _watch_the_engine(self) -> None:
         """Called in the scheduler's process, once its half is built."""
-        half = self._half
+        half, storing = self._half, "eager"
         self.adapters = half.adapters
         if isinstance(self._spec, SpecBase):
             self._choose_storing(self._spec)
+            if half.late_stores is not None:
+                storing = self._spec.settings.storing
             if self._spec.settings.queue_order == "prefix" and half.orders_queue:
                 half.queue_order = QueueOrder(half, self._spec.settings.queue_overtake_seconds)
         cache_config = self._vllm_config.cache_config
@@ -89,7 +92,7 @@ class ConnectorBase(OffloadingConnector):
                 "block_tokens": cache_config.block_size,
                 "max_model_len": self._vllm_config.model_config.max_model_len,
                 "device_blocks": self._kv_cache_config.num_blocks,
-                "storing": "eager" if half.late_stores is None else "auto",
+                "storing": storing,
                 "vllm_patches": in_force(),
                 "queue_order": "arrival" if half.queue_order is None else "prefix",
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
@@ -107,9 +110,9 @@ class ConnectorBase(OffloadingConnector):
     def _choose_storing(self, spec: SpecBase) -> None:
         half, settings = self._half, spec.settings
         if (
-            settings.storing == "auto"
+            settings.storing != "eager"
             and settings.eviction_policy == "lru"
-            and not spec.secondary_tier_configs
+            and (settings.storing == "late" or not spec.secondary_tier_configs)
             and half.may_store_late
         ):
             half.begin_late_stores(self._vllm_config.scheduler_config.max_num_batched_tokens)
@@ -154,6 +157,15 @@ class ConnectorBase(OffloadingConnector):
     def copies_under_way(self) -> bool:
         """Between the device and the CPU tier. EngineCore process, scheduler thread."""
         return self._half.copies_under_way()
+
+    def settle(self, seconds: float) -> Unsettled:
+        """See engine/settling.py. EngineCore process, scheduler thread, between steps."""
+        return self._half.settle(seconds)
+
+    @property
+    def settling(self) -> bool:
+        """Whether the engine is to step on without requests."""
+        return self._half.settling
 
     def forced_reset(self, scheduler: Any) -> AbstractContextManager[None]:
         """See engine/resets.py. EngineCore process, scheduler thread, between steps."""

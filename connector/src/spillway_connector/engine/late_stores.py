@@ -13,13 +13,17 @@ CPU tier together hold no more than the larger of them. Here, once the CPU tier 
 
 A block that vLLM takes all the same before its copy has ended is lost to the CPU tier: its row is never published, and
 no step waits.
+
+A shared tier is offered what the CPU tier receives. So a chunk that was never there is in no tier that outlives the
+engine or that a neighbour can read. Such chunks are stored before the device gives them up if requests of two sessions
+use them, and all of them, those used last first, while the engine settles (engine/settling.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, cast
 
 from vllm.v1.core.block_pool import BlockPool
@@ -27,6 +31,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 
 from spillway_connector.engine.patching import replace_on
+from spillway_connector.engine.tenancy import NOBODY, session_of_context
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.leaving import LeavingWindow
 
@@ -48,11 +53,11 @@ class _Job:
     context: ReqContext
     blocks: list[int]
     ranks_pending: int
+    settling: bool = False  # stored because the engine has no work
     held: list[KVCacheBlock] = field(default_factory=list)  # by a reference, the first to be given up first
     lost: set[OffloadKey] = field(default_factory=set)
 
 
-_NOBODY = ReqContext(req_id="")  # of chunks whose last request is not known
 _NO_JOB: tuple[_Job | None, OffloadKey] = None, OffloadKey(b"")
 
 
@@ -62,13 +67,17 @@ class LateStores:
     For models whose chunks are single blocks of one KV group: a chunk's key then is vLLM's hash of the block.
     """
 
-    def __init__(self, manager: TieringManager, window: LeavingWindow, *, ranks: int) -> None:
-        """ranks: that report each job."""
+    def __init__(self, manager: TieringManager, window: LeavingWindow, *, ranks: int, shared: bool) -> None:
+        """ranks: that report each job. shared: whether a shared tier is offered what the CPU tier receives."""
         self._manager, self._tier = manager, manager.primary_tier
         self._window = window
         self._ranks = ranks
+        self._shared = shared
         self._device: BlockPool | None = None
         self._owed: dict[OffloadKey, ReqContext] = {}  # on the device alone
+        # Of those owed, never in the CPU tier, if there is a shared one; those used last behind.
+        self._alone: dict[OffloadKey, None] = {}
+        self._common: dict[OffloadKey, None] = {}  # of those alone: of several sessions, to be stored in this step
         self._spare: dict[OffloadKey, ReqContext] = {}  # on both, of requests that began to run; the latest last
         self._near_head: set[int] = set()  # blocks, when the head was last looked at
         self._to_hold: dict[OffloadKey, KVCacheBlock] = {}  # of requests that ended since the last step
@@ -110,6 +119,7 @@ class LateStores:
         gone = [key for key in missed if self._block_of(key) is None]
         for key in gone:
             del self._owed[key]
+            self._alone.pop(key, None)
         if gone:
             self._manager.count_late_stores(0, len(gone))
 
@@ -132,7 +142,10 @@ class LateStores:
         if any(self._block_of(key) is None for key in keys):
             return False
         resident = self._tier.resident
-        self._owed.update((key, context) for key in keys if key not in resident)
+        owed = [key for key in keys if key not in resident]
+        self._owed.update(dict.fromkeys(owed, context))
+        if self._shared:
+            self._alone.update(dict.fromkeys(owed))
         return True
 
     def take_spare(self, count: int, may_leave: Callable[[OffloadKey], bool]) -> list[tuple[OffloadKey, ReqContext]]:
@@ -158,7 +171,7 @@ class LateStores:
     def gave_up(self, spare: Sequence[tuple[OffloadKey, ReqContext]], others: Collection[OffloadKey]) -> None:
         """These have left the CPU tier. Of the others, too, the device may hold some."""
         self._owed.update(spare)
-        self._owed.update((key, _NOBODY) for key in others if self._block_of(key) is not None)
+        self._owed.update((key, NOBODY) for key in others if self._block_of(key) is not None)
 
     # -- of requests
 
@@ -170,6 +183,20 @@ class LateStores:
                 if key in resident:
                     spare.pop(key, None)
                     spare[key] = context
+        if self._alone:
+            self._use_alone(keys, context)
+
+    def _use_alone(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        session = session_of_context(context)
+        for key in keys:
+            owner = self._owed.get(key) if key in self._alone else None
+            if owner is None:
+                continue
+            before = session_of_context(owner)
+            if session is not None and before is not None and session[1].session != before[1].session:
+                self._common[key] = None
+            del self._alone[key]
+            self._owed[key], self._alone[key] = context, None
 
     def ending(self, keys: Sequence[OffloadKey]) -> None:
         """A request is about to give up its blocks."""
@@ -190,11 +217,12 @@ class LateStores:
 
     # -- of steps
 
-    def due(self, new_job_id: Callable[[], int], *, running: int) -> Iterator[LateStore]:
-        """The stores of the step that has been scheduled. running: requests that may need a block each in the next."""
+    def due(self, new_job_id: Callable[[], int], *, running: int, settling: int | None = None) -> Iterator[LateStore]:
+        """The stores of the step that has been scheduled. running: requests that may need a block each in the next.
+        settling: chunks to be stored although the device keeps them; None: it has work, or nothing to settle."""
         self._window.end_step()
         leaving = dict(self._to_hold)
-        if self._owed or self._spare:
+        if (self._owed or self._spare) and (running or settling is None):
             room, next_step = self._room(), self._window.next_step_blocks
             for position, block in enumerate(self._head()):
                 key = cast(OffloadKey, block.block_hash)
@@ -205,9 +233,30 @@ class LateStores:
                     cast(BlockPool, self._device).touch([block])
                     self._to_hold[key] = block
                     room -= 1
+        if self._common or (settling or 0) > 0:
+            kept = {key: block for key, block in self._never_stored(settling or 0).items() if key not in leaving}
+            yield from self._store(kept, {}, new_job_id, settling=settling is not None)
         if leaving:
             to_hold, self._to_hold = self._to_hold, {}
             yield from self._store(leaving, to_hold, new_job_id)
+
+    def _never_stored(self, count: int) -> dict[OffloadKey, KVCacheBlock]:
+        """Those of several sessions, and `count` others: of the request that ran last first, the head of its prefix
+        first."""
+        chosen, self._common = list(self._common), {}
+        if count > 0:
+            by_request: dict[int, list[OffloadKey]] = {}
+            for key in self._alone:
+                by_request.setdefault(id(self._owed.get(key)), []).append(key)
+            chosen += islice(chain.from_iterable(reversed(by_request.values())), count)
+        found: dict[OffloadKey, KVCacheBlock] = {}
+        for key in chosen:
+            block = self._block_of(key) if key in self._owed else None
+            if block is None:
+                self._alone.pop(key, None)
+            else:
+                found[key] = block
+        return found
 
     def _room(self) -> int:
         """Device blocks that may yet be held."""
@@ -234,6 +283,8 @@ class LateStores:
         leaving: dict[OffloadKey, KVCacheBlock],
         held: dict[OffloadKey, KVCacheBlock],
         new_job_id: Callable[[], int],
+        *,
+        settling: bool = False,
     ) -> Iterator[LateStore]:
         by_context: dict[int, tuple[ReqContext, list[OffloadKey]]] = {}
         for key in leaving:
@@ -245,11 +296,16 @@ class LateStores:
             stored = [] if output is None else list(output.keys_to_store)
             if output is None:
                 self._owed.update(dict.fromkeys(keys, context))
+            else:
+                for key in keys:
+                    self._alone.pop(key, None)
             if not stored:
                 continue
             assert output is not None
             blocks = [leaving[key].block_id for key in stored]
-            job = _Job(stored, context, blocks, self._ranks, [held.pop(key) for key in stored if key in held])
+            job = _Job(stored, context, blocks, self._ranks)
+            job.settling = settling
+            job.held = [held.pop(key) for key in stored if key in held]
             self._held_blocks += len(job.held)
             job_id = new_job_id()
             self._jobs[job_id] = job
@@ -275,6 +331,8 @@ class LateStores:
             if job.lost:
                 self._manager.fail_store(job.lost)
             self._manager.count_late_stores(len(job.keys) - len(job.lost), len(job.lost))
+            if job.settling:
+                self._manager.count_settled(len(job.keys) - len(job.lost))
             self._manager.complete_store(job.keys, job.context)
 
     def lose_all(self, since: int = -1) -> None:
@@ -295,6 +353,8 @@ class LateStores:
 
     def device_was_reset(self) -> None:
         self._owed.clear()
+        self._alone.clear()
+        self._common.clear()
         self._near_head.clear()
 
     def tier_resetting(self) -> Iterator[tuple[int, int, list[OffloadKey]]]:
@@ -306,6 +366,16 @@ class LateStores:
         jobs, self._jobs = self._jobs, {}
         for job_id, job in jobs.items():
             yield job_id, job.ranks_pending, job.keys
+
+    @property
+    def alone(self) -> int:
+        """Chunks that the device alone holds and that no other tier was ever offered."""
+        return len(self._alone)
+
+    @property
+    def copying(self) -> int:
+        """Chunks."""
+        return sum(len(job.keys) for job in self._jobs.values())
 
     @property
     def under_way(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spillway_connector.engine.patching import Needed, Patch
-from spillway_settings.wire import PROMOTE_UTILITY
+from spillway_settings.wire import PROMOTE_UTILITY, SETTLE_UTILITY
 
 ENGINE = "spillway_connector.engine"
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -84,6 +84,16 @@ COMMON: Sequence[Patch] = (
         parameters=None,
         replacement=f"{ENGINE}.hints:promote_utility",
         reason="the gateway's hints do not reach EngineCore, which vLLM lets a process call by the name of a method",
+        until="vLLM lets connectors add utilities",
+    ),
+    Patch(
+        name="settling",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function=SETTLE_UTILITY,
+        parameters=None,
+        replacement=f"{ENGINE}.settling:settle_utility",
+        reason="an engine without requests does not step, so what its device alone holds is in no shared tier",
         until="vLLM lets connectors add utilities",
     ),
     Patch(

@@ -32,6 +32,7 @@ from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetad
 from spillway_connector.engine.queue_order import QueueOrder
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
+from spillway_connector.engine.settling import IN_FLIGHT_BYTES_MAX, Unsettled
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.tenancy import session_of
@@ -45,6 +46,7 @@ from spillway_connector.plan.sessions import SessionHint
 
 logger = logging.getLogger(__name__)
 
+_SETTLING_ROWS_PART = 4  # of the CPU tier: one in so many rows may be on its way to the shared tiers
 _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
 
 
@@ -90,6 +92,7 @@ class SchedulerHalf(ResettableHalf):
         self.queue_order: QueueOrder | None = None
         self.orders_queue = one_prefix
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
+        self._settle_until = 0.0  # by time.monotonic()
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
         self.late_stores: LateStores | None = None
         # The device is asked by a chunk's key, which is a block's hash then.
@@ -100,8 +103,41 @@ class SchedulerHalf(ResettableHalf):
         """Once the CPU tier is full, what the device holds is stored when it is about to give it up. Only if
         :attr:`may_store_late`. tokens_per_step: that one step computes at most."""
         window = LeavingWindow(-(-tokens_per_step // self._block_tokens))
-        late = LateStores(self.manager, window, ranks=self.config.num_workers)
+        shared = bool(self.manager.secondary_tiers)
+        late = LateStores(self.manager, window, ranks=self.config.num_workers, shared=shared)
         self.late_stores = self.manager.late_stores = self.manager.primary_tier.duplicates = late
+
+    def settle(self, seconds: float) -> Unsettled:
+        """See engine/settling.py. For so long the engine steps without requests, if anything is left."""
+        unsettled = self._unsettled()
+        self._settle_until = time.monotonic() + seconds
+        return Unsettled(unsettled, self.manager.settled_chunks, self.manager.chunk_bytes)
+
+    @property
+    def settling(self) -> bool:
+        """Whether the engine is to step on without requests."""
+        return bool(self._settle_until) and time.monotonic() < self._settle_until and self._unsettled() > 0
+
+    def _unsettled(self) -> int:
+        """Chunks that no shared tier holds, and those under way to it; 0 without a shared tier."""
+        if not self.manager.secondary_tiers:
+            return 0
+        late = self.late_stores
+        return self._storing() + (0 if late is None else late.alone)
+
+    def _storing(self) -> int:
+        """Chunks on their way from the device to the shared tiers."""
+        copying = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
+        late = 0 if self.late_stores is None else self.late_stores.copying
+        return copying + late + self.manager.stores_under_way()
+
+    def _room_to_settle(self) -> int | None:
+        """Chunks whose store may begin now although the device keeps them; None: the engine does not settle."""
+        if not self.settling:
+            return None
+        manager = self.manager
+        chunks = min(IN_FLIGHT_BYTES_MAX // manager.chunk_bytes, manager.cpu_rows // _SETTLING_ROWS_PART)
+        return max(1, chunks) - self._storing()
 
     def known_state(self, request_id: str) -> RequestFields | None:
         """The state of a request that vLLM has announced and that has not ended."""
@@ -324,7 +360,8 @@ class SchedulerHalf(ResettableHalf):
         if self.late_stores is not None:
             assert isinstance(metadata, OffloadingConnectorMetadata)
             running = len(scheduler_output.num_scheduled_tokens)
-            for store in self.late_stores.due(self._generate_job_id, running=running):
+            room = self._room_to_settle() if self._settle_until else None
+            for store in self.late_stores.due(self._generate_job_id, running=running, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
         pieces = self._due_pieces() if self._early_loads else []

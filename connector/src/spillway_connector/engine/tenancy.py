@@ -36,6 +36,9 @@ class TenantContext(ReqContext):
     session: SessionHint | None = None
 
 
+NOBODY = ReqContext(req_id="")  # of chunks whose last request is not known: no shared tier gets them
+
+
 def tenant_of(cache_salt: str | None) -> bytes:
     """Eight bytes; NO_TENANT for a request without a salt."""
     return blake3(account_of(cache_salt).encode()).digest(TENANT_BYTES) if cache_salt else NO_TENANT

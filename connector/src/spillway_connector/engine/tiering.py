@@ -26,7 +26,7 @@ from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promoti
 from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
-from spillway_connector.engine.tenancy import session_of_context
+from spillway_connector.engine.tenancy import NOBODY, session_of_context
 from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
@@ -95,6 +95,7 @@ class TieringManager(PrefixLookupManager):
         self._ahead = dict.fromkeys(AheadOutcome, 0)
         self._meetings = dict.fromkeys(MeetingOutcome, 0)
         self._late = {"stored": 0, "lost": 0}
+        self.settled_chunks = self._reported_settled = 0
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
@@ -265,7 +266,7 @@ class TieringManager(PrefixLookupManager):
         if not keys:
             return
         self.primary_tier.complete_store(keys, req_context, success)
-        if success:
+        if success and req_context is not NOBODY:  # else it was offered when it was stored first
             for tier in self.secondary_tiers:
                 self._submit_store(tier, keys, req_context)
 
@@ -321,6 +322,23 @@ class TieringManager(PrefixLookupManager):
         if chunks:
             self._ahead[outcome] += chunks
             self._unreported = True
+
+    def stores_under_way(self) -> int:
+        """Chunks on their way to shared tiers."""
+        return sum(len(job.keys) for job in self._transfer_jobs.values() if not job.is_promotion)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._chunk_bytes
+
+    @property
+    def cpu_rows(self) -> int:
+        return self._num_rows
+
+    def count_settled(self, chunks: int) -> None:
+        """Chunks that were stored although the device kept them, because the engine had no work."""
+        self.settled_chunks += chunks
+        self._unreported = True
 
     def count_late_stores(self, stored: int, lost: int) -> None:
         """Chunks to be stored when the device was about to give them up; lost: it gave them up before the end."""
@@ -379,6 +397,9 @@ class TieringManager(PrefixLookupManager):
             if count:
                 stats.add(metrics.LATE_STORES, count, outcome)
                 self._late[outcome] = 0
+        if (settled := self.settled_chunks - self._reported_settled) > 0:
+            self._reported_settled = self.settled_chunks
+            stats.add(metrics.SETTLED, settled)
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
         for tier, gate in self._gates.items():

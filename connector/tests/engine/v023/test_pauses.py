@@ -17,6 +17,7 @@ from spillway_connector.testing.generation import patch_vllm
 
 class Connector:
     copying = True
+    settling = False
 
     def copies_under_way(self) -> bool:
         return self.copying
@@ -43,6 +44,11 @@ def test_a_paused_engine_steps_on_until_its_copies_have_ended(scheduler: Any, st
     assert scheduler.has_requests()
     scheduler.connector.copying = False
     assert not scheduler.has_requests()
+
+
+def test_an_engine_without_requests_steps_on_while_it_settles(scheduler: Any):
+    scheduler.connector.settling = True
+    assert scheduler.has_requests()
 
 
 def test_otherwise_vllm_decides(scheduler: Any):

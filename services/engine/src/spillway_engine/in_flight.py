@@ -27,6 +27,7 @@ class InFlightRequests:
         self._running: set[_Request] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.begun = 0
 
     def __len__(self) -> int:
         return len(self._running)
@@ -35,6 +36,7 @@ class InFlightRequests:
         """Answer one request through `app`; when cancelled by `cancel_all`, close its answer properly instead."""
         request = _Request(send)
         self._running.add(request)
+        self.begun += 1
         self._idle.clear()
         try:
             await request.answer(app, scope, receive)

@@ -190,7 +190,10 @@ class _Pod:
         elif event == "refused":
             self._refusal = REFUSED_EXIT_CODE, str(message["reason"])
         elif event == "drained" and self._phase is Phase.DRAINING:
-            self._log(f"drained: {message['finished']} requests finished, {message['cancelled']} cancelled")
+            stored = (
+                f", {message['stored']} chunks stored, {message['left']} left behind" if message.get("stored") else ""
+            )
+            self._log(f"drained: {message['finished']} requests finished, {message['cancelled']} cancelled{stored}")
             self._stop()
 
     def _on_signals(self, reader: socket.socket) -> None:

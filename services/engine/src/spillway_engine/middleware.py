@@ -12,7 +12,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -21,6 +23,7 @@ from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receiv
 from spillway_engine.in_process import Ask, ask_through
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.self_check import SelfCheckFailed, check_ranks
+from spillway_engine.settling import IDLE_SECONDS, IDLE_SETTLE_SECONDS_MAX, Settled, settle
 from spillway_settings.vllm_salts import why_salts_are_dropped
 from spillway_settings.wire import CONFIG_PATH, PROMOTE_PATH
 
@@ -47,6 +50,7 @@ class ReadinessMiddleware:
         self._hurry = asyncio.Event()
         self._parent: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._engine: Any = None  # vLLM's application, once it has started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -79,6 +83,7 @@ class ReadinessMiddleware:
             if message["type"] == "lifespan.startup.complete":
                 ranks = self._brief.data_parallel_ranks
                 asks = [ask_through(self._app, scope, rank if ranks > 1 else None) for rank in range(ranks)]
+                self._engine = scope.get("app")
                 self._start(self._serve(asks))
 
         return watch
@@ -117,6 +122,8 @@ class ReadinessMiddleware:
         if self._reason in ("starting", "self-check"):
             self._reason = None
             self._tell({"event": "ready"})
+            if self._brief.settles:
+                await self._settle_when_idle()
 
     def _fail(self, reason: str) -> None:
         """The parent ends an engine that may never serve."""
@@ -159,12 +166,50 @@ class ReadinessMiddleware:
         logger.info("draining: %d requests running", len(self._requests))
         await self._wait_unless_hurried(self._hurry.wait(), delay_seconds)
         self._refusal = DRAINING
-        running = len(self._requests)
+        running, until = len(self._requests), time.monotonic() + timeout_seconds
         await self._wait_unless_hurried(self._requests.wait_idle(timeout_seconds), timeout_seconds)
         cancelled = self._requests.cancel_all()
         await self._requests.wait_idle(ABORT_SECONDS)
-        logger.info("drained: %d requests cancelled", cancelled)
-        self._tell({"event": "drained", "finished": running - cancelled, "cancelled": cancelled})
+        settled = await self._settle(until - time.monotonic(), self._hurry.is_set)
+        logger.info(
+            "drained: %d requests cancelled; %d chunks (%d bytes) stored in %.1f s, %d left behind",
+            cancelled,
+            settled.chunks,
+            settled.size_bytes,
+            settled.seconds,
+            settled.left,
+        )
+        self._tell(
+            {
+                "event": "drained",
+                "finished": running - cancelled,
+                "cancelled": cancelled,
+                "stored": settled.chunks,
+                "left": settled.left,
+            }
+        )
+
+    async def _settle(self, seconds: float, interrupted: Callable[[], bool]) -> Settled:
+        if self._engine is None or not self._brief.settles or seconds <= 0:
+            return Settled()
+        return await settle(self._engine, self._brief.data_parallel_ranks, seconds, interrupted)
+
+    def _is_wanted_since(self, begun: int) -> bool:
+        """Whether a request has begun behind the first `begun` ones, or the engine serves no longer."""
+        return self._requests.begun != begun or self._reason is not None
+
+    async def _settle_when_idle(self) -> None:
+        """Once for each time that the engine becomes idle."""
+        settled_at = 0  # how many requests had begun
+        while self._reason is None:
+            begun = self._requests.begun
+            await asyncio.sleep(IDLE_SECONDS)
+            if len(self._requests) or begun == settled_at or self._is_wanted_since(begun):
+                continue
+            settled_at = begun
+            settled = await self._settle(IDLE_SETTLE_SECONDS_MAX, partial(self._is_wanted_since, begun))
+            if settled.chunks:
+                logger.info("idle: %d chunks stored in %.1f s, %d left", settled.chunks, settled.seconds, settled.left)
 
     async def _wait_unless_hurried(self, wait: Any, timeout_seconds: float) -> None:
         hurried = asyncio.ensure_future(self._hurry.wait())

@@ -5,7 +5,7 @@ the middleware that the parent is gone, whatever killed it.
 
     parent -> middleware   {"order": "drain", "delay_seconds": 5, "timeout_seconds": 60}   {"order": "hurry"}
     middleware -> parent   {"event": "serving"}  {"event": "ready"}  {"event": "self_check_failed", "reason": "..."}
-                           {"event": "drained", "finished": 3, "cancelled": 1}
+                           {"event": "drained", "finished": 3, "cancelled": 1, "stored": 40, "left": 0}
     server.py  -> parent   {"event": "refused", "reason": "..."}, before there is a middleware
 """
 
@@ -38,6 +38,7 @@ class PodBrief(msgspec.Struct, frozen=True):
     dtype: str = ""
     quantised_kv: bool = False
     eager: bool = False
+    settles: bool = False  # with `storing: late` and a shared tier: it stores without work, and before it ends
     extra_arguments: int = 0  # how many at the end of vLLM's command line a person added
     names: SettingNames = PLAIN_NAMES  # of the settings, in messages
     configuration: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -13,7 +13,6 @@ that will get the request.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
@@ -23,6 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from spillway_engine.engine_core import ask_engine_core
 from spillway_engine.in_flight import Receive, Scope, Send, error_body, send_json
 from spillway_engine.in_process import own_api_key
 from spillway_settings.wire import PROMOTE_PATH, PROMOTE_UTILITY, RANK_HEADER
@@ -32,7 +32,6 @@ logger = logging.getLogger("vllm.spillway_engine")
 BODY_BYTES_MAX = 4 << 20
 TOKENS_MAX = 262_144
 HINTS_MAX = 8  # on their way to EngineCore at once
-ANSWER_SECONDS = 10.0  # EngineCore answers between two steps
 _STATUS = {"accepted": 202, "busy": 429, "off": 404}
 
 
@@ -90,18 +89,10 @@ class PromotionHints:
         return int(given) if given.isdigit() and len(given) < 5 and int(given) < self._ranks else None
 
     async def _pass_on(self, scope: Scope, hint: Hint, rank: int | None) -> tuple[int, dict[str, Any]]:
-        core = getattr(getattr(scope["app"].state, "engine_client", None), "engine_core", None)
-        if core is None:
-            return _STATUS["off"], {"outcome": "off"}
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                if rank is None:
-                    outcome = await core.call_utility_async(PROMOTE_UTILITY, hint.token_ids, hint.cache_salt)
-                else:  # vLLM's own public call asks every rank
-                    engine = core.core_engines[rank]
-                    outcome = await core._call_utility_async(
-                        PROMOTE_UTILITY, hint.token_ids, hint.cache_salt, engine=engine
-                    )
+            outcome = await ask_engine_core(scope["app"], PROMOTE_UTILITY, hint.token_ids, hint.cache_salt, rank=rank)
+        except LookupError:
+            return _STATUS["off"], {"outcome": "off"}
         except TimeoutError:
             return _STATUS["busy"], {"outcome": "busy"}
         except Exception as error:  # an engine without the connector, or one that is ending

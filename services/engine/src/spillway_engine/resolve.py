@@ -91,6 +91,9 @@ class ResolvedEngine:
             dtype=self.budget.dtype,
             quantised_kv=self.budget.kv_dtype not in DTYPE_BYTES,
             eager="--enforce-eager" in arguments,
+            settles=settings.offload.enabled
+            and settings.offload.storing == "late"
+            and settings.offload.shared_tier.type != "none",
             names=settings.names,
             extra_arguments=len(settings.extra_args),
             configuration=self.public(),

@@ -27,7 +27,7 @@ from spillway_settings.values.kinds import (
 from spillway_settings.values.pods import CertificateSecret, SecretReference
 
 EvictionPolicy = Literal["lru", "arc"]
-Storing = Literal["auto", "eager"]
+Storing = Literal["auto", "eager", "late"]
 QueueOrder = Literal["prefix", "arrival"]
 NvmeMode = Literal["files", "slab", "auto"]
 Transport = Literal["auto", "cpu", "cuda", "npu"]

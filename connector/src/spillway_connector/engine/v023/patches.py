@@ -46,7 +46,7 @@ PATCHES: Sequence[Patch] = (
         function="has_requests",
         parameters=("self",),
         replacement=f"{ENGINE}.v023.pauses:waiting_has_requests",
-        reason="a pause counts as complete while a rank still copies",
+        reason="a pause counts as complete while a rank still copies, and an idle engine does not step to store",
         until=_WITH_0_23,
     ),
     Patch(

@@ -25,17 +25,20 @@ class CopyingConnector(Protocol):
 
     def copies_under_way(self) -> bool: ...
 
+    @property
+    def settling(self) -> bool: ...
+
 
 def waiting_has_requests(original: Any) -> Callable[[Any], bool]:
-    """For Scheduler.has_requests: a paused engine steps on while its connector copies."""
+    """For Scheduler.has_requests: a paused engine steps on while its connector copies, and any while it settles."""
 
     def has_requests(self: Any) -> bool:
         if original(self):
             return True
-        if self.pause_state is PauseState.UNPAUSED:
-            return False
         connector = own_connector(self, CopyingConnector)  # type: ignore[type-abstract]
-        return connector is not None and connector.copies_under_way()
+        if connector is None:
+            return False
+        return connector.settling or (self.pause_state is not PauseState.UNPAUSED and connector.copies_under_way())
 
     return has_requests
 

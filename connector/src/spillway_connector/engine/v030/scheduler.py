@@ -203,9 +203,9 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
 
     def has_pending_push_work(self) -> bool:
         """Upstream's contract: the engine steps on until the copies under way have been reported, those of before a
-        reset included."""
+        reset included; and while it settles."""
         late = self.late_stores is not None and self.late_stores.under_way
-        return late or bool(self._reset_jobs) or super().has_pending_push_work()
+        return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.settling
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)

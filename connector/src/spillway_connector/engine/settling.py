@@ -1,0 +1,47 @@
+"""Stores of an engine without work: `EngineCore.spillway_settle(seconds)`.
+
+The engine service calls it when the last request of a drain has ended, and when an engine has been idle for a while,
+again and again until nothing is left. For so many seconds the engine core then steps without requests: copies that the
+last steps began are reported and offered to the shared tiers, and chunks that the device alone holds are stored. A
+request that comes meanwhile is scheduled like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from spillway_connector.engine.own_connector import own_connector
+
+IN_FLIGHT_BYTES_MAX = 256 << 20  # between the device and the shared tiers at once, so that no store waits for seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """What would be lost if the engine ended now. chunks: stored by this engine while it settled, so far."""
+
+    left: int
+    chunks: int
+    chunk_bytes: int
+
+
+@runtime_checkable
+class SettlingConnector(Protocol):
+    """A connector that stores while the engine has no work."""
+
+    def settle(self, seconds: float) -> Unsettled: ...
+
+
+def settle_utility(_: None) -> Callable[..., list[int]]:
+    """For EngineCore, which has no such utility."""
+    return _settle
+
+
+def _settle(core: Any, seconds: float) -> list[int]:
+    """Unsettled's fields, as they are before the steps that follow; all 0 without Spillway's connector."""
+    connector = own_connector(core.scheduler, SettlingConnector)  # type: ignore[type-abstract]
+    if connector is None:
+        return [0, 0, 0]
+    unsettled = connector.settle(seconds)
+    return [unsettled.left, unsettled.chunks, unsettled.chunk_bytes]
