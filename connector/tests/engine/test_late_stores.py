@@ -279,6 +279,21 @@ def test_a_chunk_of_two_sessions_is_stored_at_once(region: HostRegion, second: s
     rig.require_right()
 
 
+def test_an_engine_without_requests_begins_no_copy_of_what_stays_on_its_device(region: HostRegion):
+    rig = Rig(region)
+    for prompt in range(3):
+        rig.begin(prompt)
+        rig.end(0)
+    while rig.late._to_hold or rig.jobs:
+        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, busy=False)
+        while rig.jobs:
+            rig.copy()
+    assert rig.late._owed, "the device alone holds something"
+
+    assert not list(rig.late.due(lambda: next(rig._ids), running=0, busy=False))
+    assert list(rig.late.due(lambda: next(rig._ids), running=0)), "which a busy one copies before it leaves"
+
+
 def test_without_a_shared_tier_nothing_is_stored_early(region: HostRegion):
     rig = Rig(region)
     rig.late._shared = False
@@ -300,11 +315,11 @@ def test_an_engine_without_work_stores_what_its_device_alone_holds_and_ends(regi
     assert len(latest_first) == alone > 1
     copied: list[OffloadKey] = []
     for _ in range(alone):
-        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, busy=False, settling=1)
         assert len(rig.jobs) == 1 and len(rig.jobs[0].blocks) == 1, "more is on its way than there is room for"
         copied += [rig.memory[block] for block in rig.jobs[0].blocks]
         rig.copy()
-    rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+    rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, busy=False, settling=1)
 
     assert not rig.jobs and not rig.late.alone
     assert copied == latest_first, "not the last used prefix first, from its head on"

@@ -217,12 +217,16 @@ class LateStores:
 
     # -- of steps
 
-    def due(self, new_job_id: Callable[[], int], *, running: int, settling: int | None = None) -> Iterator[LateStore]:
+    def due(
+        self, new_job_id: Callable[[], int], *, running: int, busy: bool = True, settling: int | None = None
+    ) -> Iterator[LateStore]:
         """The stores of the step that has been scheduled. running: requests that may need a block each in the next.
-        settling: chunks to be stored although the device keeps them; None: it has work, or nothing to settle."""
+        busy: whether any request has not ended; if not, nothing is about to leave the device, and in a CPU tier that is
+        smaller than the window copies would push each other out for ever. settling: chunks to be stored although the
+        device keeps them; None: there is nothing to settle."""
         self._window.end_step()
         leaving = dict(self._to_hold)
-        if (self._owed or self._spare) and (running or settling is None):
+        if busy and (self._owed or self._spare):
             room, next_step = self._room(), self._window.next_step_blocks
             for position, block in enumerate(self._head()):
                 key = cast(OffloadKey, block.block_hash)
