@@ -221,7 +221,7 @@ class LateStores:
         self, new_job_id: Callable[[], int], *, running: int, busy: bool = True, settling: int | None = None
     ) -> Iterator[LateStore]:
         """The stores of the step that has been scheduled. running: requests that may need a block each in the next.
-        busy: whether any request has not ended; if not, nothing is about to leave the device, and in a CPU tier that is
+        busy: whether any is scheduled; if none is, nothing is about to leave the device, and in a CPU tier that is
         smaller than the window copies would push each other out for ever. settling: chunks to be stored although the
         device keeps them; None: there is nothing to settle."""
         self._window.end_step()
