@@ -49,7 +49,8 @@ def _last_line(node: yaml.Node) -> int:
     if isinstance(node, yaml.CollectionNode) and node.value and not node.flow_style:
         last = node.value[-1]
         return _last_line(last[1] if isinstance(last, tuple) else last)
-    return node.end_mark.line
+    line: int = node.end_mark.line
+    return line
 
 
 def _comment(section: type, name: str) -> str | None:
