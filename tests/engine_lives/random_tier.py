@@ -53,7 +53,7 @@ class RandomTier(PrefixTier):
         return Answers([Lookup.HIT] * there + [Lookup.MISS] * (there < len(keys)), float("inf"))
 
     def submit_store(self, job_metadata: Any) -> None:
-        assert job_metadata.req_context.req_id, "chunks of nobody were offered to a shared tier"
+        assert job_metadata.req_context.req_id, "chunks of an unknown request were offered to a shared tier"
         self._stores.append(job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:

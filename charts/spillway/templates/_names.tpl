@@ -82,7 +82,7 @@ metadata:
 {{- end -}}
 
 {{/* (root, section, tag[, registry]) -> image, imagePullPolicy and envFrom of a container, by section.image and
-section.envFrom. A digest wins over a tag. registry: where none is given at all. */}}
+section.envFrom. A digest wins over a tag. registry: the default if none is given. */}}
 {{- define "spillway.image" -}}
 {{- $image := .section.image -}}
 {{- $registry := .root.Values.image.registry | default .registry | default "" -}}

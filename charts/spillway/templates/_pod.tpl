@@ -61,7 +61,7 @@ pulls its images. */}}
 {{- end -}}
 
 {{/* (root, component, container, command, volumes[, args][, env]) -> spec of a pod that runs the tools image once, on
-nodes where gateways run. volumes: as Kubernetes has them, each with the folder where it is mounted. */}}
+nodes where gateways run. volumes: as Kubernetes has them, each with its mount path. */}}
 {{- define "spillway.toolPod" -}}
 {{- $gateway := .root.Values.gateway -}}
 {{- $scheduling := pick $gateway "nodeSelector" "tolerations" "priorityClassName" "runtimeClassName" -}}

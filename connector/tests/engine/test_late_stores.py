@@ -19,7 +19,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine import late_stores
 from spillway_connector.engine.late_stores import LateStore, LateStores
 from spillway_connector.engine.samples import sample_key
-from spillway_connector.engine.tenancy import NOBODY, TenantContext
+from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext
 from spillway_connector.plan.leaving import LeavingWindow
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier
@@ -93,7 +93,7 @@ class Rig:
         self.pool.free_blocks([block for _, block in reversed(held)])
 
     def step(self) -> None:
-        self.jobs += self.late.due(lambda: next(self._ids), running=len(self.running))
+        self.jobs += self.late.due(lambda: next(self._ids), running=max(1, len(self.running)))
 
     def copy(self, failed: bool = False) -> None:
         """The oldest job reads what its blocks hold now, and is reported."""
@@ -285,13 +285,13 @@ def test_an_engine_without_requests_begins_no_copy_of_what_stays_on_its_device(r
         rig.begin(prompt)
         rig.end(0)
     while rig.late._to_hold or rig.jobs:
-        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, busy=False)
+        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0)
         while rig.jobs:
             rig.copy()
     assert rig.late._owed, "the device alone holds something"
 
-    assert not list(rig.late.due(lambda: next(rig._ids), running=0, busy=False))
-    assert list(rig.late.due(lambda: next(rig._ids), running=0)), "which a busy one copies before it leaves"
+    assert not list(rig.late.due(lambda: next(rig._ids), running=0))
+    assert list(rig.late.due(lambda: next(rig._ids), running=1)), "which a busy one copies before it leaves"
 
 
 def test_without_a_shared_tier_nothing_is_stored_early(region: HostRegion):
@@ -315,11 +315,11 @@ def test_an_engine_without_work_stores_what_its_device_alone_holds_and_ends(regi
     assert len(latest_first) == alone > 1
     copied: list[OffloadKey] = []
     for _ in range(alone):
-        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, busy=False, settling=1)
+        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
         assert len(rig.jobs) == 1 and len(rig.jobs[0].blocks) == 1, "more is on its way than there is room for"
         copied += [rig.memory[block] for block in rig.jobs[0].blocks]
         rig.copy()
-    rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, busy=False, settling=1)
+    rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
 
     assert not rig.jobs and not rig.late.alone
     assert copied == latest_first, "not the last used prefix first, from its head on"
@@ -327,8 +327,8 @@ def test_an_engine_without_work_stores_what_its_device_alone_holds_and_ends(regi
     rig.require_right()
 
 
-@pytest.mark.parametrize(("context", "offered"), [(CONTEXT, 1), (NOBODY, 0)])
-def test_chunks_of_nobody_are_offered_to_no_shared_tier(
+@pytest.mark.parametrize(("context", "offered"), [(CONTEXT, 1), (UNKNOWN_REQUEST, 0)])
+def test_chunks_of_an_unknown_request_are_offered_to_no_shared_tier(
     region: HostRegion, monkeypatch: pytest.MonkeyPatch, context: ReqContext, offered: int
 ):
     rig = Rig(region)

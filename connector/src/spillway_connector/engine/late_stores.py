@@ -31,7 +31,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 
 from spillway_connector.engine.patching import replace_on
-from spillway_connector.engine.tenancy import NOBODY, session_of_context
+from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, session_of_context
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.plan.leaving import LeavingWindow
 
@@ -171,7 +171,7 @@ class LateStores:
     def gave_up(self, spare: Sequence[tuple[OffloadKey, ReqContext]], others: Collection[OffloadKey]) -> None:
         """These have left the CPU tier. Of the others, too, the device may hold some."""
         self._owed.update(spare)
-        self._owed.update((key, NOBODY) for key in others if self._block_of(key) is not None)
+        self._owed.update((key, UNKNOWN_REQUEST) for key in others if self._block_of(key) is not None)
 
     # -- of requests
 
@@ -217,16 +217,17 @@ class LateStores:
 
     # -- of steps
 
-    def due(
-        self, new_job_id: Callable[[], int], *, running: int, busy: bool = True, settling: int | None = None
-    ) -> Iterator[LateStore]:
-        """The stores of the step that has been scheduled. running: requests that may need a block each in the next.
-        busy: whether any is scheduled; if none is, nothing is about to leave the device, and in a CPU tier that is
-        smaller than the window copies would push each other out for ever. settling: chunks to be stored although the
-        device keeps them; None: there is nothing to settle."""
+    def due(self, new_job_id: Callable[[], int], *, running: int, settling: int | None = None) -> Iterator[LateStore]:
+        """The stores of the step that has been scheduled.
+
+        Args:
+            running: requests that may need a block each in the next step. If there are none, nothing is about to leave
+                the device, and in a CPU tier that is smaller than the window copies would evict each other endlessly.
+            settling: chunks to be stored although the device keeps them; None: there is nothing to settle.
+        """
         self._window.end_step()
         leaving = dict(self._to_hold)
-        if busy and (self._owed or self._spare):
+        if running and (self._owed or self._spare):
             room, next_step = self._room(), self._window.next_step_blocks
             for position, block in enumerate(self._head()):
                 key = cast(OffloadKey, block.block_hash)

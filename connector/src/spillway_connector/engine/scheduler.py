@@ -361,8 +361,7 @@ class SchedulerHalf(ResettableHalf):
             assert isinstance(metadata, OffloadingConnectorMetadata)
             running = len(scheduler_output.num_scheduled_tokens)
             room = self._room_to_settle() if self._settle_until else None
-            busy = running > 0  # a paused engine has requests, and steps on for copies alone
-            for store in self.late_stores.due(self._generate_job_id, running=running, busy=busy, settling=room):
+            for store in self.late_stores.due(self._generate_job_id, running=running, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
         pieces = self._due_pieces() if self._early_loads else []

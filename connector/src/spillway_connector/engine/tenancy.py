@@ -36,7 +36,7 @@ class TenantContext(ReqContext):
     session: SessionHint | None = None
 
 
-NOBODY = ReqContext(req_id="")  # of chunks whose last request is not known: no shared tier gets them
+UNKNOWN_REQUEST = ReqContext(req_id="")  # the last user of a chunk is not known: no shared tier gets the chunk
 
 
 def tenant_of(cache_salt: str | None) -> bytes:

@@ -26,7 +26,7 @@ from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promoti
 from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
-from spillway_connector.engine.tenancy import NOBODY, session_of_context
+from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, session_of_context
 from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
@@ -266,7 +266,7 @@ class TieringManager(PrefixLookupManager):
         if not keys:
             return
         self.primary_tier.complete_store(keys, req_context, success)
-        if success and req_context is not NOBODY:  # else it was offered when it was stored first
+        if success and req_context is not UNKNOWN_REQUEST:  # else it was offered when it was stored first
             for tier in self.secondary_tiers:
                 self._submit_store(tier, keys, req_context)
 
