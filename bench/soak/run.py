@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 from stack_driver.deadlines import eventually
 from stack_driver.engine_client import EngineClient
+from stack_driver.engine_processes import shared_memory_of, vllm_group
 from stack_driver.footprint import Footprint
 from stack_driver.running_stack import RunningStack, stack_settings
 
@@ -32,7 +33,6 @@ from soak.references import PlainEngine, Pool, learn_pool
 from soak.report import Observed
 from soak.schedule import engine_faults, reset_faults, store_faults
 from soak.valkey_faults import ValkeyFaults
-from spillway_engine.shared_memory import REGION_PATTERN, paths_in_use
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 
@@ -43,7 +43,6 @@ SAMPLE_SECONDS = 5.0
 QUIET_SHARE = 0.05  # of the time, at the end: the last faults heal under load
 ENGINES = 2
 VALKEY_OWN_BYTES = 16 << 20  # buffers of clients and the keys
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +76,10 @@ def learn_references(settings: SoakSettings, say: Callable[[str], None]) -> Pool
 
 def soak(settings: SoakSettings, pool: Pool, stopped: threading.Event, say: Callable[[str], None]) -> Observed:
     """Ends early, and in order, when `stopped` is set."""
-    stale_before = _stale_regions()
     with _stack(settings.tier, settings, engines=ENGINES, gateway=True) as stack:
         say(f"{settings.tier}: the stack is up")
         observed, footprint = _disturb(stack, settings, pool, stopped, say)
-    left = [*observed.leftovers, *footprint.left(), *(str(file) for file in _stale_regions() - stale_before)]
-    return replace(observed, leftovers=left)
+    return replace(observed, leftovers=[*observed.leftovers, *footprint.left()])
 
 
 def _disturb(
@@ -154,7 +151,8 @@ def _disturb(
         left,
     )
     eventually("every component is ready", lambda: all(status.ready for status in stack.local.status()), 300.0)
-    return observed, Footprint.of(stack.local.folder)
+    footprint = Footprint.of(stack.local.folder)
+    return observed, replace(footprint, shared_memory=footprint.shared_memory | watch.shared_memory)
 
 
 def _final_round(load: Load, engines: list[str], pool: Pool, lanes: Lanes, clients: int) -> None:
@@ -168,10 +166,11 @@ def _final_round(load: Load, engines: list[str], pool: Pool, lanes: Lanes, clien
 
 
 class _Watch:
-    """Counters and footprints, read now and then."""
+    """Counters, footprints and the files of shared memory of the stack's engines, read now and then."""
 
     def __init__(self, stack: RunningStack, urls: dict[str, str]) -> None:
         self.counters, self.footprints = Counters(), Footprints()
+        self.shared_memory: set[Path] = set()
         self._stack, self._urls = stack, urls
         self._http = httpx.Client()
 
@@ -181,7 +180,12 @@ class _Watch:
             if reading is not None:
                 self.counters.add(name, reading)
         alive = [(status.name, status.identity) for status in self._stack.local.status()]
-        self.footprints.sample(seconds, [(name, identity) for name, identity in alive if identity is not None])
+        running = [(name, identity) for name, identity in alive if identity is not None]
+        self.footprints.sample(seconds, running)
+        for name, identity in running:
+            if name in self._urls:
+                with suppress(AssertionError, OSError):  # an engine that is starting or ending
+                    self.shared_memory |= shared_memory_of(vllm_group(identity))
 
 
 @contextmanager
@@ -231,9 +235,3 @@ def _settings_of(tier: str, settings: SoakSettings, *, engines: int, gateway: bo
 def _frame_bytes(dtype: str) -> int:
     """A frame of the bundled model: 30 layers, 3 KV heads of 64, keys and values, 128 tokens; and a header page."""
     return 30 * 2 * 3 * 64 * 128 * (4 if dtype == "float32" else 2) + 4096
-
-
-def _stale_regions() -> set[Path]:
-    """Offload regions that no living process uses. Those of other engines on this machine do not count."""
-    regions = set(SHARED_MEMORY.glob(REGION_PATTERN))
-    return regions - paths_in_use(regions)

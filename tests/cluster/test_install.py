@@ -109,7 +109,7 @@ def test_own_test(installed: Release, case: Row) -> None:
     report = installed.test()
     words = [line for line in report.splitlines() if line.startswith("ok ")]
     assert re.search(r"Phase: +Succeeded", report), report
-    own = [line for line in words if re.match(r"ok +(settings|chat|tier), ", line)]
+    own = [line for line in words if re.match(r"ok +(values|chat|tier), ", line)]
     assert len(own) == 7 and "FAILED" not in report, report
     case.requests, case.note = 2, "; ".join(words)
 

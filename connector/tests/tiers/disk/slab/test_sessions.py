@@ -6,13 +6,14 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spillway_connector.plan.sessions import SessionFollower, SessionHint, session_tag
+from spillway_connector.plan.sessions import SessionFollower, SessionHint, SessionUse, session_tag
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, load, payload_of, soon
 from spillway_connector.tiers.disk.slab import session_file
@@ -227,9 +228,22 @@ def test_a_session_that_another_engine_of_the_node_serves_on_is_the_same_session
     fill(node, first)
     node.follower = SessionFollower()  # of the other engine, which never saw it
     node.turn(second, "late", range(7), 1)
+    second.maintain(NEVER)
     for seed in range(30, 37):
         node.store(first, seed)
     assert held(first) == [*range(15), *range(30, 37)]
+
+
+def test_a_process_that_stores_nothing_still_tells_the_others_of_its_sessions(node: Node):
+    """Its maintenance thread does, soon after each use: it would otherwise run once a minute."""
+    tier = node.start()
+    fill(node, tier)
+    before = node.sessions.read_bytes()
+    tier.use_session(SessionUse(ANN, session_tag(SessionHint(b"late")), (), True, None, None))
+    deadline = time.monotonic() + 30
+    while node.sessions.read_bytes() == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert node.sessions.read_bytes() != before
 
 
 def spoil_by_removal(path: Path) -> None:
