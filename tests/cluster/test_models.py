@@ -90,7 +90,7 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
         assert waiting_requests(namespace, client) == 0
         no_failure(result, case)
     finally:
-        # The number is the autoscaler's, and the values ask for another one: see "Upgrade, rollback, uninstall" in docs/operations.md.
+        # The number is the autoscaler's, and the values ask for another one (docs/operations.md, "Upgrade, rollback").
         release.upgrade(three(), True, "--force-conflicts")
         namespace.kubectl("delete", "crd", SCALED_OBJECTS["metadata"]["name"], "--ignore-not-found")
 
