@@ -317,9 +317,12 @@ VALKEY_IMAGE = $(shell sed -n 's|.*image: "\(docker.io/[^"]*\)".*|\1|p' charts/s
 .PHONY: chart
 chart: ## Package the chart into build/chart/. SOURCE=https://host/path of this repository, SIGN=key, HELM=helm
 ##+ SOURCE becomes the chart's home and source, and the alerts' links lead to its docs/operations.md
+##+ The entries of CHANGELOG.md for this version become the annotation changes of Artifact Hub
 ##+ SIGN names a PGP key in KEYRING; helm then writes a provenance file beside the package, for helm verify
 ##+ SIGN_KEY_URL=https://... of the public key: its fingerprint and address become the annotation signKey
 	@rm -rf build/chart && mkdir -p build/chart && cp -r charts/spillway build/chart/
+	@awk -v version=$(VERSION) -f charts/changes.awk CHANGELOG.md > build/chart/changes.yaml
+	@sed -i '/^annotations:/r build/chart/changes.yaml' build/chart/spillway/Chart.yaml
 	@case "$(SOURCE)" in "") ;; \
 	  https://*) printf 'home: %s\nsources: [%s]\n' "$(SOURCE)" "$(SOURCE)" >> build/chart/spillway/Chart.yaml; \
 	    sed -i 's|^annotations:|&\n  artifacthub.io/links: "[{name: Changes, url: $(SOURCE)/blob/main/CHANGELOG.md}]"|' build/chart/spillway/Chart.yaml; \

@@ -19,7 +19,7 @@ ROOTS = [
     *(f"{CORE}{name}" for name in ("Affinity", "PodSecurityContext", "SecurityContext", "Volume", "VolumeMount")),
     *(f"{CORE}{name}" for name in ("Container", "EnvVarSource", "Toleration", "TopologySpreadConstraint")),
     *(f"io.k8s.api.networking.v1.{name}" for name in ("NetworkPolicyPeer", "NetworkPolicyPort")),
-    *(f"{CORE}{name}" for name in ("EnvFromSource", "HostAlias", "PodDNSConfig")),
+    *(f"{CORE}{name}" for name in ("EnvFromSource", "HostAlias", "PodDNSConfig", "PodResourceClaim")),
     *(f"io.k8s.api.autoscaling.v2.{name}" for name in ("HorizontalPodAutoscalerBehavior", "MetricSpec")),
 ]
 # Read no further: rare, or deep.
@@ -97,6 +97,8 @@ PROSE: dict[str, dict[str, Any]] = {
     "VolumeMount.mountPropagation": {"enum": ["None", "HostToContainer", "Bidirectional"]},
     "VolumeMount.name": _SHORT_NAME,
     "Volume.name": _SHORT_NAME,
+    "PodResourceClaim.name": _SHORT_NAME,
+    **{f"PodResourceClaim.resourceClaim{end}": _NAME for end in ("Name", "TemplateName")},
     "HostPathVolumeSource.path": {
         "pattern": rf"^/$|^(/{_SEGMENT})+/?$",
         "description": "an absolute path of the node, without .. in it,",
@@ -183,6 +185,7 @@ EXACTLY_ONE = {
     "Probe": ["exec", "grpc", "httpGet", "tcpSocket"],
     "LifecycleHandler": ["exec", "httpGet", "sleep", "tcpSocket"],
     "EnvFromSource": ["configMapRef", "secretRef"],
+    "PodResourceClaim": ["resourceClaimName", "resourceClaimTemplateName"],
     "VolumeProjection": [
         *("clusterTrustBundle", "configMap", "downwardAPI", "podCertificate"),
         *("secret", "serviceAccountToken"),

@@ -332,6 +332,7 @@ LISTS = {
     "gatewayEgress": [{"to": [{"namespaceSelector": {}}]}],
     "extraEnvVars": [{"name": "A", "value": "b"}],
     "envFrom": [{"secretRef": {"name": "s"}}],
+    "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
     "hostAliases": [{"ip": "10.0.0.5", "hostnames": ["r.local"]}],
     "filters": [{"type": "RequestMirror"}],
     "disabled": ["SpillwayGatewayDown"],

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 import subprocess
 import tarfile
 
@@ -94,6 +95,30 @@ def test_further_resources_are_requested_and_limited(rendered: Render):
         assert resources[kind]["ephemeral-storage"] == disk
     gateway = pod_spec(rendered.one("Deployment", "gateway"))["containers"][0]["resources"]
     assert [gateway[kind]["ephemeral-storage"] for kind in ("requests", "limits")] == ["1024Mi", "2048Mi"]
+
+
+def test_devices_that_resource_claims_allocate():
+    claims = [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}, {"name": "nic", "resourceClaimName": "fast"}]
+    engine = {"accelerator": {"preset": "cuda", "fromClaims": True}, "resourceClaims": claims}
+    rendered = render(values={"engine": engine}, kubernetes="1.34")
+    pod = pod_spec(rendered.one("StatefulSet", "engine"))
+    resources = pod["containers"][0]["resources"]
+
+    for version in ("1.31", "1.34", "1.36"):
+        require_valid(rendered, version)
+    assert pod["resourceClaims"] == claims
+    assert resources["claims"] == [{"name": "gpu"}, {"name": "nic"}]
+    assert not any("nvidia.com" in name for kind in ("requests", "limits") for name in resources[kind])
+    assert "resourceClaims" not in pod_spec(rendered.one("Deployment", "gateway"))
+    assert engine_configuration(rendered)["platform"] == "cuda"
+
+
+def test_a_claim_beside_devices_of_a_plugin():
+    claims = [{"name": "nic", "resourceClaimTemplateName": "fast"}]
+    values = {"engine": {"accelerator": {"preset": "cuda"}, "resourceClaims": claims}}
+    resources = pod_spec(render(values=values).one("StatefulSet", "engine"))["containers"][0]["resources"]
+
+    assert resources["claims"] == [{"name": "nic"}] and resources["limits"]["nvidia.com/gpu"] == 1
 
 
 def test_what_ascend_needs_beside_its_devices():
@@ -249,7 +274,7 @@ def test_the_chart_introduces_itself():
 
 
 def test_a_package_knows_where_it_comes_from(tmp_path):
-    subprocess.run(["cp", "-r", ROOT / "Makefile", ROOT / "charts", tmp_path], check=True)
+    subprocess.run(["cp", "-r", ROOT / "Makefile", ROOT / "charts", ROOT / "CHANGELOG.md", tmp_path], check=True)
     command = ["make", "chart", "SOURCE=https://git.example/spillway", f"HELM={helms()[1].path}"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=os.environ)
     (package,) = (tmp_path / "build" / "chart").glob("*.tgz")
@@ -265,5 +290,63 @@ def test_a_package_knows_where_it_comes_from(tmp_path):
     names = {image["image"].rpartition(":")[0] for image in yaml.safe_load(notes["artifacthub.io/images"])}
     repositories = {values[part]["image"]["repository"] for part in ("gateway", "checks", "redis")}
     assert {name.removeprefix("docker.io/") for name in names} == repositories
+    changes = yaml.safe_load(notes["artifacthub.io/changes"])
+    assert len(changes) == sum(line.startswith("- ") for line in section_of_this_version().splitlines())
+    assert {change["kind"] for change in changes} <= {"added", "changed", "deprecated", "removed", "fixed", "security"}
+    assert all(change["description"].endswith((".", "?")) for change in changes)
     runbooks = values["monitoring"]["alerts"]["runbookBaseUrl"]
     assert runbooks == "https://git.example/spillway/blob/main/docs/operations.md"
+
+
+def section_of_this_version() -> str:
+    """The entries of CHANGELOG.md that Artifact Hub shows; what was measured is no change."""
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    sections = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    (section,) = [text for text in sections if text.startswith(version)] or [
+        text for text in sections if text.startswith("Unreleased")
+    ]
+    return re.sub(r"^### Measured.*?(?=^### |\Z)", "", section, flags=re.M | re.S)
+
+
+CHANGES = """# Changelog
+
+## Unreleased
+
+### Added
+- Not yet. Not here.
+
+## 1.2.3 (2026-11-01)
+
+### Added
+- A `setting: "quoted"` with a \\ and 2.5 s,
+  on two lines. More of it.
+- **Changed:** a word. And more.
+
+### Measured
+- 5 % faster.
+
+### Fixed
+- Short.
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "changes"),
+    [
+        (
+            "1.2.3",
+            [
+                {"kind": "added", "description": 'A `setting: "quoted"` with a \\ and 2.5 s, on two lines.'},
+                {"kind": "changed", "description": "a word."},
+                {"kind": "fixed", "description": "Short."},
+            ],
+        ),
+        ("1.2.4", [{"kind": "added", "description": "Not yet."}]),
+    ],
+)
+def test_changes_of_artifact_hub_are_first_sentences_of_the_changelog(version, changes):
+    script = ROOT / "charts" / "changes.awk"
+    command = ["awk", "-v", f"version={version}", "-f", script]
+    done = subprocess.run(command, input=CHANGES, capture_output=True, text=True, check=True)
+
+    assert yaml.safe_load(yaml.safe_load(done.stdout)["artifacthub.io/changes"]) == changes

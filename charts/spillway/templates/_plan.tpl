@@ -58,6 +58,7 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- with $given.resourceName -}}{{- $_ := set $chosen "resourceName" . -}}{{- end -}}
 {{- $_ := set $chosen "count" (include "spillway.ranks" .engine | int64) -}}
 {{- if not (kindIs "invalid" $given.count) -}}{{- $_ := set $chosen "count" (int64 $given.count) -}}{{- end -}}
+{{- if $given.fromClaims -}}{{- $_ := set $chosen "needsCount" false -}}{{- end -}}
 {{- with $given.visibleDevices.mode -}}{{- $_ := set $chosen "visibleDevices" . -}}{{- end -}}
 {{- $_ := set $chosen "env" (merge (include "spillway.hcclEnvironment" $given.hccl | fromYaml) $chosen.env) -}}
 {{- if not (kindIs "invalid" .engine.schedulerName) -}}

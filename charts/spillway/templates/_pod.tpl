@@ -44,7 +44,7 @@ pulls its images. */}}
 {{- end -}}
 {{- $own := dict "labelSelector" (dict "matchLabels" (include "spillway.selectorLabels" . | fromYaml)) -}}
 {{- $spec := pick $section "priorityClassName" "runtimeClassName" "affinity" "hostNetwork" "dnsPolicy" "dnsConfig"
-  "hostAliases" -}}
+  "hostAliases" "resourceClaims" -}}
 {{- if and $section.hostNetwork (not $section.dnsPolicy) -}}
 {{- $_ := set $spec "dnsPolicy" "ClusterFirstWithHostNet" -}}
 {{- end -}}

@@ -177,6 +177,7 @@ class Accelerator(Section, frozen=True):
     memory_mib: Count | None = msgspec.field(default=None, name="memoryMiB")
     extra_resources: dict[ResourceName, ResourceAmount] = {}
     roce_mounts: bool = False
+    from_claims: bool = False
     lock_memory: bool = False
     privileged: bool = False
 
@@ -294,6 +295,7 @@ class Engine(PodSettings, frozen=True):
     lifecycle: EngineLifecycle = EngineLifecycle()
     ephemeral_storage: EphemeralStorage = EphemeralStorage()
     huge_pages: HugePages = HugePages()
+    resource_claims: list[kubernetes.PodResourceClaim] = []
     probes: Probes = Probes()
     allowed_media_domains: list[MediaDomain] = []
     host_network: bool = False

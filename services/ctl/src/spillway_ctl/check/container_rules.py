@@ -139,6 +139,7 @@ def _containers(pod: Pod, release: Release) -> Iterator[Finding]:
         for index, container in enumerate(containers):
             at = f"{pod.path}.{kind}[{index}]"
             yield from _own(at, kind, container, release)
+            yield from _claims(at, pod, container)
             for mount in container.get("volumeMounts") or ():
                 if mount["name"] not in volumes:
                     yield Finding(
@@ -156,6 +157,18 @@ def _containers(pod: Pod, release: Release) -> Iterator[Finding]:
                         "given, but a container that ends before the others begin has none",
                         "remove it, or set restartPolicy: Always",
                     )
+
+
+def _claims(at: str, pod: Pod, container: Mapping[str, Any]) -> Iterator[Finding]:
+    known = [claim["name"] for claim in getattr(pod.section, "resource_claims", ())]
+    remedy = f"add it to {pod.path}.resourceClaims, or correct the name"
+    for claim in (container.get("resources") or {}).get("claims") or ():
+        if claim["name"] not in known:
+            yield Finding(
+                f"{at}.resources.claims",
+                f"{claim['name']} is no claim of the pod",
+                remedy if hasattr(pod.section, "resource_claims") else "remove it, as only engines have claims",
+            )
 
 
 def _ports(at: str, container: Mapping[str, Any], ports: dict[str, int]) -> Iterator[Finding]:

@@ -24,10 +24,13 @@ _LARGEST_DEVICE_GIB = 288
 
 
 def device_findings(group: Group) -> Iterator[Finding]:
-    if group.device.needs_count:
-        yield from _devices(group)
-    else:
+    if group.platform == "cpu":
         yield from _no_devices(group)
+    elif group.engine.accelerator.from_claims:
+        yield from _claimed_devices(group)
+    else:
+        yield from _devices(group)
+    yield from _claim_names(group)
     yield from _image(group)
     yield from _security(group)
     yield from _visible_devices(group)
@@ -68,13 +71,58 @@ def _devices(group: Group) -> Iterator[Finding]:
         )
 
 
+def _claimed_devices(group: Group) -> Iterator[Finding]:
+    """Rules of devices that the pod's resourceClaims allocate."""
+    engine, path = group.engine, group.path
+    given = {
+        "resourceName": engine.accelerator.resource_name,
+        "count": engine.accelerator.count,
+        "memoryMiB": engine.accelerator.memory_mib,
+    }
+    for key, value in given.items():
+        if value:
+            yield Finding(
+                f"{path}.accelerator.{key}",
+                f"{value} is asked of a device plugin, but with fromClaims: true the claims say which devices and how "
+                "many",
+                "say it in the claim, or set fromClaims: false",
+            )
+    if not engine.resource_claims:
+        yield Finding(
+            f"{path}.resourceClaims",
+            "is empty, and accelerator.fromClaims: true takes the devices from there",
+            "add a claim for the devices, such as {name: devices, resourceClaimTemplateName: ...}",
+        )
+    for index, claim in enumerate(engine.resource_claims):
+        if claim.get("resourceClaimName") and group.pods > 1:
+            yield Finding(
+                f"{path}.resourceClaims[{index}].resourceClaimName",
+                f"{claim['resourceClaimName']} is one claim, whose devices all {group.pods} pods would share",
+                "name a template by resourceClaimTemplateName, which gives each pod its own claim",
+            )
+
+
+def _claim_names(group: Group) -> Iterator[Finding]:
+    """Claims of one pod have different names."""
+    engine, path = group.engine, group.path
+    names: set[str] = set()
+    for index, claim in enumerate(engine.resource_claims):
+        if claim["name"] in names:
+            yield Finding(
+                f"{path}.resourceClaims[{index}].name",
+                f"{claim['name']} is there twice",
+                "give each claim its own name",
+            )
+        names.add(claim["name"])
+
+
 def _no_devices(group: Group) -> Iterator[Finding]:
     accelerator, path = group.engine.accelerator, group.path
-    if accelerator.resource_name or accelerator.count:
+    if accelerator.resource_name or accelerator.count or accelerator.from_claims:
         yield Finding(
             f"{path}.accelerator",
             "preset: cpu takes no devices",
-            "remove resourceName and count, or choose another preset",
+            "remove resourceName and count, and fromClaims, or choose another preset",
         )
     given = (
         accelerator.driver_mounts,
