@@ -36,6 +36,10 @@ _NETWORK = (
     r"^(((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])/(3[0-2]|[12]?[0-9])"
     r"|[0-9a-fA-F]*:[0-9a-fA-F:.]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))$"
 )
+_ADDRESS = {
+    "pattern": _NETWORK[: _NETWORK.index("/(3[0-2]")] + "|[0-9a-fA-F]*:[0-9a-fA-F:.]*)$",
+    "description": "an IP address, such as 10.0.0.5,",
+}
 _PORT = {"minimum": 1, "maximum": 65535}
 _MODE = {"minimum": 0, "maximum": 511}
 _PERIOD = {"minimum": 1}
@@ -53,6 +57,10 @@ _LABEL_KEY = {
 # Keys of resources: cpu, memory, ephemeral-storage, hugepages-2Mi or an extended resource such as rdma/hca.
 _RESOURCE = r"^(cpu|memory|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i|[a-z0-9.-]+/[A-Za-z0-9._-]+)$"
 _PORT_NAME = {"pattern": "^[a-z0-9-]*[a-z][a-z0-9-]*$", "maxLength": 15, "description": "a port's number or name"}
+_DNS_NAME = {
+    "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+    "description": "a DNS name in small letters",
+}
 _SHORT_NAME = {
     "maxLength": 63,
     "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
@@ -97,6 +105,12 @@ PROSE: dict[str, dict[str, Any]] = {
     "VolumeMount.mountPropagation": {"enum": ["None", "HostToContainer", "Bidirectional"]},
     "VolumeMount.name": _SHORT_NAME,
     "Volume.name": _SHORT_NAME,
+    "HostAlias.ip": _ADDRESS,
+    "PodDNSConfig.nameservers": {"maxItems": 3},
+    "EnvFromSource.prefix": {
+        "pattern": "^([A-Za-z_][A-Za-z0-9_]*)?$",
+        "description": "the beginning of a variable's name (letters, digits and underscores, no digit first)",
+    },
     "PodResourceClaim.name": _SHORT_NAME,
     **{f"PodResourceClaim.resourceClaim{end}": _NAME for end in ("Name", "TemplateName")},
     "HostPathVolumeSource.path": {
@@ -243,6 +257,8 @@ def kubernetes_types() -> str:
     for field in ("add", "drop"):
         types["Capabilities"]["properties"][field]["items"] = {"$ref": "#/definitions/Capability"}
     types["IPBlock"]["properties"]["except"]["items"] = {"type": "string", **PROSE["IPBlock.cidr"]}
+    types["PodDNSConfig"]["properties"]["nameservers"]["items"] = {"type": "string", **_ADDRESS}
+    types["HostAlias"]["properties"]["hostnames"]["items"] = {"type": "string", **_DNS_NAME}
     for field in ("limits", "requests"):
         amounts = types["ResourceRequirements"]["properties"][field]
         amounts["patternProperties"] = {_RESOURCE: amounts["additionalProperties"]}

@@ -50,7 +50,7 @@ MISTAKES = {
     "gateway: {log: {level: trace}}": "debug, error, info or warning needed; write one of these",
     'engine: {model: {path: "Qwen/Qwen3-8B\\u200b"}}': "has ZERO WIDTH SPACE in it",
     "engine: {model: {path: Qwen/Qwen3\u20138B}}": "has EN DASH in it",
-    "engine: {model: {path: https://huggingface.co/Qwen/Qwen3-8B}}": "write /models/Qwen3-8B or Qwen/Qwen3-8B",
+    "engine: {model: {path: https://huggingface.co/Qwen/Qwen3-8B}}": "write Qwen/Qwen3-8B",
     "gateway: {ingress: {enabled: true, host: https://llm.example}}": "write llm.example",
     "gateway: {ingress: {enabled: true, host: LLM.example}}": "write llm.example",
     "image: {registry: reg.local/}": "write reg.local",

@@ -16,6 +16,7 @@ from spillway_settings.values.kinds import (
     Cores,
     GivenHost,
     Host,
+    HttpMethods,
     HttpNames,
     IngressPath,
     Labels,
@@ -214,7 +215,7 @@ class Cors(Section, frozen=True):
     origins: Annotated[list[Origin], Meta(max_length=64, extra_json_schema={"uniqueItems": True})] = msgspec.field(
         default_factory=lambda: ["*"]
     )
-    methods: HttpNames = msgspec.field(default_factory=lambda: ["*"])
+    methods: HttpMethods = msgspec.field(default_factory=lambda: ["*"])
     headers: HttpNames = msgspec.field(default_factory=lambda: ["*"])
 
 

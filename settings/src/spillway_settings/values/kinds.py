@@ -188,6 +188,10 @@ IngressPath = Annotated[
         description="a path that begins with /, without *, blanks, // and .. in it (what lies below it is meant too)",
     ),
 ]
+HttpMethods = Annotated[
+    list[Annotated[str, Meta(pattern="^([A-Z]+|[*])$", description="a method of HTTP in capital letters, or *")]],
+    Meta(max_length=64, extra_json_schema={"uniqueItems": True}),
+]
 HttpNames = Annotated[
     list[Annotated[str, Meta(pattern="^[A-Za-z0-9!#$%&'*+.^_`|~-]+$", description="a name of HTTP, or *")]],
     Meta(max_length=64, extra_json_schema={"uniqueItems": True}),

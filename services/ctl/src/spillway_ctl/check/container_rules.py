@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 
-from spillway_ctl.check.finding import Finding, milli_cores, number, quoted
+from spillway_ctl.check.finding import Finding, amount, number, quoted
 from spillway_ctl.check.group import Group, Mount, Release, fitting
 from spillway_ctl.check.pod_rules import OWN_FOLDERS
 from spillway_ctl.check.shared_rules import distinct_folders, propagation
-from spillway_settings.byte_sizes import parse_byte_count
 from spillway_settings.shared_names import FOLDERS
 
 _CHOSEN = {
@@ -36,13 +35,24 @@ _SYSTEM = frozenset(
         "/sbin",
         "/sys",
         "/usr",
+        "/usr/bin",
+        "/usr/lib",
         "/usr/local",
+        "/usr/local/bin",
+        "/usr/local/lib",
+        "/opt/spillway",
         "/var",
         "/var/lib",
         "/var/lib/spillway",
     ]
 )
 _READ_ONLY = (FOLDERS["config"], FOLDERS["valkey"], FOLDERS["secrets"])
+_MEMORY_BYTES_LEAST = 1 << 20
+# Without what the image has there, nothing in it starts.
+_OF_THE_IMAGE = (
+    *("/bin", "/etc", "/lib", "/lib64", "/opt/spillway", "/sbin", "/usr", "/usr/bin", "/usr/lib", "/usr/local"),
+    *("/usr/local/bin", "/usr/local/lib"),
+)
 _NEEDS_AN_END = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle")
 
 
@@ -102,6 +112,12 @@ def _mounts(pod: Pod) -> Iterator[Finding]:
         if name not in volumes:
             yield Finding(
                 at, f"{name} at {path} is no volume of the pod", "add it to extraVolumes, or correct the name"
+            )
+        if folder in _OF_THE_IMAGE:
+            yield Finding(
+                at,
+                f"{path} hides what the image has there, without which nothing starts",
+                f"mount {name} elsewhere, or a file of it with subPath",
             )
         if folder in folders and folder not in OWN_FOLDERS:
             yield Finding(at, f"at {path} the chart mounts {folders[folder]}", f"mount {name} elsewhere")
@@ -243,6 +259,13 @@ def _probes(at: str, container: Mapping[str, Any], names: set[str]) -> Iterator[
 
 def _resources(at: str, resources: Mapping[str, Any]) -> Iterator[Finding]:
     limits = resources.get("limits") or {}
+    memory = limits.get("memory")
+    if memory is not None and amount(memory) < _MEMORY_BYTES_LEAST:
+        yield Finding(
+            f"{at}.resources.limits.memory",
+            f"{number(memory)} given, less than a MiB, in which no container starts",
+            f"add a unit, such as {number(memory)}Mi" if isinstance(memory, int) else "write 128Mi, for example",
+        )
     for name, request in (resources.get("requests") or {}).items():
         limit = limits.get(name)
         if ("/" in name or name.startswith("hugepages-")) and str(request) != str(limit):
@@ -254,8 +277,7 @@ def _resources(at: str, resources: Mapping[str, Any]) -> Iterator[Finding]:
             )
         if limit is None or not (name.startswith("cpu") or name in ("memory", "ephemeral-storage")):
             continue
-        read = milli_cores if name == "cpu" else parse_byte_count
-        if read(request) > read(limit):
+        if amount(request) > amount(limit):
             yield Finding(
                 f"{at}.resources",
                 f"requests.{name} {number(request)} is more than limits.{name} {number(limit)}",

@@ -147,6 +147,12 @@ def _scaling(group: Group, release: Release) -> Iterator[Finding]:
             "http://prometheus-operated.monitoring.svc:9090, without credentials, needed",
             "correct it",
         )
+    elif page := re.search(r"/(graph|query|targets|metrics|api/v1(/query)?)/*$", scaling.prometheus_address):
+        yield Finding(
+            f"{path}.prometheusAddress",
+            f"it ends in {page[0]}, to which KEDA would append /api/v1/query",
+            f"remove {page[0]}",
+        )
     if scaling.enabled and "keda.sh/v1alpha1/ScaledObject" not in release.cluster.kinds:
         yield Finding(
             f"{path}.enabled",
@@ -231,7 +237,9 @@ def _kv_transfer(group: Group) -> Iterator[Finding]:
         yield Finding(
             f"{path}.model.quantization",
             f"{engine.model.quantization} is no method of vLLM",
-            f"write one of {', '.join(methods)}",
+            "remove the line: then it is as the checkpoint says"
+            if engine.model.quantization in ("none", "null", "auto")
+            else f"write one of {', '.join(methods)}",
         )
     if transfer.connector in (
         "SpillwayConnector",

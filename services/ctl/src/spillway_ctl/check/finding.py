@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -17,6 +18,12 @@ _HIDDEN = re.compile(
 )
 _HARMLESS = re.compile(r"(?i)(tokens?(persecond|max)|(per|max|block)\w*tokens?)$")
 _SHOWN_CHARACTERS_MAX = 64
+_SUFFIXES = {
+    "": Fraction(1),
+    **{suffix: Fraction(1, 1000**power) for power, suffix in enumerate("mun", 1)},
+    **{suffix: Fraction(1000**power) for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": Fraction(1024**power) for power, suffix in enumerate("KMGTPE", 1)},
+}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -92,6 +99,12 @@ def bytes_text(size_bytes: int) -> str:
 def quantity(size_bytes: int) -> str:
     """As Kubernetes writes it, rounded up to a MiB."""
     return f"{-(-size_bytes // (1 << 20))}Mi"
+
+
+def amount(value: Any) -> Fraction:
+    """What a quantity of Kubernetes stands for: 500m is a half, 1Ki is 1024."""
+    number_part, suffix = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", str(value)).groups()  # type: ignore[union-attr]
+    return Fraction(number_part) * _SUFFIXES[suffix]
 
 
 def milli_cores(value: Any) -> float:

@@ -26,6 +26,7 @@ _ROOM_BYTES_LEAST = 64 << 20
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
 _OTLP = re.compile(rf"https?://{_HOST}/[^ ]*")
+_CREDENTIAL_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 _READ_ONLY_SOURCES = {"configMap", "secret", "projected", "downwardAPI"}
 
 
@@ -33,6 +34,8 @@ def gateway_findings(release: Release) -> Iterator[Finding]:
     yield from _scaling(release)
     yield from _memory(release)
     yield from _times(release)
+    yield from _retries(release)
+    yield from _sessions(release)
     yield from _bodies(release)
     yield from _tokenizers(release)
     yield from _operations(release)
@@ -144,6 +147,27 @@ def _times(release: Release) -> Iterator[Finding]:
             "from which it grows",
             "raise openSecondsMax or lower openSeconds",
         )
+
+
+def _retries(release: Release) -> Iterator[Finding]:
+    limits = release.values.gateway.limits
+    if limits.retry_ratio > limits.attempts_max:
+        yield Finding(
+            "gateway.limits.retryRatio",
+            f"{number(limits.retry_ratio)} retries for each request given, and a request has at most attemptsMax: "
+            f"{limits.attempts_max} attempts",
+            f"write {limits.retry_ratio / 100:g} for {number(limits.retry_ratio)} %",
+        )
+
+
+def _sessions(release: Release) -> Iterator[Finding]:
+    for index, source in enumerate(release.values.gateway.routing.session_sources):
+        if source.lower() in _CREDENTIAL_HEADERS:
+            yield Finding(
+                f"gateway.routing.sessionSources[{index}]",
+                f"{source} holds a credential, which is the same for all sessions of its owner",
+                "remove it; sessions that name themselves by nothing are known by their prompts",
+            )
 
 
 def _bodies(release: Release) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from spillway_ctl.check.chart_facts import Cluster
 from spillway_ctl.check.container_rules import container_findings
 from spillway_ctl.check.credential_rules import credential_findings
 from spillway_ctl.check.device_rules import device_findings
+from spillway_ctl.check.duration_rules import duration_findings
 from spillway_ctl.check.engine_rules import engine_findings
 from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.gateway_rules import gateway_findings
@@ -29,6 +30,7 @@ _GROUP_RULES = (engine_findings, tier_findings, model_findings)
 _RELEASE_RULES = (
     release_findings,
     gateway_findings,
+    duration_findings,
     auth_findings,
     unread_findings,
     credential_findings,

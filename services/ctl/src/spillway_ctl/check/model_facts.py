@@ -29,11 +29,27 @@ _GIVEN = {
 }
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_ODD_FOLDER = re.compile(r"(/\.\.?(/|$)|\s$)")
+
+
 class ModelFacts(msgspec.Struct, frozen=True):
     """shape: of its KV cache. heads: of attention; 0: not known."""
 
     shape: ModelShape
     heads: int
+
+
+def is_model_path(path: str) -> bool:
+    """Whether it is an absolute folder, or a name of a hub."""
+    return _ODD_FOLDER.search(path) is None if path.startswith("/") else _HUB_NAME.fullmatch(path) is not None
+
+
+def meant_hub_name(path: str) -> str | None:
+    """The hub's name in a page's address, before a revision, or without blanks; None: there is none, or it is one."""
+    bare = re.sub(r"^(hf://|https?://(www\.)?(huggingface|hf)\.co/)", "", path.strip()).rstrip("/")
+    bare = re.sub(r"[:@][^/]*$", "", bare)
+    return bare if bare != path and _HUB_NAME.fullmatch(bare) else None
 
 
 def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
@@ -87,7 +103,8 @@ def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
             )
         )
     if not (shape.get("layers") and (shape.get("latentDim") or (shape.get("kvHeads") and shape.get("headDim")))):
-        found.append(_unknown(engine, path, file, known))
+        if is_model_path(engine.model.path) or foreign_letter(engine.model.path):  # else model_rules says what is wrong
+            found.append(_unknown(engine, path, file, known))
         shape |= {"layers": 1, "kvHeads": 1, "headDim": 1}
     model_shape = ModelShape(
         layers=shape["layers"],

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from spillway_ctl.check.engine_rules import STEP_CHANGING
 from spillway_ctl.check.finding import Finding, below, bytes_text, number, on_off, quantity, quoted, size
 from spillway_ctl.check.group import ON_VOLUME, Group, Release, base_name
+from spillway_ctl.check.model_facts import is_model_path, meant_hub_name
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_ODD_FOLDER = re.compile(r"(/\.\.?(/|$)|\s$)")
 _VOLUME_NEEDS = (("existingClaim", "claimName", "claim_name"), ("hostPath", "hostPath", "host_path"))
 _TRUE = ("1", "on", "yes", "true")
 _NO_HOST_BYTES = 16 << 40
@@ -59,17 +58,21 @@ def _place(group: Group) -> Iterator[Finding]:
 
 
 def _folder_or_hub_name(at: str, path: str, examples: str) -> Iterator[Finding]:
+    if is_model_path(path):
+        return
     if path.startswith("/"):
-        if _ODD_FOLDER.search(path):
-            yield Finding(
-                at,
-                f"{quoted(path)} given, an absolute folder without .. in it and without a blank at its end needed",
-                "correct it",
-            )
-    elif _HUB_NAME.fullmatch(path) is None:
         yield Finding(
-            at, f"{quoted(path)} is neither an absolute folder nor a hub name", f"write {examples}, for example"
+            at,
+            f"{quoted(path)} given, an absolute folder without .. in it and without a blank at its end needed",
+            "correct it",
         )
+        return
+    remedy = f"write {examples}, for example"
+    if meant := meant_hub_name(path):
+        remedy = f"write {meant}"
+    elif "://" in path:
+        remedy = "bring its files by a volume (model.volume, lora.volume), and write their folder here"
+    yield Finding(at, f"{quoted(path)} is neither an absolute folder nor a hub name", remedy)
 
 
 def _hub(group: Group, release: Release) -> Iterator[Finding]:

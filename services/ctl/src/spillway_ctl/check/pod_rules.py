@@ -22,6 +22,7 @@ OWN_FOLDERS = (
     FOLDERS["secrets"],
     FOLDERS["valkey"],
 )
+_MILLI_CORES_MAX = 1_000_000
 _CORES_EXAMPLE = {"engine": "8", "redis": "1"}
 
 
@@ -193,6 +194,12 @@ def _accounts(release: Release) -> Iterator[Finding]:
             if not exists or is_given != bool(account.name):
                 continue
             name = account.name or names[path]
+            if name == "default":
+                yield Finding(
+                    f"{path}.serviceAccount.name",
+                    "default is there in every namespace, and the chart cannot make it again",
+                    "set create: false, or choose another name",
+                )
             if name in made:
                 yield Finding(
                     f"{path}.serviceAccount.name",
@@ -212,6 +219,12 @@ def _cores(release: Release) -> Iterator[Finding]:
     for path, cpu in sections:
         pairs.append((f"{path}.cpu", "request", cpu.request, "limit", cpu.limit))
         for key, given in (("request", cpu.request), ("limit", cpu.limit)):
+            if given and milli_cores(given) >= _MILLI_CORES_MAX:
+                yield Finding(
+                    f"{path}.cpu.{key}",
+                    f"{number(given)} cores given, and no node has so many",
+                    f"thousandths of a core have the unit m: write {number(given)}m for {milli_cores(given) / 1e6:g}",
+                )
             if given and milli_cores(given) < 20:
                 example = _CORES_EXAMPLE.get(path, "8")
                 yield Finding(

@@ -93,7 +93,14 @@ def _findings(error: ValidationError, values: Mapping[str, Any]) -> Iterator[Fin
         yield nameless
         return
     where = path or "the values"
-    if error.validator in ("anyOf", "oneOf") and error.context:
+    if error.validator == "oneOf" and (names := _alternatives(error.validator_value)):
+        given = [name for name in names if error.instance.get(name) is not None]
+        yield Finding(
+            where,
+            f"{' and '.join(given) or 'none of them'} given, exactly one of {', '.join(names)} needed",
+            "keep one" if given else "add one",
+        )
+    elif error.validator in ("anyOf", "oneOf") and error.context:
         nearest = max(error.context, key=lambda inner: len(inner.absolute_path))
         yield from _findings(nearest, values)
     elif error.validator == "additionalProperties":
@@ -110,6 +117,11 @@ def _findings(error: ValidationError, values: Mapping[str, Any]) -> Iterator[Fin
     else:
         given = _given(error.instance, "" if "enum" in error.schema else path)
         yield Finding(where, f"{given} given, {needed(error.schema, error.instance)} needed", _remedy(error, path))
+
+
+def _alternatives(forms: list[Mapping[str, Any]]) -> list[str]:
+    """The fields of a type of Kubernetes of which it takes exactly one."""
+    return [each["required"][0] for each in forms if each.keys() == {"required"}]
 
 
 def _nameless_group(error: ValidationError, values: Mapping[str, Any]) -> Finding | None:
@@ -232,22 +244,30 @@ def _remedy(error: ValidationError, path: str) -> str:
         return f"type it again: {foreign} is in it"
     if (
         error.validator == "pattern"
-        and (meant := _meant(value, error.validator_value))
+        and (meant := _meant(value, error.validator_value, path))
         and "text of" not in _given(value, path)
     ):
         return f"write {meant}"
+    if path.endswith(".repository") and isinstance(value, str) and (tagged := re.fullmatch("(.+):([^:/@]+)", value)):
+        return f"write {tagged[1]}, and {quoted(tagged[2])} as tag"
     return "correct it"
 
 
-def _meant(text: str, form: str) -> str | None:
+def _meant(text: str, form: str, path: str) -> str | None:
     """The text without a scheme, capitals, a path or a unit, if that is of the form."""
     bare = re.sub(r"^[a-z]+://", "", text)
+    host = bare.split("/", maxsplit=1)[0]
+    is_plain = not re.search(r"[/:]", text)
     candidates = (
         bare,
         bare.rstrip("/."),
         bare.lower(),
-        re.sub("[^a-z0-9-]", "-", text.lower()),
-        *re.findall(r"^[0-9.]+", text),
+        *([bare.upper()] if path.startswith("gateway.cors.methods") else []),
+        bare.removeprefix("CAP_"),
+        *([host, host.lower()] if "." in host else []),
+        *([re.sub("[^a-z0-9-]", "-", text.lower())] if is_plain else []),
+        *re.findall(r"^([0-9.]+[KMGTPE]i?)[bB]$", text),  # a quantity of Kubernetes has no B
+        *re.findall(r"^([0-9.]+) [a-z]+$", text),
     )
     return next((each for each in candidates if each and each != text and _matches(form, each)), None)
 

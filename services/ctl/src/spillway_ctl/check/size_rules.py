@@ -17,6 +17,20 @@ _LEAST = {
     "memory.processPerRank": "512MiB",  # less holds no Python with torch; a bare 8 is eight bytes
     # Of 0 bytes Valkey would make no bound at all, and the server fits into the quarter that is not for blocks.
     "redis.memory": "64MiB",
+    # With fewer no request fits, or no prefix is remembered; a bare 64 is 64 bytes.
+    **{
+        f"gateway.{key}": "1KiB"
+        for key in (
+            "limits.bodyBytesMax",
+            "limits.bodiesBytesMax",
+            "limits.plainReplyBufferBytes",
+            "limits.repliesBytesMax",
+            "connections.headBytesMax",
+            "connections.targetBytesMax",
+            "index.bytesMax",
+            "continuation.bytesMax",
+        )
+    },
 }
 
 

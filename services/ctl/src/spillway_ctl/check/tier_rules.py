@@ -17,6 +17,11 @@ _REDIS_URL = re.compile(
     rf"(rediss?://{_HOST}(/[0-9]*)?|rediss?-sentinel://{_HOSTS}/[^/?#,]+(\?db=[0-9]+)?"
     rf"|rediss?-cluster://{_HOSTS}(/0?)?|unix:///[^?#]+(\?db=[0-9]+)?)"
 )
+_SYSTEM_FOLDER = re.compile(
+    r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
+    r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
+)
+_LOOPBACK = re.compile(r"rediss?(?:-sentinel|-cluster)?://(?:localhost|127\.[0-9.]+|\[::1\])(?=[:/,]|$)")
 _KEY_ITSELF = re.compile(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})")
 _PUBLIC_NAME = re.compile(r"[A-Za-z0-9._-]*")
 
@@ -163,6 +168,12 @@ def _nvme(group: Group, at: str) -> Iterator[Finding]:
             "is empty, and type: hostPath needs a folder of the node",
             "set it, such as to /var/lib/spillway/kv",
         )
+    elif volume.type == "hostPath" and (system := _SYSTEM_FOLDER.match(volume.host_path)):
+        yield Finding(
+            f"{at}.volume.hostPath",
+            f"{volume.host_path} lies in {system[1]} of the node, which is the system's own",
+            "mount the disk's file system somewhere else, and name a folder there, such as /mnt/nvme/spillway",
+        )
     if volume.type == "existingClaim" and not volume.claim_name:
         yield Finding(f"{at}.volume.claimName", "is empty, and type: existingClaim needs it", "set it")
     given, room = size(nvme.max_bytes or 0), size(volume.size)
@@ -210,6 +221,13 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
             f"{quoted(shown_url(url))} is no address",
             "write redis://host:6379/0, redis-sentinel://host:26379,host:26379/service?db=0, "
             "redis-cluster://host:6379,host:6379 (rediss for TLS) or unix:///path?db=0",
+        )
+    is_alone = not group.engine.sidecars and not group.engine.init_containers and not group.engine.host_network
+    if is_alone and _LOOPBACK.match(url):
+        yield Finding(
+            f"{at}.url",
+            f"{shown_url(url)} is the engine's own pod, in which nothing else runs",
+            "write the name of Redis's Service, such as redis://redis.cache.svc:6379/0",
         )
     if url.startswith("unix:") and not group.engine.extra_volume_mounts:
         yield Finding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -49,6 +50,9 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "gpuMemoryUtilization": 'engine.extraArgs: ["--gpu-memory-utilization=0.9"]',
         "gpu": "engine.accelerator",
         "persistence": "engine.model.cache, or engine.offload.sharedTier.nvme.volume for KV",
+        "podDisruptionBudget.minAvailable": "engine.podDisruptionBudget.maxUnavailable, pods that may be away",
+        "autoscaling.targetCPUUtilizationPercentage": "engine.autoscaling.waitingPerReplica",
+        "model.hubTokenSecret.secretName": "engine.model.hubTokenSecret.name",
         "offload.sharedTier.path": "engine.offload.sharedTier.nvme.path",
         "offload.sharedTier.url": "engine.offload.sharedTier.redis.url",
         "offload.sharedTier.redis.host": "engine.offload.sharedTier.redis.url: redis://HOST:6379/0",
@@ -60,6 +64,9 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "apiKey": "gateway.auth.keysSecret",
         "auth.enabled": "gateway.auth.keysSecret and gateway.auth.saltSecret, which turn keys on",
         "autoscaling.targetCPUUtilizationPercentage": "gateway.autoscaling.cpuPercent",
+        "logLevel": "gateway.log.level",
+        "tls.enabled": "gateway.tls.secret, whose name turns TLS on",
+        "podDisruptionBudget.minAvailable": "gateway.podDisruptionBudget.maxUnavailable, pods that may be away",
         "tracing.enabled": "gateway.tracing.otlpEndpoint, which turns traces on",
     },
     "redis": {
@@ -70,6 +77,10 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
             ("architecture", "master", "replica", "sentinel", "cluster", "persistence"),
             "a Redis of your own by engine.offload.sharedTier.redis.url, as this one is a single cache for trials",
         ),
+    },
+    "checks": {"enabled": "checks.hook"},
+    "monitoring": {
+        f"{kind}.interval": f"monitoring.{kind}.intervalSeconds" for kind in ("podMonitor", "serviceMonitor")
     },
     "image": dict.fromkeys(
         ("repository", "tag", "digest", "name"), "engine.image, gateway.image, redis.image or checks.image"
@@ -127,6 +138,8 @@ def unknown_key(path: str, key: str, value: Any, node: Mapping[str, Any]) -> Fin
                 f"no setting, but {', '.join(settings)} below it are: so a chart gives values to its part {key}",
                 f"remove the level, or read these values as that part's: spillway check --part {key}",
             )
+    if key == "engine" and re.fullmatch(r"engines\.[^.]+", path):
+        return Finding(at, "no such setting here", f"write what is below it directly into {path}")
     if elsewhere := _elsewhere(path, key):
         return Finding(at, "no such setting", f"use {elsewhere}")
     plain = {name.lower(): name for name in known}
