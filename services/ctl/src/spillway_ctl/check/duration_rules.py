@@ -61,9 +61,9 @@ def _days(release: Release) -> Iterator[Finding]:
 
 
 def _liveness(release: Release) -> Iterator[Finding]:
-    sections = [("gateway", release.values.gateway), *((group.path, group.engine) for group in release.groups)]
-    for path, section in sections:
-        probe = section.probes.liveness
+    probes = {"gateway": release.values.gateway.probes.liveness}
+    probes |= {group.path: group.engine.probes.liveness for group in release.groups}
+    for path, probe in probes.items():
         seconds = (probe.failure_threshold - 1) * probe.period_seconds + probe.timeout_seconds
         if seconds < _LIVENESS_SECONDS_LEAST:
             yield Finding(

@@ -94,11 +94,11 @@ def _findings(error: ValidationError, values: Mapping[str, Any]) -> Iterator[Fin
         return
     where = path or "the values"
     if error.validator == "oneOf" and (names := _alternatives(error.validator_value)):
-        given = [name for name in names if error.instance.get(name) is not None]
+        several = [name for name in names if error.instance.get(name) is not None]
         yield Finding(
             where,
-            f"{' and '.join(given) or 'none of them'} given, exactly one of {', '.join(names)} needed",
-            "keep one" if given else "add one",
+            f"{' and '.join(several) or 'none of them'} given, exactly one of {', '.join(names)} needed",
+            "keep one" if several else "add one",
         )
     elif error.validator in ("anyOf", "oneOf") and error.context:
         nearest = max(error.context, key=lambda inner: len(inner.absolute_path))
