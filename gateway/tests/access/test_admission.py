@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.admission import REFUSALS_PER_ITERATION, Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
@@ -59,6 +60,25 @@ async def test_waiting_ends_at_its_deadline() -> None:
         await admission.enter("a", Priority.NORMAL)
 
     assert (admission.admitted_requests, admission.waiting_requests) == (0, 0)
+
+
+async def test_those_whose_wait_ends_together_are_refused_a_few_at_a_time() -> None:
+    admission = Admission(AdmissionConfig(normal_wait_seconds=0.01), lambda: 0)
+    refused = [0]
+
+    async def ask() -> None:
+        with pytest.raises(GatewayOverloaded):
+            await admission.enter("a", Priority.NORMAL)
+        refused[-1] += 1
+
+    tasks = [asyncio.create_task(ask()) for _ in range(5 * REFUSALS_PER_ITERATION)]
+    await asyncio.sleep(0)
+    time.sleep(0.02)  # noqa: ASYNC251 - the loop is busy when all are due
+    while not all(task.done() for task in tasks):
+        refused.append(0)
+        await asyncio.sleep(0)
+    assert sum(refused) == len(tasks)
+    assert max(refused) <= REFUSALS_PER_ITERATION
 
 
 async def test_a_place_given_to_one_who_leaves_goes_to_the_next() -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from spillway_gateway.client.request_turns import PER_ITERATION
+from spillway_gateway.client.open_connections import REQUESTS_PER_ITERATION as PER_ITERATION
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected
-from spillway_gateway.upstream.connection import HEAD_BYTES_MAX, READ_BUFFER_BYTES, EngineConnection
+from spillway_gateway.testing.running import until
+from spillway_gateway.upstream.connection import (
+    HEAD_BYTES_MAX,
+    READ_BUFFER_BYTES,
+    TURNS_BYTES,
+    EngineConnection,
+    Reading,
+)
 from spillway_gateway.write_coalescing import WriteCoalescer
 
-PACKET_BYTES_MAX = 256 * 1024  # that an event loop reads at once
+PACKET_BYTES_MAX = READ_BUFFER_BYTES  # that an event loop reads at once
+SECONDS_MAX = 60.0
+REPLIES = 60  # that come at the same time
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -35,7 +46,8 @@ async def connected(reply: bytes, *, close: bool = False) -> AsyncIterator[Engin
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    _, connection = await asyncio.get_running_loop().create_connection(EngineConnection, host, port)
+    made = EngineConnection(Reading())
+    _, connection = await asyncio.get_running_loop().create_connection(lambda: made, host, port)
     try:
         yield connection
     finally:
@@ -57,6 +69,12 @@ class SilentTransport(asyncio.Transport):
 
     def abort(self) -> None:
         self._closing = True
+
+
+def deliver(connection: EngineConnection, packet: bytes) -> None:
+    """As an event loop does with what it reads."""
+    connection.get_buffer(-1)[: len(packet)] = packet
+    connection.buffer_updated(len(packet))
 
 
 async def whole_body(connection: EngineConnection) -> bytes:
@@ -167,12 +185,12 @@ def test_two_replies_are_never_one_wherever_packets_end(cut: int) -> None:
     """At the protocol's own calls, without sockets: the second reply is refused, or has no waiting request."""
 
     async def exchange() -> None:
-        connection = EngineConnection()
+        connection = EngineConnection(Reading())
         connection.connection_made(SilentTransport())
         connection.send([REQUEST])
         for packet in ((FIRST + SECOND)[:cut], (FIRST + SECOND)[cut:]):
             if connection.alive:
-                connection.data_received(packet)
+                deliver(connection, packet)
         assert await whole_body(connection) == b"first"
         assert [name for name, _ in connection.headers] == [b"content-length", b"x-a"]
         assert not connection.reusable
@@ -244,3 +262,76 @@ async def test_a_connection_whose_reply_filled_its_buffer_can_be_used_again() ->
             connection.send([REQUEST])
             assert len(await whole_body(connection)) == size
             assert connection.reusable
+
+
+async def many_connections(stack: ExitStack) -> list[tuple[EngineConnection, socket.socket]]:
+    """Each with the engine's end of it."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=REPLIES))
+    loop, reading, pairs = asyncio.get_running_loop(), Reading(), []
+    for _ in range(REPLIES):
+        made = EngineConnection(reading)
+        _, connection = await loop.create_connection(lambda made=made: made, *listener.getsockname())
+        stack.callback(connection.abort)
+        engine = stack.enter_context(listener.accept()[0])
+        engine.setblocking(False)
+        connection.send([REQUEST])
+        pairs.append((connection, engine))
+    return pairs
+
+
+class Iterations:
+    """Counts those of the running loop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        self.number += 1
+        self._loop.call_soon(self._next)
+
+
+@pytest.mark.parametrize("body_bytes", [READ_BUFFER_BYTES, 8 * READ_BUFFER_BYTES])
+async def test_replies_that_come_at_once_are_given_out_by_turns(body_bytes: int) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % body_bytes
+    iterations = Iterations()
+    given: Counter[int] = Counter()
+
+    async def take(connection: EngineConnection, engine: socket.socket) -> int:
+        loop, whole, size = asyncio.get_running_loop(), bytes(body_bytes), 0
+        sending = loop.create_task(loop.sock_sendall(engine, whole[taken[engine] :]))
+        await connection.head()
+        while chunk := await connection.chunk():
+            given[iterations.number] += len(chunk)
+            size += len(chunk)
+        await sending
+        return size
+
+    with ExitStack() as stack:
+        pairs = await many_connections(stack)
+        taken: dict[socket.socket, int] = {}
+        for _, engine in pairs:  # the loop runs no iteration meanwhile: all have much to read in the next one
+            engine.send(head)
+            taken[engine] = engine.send(bytes(body_bytes))
+        async with asyncio.timeout(SECONDS_MAX):
+            sizes = await asyncio.gather(*(take(connection, engine) for connection, engine in pairs))
+    assert sizes == [body_bytes] * REPLIES
+    bytes_max = 2 * TURNS_BYTES  # more may arrive between the asking for a turn and the turn
+    assert max(given.values()) <= bytes_max < REPLIES * READ_BUFFER_BYTES
+
+
+async def test_a_few_bytes_wait_for_no_turn() -> None:
+    with ExitStack() as stack:
+        (busy, busy_engine), (other, other_engine) = (await many_connections(stack))[:2]
+        turns = busy._reading.turns
+        turns.cost_max = 0
+        busy_engine.send(b"HTTP/1.1 200 OK\r\nContent-Length: 40000\r\n\r\n" + bytes(40000))
+        waits = asyncio.ensure_future(whole_body(busy))
+        await until(lambda: busy._paused)
+        other_engine.send(b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n" + bytes(2000))
+        async with asyncio.timeout(SECONDS_MAX):
+            assert len(await whole_body(other)) == 2000
+            assert not waits.done()
+            turns.cost_max = TURNS_BYTES
+            assert len(await waits) == 40000

@@ -20,9 +20,11 @@ from spillway_gateway.access.keys import Priority
 from spillway_gateway.access.session_turns import REQUEST_TOKENS, Session, SessionTurns
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
+from spillway_gateway.turns import Turns
 from spillway_settings.queue_order import OVERTAKE_SECONDS, admission_order
 
 CANDIDATES_MAX = 16  # of one session that are compared: each asks the prefix index
+REFUSALS_PER_ITERATION = 16  # of the event loop; thousands may have waited for equally long
 
 
 def _none_at_hand() -> int:
@@ -67,6 +69,7 @@ class Admission:
         self._waiting: dict[Priority, OrderedDict[str, deque[_Waiting]]] = {
             priority: OrderedDict() for priority in Priority
         }
+        self._refusals = Turns(REFUSALS_PER_ITERATION)
         self.turns = SessionTurns(config.session_half_life_seconds, clock)
         self.admitted_requests = 0
         self.waiting_requests = 0
@@ -129,6 +132,7 @@ class Admission:
         except TimeoutError:
             self._give_up(waiting, tenant, priority)
             self.refused_total += 1
+            await self._refusals.wait()
             if wakes and not self._capacity():
                 raise NoEngineReady(f"No engine of this model became ready within {seconds:g} s") from None
             raise GatewayOverloaded(f"all engines were full for {seconds:g} s") from None

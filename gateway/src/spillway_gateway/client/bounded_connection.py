@@ -101,6 +101,11 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(Refusal(503, "too_many_connections", "The gateway has as many connections as it may have"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.open_connections.end_turns.take(self.loop, lambda: self.ended(exc)):
+            self.ended(exc)
+
+    def ended(self, exc: Exception | None) -> None:
+        """The connection is lost, and it is its turn to end what runs on it."""
         self.open_connections.remove(self)
         self._deadline = NEVER
         self._hold(0)

@@ -42,8 +42,8 @@ class ClientConnection(BoundedConnection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, HeadWithBody(transport, self.linger)))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
+    def ended(self, exc: Exception | None) -> None:
+        super().ended(exc)
         self.report_disconnect()
 
     def on_headers_complete(self) -> None:

@@ -1,8 +1,9 @@
 """The connections of one listener: how many are open, from which address, and which have expired.
 
-Nothing here waits or has a timer of its own: tick() checks every connection once a second, and ends expired ones a few
-at a time, since thousands may expire at once. A full listener evicts the connection that has been idle longest, so
-silent clients cannot keep others out; a new connection is refused only if every open one has a request.
+Nothing here waits or has a timer of its own: tick() checks every connection once a second, some at each call, and ends
+expired ones a few at a time, since thousands may expire at once. A full listener evicts the connection that has been
+idle longest, so silent clients cannot keep others out; a new connection is refused only if every open one has a
+request.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Protocol
 
 from spillway_gateway.client.body_budget import BodyBudget
 from spillway_gateway.client.reply_budget import ENDED_PER_TICK, STALLED_SECONDS, ReplyBudget
-from spillway_gateway.client.request_turns import RequestTurns
 from spillway_gateway.config.settings import ConnectionsConfig
+from spillway_gateway.turns import Turns
 
 CHECK_SECONDS = 1.0
 UNBOUNDED = 2**63
 EXPIRED_PER_TICK = 32
+CHECKED_PER_TICK = 1024  # ten ticks a second see as many connections as there may be
+REQUESTS_PER_ITERATION = 16  # of half a millisecond each: parsed, then its task's first step
+ENDS_PER_ITERATION = 32  # of lost connections, whose requests' tasks then end
 
 
 class Connection(Protocol):
@@ -48,7 +52,8 @@ class OpenConnections:
         self.per_address_max = min(bounds.per_address_max, max(1, open_max * 3 // 4))
         self.body_budget = BodyBudget()
         self.reply_budget = ReplyBudget(replies_bytes_max)
-        self.request_turns = RequestTurns()
+        self.request_turns = Turns(REQUESTS_PER_ITERATION)
+        self.end_turns = Turns(ENDS_PER_ITERATION)
         self.refused_total = 0
         self.evicted_total = 0
         self._address: dict[Connection, str] = {}
@@ -58,6 +63,7 @@ class OpenConnections:
         self._idle_of: dict[str, dict[Connection, None]] = {}
         self._expired: dict[Connection, None] = {}
         self._check_at = 0.0
+        self._unchecked: list[Connection] = []
 
     def __len__(self) -> int:
         return len(self._address)
@@ -127,7 +133,11 @@ class OpenConnections:
         """Called several times a second."""
         if now >= self._check_at:
             self._check_at = now + CHECK_SECONDS
-            self._expired.update((connection, None) for connection in self._address if connection.is_expired(now))
+            self._unchecked = self._unchecked or list(self._address)
+        checked, self._unchecked = self._unchecked[-CHECKED_PER_TICK:], self._unchecked[:-CHECKED_PER_TICK]
+        self._expired.update(
+            (connection, None) for connection in checked if connection in self._address and connection.is_expired(now)
+        )
         if self.reply_budget.excess_bytes:
             self._end_stalled(now)
         for connection in list(itertools.islice(self._expired, EXPIRED_PER_TICK)):

@@ -80,7 +80,7 @@ class TlsListener:
         try:
             async with asyncio.timeout(self._open.bounds.head_seconds):
                 await self._first_bytes(accepted)
-            await self._turn()
+            await self._open.request_turns.wait()
             await self._loop.connect_accepted_socket(
                 connection, accepted, ssl=self._context, ssl_handshake_timeout=self._open.bounds.head_seconds
             )
@@ -97,11 +97,6 @@ class TlsListener:
             await readable.wait()
         finally:
             self._loop.remove_reader(accepted)
-
-    async def _turn(self) -> None:
-        turn = asyncio.Event()
-        if not self._open.request_turns.take(self._loop, turn.set):
-            await turn.wait()
 
 
 class _Handshake:

@@ -3,6 +3,9 @@
 Small on purpose. A general client costs several times the routing itself per request, hides whether a failed
 connection was a reused one (then the engine may be healthy, and a fresh connection decides), and cannot be closed in
 the event loop iteration in which the client disconnects.
+
+A few kilobytes of a reply pass at once. Hundreds of faster replies may have much to read in one event loop iteration:
+each of them is read a little, and their bytes are given out by turns.
 """
 
 from __future__ import annotations
@@ -14,21 +17,36 @@ from typing import cast
 import httptools
 
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected, UpstreamError
+from spillway_gateway.turns import Turns
 from spillway_gateway.upstream.content_encoding import Inflater, inflater_of
 from spillway_gateway.upstream.forward import Body, Headers
 from spillway_gateway.write_coalescing import WriteCoalescer
 
 # Reading pauses above it, and goes on once the last of it is taken: backpressure, so that slow clients fill no memory.
 READ_BUFFER_BYTES = 64 * 1024
+LITTLE_BYTES = 4 * 1024  # read at once if much was read in this iteration already
+FREE_BYTES = 16 * 1024  # given out without a turn: most events
+TURNS_BYTES = 512 * 1024  # given out in one iteration: a few milliseconds of reading events
 HEAD_BYTES_MAX = 64 * 1024
 _WITHOUT_BODY = (204, 304)
 
 
-class EngineConnection(asyncio.Protocol):
-    """One exchange at a time: send(), head(), then chunk() until it returns b"". Lives on the event loop."""
+class Reading:
+    """What connections to engines share on one event loop: turns to give out what they read, and the memory that they
+    read into, as each takes its bytes from there at once."""
 
     def __init__(self) -> None:
+        self.turns = Turns(TURNS_BYTES)
+        self.buffer = memoryview(bytearray(READ_BUFFER_BYTES))
+
+
+class EngineConnection(asyncio.BufferedProtocol):
+    """One exchange at a time: send(), head(), then chunk() until it returns b"". Lives on the event loop."""
+
+    def __init__(self, reading: Reading) -> None:
         self._loop = asyncio.get_running_loop()
+        self._reading = reading
+        self._turn_asked = False
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -47,6 +65,8 @@ class EngineConnection(asyncio.Protocol):
         self.headers: Headers = []
         self._chunks = []
         self._buffered = 0
+        self._has_turn = False
+        self._reads_in_turn = False  # its reading was paused, and goes on after each turn
         self._head_bytes = 0
         self._head_done = False
         self._complete = False
@@ -120,21 +140,41 @@ class EngineConnection(asyncio.Protocol):
             inflater.feed(data)
 
     async def _arrived(self) -> bytes:
-        while not self._chunks:
-            if self._complete:
-                return b""
-            if self._failure is not None:
-                raise self._failure
-            self._resume_reading()
+        while not self._may_give():
+            if not self._chunks:
+                if self._complete:
+                    return b""
+                if self._failure is not None:
+                    raise self._failure
+                self._resume_reading()
             await self._wait()
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._buffered = 0
+        self._has_turn = False
         return data
+
+    def _may_give(self) -> bool:
+        """Whether bytes have arrived, few of them or in their turn."""
+        if not self._chunks:
+            return False
+        if self._buffered <= FREE_BYTES and not self._paused:
+            return True
+        if not (self._has_turn or self._turn_asked):
+            cost = max(self._buffered, FREE_BYTES)  # a piece has a cost of its own, however short it is
+            self._has_turn = self._reading.turns.take(self._loop, self._turn_came, cost)
+            self._turn_asked = not self._has_turn
+        return self._has_turn
+
+    def _turn_came(self) -> None:
+        self._turn_asked = False
+        self._has_turn = True
+        self._wake()
 
     def _resume_reading(self) -> None:
         if self._paused and self._transport is not None:
             self._paused = False
+            self._reads_in_turn = True
             self._transport.resume_reading()
 
     @property
@@ -163,7 +203,22 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        reading = self._reading
+        little = reading.turns.spent and not self._reads_in_turn
+        return reading.buffer[:LITTLE_BYTES] if little else reading.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        reading = self._reading
+        self._received(reading.buffer[:nbytes])
+        # After a whole reply reading goes on: the engine may close the connection.
+        if self._complete or self._paused or self._transport is None:
+            return
+        if self._buffered > READ_BUFFER_BYTES or (nbytes >= LITTLE_BYTES and reading.turns.spent):
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _received(self, data: memoryview) -> None:
         if self._parser is None or self._complete:
             self._fail(EngineBadReply("the engine sent bytes that answer no request"))
             return
@@ -180,11 +235,8 @@ class EngineConnection(asyncio.Protocol):
         if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
             self._fail(EngineBadReply(f"the engine's reply has more than {HEAD_BYTES_MAX} bytes of headers"))
             return
-        # After a whole reply reading goes on: the engine may close the connection.
-        if self._buffered > READ_BUFFER_BYTES and not (self._paused or self._complete) and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
-        self._wake()
+        if self._waiter is not None and (not self._buffered or self._may_give()):
+            self._wake()
 
     def eof_received(self) -> bool:
         self._ended(None)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from spillway_gateway.errors import EngineConnectTimeout, EngineRefused, GatewayError
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.connection import EngineConnection, Reading
 
 # Below uvicorn's 5 s keep-alive timeout, which vLLM uses: the gateway closes first, so that an engine rarely closes a
 # connection that is just being reused.
@@ -44,6 +44,7 @@ class ConnectionPool:
         self._clock = clock
         self._idle: dict[Engine, deque[EngineConnection]] = {}  # by the object: a name may get another address
         self._in_use = 0
+        self._reading = Reading()
         self._tls: asyncio.Task[ssl.SSLContext] | None = None
         self._tls_since = 0.0
 
@@ -76,7 +77,7 @@ class ConnectionPool:
             async with _patient_timeout(self.connect_timeout_seconds):
                 context = await self._tls_context() if engine.tls else None
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    EngineConnection, engine.host, engine.port, ssl=context
+                    lambda: EngineConnection(self._reading), engine.host, engine.port, ssl=context
                 )
         except TimeoutError as error:
             raise EngineConnectTimeout(

@@ -1,4 +1,5 @@
-"""Requests that arrive at once begin a few in each event loop iteration, in order, through a real gateway too."""
+"""Requests that arrive at once begin a few in each event loop iteration, in order, through a real gateway too; and
+connections that are lost at once end a few at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway_gateway.client import request_turns
 from spillway_gateway.client.connection import ClientConnection
-from spillway_gateway.client.request_turns import PER_ITERATION, RequestTurns
+from spillway_gateway.client.open_connections import ENDS_PER_ITERATION
+from spillway_gateway.client.open_connections import REQUESTS_PER_ITERATION as PER_ITERATION
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
+from spillway_gateway.turns import Turns
 
 CLIENTS = 4 * PER_ITERATION + 3
 HEAD_SECONDS = 10
@@ -29,7 +31,7 @@ def request(number: int) -> bytes:
 @given(st.lists(st.integers(0, 5 * PER_ITERATION), max_size=6))
 def test_no_iteration_begins_more_than_its_share_and_the_order_stays(arrivals: list[int]) -> None:
     """arrivals: how many arrive in each iteration."""
-    turns = RequestTurns()
+    turns = Turns(PER_ITERATION)
     begun: list[list[int]] = []
 
     async def arrive() -> None:
@@ -92,14 +94,13 @@ async def test_clients_that_send_at_once_begin_a_few_at_a_time_and_are_all_answe
     assert max(starts) <= PER_ITERATION
 
 
-async def test_a_request_that_waits_is_neither_evicted_nor_timed_out_and_may_leave(
-    start_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_waits_is_neither_evicted_nor_timed_out_and_may_leave(start_engine: Any) -> None:
     """With no turn in any iteration until the test says so."""
-    monkeypatch.setattr(request_turns, "PER_ITERATION", 0)
     engine = await start_engine()
     bounds = {"headSeconds": HEAD_SECONDS, "openMax": 16, "perAddressMax": 2}
     async with running_gateway(gateway_config([engine], connections=bounds)) as running:
+        turns = running.gateway.open_connections.request_turns
+        turns.cost_max = 0
         with ExitStack() as stack:
             whole, half = (connected(stack, running.url) for _ in range(2))
             connections = running.server.server_state.connections
@@ -113,17 +114,41 @@ async def test_a_request_that_waits_is_neither_evicted_nor_timed_out_and_may_lea
             refused.setblocking(False)
             said = await asyncio.get_running_loop().sock_recv(refused, 65536)
             assert said.startswith(b"HTTP/1.1 503 ")
-            monkeypatch.setattr(request_turns, "PER_ITERATION", 1)
+            turns.cost_max = 1
             assert (await read_reply(whole)).startswith(b"HTTP/1.1 200 ")
             assert (await read_reply(half)).startswith(b"HTTP/1.1 200 ")
 
             await until(lambda: len(running.gateway.open_connections) == 2)
-            monkeypatch.setattr(request_turns, "PER_ITERATION", 0)
+            turns.cost_max = 0
             half.sendall(request(3))
             await until(lambda: any(connection._waits_since is not None for connection in connections))
             half.close()
             await until(lambda: len(running.gateway.open_connections) == 1)
-            monkeypatch.setattr(request_turns, "PER_ITERATION", 1)
+            turns.cost_max = 1
             whole.sendall(request(4))
             assert (await read_reply(whole)).startswith(b"HTTP/1.1 200 ")
     assert len(engine.seen) == 3
+
+
+async def test_connections_that_are_lost_at_once_end_a_few_at_a_time(
+    start_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = [0]
+    ended = ClientConnection.ended
+
+    def counted(connection: ClientConnection, exc: Exception | None) -> None:
+        ends[-1] += 1
+        ended(connection, exc)
+
+    monkeypatch.setattr(ClientConnection, "ended", counted)
+    async with running_gateway(gateway_config([await start_engine()])) as running:
+        with ExitStack() as stack:
+            for _ in range(3 * ENDS_PER_ITERATION):
+                connected(stack, running.url)
+            connections = running.gateway.open_connections
+            await until(lambda: len(connections) == 3 * ENDS_PER_ITERATION)
+        while len(connections):
+            ends.append(0)
+            await asyncio.sleep(0)
+    assert sum(ends) == 3 * ENDS_PER_ITERATION
+    assert max(ends) <= ENDS_PER_ITERATION

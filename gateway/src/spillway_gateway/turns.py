@@ -1,0 +1,59 @@
+"""Turns for work on the event loop: thousands of sockets may have some in one iteration, and streams would wait for all
+of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Turns:
+    """The turns of one kind of work, on one event loop. Who came first begins first.
+
+    cost_max: of what begins in one iteration, with one piece more than that at most.
+    """
+
+    def __init__(self, cost_max: int) -> None:
+        self.cost_max = cost_max
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        self._spent = 0  # in this iteration
+        self._counts = False
+
+    @property
+    def spent(self) -> bool:
+        """Whether no more may begin in this iteration."""
+        return self._spent >= self.cost_max or bool(self._waiting)
+
+    def take(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None], cost: int = 1) -> bool:
+        """Whether work may begin in this iteration. If not, `begin` is called in the one in which it may."""
+        if not self._counts:
+            self._counts = True
+            loop.call_soon(self._next_iteration, loop)
+        if not self.spent:
+            self._spent += cost
+            return True
+        self._waiting.append((begin, cost))
+        return False
+
+    async def wait(self, cost: int = 1) -> None:
+        """Returns in an iteration in which the work may begin."""
+        came = asyncio.Event()
+        if not self.take(asyncio.get_running_loop(), came.set, cost):
+            await came.wait()
+
+    def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._spent = 0
+        while self._waiting and self._spent < self.cost_max:
+            begin, cost = self._waiting.popleft()
+            self._spent += cost
+            try:
+                begin()
+            except Exception:  # of one connection; the other connections' work still begins
+                logger.exception("work whose turn had come could not begin")
+        self._counts = bool(self._spent or self._waiting)
+        if self._counts:
+            loop.call_soon(self._next_iteration, loop)
