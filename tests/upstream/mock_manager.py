@@ -46,7 +46,7 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     clock = count(0.0, 3600.0)  # an hour passes between two readings, so that chunks are touched each time
     type(manager).step_time = property(lambda self: next(clock))  # each mock has a class of its own
     manager.count_request = lambda keys: None
-    manager.use_session = lambda keys, context: None
+    manager.use_chunks = lambda keys, prompt, chunk_tokens, context: None
     manager.fail_store = lambda keys: None
     manager.take_stats = lambda: None
     manager.take_announcements = lambda: iter(())

@@ -37,8 +37,8 @@ gateway.yaml: |
 {{- $_ := set $listen "tls" (dict "certFile" (printf "%s/tls.crt" $folder) "keyFile" (printf "%s/tls.key" $folder)
   "reloadSeconds" $gateway.tls.reloadSeconds) -}}
 {{- end -}}
-{{- range $section := list "connections" "timeouts" "health" "limits" "routing" "breaker" "continuation" "admission"
-  "cors" "index" "log" "audit" "tracing" "reload" -}}
+{{- range $section := list "connections" "timeouts" "health" "limits" "routing" "retention" "breaker" "continuation"
+  "admission" "cors" "index" "log" "audit" "tracing" "reload" -}}
 {{- $settings := dict -}}
 {{- range $key, $value := get $gateway $section -}}
 {{- if not (or (hasPrefix "x-" $key) (kindIs "invalid" $value)) -}}{{- $_ := set $settings $key $value -}}{{- end -}}

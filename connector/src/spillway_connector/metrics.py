@@ -48,6 +48,11 @@ CPU_TIER_SESSIONS_ENDED = Metric(
     Kind.COUNTER,
     "Sessions whose last request ended, so that what they alone used leaves the CPU tier first.",
 )
+HELD_BLOCKS = Metric(
+    "spillway_held_blocks",
+    Kind.GAUGE,
+    "Chunks whose retention clients asked for and whose time has not passed: they leave the CPU tier last.",
+)
 CPU_TIER_RESETS = Metric(
     "spillway_cpu_tier_resets",
     Kind.COUNTER,
@@ -186,6 +191,7 @@ ALL = (
     HOST_MEMORY_PINNED,
     CPU_TIER_BLOCKS,
     CPU_TIER_SESSIONS_ENDED,
+    HELD_BLOCKS,
     CPU_TIER_RESETS,
     PROCESS_SETTING,
     TIER_LOOKUPS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -251,6 +252,27 @@ def test_where_nothing_else_can_leave_the_last_turn_gives_way(region: HostRegion
     assert evicted_by(tier, keys(7, 8)) == [1, 0]
 
 
+def test_what_a_client_asked_to_retain_leaves_last_until_its_time_has_passed(region: HostRegion):
+    tier = filled(region, [0, 1, 2, 3, 4, 5])
+    now = 100.0
+    tier._clock = lambda: now
+    tier.hold(b"ann", 0.5, 60.0, keys(0, 1, 2))
+    assert evicted_by(tier, keys(6, 7, 8)) == [3, 4, 5]
+    assert evicted_by(tier, keys(9, 10, 11, 12)) == [6, 7, 8, 0], "held chunks leave only after all others"
+    assert tier.held_rows() == 3, "the one that left is held again if it is stored again"
+
+    now = 161.0
+    assert {1, 2} <= set(evicted_by(tier, keys(13, 14, 15, 16, 17)) or ())
+    assert tier.held_rows() == 0
+
+
+def test_a_reset_ends_every_hold(region: HostRegion):
+    tier = filled(region, [0, 1, 2])
+    tier.hold(b"ann", 0.5, 60.0, keys(0, 1, 2))
+    tier.reset_cache()
+    assert tier.held_rows() == 0
+
+
 def test_sessions_give_up_nothing_that_a_waiting_request_needs(region: HostRegion):
     sessions = Sessions(region)
     sessions.turn("soon", [0, 1, 2], 5.0)
@@ -279,6 +301,7 @@ def test_a_reset_keeps_nothing(region: HostRegion):
             ),
             st.tuples(st.sampled_from(["wait 1", "wait 2"]), st.lists(st.integers(0, 11), unique=True, max_size=6)),
             st.tuples(st.sampled_from(["end 1", "end 2"]), st.just([])),
+            st.tuples(st.just("hold"), st.lists(st.integers(0, 11), unique=True, min_size=1, max_size=4)),
         ),
         max_size=60,
     ),
@@ -299,12 +322,14 @@ def test_a_store_finds_room_exactly_where_it_would_if_nobody_waited(
             free_rows = tier.free_rows()
             may_leave = tier.ready - set(reading) - set(chosen)
             kept = set(tier.waiting.kept)
+            late = kept | {one for one in may_leave if tier._holds.is_held(one, time.monotonic())}
             stored = tier.prepare_store(chosen, context)
             assert (stored is not None) == (len(wanted) <= free_rows + len(may_leave))
             if stored is not None:
                 evicted = set(stored.evicted_keys)
                 assert evicted <= may_leave
                 assert not evicted & kept or may_leave - kept <= evicted, "kept chunks left before others"
+                assert not evicted & late or may_leave - late <= evicted, "held chunks left before others"
                 writing.update(stored.keys_to_store)
         elif action in ("written", "lost"):
             done = [one for one in chosen if one in writing]
@@ -323,6 +348,8 @@ def test_a_store_finds_room_exactly_where_it_would_if_nobody_waited(
             tier.touch(chosen, context)
         elif action == "retire":
             tier.retire(chosen)
+        elif action == "hold":
+            tier.hold(b"tenant", 0.5, 60.0, chosen)
         elif action.startswith("wait"):
             tier.waiting.begin(action[-1], b"", Turn(0, number), chosen, 0.0)
         else:

@@ -176,7 +176,9 @@ def test_a_block_that_one_request_hits_and_another_fills_in_this_step_is_written
 
 def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monkeypatch):
     used: list[tuple[str, list[bytes]]] = []
-    monkeypatch.setattr(scheduler.manager, "use_session", lambda keys, context: used.append((context.req_id, [*keys])))
+    monkeypatch.setattr(
+        scheduler.manager, "use_chunks", lambda keys, prompt, tokens, context: used.append((context.req_id, [*keys]))
+    )
     request = FakeRequest("chat")
     hashes = request.block_hashes
     request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
@@ -191,6 +193,31 @@ def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monke
     (_, prompt), (_, everything) = used
     assert [len(prompt), len(everything)] == [2, len(hashes)] and everything[:2] == prompt
     assert {name for name, _ in used} == {"chat"}
+
+
+def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_and_at_its_end(scheduler, monkeypatch):
+    held: list[tuple[float, float, list[bytes]]] = []
+    monkeypatch.setattr(
+        scheduler.manager.primary_tier,
+        "hold",
+        lambda tenant, share, seconds, keys: held.append((share, seconds, [*keys])),
+    )
+    request = FakeRequest("chat")
+    hashes = request.block_hashes
+    marks = [[BLOCK_TOKENS + 1, 3600], [None, 300]]
+    request.kv_transfer_params = {"spillway_retention": {"marks": marks, "share": 0.1}}
+    request.block_hashes, request.num_tokens = hashes[:3], 3 * BLOCK_TOKENS
+    request.num_prompt_tokens = 3 * BLOCK_TOKENS
+    scheduler.on_new_request(request)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    request.block_hashes, request.num_tokens = hashes, TOKENS
+    scheduler._req_status["chat"].update_offload_keys()
+    request.finished = True
+    scheduler.request_finished(request)
+
+    keys = held[1][2]
+    assert len(keys) == 3, "the answer is not part of the prompt"
+    assert held == 2 * [(0.1, 3600.0, keys[:2]), (0.1, 300.0, keys)], "a mark holds the whole chunk that it is in"
 
 
 def test_a_request_that_names_no_session_belongs_to_the_conversation_that_it_goes_on_with(scheduler):

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import ReqContext
 
 from spillway_connector.engine.tenancy import (
     TenantContext,
+    retention_of,
     session_of,
     session_of_context,
     tenant_of,
     tenant_of_context,
 )
+from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.plan.sessions import SessionFollower, SessionHint
 from spillway_connector.tiers.tier import NO_TENANT
 from spillway_settings.tenant_salts import client_salt, tenant_salt
@@ -98,3 +101,40 @@ def test_a_session_counts_within_its_tenant():
 
     assert session_of_context(ReqContext(req_id="r")) is None
     assert session_of_context(TenantContext("r", tenant=tenant_of("a"), session=hint)) == (tenant_of("a"), hint)
+
+
+def test_a_retention_is_read_from_the_transfer_params():
+    marks = [[1024, 3600], [None, 300.5]]
+    assert retention_of({"spillway_retention": {"marks": marks, "share": 0.25}}) == (
+        ((1024, 3600.0), (None, 300.5)),
+        0.25,
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        [],
+        "x",
+        {},
+        {"marks": [[1, 2]]},
+        {"marks": [], "share": 0.1},
+        {"marks": [[1, 2]] * 5, "share": 0.1},
+        {"marks": [[1, 2]], "share": 1.5},
+        {"marks": [[1, 2]], "share": True},
+        {"marks": [[1, 2]], "share": float("nan")},
+        {"marks": [[1, -2]], "share": 0.1},
+        {"marks": [[-1, 2]], "share": 0.1},
+        {"marks": [[1.5, 2]], "share": 0.1},
+        {"marks": [[True, 2]], "share": 0.1},
+        {"marks": [[1, 10**9]], "share": 0.1},
+        {"marks": [[1, float("inf")]], "share": 0.1},
+        {"marks": [[1, 2, 3]], "share": 0.1},
+        {"marks": [{"tokens": 1}], "share": 0.1},
+        {"marks": [[1, 2], "x"], "share": 0.1},
+    ],
+)
+def test_a_retention_that_is_not_well_formed_is_none(given: object):
+    assert retention_of({"spillway_retention": given}) is None
+    assert accepted({"spillway_retention": given}) is None

@@ -247,6 +247,7 @@ class Gateway:
             gatekeeper=self.gatekeeper,
             audit=self.audit,
             session_sources=SessionSources(routing.session_sources, routing.session_name_bytes_max),
+            retention=self.config.retention,
             tracing=self.tracing,
         )
         routes = operations.probe_routes()

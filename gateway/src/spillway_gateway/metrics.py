@@ -98,6 +98,18 @@ class GatewayMetrics:
             ("model", "outcome"),
             registry=self.registry,
         )
+        self._retentions = Counter(
+            "spillway_gateway_retentions",
+            "Requests that ask to retain their prompt: as long as they ask, shortened, or not at all (refused).",
+            ("model", "outcome"),
+            registry=self.registry,
+        )
+        self._retained_token_hours = Counter(
+            "spillway_gateway_retained_token_hours",
+            "Prompt tokens times the hours for which their retention was granted.",
+            ("model",),
+            registry=self.registry,
+        )
         self._pause = Histogram(
             "spillway_gateway_continuation_pause_seconds",
             "From an engine's failure to the first event of the engine that continues the answer.",
@@ -180,6 +192,8 @@ class GatewayMetrics:
         self.pause = cache(self._pause.labels)
         self.predicted_tokens = cache(self._predicted_tokens.labels)
         self.actual_tokens = cache(self._actual_tokens.labels)
+        self.retentions = cache(self._retentions.labels)
+        self.retained_token_hours = cache(self._retained_token_hours.labels)
         self.missing_tokens = cache(self._missing_tokens.labels)
 
     def remove_engine(self, engine: str) -> None:

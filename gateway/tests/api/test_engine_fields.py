@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.access.keys import hash_key
-from spillway_gateway.api.engine_fields import STEERING_ARGUMENTS, EngineFields, engine_members
+from spillway_gateway.api.engine_fields import OWN_MEMBERS, STEERING_ARGUMENTS, EngineFields, engine_members
 from spillway_gateway.api.routes import ROUTES
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
@@ -56,7 +56,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=5),
     lambda inner: (
-        st.dictionaries(st.sampled_from(["spillway_session", "do_remote_prefill", *STEERING_ARGUMENTS]), inner)
+        st.dictionaries(st.sampled_from([*OWN_MEMBERS, "do_remote_prefill", *STEERING_ARGUMENTS]), inner)
         | st.lists(inner, max_size=2)
     ),
     max_leaves=6,
@@ -79,10 +79,10 @@ def arriving(sent: EngineFields, members: dict[str, Any]) -> dict[str, Any]:
 
 @given(steering_fields, st.booleans(), st.booleans())
 def test_of_a_tenant_nothing_steers_an_engine(sent: EngineFields, in_session: bool, takes: bool) -> None:
-    session = SESSION if in_session else None
-    got = arriving(sent, engine_members(sent, b"", session, steers=False, takes_transfer_params=takes))
+    own = {"spillway_session": SESSION} if in_session else {}
+    got = arriving(sent, engine_members(sent, b"", own, steers=False, takes_transfer_params=takes))
 
-    assert got.pop("kv_transfer_params", None) == ({"spillway_session": SESSION} if in_session and takes else None)
+    assert got.pop("kv_transfer_params", None) == (own if own and takes else None)
     assert not any(name in json.dumps(got) for name in STEERING_ARGUMENTS)
 
 
@@ -90,16 +90,17 @@ def test_of_a_tenant_nothing_steers_an_engine(sent: EngineFields, in_session: bo
 def test_of_who_may_steer_the_top_level_passes_and_the_session_is_never_its_own(
     sent: EngineFields, in_session: bool
 ) -> None:
-    session = SESSION if in_session else None
-    got = arriving(sent, engine_members(sent, b"", session, steers=True, takes_transfer_params=True))
+    own = {"spillway_session": SESSION} if in_session else {}
+    got = arriving(sent, engine_members(sent, b"", own, steers=True, takes_transfer_params=True))
 
     ec_params = sent.ec_transfer_params
     assert got.get("ec_transfer_params") == (None if ec_params is msgspec.UNSET else ec_params)
     params = got.pop("kv_transfer_params", None)
     if isinstance(params, dict):
-        assert params.get("spillway_session") == session
+        assert {name: params[name] for name in OWN_MEMBERS & params.keys()} == own
         kept = sent.kv_transfer_params if isinstance(sent.kv_transfer_params, dict) else {}
-        assert params | {"spillway_session": 0} == kept | {"spillway_session": 0}
+        hide = dict.fromkeys(OWN_MEMBERS, 0)
+        assert params | hide == kept | hide
     hidden = {name: value for name, value in got.items() if name in ("vllm_xargs", "sampling_params")}
     assert not any(name in json.dumps(hidden) for name in STEERING_ARGUMENTS)
 

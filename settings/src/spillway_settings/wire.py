@@ -30,6 +30,14 @@ SESSION_ENDED = "ended"
 SESSION_RETURN_SECONDS = "return_seconds"
 SESSION_RETURN_SECONDS_MAX = 7 * 86_400
 
+# What it says there of how long a prompt is retained: up to which token and for how many seconds, in pairs, and the
+# share of each tier that the tenant may retain. No token: the whole prompt.
+RETENTION_MEMBER = "spillway_retention"
+RETENTION_MARKS = "marks"
+RETENTION_SHARE = "share"
+RETENTION_MARKS_MAX = 4
+RETENTION_SECONDS_MAX = 7 * 86_400
+
 _STORE_MEDIUM = re.compile(r"[a-z]{1,16}/[0-9a-f]{16}")
 
 

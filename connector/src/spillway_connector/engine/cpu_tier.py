@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice, repeat
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.tenancy import session_of_context
+from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.plan.retention import Retention
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
@@ -90,6 +91,13 @@ class CpuTier(OffloadingManager):
     def retained_rows(self) -> int:
         """Rows of sessions that are expected to go on; see plan/retention.py."""
         return 0
+
+    def held_rows(self) -> int:
+        """Chunks that clients asked to retain, whether they are here or not; see plan/holds.py."""
+        return 0
+
+    def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
+        """A request asks to retain these chunks. A policy of upstream's retains nothing."""
 
     def take_ended_sessions(self) -> int:
         """How many sessions have ended since the last call."""
@@ -162,8 +170,8 @@ class CpuTier(OffloadingManager):
 
 
 class LruRows(CpuTier):
-    """Evicts the least recently used ready chunk that no job reads and no waiting request needs, or the one that a
-    session gives in its place. A policy of upstream's decides without waiting requests."""
+    """Evicts the least recently used ready chunk that no job reads, no waiting request needs and no client asked to
+    retain, or the one that a session gives in its place. A policy of upstream's knows nothing of these."""
 
     def __init__(
         self,
@@ -176,6 +184,7 @@ class LruRows(CpuTier):
         super().__init__(region, enable_events)
         self._clock = clock
         self._retention: Retention[OffloadKey] = Retention()
+        self._holds: Holds[OffloadKey] = Holds(num_rows)
         self._num_rows = num_rows
         self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
@@ -193,6 +202,14 @@ class LruRows(CpuTier):
 
     def retained_rows(self) -> int:
         return self._retention.retained_chunks
+
+    def held_rows(self) -> int:
+        if self._holds:
+            self._holds.expire(self._clock())
+        return len(self._holds)
+
+    def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
+        self._holds.hold(tenant, share, seconds, keys, self._clock())
 
     def take_ended_sessions(self) -> int:
         ended, self._retention.sessions_ended = self._retention.sessions_ended, 0
@@ -285,6 +302,7 @@ class LruRows(CpuTier):
         self._rows.clear()
         self._readers.clear()
         self._retention.clear()
+        self._holds.clear()
         return self._allocated_rows
 
     def _allocate(self, count: int) -> list[int]:
@@ -320,16 +338,21 @@ class LruRows(CpuTier):
     ) -> list[OffloadKey] | None:
         if count <= 0:
             return []
+        waiting, now = self.waiting.kept, self._clock()
         if not self._retention.is_idle:
-            return self._evict_with_sessions(count, kept, req_context)
-        waiting = self.waiting.kept
+            chosen = self._evict_with_sessions(count, kept, req_context, now)
+            if chosen is not None or not (waiting or self._holds):
+                return chosen
         victims: list[OffloadKey] = []
         spared: list[OffloadKey] = []
         oldest_first = iter(self._rows)
         while len(victims) < count and (batch := list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))):
+            late: set[OffloadKey] = self._holds.held_of(batch, now) if self._holds else set()
             if waiting and not waiting.isdisjoint(batch):
-                spared += filter(waiting.__contains__, batch)
-                batch = [key for key in batch if key not in waiting]
+                late |= waiting & set(batch)
+            if late:
+                spared += filter(late.__contains__, batch)
+                batch = [key for key in batch if key not in late]
             unread = self._readers.keys().isdisjoint(batch)
             if unread and self.ready.issuperset(batch) and kept.isdisjoint(batch):
                 victims += batch
@@ -337,8 +360,9 @@ class LruRows(CpuTier):
             victims += [key for key in batch if self._may_leave(key, kept)]
         del victims[count:]
         if len(victims) < count:
-            last_first = dict.fromkeys(key for key in self.waiting.last_first() if self._may_leave(key, kept))
-            victims += islice(last_first, count - len(victims))
+            held = (key for key in spared if key not in waiting)
+            last = dict.fromkeys(key for key in chain(held, self.waiting.last_first()) if self._may_leave(key, kept))
+            victims += islice(last, count - len(victims))
             if len(victims) < count:
                 return None
         # They are not looked at again before every other chunk was.
@@ -349,24 +373,21 @@ class LruRows(CpuTier):
         return key in self.ready and key not in self._readers and key not in kept
 
     def _evict_with_sessions(
-        self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext
+        self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext, now: float
     ) -> list[OffloadKey] | None:
-        waiting = self.waiting.kept
+        """None if fewer may leave without what waiting requests need and clients asked to retain."""
+        waiting, holds = self.waiting.kept, self._holds
         passed: list[OffloadKey] = []
 
         def may_leave(key: OffloadKey) -> bool:
-            if key in waiting:
+            if key in waiting or holds.is_held(key, now):
                 passed.append(key)
                 return False
             return self._may_leave(key, kept)
 
         named = session_of_context(req_context)
         asking = None if named is None else (named[0], named[1].session)
-        now = self._clock()
         plan = self._retention.plan_eviction(count, self._rows, may_leave, now, asking)
-        if plan is None and waiting:
-            passed.clear()
-            plan = self._retention.plan_eviction(count, self._rows, lambda key: self._may_leave(key, kept), now, asking)
         if plan is None:
             return None
         victims, spared = plan

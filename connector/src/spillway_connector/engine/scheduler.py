@@ -72,7 +72,7 @@ class SchedulerHalf(ResettableHalf):
         which attention reads whole. loading: upstream's set of the chunks that a load is bringing to the device; None
         where the device has no prefix cache.
         """
-        self._chunk_tokens = chunk_tokens[0]
+        self._chunk_tokens, self._group_chunk_tokens = chunk_tokens[0], chunk_tokens
         self._largest_chunk_tokens = max(chunk_tokens)
         self._block_tokens = chunk_tokens[0] // blocks_per_chunk
         self._one_prefix = one_prefix
@@ -251,8 +251,15 @@ class SchedulerHalf(ResettableHalf):
             status.counted_keys = [len(state.offload_keys) for state in status.group_states]
             for state in status.group_states:
                 self.manager.count_request(state.offload_keys)
-                self.manager.use_session(state.offload_keys, status.req_context)
+            self._use_chunks(status)
         return answer
+
+    def _use_chunks(self, status: RequestFields) -> None:
+        """What the request says of its session and of its prompt's retention counts for its chunks, from now on."""
+        prompt_tokens = status.req.num_prompt_tokens
+        for chunk_tokens, state in zip(self._group_chunk_tokens, status.group_states, strict=True):
+            prompt = state.offload_keys[: prompt_tokens // chunk_tokens]
+            self.manager.use_chunks(state.offload_keys, prompt, chunk_tokens, status.req_context)
 
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         """Upstream's contract: tokens that can be loaded behind those computed; None: ask again.
@@ -466,7 +473,7 @@ class SchedulerHalf(ResettableHalf):
             for state, counted in zip(status.group_states, status.counted_keys, strict=False):
                 # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts once.
                 self.manager.count_request([] if self.config.offload_prompt_only else state.offload_keys[counted:])
-                self.manager.use_session(state.offload_keys, status.req_context)
+            self._use_chunks(status)
         return super().request_finished(request)
 
     def fail_stores_of_replaced_adapters(self) -> None:

@@ -1,23 +1,29 @@
-"""The tenant and the session of a request, for the accounting of tiers and the order of eviction.
+"""Tenant, session and retention of a request, for the accounting of tiers and the order of eviction.
 
 The tenant is the one that the gateway names in the cache salt, or the salt itself, as eight bytes. The salt may be a
-secret of the tenant: it is hashed here, at the edge, and neither kept nor logged. The session is what the gateway
-writes into `kv_transfer_params`; its name counts within the tenant, so that nobody can name another's.
+secret of the tenant: it is hashed here, at the edge, and neither kept nor logged. Session and retention are what the
+gateway writes into `kv_transfer_params`; a session's name counts within the tenant, so that nobody can name another's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from blake3 import blake3
 from vllm.v1.kv_offload.base import ReqContext
 
+from spillway_connector.plan.holds import RetentionHint, RetentionMark
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 from spillway_settings.tenant_salts import account_of
 from spillway_settings.wire import (
+    RETENTION_MARKS,
+    RETENTION_MARKS_MAX,
+    RETENTION_MEMBER,
+    RETENTION_SECONDS_MAX,
+    RETENTION_SHARE,
     SESSION_ENDED,
     SESSION_ID,
     SESSION_MEMBER,
@@ -30,10 +36,11 @@ _SESSION_NAME_CHARS_MAX = 64
 
 @dataclass
 class TenantContext(ReqContext):
-    """vLLM's offloading context of a request, with its tenant and its session."""
+    """vLLM's offloading context of a request, with its tenant, its session and what it asks to retain."""
 
     tenant: bytes = NO_TENANT
     session: SessionHint | None = None
+    retention: RetentionHint | None = None
 
 
 UNKNOWN_REQUEST = ReqContext(req_id="")  # the last user of a chunk is not known: no shared tier gets the chunk
@@ -64,13 +71,34 @@ def session_of(params: object) -> SessionHint | None:
 
 def _return_seconds(given: Mapping[str, Any]) -> float | None:
     seconds = given.get(SESSION_RETURN_SECONDS)
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float)
-        or not 0 <= seconds <= SESSION_RETURN_SECONDS_MAX
-    ):
+    return float(seconds) if _is_number(seconds, SESSION_RETURN_SECONDS_MAX) else None
+
+
+def _is_number(value: object, most: float) -> TypeGuard[int | float]:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= most
+
+
+def retention_of(params: object) -> RetentionHint | None:
+    """The retention in a request's kv_transfer_params, `{"spillway_retention": {"marks": [[tokens, seconds], ...],
+    "share"}}`; tokens is null for the whole prompt. None without one, and for one that is not well-formed."""
+    given = params.get(RETENTION_MEMBER) if isinstance(params, Mapping) else None
+    if not isinstance(given, Mapping):
         return None
-    return float(seconds)
+    marks, share = given.get(RETENTION_MARKS), given.get(RETENTION_SHARE)
+    if not isinstance(marks, list) or not 0 < len(marks) <= RETENTION_MARKS_MAX or not _is_number(share, 1):
+        return None
+    read = [_mark(mark) for mark in marks]
+    found = tuple(mark for mark in read if mark is not None)
+    return RetentionHint(found, float(share)) if len(found) == len(read) else None
+
+
+def _mark(given: object) -> RetentionMark | None:
+    if not isinstance(given, list) or len(given) != 2:
+        return None
+    tokens, seconds = given
+    if not _is_number(seconds, RETENTION_SECONDS_MAX) or not (tokens is None or (type(tokens) is int and tokens >= 0)):
+        return None
+    return RetentionMark(tokens, float(seconds))
 
 
 def session_of_context(context: ReqContext) -> tuple[bytes, SessionHint] | None:

@@ -26,7 +26,7 @@ from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promoti
 from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
-from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, session_of_context
+from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
 from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
@@ -89,6 +89,7 @@ class TieringManager(PrefixLookupManager):
         self._reported_state: tuple[int, float | None, int] | None = None
         self._reported_rows = -1
         self._reported_retained = -1
+        self._reported_held = 0
         self._reported_kept = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._resets = {"done": 0, "refused": 0}
@@ -113,11 +114,21 @@ class TieringManager(PrefixLookupManager):
         for tier in self._shared_tiers:
             tier.count_request(keys)
 
-    def use_session(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """The request uses these chunks: what it says of its session counts for them in the shared tiers."""
+    def use_chunks(
+        self, keys: Sequence[OffloadKey], prompt: Sequence[OffloadKey], chunk_tokens: int, req_context: ReqContext
+    ) -> None:
+        """The request uses these chunks, those of its prompt first.
+
+        What it says of its session counts for them in the shared tiers, and what it asks to retain is held from now on.
+        """
         if session_of_context(req_context) is not None:
             for tier in self._shared_tiers:
                 tier.use_session(keys, req_context)
+        if isinstance(req_context, TenantContext) and (retention := req_context.retention) is not None:
+            for tokens, seconds in retention.marks:
+                held = prompt if tokens is None else prompt[: -(-tokens // chunk_tokens)]
+                self.primary_tier.hold(req_context.tenant, retention.share, seconds, held)
+            self._unreported = True
 
     def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
         """(tier type, announcement) of all shared tiers. Called once per engine step."""
@@ -371,6 +382,9 @@ class TieringManager(PrefixLookupManager):
         if (retained := self.primary_tier.retained_rows()) != self._reported_retained:
             self._reported_retained = retained
             stats.add(metrics.CPU_TIER_BLOCKS, retained, "retained")
+        if (held := self.primary_tier.held_rows()) != self._reported_held:
+            self._reported_held = held
+            stats.add(metrics.HELD_BLOCKS, held)
         if kept != self._reported_kept:
             self._reported_kept = kept
             stats.add(metrics.CPU_TIER_BLOCKS, kept, "waiting")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spillway_connector.engine.own_connector import is_among_others, own_connector
-from spillway_connector.engine.tenancy import session_of
-from spillway_settings.wire import SESSION_MEMBER
+from spillway_connector.engine.tenancy import retention_of, session_of
+from spillway_settings.wire import RETENTION_MEMBER, SESSION_MEMBER
 
 _TOKENS_MAX = 2**31  # vLLM counts tokens in 32 bits
 _LOAD_TIERS_MAX = 8  # vLLM 0.32 knows two media in two places
@@ -35,6 +35,10 @@ def _is_session(value: object) -> bool:
     return session_of({SESSION_MEMBER: value}) is not None
 
 
+def _is_retention(value: object) -> bool:
+    return retention_of({RETENTION_MEMBER: value}) is not None
+
+
 def _is_list_of_tiers(value: object) -> bool:
     return isinstance(value, list) and len(value) <= _LOAD_TIERS_MAX and all(map(_is_tier, value))
 
@@ -48,6 +52,7 @@ def _is_tier(value: object) -> bool:
 
 _FORMS: Mapping[str, Callable[[object], bool]] = {
     SESSION_MEMBER: _is_session,
+    RETENTION_MEMBER: _is_retention,
     "max_offload_tokens": _is_token_count,
     "max_load_tokens": _is_token_count,  # vLLM 0.32
     "kv_load_tiers": _is_list_of_tiers,  # vLLM 0.32

@@ -3,7 +3,7 @@
     {"time": "2026-01-31T12:00:00.123Z", "request_id": "...", "trace_id": "...", "tenant": "search", "model": "m",
      "path": "/v1/chat/completions", "engine": "engine-0", "route": "prefix", "status": 200, "error": null,
      "stream": true, "prompt_tokens": 812, "cached_tokens": 768, "completion_tokens": 64, "milliseconds": 913.2,
-     "first_byte_milliseconds": 88.1}
+     "first_byte_milliseconds": 88.1, "retained_token_hours": null}
 
 Anybody may send requests without a key that is known here. Of those REFUSALS_PER_SECOND get a line in the long run, so
 that they do not fill the disk; the others are counted.
@@ -57,6 +57,7 @@ class AuditLine(msgspec.Struct, kw_only=True):
     completion_tokens: int | None = None
     milliseconds: float
     first_byte_milliseconds: float | None = None
+    retained_token_hours: float | None = None
 
 
 def now_text() -> str:

@@ -9,6 +9,8 @@
         requestsPerMinute: 600             # absent: no limit
         promptTokensPerMinute: 2000000     # absent: no limit
         tokensPerMinute: 3000000           # the same with the replies' tokens; absent: no limit
+        retentionSecondsMax: 86400         # the longest retention of its prompts; absent: retention.secondsMax
+        retentionTierShare: 0.2            # of each tier that it may retain; absent: retention.tierShare
         operator: false                    # true: may read /spillway/config
 
 A plain hash is enough because keys are random and long, so a dictionary attack has nothing to try. Keys shorter than
@@ -28,6 +30,8 @@ import yaml
 
 from spillway_gateway.config import unique_yaml
 from spillway_gateway.errors import ConfigError
+from spillway_settings.values.gateway import RETENTION_TIER_SHARE_MAX
+from spillway_settings.wire import RETENTION_SECONDS_MAX
 
 KEY_BYTES_MIN = 24
 KEY_BYTES_MAX = 512
@@ -45,7 +49,8 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant of the keys file. models: empty allows all. Limits: None for no limit."""
+    """One tenant of the keys file. models: empty allows all. Limits: None for no limit. retention_*: None for those
+    of the configuration."""
 
     name: str
     models: frozenset[str] = frozenset()
@@ -55,6 +60,8 @@ class Tenant:
     prompt_tokens_per_minute: int | None = None
     tokens_per_minute: int | None = None
     operator: bool = False
+    retention_seconds_max: float | None = None
+    retention_tier_share: float | None = None
 
     @property
     def limited(self) -> bool:
@@ -145,7 +152,8 @@ def parse_keys(document: object, where: str) -> KeyRing:
 
 
 _LIMITS = ("concurrentRequestsMax", "requestsPerMinute", "promptTokensPerMinute", "tokensPerMinute")
-_FIELDS = frozenset({"name", "keys", "models", "priority", "operator", *_LIMITS})
+_RETENTION = {"retentionSecondsMax": RETENTION_SECONDS_MAX, "retentionTierShare": RETENTION_TIER_SHARE_MAX}
+_FIELDS = frozenset({"name", "keys", "models", "priority", "operator", *_LIMITS, *_RETENTION})
 
 
 def _tenant(row: Any, where: str) -> tuple[Tenant, list[bytes]]:
@@ -161,6 +169,7 @@ def _tenant(row: Any, where: str) -> tuple[Tenant, list[bytes]]:
     if priority not in ("high", "normal", "low"):
         raise ConfigError(f"{where}.priority: {priority!r} given; high, normal or low needed")
     limits = [_limit(row.get(key), f"{where}.{key}") for key in _LIMITS]
+    retention = [_number(row.get(key), most, f"{where}.{key}") for key, most in _RETENTION.items()]
     operator = row.get("operator", False)
     if not isinstance(operator, bool):
         raise ConfigError(f"{where}.operator: true or false needed")
@@ -177,6 +186,8 @@ def _tenant(row: Any, where: str) -> tuple[Tenant, list[bytes]]:
         prompt_tokens_per_minute=limits[2],
         tokens_per_minute=limits[3],
         operator=operator,
+        retention_seconds_max=retention[0],
+        retention_tier_share=retention[1],
     )
     return tenant, digests
 
@@ -187,6 +198,14 @@ def _limit(value: object, where: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{where}: a whole number above 0 needed, or leave it out")
     return value
+
+
+def _number(value: object, most: float, where: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ConfigError(f"{where}: a number from 0 to {most:g} needed, or leave it out")
+    return float(value)
 
 
 def _digest(text: object, where: str) -> bytes:

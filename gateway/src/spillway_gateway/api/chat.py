@@ -17,6 +17,7 @@ from spillway_gateway.api.parsed_body import (
     salt_text,
     stream_reports_usage,
 )
+from spillway_gateway.api.retention import openai_marks
 from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
@@ -30,6 +31,8 @@ class _ChatFields(StreamFields, kw_only=True):
     tool_choice: Any = None
     cache_salt: Any = msgspec.UNSET
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     add_generation_prompt: Any = True
     add_special_tokens: Any = False
     continue_final_message: Any = False
@@ -110,6 +113,7 @@ def _parsed(
         session_names=keyed_session(fields.prompt_cache_key),
         choices=choices,
         reply_tokens_max=reply_length(choices, fields.max_completion_tokens, fields.max_tokens),
+        retention=openai_marks(fields.prompt_cache_retention, fields.prompt_cache_options),
         engine_fields=fields,
     )
 

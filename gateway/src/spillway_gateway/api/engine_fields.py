@@ -16,10 +16,11 @@ from msgspec import UNSET
 
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.splice import MemberValue
-from spillway_settings.wire import SESSION_MEMBER
+from spillway_settings.wire import RETENTION_MEMBER, SESSION_MEMBER
 
 TRANSFER_PARAMS = "kv_transfer_params"
 # What vLLM's scheduler and connectors read out of a request's extra arguments.
+OWN_MEMBERS = frozenset({SESSION_MEMBER, RETENTION_MEMBER})  # of kv_transfer_params: the gateway alone says them
 STEERING_ARGUMENTS = frozenset({TRANSFER_PARAMS, "ec_transfer_params", "kv_cache_report_mode"})
 
 
@@ -39,7 +40,7 @@ NAMES = frozenset(EngineFields.__struct_fields__)
 def engine_members(
     given: EngineFields,
     body: Body,
-    session: Mapping[str, Any] | None,
+    own: Mapping[str, Any],
     *,
     steers: bool,
     takes_transfer_params: bool,
@@ -49,7 +50,7 @@ def engine_members(
     Args:
         given: the client's.
         body: that they are of. Of a repeated member the last counts, and then every one of them gets its value.
-        session: what goes to the engine as SESSION_MEMBER; None: nothing does.
+        own: what the gateway says itself, by its names in OWN_MEMBERS.
         steers: whether the client may steer transfers and scheduling.
         takes_transfer_params: whether the engine reads kv_transfer_params on this route.
     """
@@ -65,7 +66,7 @@ def engine_members(
     if not steers:
         members |= {"ec_transfer_params": None, "priority": None, TRANSFER_PARAMS: None}
     if takes_transfer_params:
-        members[TRANSFER_PARAMS] = _transfer_params(given.kv_transfer_params if steers else UNSET, session)
+        members[TRANSFER_PARAMS] = _transfer_params(given.kv_transfer_params if steers else UNSET, own)
     return {
         name: value
         for name, value in members.items()
@@ -73,14 +74,13 @@ def engine_members(
     }
 
 
-def _transfer_params(given: Any, session: Mapping[str, Any] | None) -> Any:
-    """The client's without its own idea of the session, which is the gateway's to say."""
+def _transfer_params(given: Any, own: Mapping[str, Any]) -> Any:
+    """The client's without its own idea of what is the gateway's to say."""
     if given is UNSET or given is None:
-        return None if session is None else {SESSION_MEMBER: session}
+        return dict(own) or None
     if not isinstance(given, dict):
         return given  # the engine refuses it
-    kept = {name: value for name, value in given.items() if name != SESSION_MEMBER}
-    return kept if session is None else {**kept, SESSION_MEMBER: session}
+    return {**{name: value for name, value in given.items() if name not in OWN_MEMBERS}, **own}
 
 
 def _changes(given: Any, value: Any) -> bool:

@@ -26,9 +26,11 @@ from spillway_gateway.api.body_reading import read_body
 from spillway_gateway.api.engine_fields import engine_members
 from spillway_gateway.api.large_bodies import SHORT_BODY_BYTES_MAX, LargeBodies
 from spillway_gateway.api.private_replies import PrivateReply
+from spillway_gateway.api.retention import granted
 from spillway_gateway.api.routes import ApiRoute, Salting
 from spillway_gateway.api.session_hints import SessionSources, session_hint
 from spillway_gateway.client.connection import EXTENSION, ClientRequest
+from spillway_gateway.config.settings import RetentionConfig
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import GatewayDraining, GatewayError, ResponseNotFound
 from spillway_gateway.fleet.stored_responses import Owner, response_id_in
@@ -44,6 +46,7 @@ from spillway_gateway.upstream.router import Admitted, Router
 from spillway_gateway.upstream.splice import MemberValue, insert_member
 from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
 from spillway_gateway.upstream.usage import Usage
+from spillway_settings.wire import RETENTION_MEMBER, SESSION_MEMBER
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only if traces are exported
     from spillway_gateway.tracing.exporting import Tracing
@@ -69,6 +72,7 @@ class InferenceContext:
     gatekeeper: Gatekeeper
     audit: AuditLog | None
     session_sources: SessionSources
+    retention: RetentionConfig
     tracing: Tracing | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
 
@@ -139,11 +143,21 @@ class InferenceEndpoint:
         if asks_ids:
             inserted["return_token_ids"] = True
         session = session_hint(tenant.name, headers, context.session_sources.name(headers, parsed.session_names))
+        own: dict[str, Any] = {} if session is None else {SESSION_MEMBER: session.member}
+        retained = None
+        if parsed.retention and route.takes_transfer_params:
+            retained = granted(parsed.retention, prompt.prompt_tokens, tenant, context.retention)
+            outcome = "refused" if retained is None else "shortened" if retained.shortened else "granted"
+            metrics = context.upstream.metrics
+            metrics.retentions(model, outcome).inc()
+            if retained is not None:
+                own[RETENTION_MEMBER] = retained.member
+                metrics.retained_token_hours(model).inc(retained.token_hours)
         given = parsed.engine_fields
         members = engine_members(
             given,
             body,
-            session.member if session is not None else None,
+            own,
             steers=gatekeeper.may_steer(tenant),
             takes_transfer_params=route.takes_transfer_params,
         )
@@ -202,6 +216,7 @@ class InferenceEndpoint:
             adapter=adapter,
             choices=parsed.choices,
             reply_tokens_max=parsed.reply_tokens_max,
+            retained_token_hours=None if retained is None else retained.token_hours,
         )
         return outbound, served
 
@@ -422,6 +437,7 @@ def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path:
         prompt_tokens=usage.prompt_tokens if usage.prompt_tokens is not None else outbound.prompt.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
+        retained_token_hours=outbound.retained_token_hours,
         milliseconds=_milliseconds(seconds),
         first_byte_milliseconds=_milliseconds(first_byte) if first_byte is not None else None,
     )

@@ -17,6 +17,7 @@ import msgspec
 from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.api.parsed_body import ParsedBody, reply_length, salt_text
+from spillway_gateway.api.retention import anthropic_marks
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 from spillway_settings.session_sources import METADATA_USER_ID
@@ -39,6 +40,7 @@ class MessagesBody(EngineFields):
     chat_template_kwargs: Any = None
     max_tokens: Any = None
     metadata: Any = None
+    cache_control: Any = None
     cache_salt: Any = msgspec.UNSET
 
 
@@ -72,6 +74,7 @@ def parse_messages(body: Body) -> ParsedBody:
         ),
         session_names=_session_names(fields.metadata),
         reply_tokens_max=reply_length(1, fields.max_tokens),
+        retention=anthropic_marks(fields.cache_control, fields.tools, fields.system, fields.messages),
         engine_fields=fields,
     )
 

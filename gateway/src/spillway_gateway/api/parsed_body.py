@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.api.engine_fields import EngineFields
+from spillway_gateway.api.retention import Marks
 from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import Prompt
 from spillway_gateway.upstream.forward import Body
@@ -25,7 +26,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     asks for. reply_tokens_max: of all of them, as it asks; None: as many as the model allows; 0: nothing is generated.
     background: the engine goes on after its reply.
     longest_tokens: an estimate, of the longest input for embeddings. server_tools: the engine may call tools itself and
-    go on with a second prompt. engine_fields: as the client sent them."""
+    go on with a second prompt. retention: how long the prompt is to be kept. engine_fields: as the client sent them."""
 
     model: str | None
     names_salt: bool
@@ -44,6 +45,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     background: bool = False
     longest_tokens: int = 0
     server_tools: bool = False
+    retention: Marks = ()
     engine_fields: EngineFields = msgspec.field(default_factory=EngineFields)
 
 

@@ -13,6 +13,7 @@ import msgspec
 from spillway_gateway.api.body_errors import decoder_of, read_body
 from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.api.parsed_body import ParsedBody, keyed_session, reply_length, salt_text
+from spillway_gateway.api.retention import openai_marks
 from spillway_gateway.tokens.prompt import ChatPrompt
 from spillway_gateway.upstream.forward import Body
 
@@ -27,6 +28,8 @@ class ResponsesBody(EngineFields):
     previous_response_id: str | None = None
     cache_salt: Any = msgspec.UNSET
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     truncation: Any = None
@@ -71,6 +74,7 @@ def parse_responses(body: Body) -> ParsedBody:
         reply_tokens_max=reply_length(1, fields.max_output_tokens),
         background=fields.background not in (None, False),
         server_tools=_calls_tools_itself(fields.tools),
+        retention=openai_marks(fields.prompt_cache_retention, fields.prompt_cache_options),
         engine_fields=fields,
     )
 

@@ -153,6 +153,10 @@ class RoutingConfig(values.Routing, frozen=True):
     """Prices used until an engine's own are measured; see routing/load.py for the sum."""
 
 
+class RetentionConfig(values.Retention, frozen=True):
+    """What clients may ask the tiers to keep; see api/retention.py. A tenant's keys entry may say otherwise."""
+
+
 class BreakerConfig(values.Breaker, frozen=True):
     """When an engine that answers polls and fails requests is left alone; see fleet/breaker.py."""
 
@@ -209,6 +213,7 @@ class GatewayConfig(CamelSection, frozen=True):
     health: HealthConfig = HealthConfig()
     limits: LimitsConfig = LimitsConfig()
     routing: RoutingConfig = RoutingConfig()
+    retention: RetentionConfig = RetentionConfig()
     breaker: BreakerConfig = BreakerConfig()
     auth: AuthConfig = AuthConfig()
     cors: CorsConfig = CorsConfig()

@@ -103,7 +103,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     tenant's quota besides the prompt's. on_end: called once with the reply's usage. asks_ids: the body asks the engine
     for token ids, which the client did not. session: that it belongs to. adapter: the LoRA adapter that the body names.
     choices, reply_tokens_max: as in api/parsed_body.py. computes: False for what an engine has stored, whose tokens
-    were counted when it was computed.
+    were counted when it was computed. retained_token_hours: what its prompt's retention costs; None: it has none.
     """
 
     path: bytes
@@ -129,6 +129,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     choices: int = 1
     reply_tokens_max: int | None = 0
     computes: bool = True
+    retained_token_hours: float | None = None
 
     @property
     def shown_id(self) -> str:

@@ -44,7 +44,9 @@ from spillway_settings.values.pods import (
     restricted_container,
     restricted_pod,
 )
+from spillway_settings.wire import RETENTION_SECONDS_MAX
 
+RETENTION_TIER_SHARE_MAX = 0.5  # the rest of a tier is there for what nobody asked to retain
 PROCESSES_MAX = 16  # behind one port
 
 
@@ -143,6 +145,11 @@ class Routing(Section, frozen=True):
     sessions_max: Count = 100000
     session_sources: SessionSources = msgspec.field(default_factory=lambda: list(SESSION_SOURCES))
     session_name_bytes_max: Annotated[int, Meta(ge=1, le=65536)] = 4096
+
+
+class Retention(Section, frozen=True):
+    seconds_max: Annotated[float, Meta(ge=0, le=RETENTION_SECONDS_MAX)] = 0
+    tier_share: Annotated[float, Meta(ge=0, le=RETENTION_TIER_SHARE_MAX)] = 0.1
 
 
 class Continuation(Section, frozen=True):
@@ -360,6 +367,7 @@ class Gateway(PodSettings, frozen=True):
     limits: Limits = Limits()
     connections: Connections = Connections()
     routing: Routing = Routing()
+    retention: Retention = Retention()
     continuation: Continuation = Continuation()
     breaker: Breaker = Breaker()
     admission: Admission = Admission()

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.tenancy import TenantContext, tenant_of
+from spillway_connector.engine.tenancy import TenantContext, retention_of, tenant_of
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 
@@ -55,7 +55,8 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         params = request.kv_transfer_params
         tenant = tenant_of(getattr(request, "cache_salt", None))
-        context = TenantContext(req_id=request.request_id, kv_transfer_params=params, tenant=tenant, session=session)
+        retention = retention_of(params)
+        context = TenantContext(request.request_id, params, tenant=tenant, session=session, retention=retention)
         return RequestState(
             config=self.config,
             req=request,
