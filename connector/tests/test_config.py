@@ -42,7 +42,7 @@ def test_defaults_and_vllm_keys_pass():
         ({"num_cpu_blocks": 1, "transport": "tpu"}, "transport: 'tpu' given, auto, cpu, cuda or npu needed"),
         ({"num_cpu_blocks": 1, "promotion_in_flight_fraction": 1.5}, "above 0 and at most 1"),
         ({"num_cpu_blocks": 1, "request_wait_seconds": 0}, "above 0"),
-        ({"num_cpu_blocks": 1, "generated_tokens": True}, "generated_tokens: True given, off or on needed"),
+        ({"num_cpu_blocks": 1, "generated_tokens": True}, "generated_tokens: True given, auto, off or on needed"),
         ({"num_cpu_blocks": 1, "offload_prompt_only": "no"}, "offload_prompt_only: 'no' given, true or false needed"),
         (
             {"num_cpu_blocks": 1, "offload_prompt_only": True, "generated_tokens": "on"},
@@ -58,7 +58,8 @@ def test_a_wrong_setting_is_named(given, message):
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ({}, "on"),
+        ({}, "auto"),
+        ({"generated_tokens": "on"}, "on"),
         ({"generated_tokens": "off"}, "off"),
         ({"offload_prompt_only": True}, "off"),
         ({"offload_prompt_only": False}, "on"),

@@ -221,10 +221,10 @@ def test_what_processes_say_of_themselves_is_checked_too(run, expected):
     engines = EngineServer(settings, tier), EngineServer({**settings, "name": "engine-1"}, tier)
     label = 'process="EngineCore",setting="generated_tokens"'
     for engine in engines:
-        engine.more = f'spillway_process_setting{{{label},value="on"}} 1\nspillway_tier_ready{{tier="redis"}} 1\n'
+        engine.more = f'spillway_process_setting{{{label},value="auto"}} 1\nspillway_tier_ready{{tier="redis"}} 1\n'
     status, output = run(*engines)
     assert status == 0, output
-    assert "ok    generatedTokens, engine-1: on (EngineCore)" in output
+    assert "ok    generatedTokens, engine-1: auto (EngineCore)" in output
     assert "ok    tokenizer of the gateway, m: " in output
     assert "not checked devices, engine-1: the engine's processes have not said it" in output
 

@@ -19,6 +19,8 @@ _TRANSFER_PARAMS: tuple[Any, ...] = (  # of requests that are computed like any 
     {"spillway_session": {"id": {"id": 7}, "return_seconds": [], "ended": "boom"}, "kv_load_tiers": [["medium"]]},
     {"spillway_session": {"id": "one", "return_seconds": 2**63}, "max_offload_tokens": -1},
     {"spillway_session": {"id": "one", "ended": True}, "max_offload_tokens": BLOCK_TOKENS},
+    {"spillway_retention": {"marks": [[None, 2**63], ["boom", 1]], "share": "boom"}},
+    {"spillway_retention": {"marks": [[BLOCK_TOKENS, 60], [None, 1e-3]], "share": 0.2}},
 )
 
 

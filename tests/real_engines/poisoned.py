@@ -39,6 +39,7 @@ VALUES: dict[str, Any] = {
     "remote decode": {"do_remote_decode": True, "remote_host": "127.0.0.1", "remote_port": "x", "remote_block_ids": 7},
     "wrong session": {"spillway_session": {"id": [1], "ended": "x", "return_seconds": "nan"}},
     "session of a text": {"spillway_session": "boom"},
+    "wrong retention": {"spillway_retention": {"marks": [["x", -1], 7], "share": [1]}},
     "wrong counts": {"max_offload_tokens": "boom", "max_load_tokens": [1], "kv_load_tiers": [[1], "x"]},
     "negative counts": {"max_offload_tokens": -1, "max_load_tokens": -1, "kv_load_tiers": []},
     "tiers": {"kv_load_tiers": [{"medium": 7, "locality": None}]},

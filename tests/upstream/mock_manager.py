@@ -47,6 +47,7 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     type(manager).step_time = property(lambda self: next(clock))  # each mock has a class of its own
     manager.count_request = lambda keys: None
     manager.use_chunks = lambda keys, prompt, chunk_tokens, context: None
+    manager.answers = None
     manager.fail_store = lambda keys: None
     manager.take_stats = lambda: None
     manager.take_announcements = lambda: iter(())

@@ -30,7 +30,7 @@ from spillway_settings.values.offload import EvictionPolicy, NvmeMode, Offload, 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _PROMPT_ONLY = "offload_prompt_only"  # what vLLM calls generated_tokens: off
 _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", _PROMPT_ONLY, "secondary_tiers"})
-BatchMemcpy = Literal["auto", "on", "off"]
+AutoOnOff = Literal["auto", "on", "off"]
 OnOff = Literal["on", "off"]
 PageCache = Literal["auto", "off"]
 _CHART = Offload()
@@ -108,7 +108,8 @@ class ConnectorConfig(Section, frozen=True):
     cpu_bytes_to_use: ByteCount | None = None  # bytes of the whole replica, all ranks together
     blocks_per_chunk: Count = _CHART.blocks_per_chunk  # device blocks moved and keyed together
     # on: the KV of generated tokens is stored too, so a chat's next turn loads the whole conversation. off: of prompts.
-    generated_tokens: OnOff = "on"
+    # auto: as on, until clients are seen to send fewer than three in ten answers back as they were (plan/answers.py).
+    generated_tokens: AutoOnOff = "auto"
     # eager: a block is copied to the CPU tier when it has been computed. auto: once that tier is full, when the device
     # is about to give it up, so that both hold different chunks; eager with shared tiers, which receive what the CPU
     # tier does, and if a chunk is not one block of a model with one KV group. late: as auto, with shared tiers too.
@@ -124,7 +125,7 @@ class ConnectorConfig(Section, frozen=True):
     # end of its prefix is loaded, until both meet.
     compute_while_loading: OnOff = "off"
     eviction_policy: EvictionPolicy = _CHART.eviction_policy
-    batch_memcpy: BatchMemcpy = "auto"
+    batch_memcpy: AutoOnOff = "auto"
     transport: Transport = _CHART.transport  # by platform; naming one is for tests on the ACL emulator
     acl_library_path: str | None = None  # None: libascendcl.so, where CANN's set_env.sh put it
     cuda_library_path: str | None = None  # None: libcuda.so.1 of the driver

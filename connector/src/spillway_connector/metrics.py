@@ -53,6 +53,16 @@ HELD_BLOCKS = Metric(
     Kind.GAUGE,
     "Chunks whose retention clients asked for and whose time has not passed: they leave the CPU tier last.",
 )
+ANSWERS_KEPT = Metric(
+    "spillway_answers_kept",
+    Kind.GAUGE,
+    "With generated_tokens: auto, 1 while the KV of generated tokens is kept; 0: clients send too few answers back.",
+)
+ANSWERS_SENT_BACK = Metric(
+    "spillway_answers_sent_back_share",
+    Kind.GAUGE,
+    "With generated_tokens: auto, the share of the last answers that clients sent back as they were.",
+)
 CPU_TIER_RESETS = Metric(
     "spillway_cpu_tier_resets",
     Kind.COUNTER,
@@ -192,6 +202,8 @@ ALL = (
     CPU_TIER_BLOCKS,
     CPU_TIER_SESSIONS_ENDED,
     HELD_BLOCKS,
+    ANSWERS_KEPT,
+    ANSWERS_SENT_BACK,
     CPU_TIER_RESETS,
     PROCESS_SETTING,
     TIER_LOOKUPS,

@@ -24,6 +24,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
+from spillway_connector.plan.answers import COUNTED_MIN, AnswerReuse
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import (
@@ -233,6 +234,36 @@ def test_a_request_that_names_no_session_belongs_to_the_conversation_that_it_goe
     turn = session_of(second)
     assert turn is not None and turn.session.startswith(b"\xff")
     assert session_of(named) == SessionHint(b"8f0c")
+
+
+def test_answers_that_nobody_sends_back_are_stored_no_longer_until_the_weights_change(scheduler):
+    """Each turn's prompt leaves out what the one before generated, as a template that strips thinking does."""
+    scheduler.config = scheduler.config._replace(offload_prompt_only=False)
+    manager = scheduler.manager
+    manager.answers = AnswerReuse()
+    stored_chunks = []
+    for turn in range(COUNTED_MIN + 2):
+        request = FakeRequest(f"turn {turn}", prompt=turn + 1)
+        request.kv_transfer_params = {"spillway_session": {"id": "chat"}}
+        hashes = request.block_hashes
+        request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
+        request.num_prompt_tokens = 2 * BLOCK_TOKENS
+        scheduler.on_new_request(request)
+        scheduler.get_num_new_matched_tokens(request, 0)
+        request.block_hashes, request.num_tokens = hashes, TOKENS
+        jobs = build_meta(scheduler, {request.request_id: TOKENS}, {request.request_id: [1, 2, 3, 4]}).store_jobs
+        stored_chunks.append(sum(len(scheduler._jobs[job].keys) for job in jobs))
+        report(scheduler, dict.fromkeys(jobs, 2))
+        request.finished = True
+        scheduler.request_finished(request)
+
+    assert stored_chunks == [BLOCKS] * COUNTED_MIN + [2, 2]
+    samples = manager.take_samples()
+    assert samples is not None and "spillway_answers_kept" in str(samples.samples())
+
+    scheduler.weights_changing("test")
+    admit(scheduler, FakeRequest("next", prompt=99), [5, 6, 7, 8], 0)
+    assert not scheduler.config.offload_prompt_only
 
 
 @pytest.mark.parametrize("prompt_only", [False, True])

@@ -95,7 +95,7 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
         '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
         '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
-        '"blocks_per_chunk":1,"generated_tokens":"on","storing":"auto","queue_order":"prefix","queue_overtake_seconds":4,"layerwise_loads":"off","compute_while_loading":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
+        '"blocks_per_chunk":1,"generated_tokens":"auto","storing":"auto","queue_order":"prefix","queue_overtake_seconds":4,"layerwise_loads":"off","compute_while_loading":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
         '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"promotion_ahead_fraction":0.25,"request_wait_seconds":3,'
         '"secondary_tiers":['
         '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"auto","page_cache":"auto","io_threads":8,'

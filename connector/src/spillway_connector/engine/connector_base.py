@@ -30,6 +30,7 @@ from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.transfer_params import filtering_transfer_params
 from spillway_connector.engine.worker import WorkerHalf
 from spillway_connector.errors import ConfigError
+from spillway_connector.plan.answers import AnswerReuse
 from spillway_settings.vllm_salts import why_salts_are_dropped
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,14 @@ class ConnectorBase(OffloadingConnector):
     def _watch_the_engine(self) -> None:
         """Called in the scheduler's process, once its half is built."""
         half, storing = self._half, "eager"
+        generated_tokens = "off" if half.config.offload_prompt_only else "on"
         self.adapters = half.adapters
         if isinstance(self._spec, SpecBase):
             self._choose_storing(self._spec)
             if half.late_stores is not None:
                 storing = self._spec.settings.storing
+            if self._spec.settings.generated_tokens == "auto":
+                half.manager.answers, generated_tokens = AnswerReuse(), "auto"
             if self._spec.settings.queue_order == "prefix" and half.orders_queue:
                 half.queue_order = QueueOrder(half, self._spec.settings.queue_overtake_seconds)
         cache_config = self._vllm_config.cache_config
@@ -88,7 +92,7 @@ class ConnectorBase(OffloadingConnector):
             ENGINE_CORE,
             {
                 **half.manager.settings(),
-                "generated_tokens": "off" if half.config.offload_prompt_only else "on",
+                "generated_tokens": generated_tokens,
                 "block_tokens": cache_config.block_size,
                 "max_model_len": self._vllm_config.model_config.max_model_len,
                 "device_blocks": self._kv_cache_config.num_blocks,

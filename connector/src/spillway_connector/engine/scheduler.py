@@ -26,6 +26,7 @@ from vllm.v1.request import Request
 
 from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
 from spillway_connector.engine.ahead import AheadPromotions
+from spillway_connector.engine.chunk_uses import ChunkUses
 from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
 from spillway_connector.engine.late_stores import LateStores
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
@@ -72,7 +73,7 @@ class SchedulerHalf(ResettableHalf):
         which attention reads whole. loading: upstream's set of the chunks that a load is bringing to the device; None
         where the device has no prefix cache.
         """
-        self._chunk_tokens, self._group_chunk_tokens = chunk_tokens[0], chunk_tokens
+        self._chunk_tokens = chunk_tokens[0]
         self._largest_chunk_tokens = max(chunk_tokens)
         self._block_tokens = chunk_tokens[0] // blocks_per_chunk
         self._one_prefix = one_prefix
@@ -86,6 +87,7 @@ class SchedulerHalf(ResettableHalf):
         self._gridlock = False
         self.adapters = AdapterRegistry()
         self._conversations = Conversations()
+        self._uses = ChunkUses(self.manager, chunk_tokens)
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
         self.waiting = WaitingRequests(self.manager)
@@ -248,18 +250,14 @@ class SchedulerHalf(ResettableHalf):
             prefix.matched = None
         answer = self._ask(request, num_computed_tokens, max_num_new_tokens)
         if status.counted_keys is None:
-            status.counted_keys = [len(state.offload_keys) for state in status.group_states]
-            for state in status.group_states:
-                self.manager.count_request(state.offload_keys)
-            self._use_chunks(status)
+            self._uses.begin(status)
+            self._follow_answers()
         return answer
 
-    def _use_chunks(self, status: RequestFields) -> None:
-        """What the request says of its session and of its prompt's retention counts for its chunks, from now on."""
-        prompt_tokens = status.req.num_prompt_tokens
-        for chunk_tokens, state in zip(self._group_chunk_tokens, status.group_states, strict=True):
-            prompt = state.offload_keys[: prompt_tokens // chunk_tokens]
-            self.manager.use_chunks(state.offload_keys, prompt, chunk_tokens, status.req_context)
+    def _follow_answers(self) -> None:
+        prompt_only = self._uses.prompt_only(self.config.offload_prompt_only)
+        if prompt_only is not self.config.offload_prompt_only:
+            self.config = self.config._replace(offload_prompt_only=prompt_only)
 
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         """Upstream's contract: tokens that can be loaded behind those computed; None: ask again.
@@ -470,10 +468,8 @@ class SchedulerHalf(ResettableHalf):
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)
         if isinstance(status, RequestFields) and status.counted_keys is not None:
-            for state, counted in zip(status.group_states, status.counted_keys, strict=False):
-                # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts once.
-                self.manager.count_request([] if self.config.offload_prompt_only else state.offload_keys[counted:])
-            self._use_chunks(status)
+            self._uses.end(status, prompt_only=self.config.offload_prompt_only)
+            self._follow_answers()
         return super().request_finished(request)
 
     def fail_stores_of_replaced_adapters(self) -> None:

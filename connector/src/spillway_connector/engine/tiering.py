@@ -28,6 +28,7 @@ from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
 from spillway_connector.plan.ahead import AheadOutcome
+from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
 
@@ -59,6 +60,7 @@ class TieringManager(PrefixLookupManager):
 
     process_settings: ProcessSettings | None = None  # of this process, to be reported; set by the connector
     late_stores: Postponing | None = None
+    answers: AnswerReuse | None = None  # if the storing of generated tokens follows them
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class TieringManager(PrefixLookupManager):
         self._reported_rows = -1
         self._reported_retained = -1
         self._reported_held = 0
+        self._reported_answers: tuple[bool, float | None] | None = None
         self._reported_kept = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
         self._resets = {"done": 0, "refused": 0}
@@ -168,7 +171,10 @@ class TieringManager(PrefixLookupManager):
         self.memo.fresh = False
 
     def weights_changed(self) -> None:
-        """The shared tiers hold KV of other weights from now on: they are neither read nor written again."""
+        """The shared tiers hold KV of other weights from now on: they are neither read nor written again. What became
+        of the other weights' answers says nothing either."""
+        if self.answers is not None:
+            self.answers = AnswerReuse()
         for tier in self._shared_tiers:
             tier.weights_changed()
 
@@ -385,6 +391,13 @@ class TieringManager(PrefixLookupManager):
         if (held := self.primary_tier.held_rows()) != self._reported_held:
             self._reported_held = held
             stats.add(metrics.HELD_BLOCKS, held)
+        if self.answers is not None:
+            answers = self.answers.keeps, self.answers.sent_back_share
+            if answers != self._reported_answers:
+                self._reported_answers = answers
+                stats.add(metrics.ANSWERS_KEPT, int(answers[0]))
+                if answers[1] is not None:
+                    stats.add(metrics.ANSWERS_SENT_BACK, answers[1])
         if kept != self._reported_kept:
             self._reported_kept = kept
             stats.add(metrics.CPU_TIER_BLOCKS, kept, "waiting")

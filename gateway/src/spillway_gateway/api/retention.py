@@ -48,7 +48,7 @@ class Retention(NamedTuple):
 
 
 def openai_marks(retention: object, options: object) -> Marks:
-    """Of `prompt_cache_retention` and `prompt_cache_options`. Raises ClientBadRequest."""
+    """What `prompt_cache_retention` and `prompt_cache_options` ask for. Raises ClientBadRequest."""
     if not isinstance(retention, str | None) or retention not in _OPENAI_RETENTIONS:
         raise _bad("prompt_cache_retention", retention, 'send "in_memory" or "24h"')
     asked = [_OPENAI_RETENTIONS[retention]]
@@ -65,7 +65,7 @@ def openai_marks(retention: object, options: object) -> Marks:
 
 
 def anthropic_marks(top: object, tools: object, system: object, messages: Sequence[Mapping[str, Any]]) -> Marks:
-    """Of `cache_control` at the top level and in tools, system and messages. Raises ClientBadRequest."""
+    """What `cache_control` at the top level and in tools, system and messages asks for. Raises ClientBadRequest."""
     furthest: dict[float, float] = {}  # by seconds: tokens up to the mark, estimated
     tokens = 0
     for name, item in _items(tools, system, messages):
