@@ -89,6 +89,23 @@ async def test_sigterm_ends_with_status_zero(tmp_path: Path, start_engine: Any) 
     assert b"Traceback" not in rest
 
 
+async def test_sighup_during_the_start_ends_nothing(tmp_path: Path, start_engine: Any) -> None:
+    """Who writes the file may send it before the gateway listens."""
+    config = tmp_path / "gateway.yaml"
+    config.write_text(yaml.safe_dump(gateway_config([await start_engine()], listen={"port": 0})))
+    process = await run("--config", str(config))
+    assert process.stderr is not None
+    async with asyncio.timeout(120):
+        while b"listening on" not in await process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGHUP)
+        while b"is ready" not in await process.stderr.readline():
+            assert not process.stderr.at_eof()
+        process.terminate()
+        await process.communicate()
+    assert process.returncode == 0
+
+
 class Several:
     """A gateway of several processes, by what it logs."""
 

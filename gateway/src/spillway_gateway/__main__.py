@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _check_keys(options.check_keys)
     if options.config is None:
         parser.error("the following arguments are required: --config")
+    if not options.check:
+        # It asks for the file to be read, which is about to happen; by default it would end the process.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         config = load_config(options.config)
     except ConfigError as error:
