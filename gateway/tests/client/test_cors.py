@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,31 @@ async def test_without_origins_nothing_is_said(start_engine: Any, client: aiohtt
             assert (reply.status, allowed(reply)) == (405, [])
         async with client.post(url, json=CHAT, headers={"origin": PAGE}) as reply:
             assert (reply.status, allowed(reply)) == (200, [])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\nOrigin: http://a\r\n" + b"a: b\r\n" * 2000,
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nOrigin: http://a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nOrigin: http://a\r\nno header\r\n\r\n",
+        b"GET / HTTP/1.1\r\nOrigin: http://a\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nOrigin: http://a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=["headers", "target", "syntax", "host", "chunk"],
+)
+@pytest.mark.parametrize("origins", [["*"], ["http://a"], ["http://b"], []])
+async def test_a_refused_request_has_the_header_too(start_engine: Any, sent: bytes, origins: list[str]) -> None:
+    async with running_gateway(gateway_config([await start_engine()], cors={"origins": origins})) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+        writer.write(sent)
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        writer.close()
+    assert head.startswith(b"http/1.1 4")
+    knows_origin = not sent.startswith(b"GET /a") and b"no header" not in sent  # else the fault comes first
+    expected = b"*" if origins == ["*"] else b"http://a" if origins == ["http://a"] and knows_origin else None
+    found = [line.split(b": ")[1] for line in head.split(b"\r\n") if line.startswith(b"access-control-allow-origin")]
+    assert found == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize(

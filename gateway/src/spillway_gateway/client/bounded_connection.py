@@ -207,10 +207,15 @@ class BoundedConnection(HttpToolsProtocol):
     def _answer(self, refusal: Refusal) -> None:
         body = error_body(refusal.message, "invalid_request_error", None, refusal.code)
         retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
-        head = b"%scontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
+        more = b"".join([b"%s: %s\r\n" % header for header in self.refusal_headers()])
+        head = b"%scontent-type: application/json\r\nconnection: close\r\n%s%scontent-length: %d\r\n\r\n"
         self._refusal_sent = True
-        self.transport.write(head % (STATUS_LINE[refusal.status], retry, len(body)) + body)
+        self.transport.write(head % (STATUS_LINE[refusal.status], retry, more, len(body)) + body)
         self.transport.close()
+
+    def refusal_headers(self) -> list[tuple[bytes, bytes]]:
+        """Of a refusal that no request's task answers, besides its own."""
+        return []
 
     def linger(self, transport: asyncio.Transport) -> bool:
         """Asked before the connection is closed: whether it stays for a while, because its client may still send."""

@@ -61,6 +61,9 @@ class ClientConnection(BoundedConnection):
         if state.lifecycle.draining:
             self.end_with_next_reply()
 
+    def refusal_headers(self) -> list[tuple[bytes, bytes]]:
+        return cast(DrainingState, self.server_state).cors.refusal_headers(self.headers or [])
+
     def end_with_next_reply(self) -> None:
         """Send `connection: close` with the reply, unless it has begun."""
         if self.cycle is not None and not self.cycle.response_started:

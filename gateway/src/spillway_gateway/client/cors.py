@@ -45,6 +45,11 @@ class Cors:
         vary = (b"vary", b"Origin")  # so that no cache gives one origin the answer to another
         return [(_ORIGIN, origin), vary] if origin is not None and origin in self._origins else [vary]
 
+    def refusal_headers(self, read: Headers) -> Headers:
+        """What a refusal has besides its own headers. read: those of the request that came before its fault, perhaps
+        without its origin."""
+        return [(_ORIGIN, b"*")] if self._any else self.answer_headers(read)
+
     def preflight(self, request: Headers) -> Preflight | None:
         """None: the request is none, or nothing is allowed here. It never needs a key, which browsers do not send
         with it."""
