@@ -62,7 +62,11 @@ def test_the_rank_of_the_gateway_stands_in_place_of_the_callers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [b"location", b"content-location", b"refresh", b"set-cookie", b"x-request-id", b"alt-svc"]
+    "name",
+    [
+        *(b"location", b"content-location", b"refresh", b"link", b"via", b"set-cookie", b"clear-site-data"),
+        *(b"strict-transport-security", b"report-to", b"x-request-id", b"alt-svc", b"x-accel-redirect", b"x-sendfile"),
+    ],
 )
 def test_where_an_engine_redirects_and_what_it_would_have_kept_stays_inside(name: bytes) -> None:
     given = [(b"content-type", b"a/b"), (name, b"http://10.0.0.1/internal"), (name, b"again")]

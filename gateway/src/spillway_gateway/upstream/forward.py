@@ -42,17 +42,28 @@ _DROPPED_FROM_CALLERS = (
     HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", _RANK_HEADER, b"x-request-id"}
 )
 _INTERNAL_PREFIX = OWN_HEADERS_PREFIX.encode()
-_GATEWAYS_OWN = (_INTERNAL_PREFIX, b"access-control-")  # of replies; client/cors.py says who may read them
-# Of an engine's reply: where its redirects lead and what it would have browsers keep is no business of clients, and the
-# request's id is the gateway's.
+# Of replies: client/cors.py says who may read them, and `x-accel-` would steer a proxy in front.
+_NOT_FROM_ENGINES = (_INTERNAL_PREFIX, b"access-control-", b"x-accel-")
+# Of an engine's reply: where its redirects and links lead and what it would have browsers keep is no business of
+# clients, and the request's id is the gateway's.
 _REPLY_DROPPED = HOP_BY_HOP | {
     b"date",
     b"server",
     b"location",
     b"content-location",
     b"refresh",
+    b"link",
+    b"via",
     b"set-cookie",
+    b"clear-site-data",
+    b"strict-transport-security",
+    b"report-to",
+    b"reporting-endpoints",
+    b"nel",
+    b"service-worker-allowed",
+    b"sourcemap",
     b"x-request-id",
+    b"x-sendfile",
     b"alt-svc",
     b"www-authenticate",
 }
@@ -92,7 +103,7 @@ def reply_headers(headers: Headers) -> Headers:
     return [
         (name, value)
         for name, value in headers
-        if name not in _REPLY_DROPPED and name not in named and not name.startswith(_GATEWAYS_OWN)
+        if name not in _REPLY_DROPPED and name not in named and not name.startswith(_NOT_FROM_ENGINES)
     ]
 
 
