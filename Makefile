@@ -321,7 +321,7 @@ chart: ## Package the chart into build/chart/. SOURCE=https://host/path of this 
 ##+ SIGN names a PGP key in KEYRING; helm then writes a provenance file beside the package, for helm verify
 ##+ SIGN_KEY_URL=https://... of the public key: its fingerprint and address become the annotation signKey
 	@rm -rf build/chart && mkdir -p build/chart && cp -r charts/spillway build/chart/
-	@awk -v version=$(VERSION) -f charts/changes.awk CHANGELOG.md > build/chart/changes.yaml
+	@awk -v version=$(VERSION) -f charts/changelog_entries.awk CHANGELOG.md > build/chart/changes.yaml
 	@sed -i '/^annotations:/r build/chart/changes.yaml' build/chart/spillway/Chart.yaml
 	@case "$(SOURCE)" in "") ;; \
 	  https://*) printf 'home: %s\nsources: [%s]\n' "$(SOURCE)" "$(SOURCE)" >> build/chart/spillway/Chart.yaml; \

@@ -290,10 +290,10 @@ def test_a_package_knows_where_it_comes_from(tmp_path):
     names = {image["image"].rpartition(":")[0] for image in yaml.safe_load(notes["artifacthub.io/images"])}
     repositories = {values[part]["image"]["repository"] for part in ("gateway", "checks", "redis")}
     assert {name.removeprefix("docker.io/") for name in names} == repositories
-    changes = yaml.safe_load(notes["artifacthub.io/changes"])
-    assert len(changes) == sum(line.startswith("- ") for line in section_of_this_version().splitlines())
-    assert {change["kind"] for change in changes} <= {"added", "changed", "deprecated", "removed", "fixed", "security"}
-    assert all(change["description"].endswith((".", "?")) for change in changes)
+    entries = yaml.safe_load(notes["artifacthub.io/changes"])
+    assert len(entries) == sum(line.startswith("- ") for line in section_of_this_version().splitlines())
+    assert {entry["kind"] for entry in entries} <= {"added", "changed", "deprecated", "removed", "fixed", "security"}
+    assert all(entry["description"].endswith((".", "?")) for entry in entries)
     runbooks = values["monitoring"]["alerts"]["runbookBaseUrl"]
     assert runbooks == "https://git.example/spillway/blob/main/docs/operations.md"
 
@@ -331,7 +331,7 @@ CHANGES = """# Changelog
 
 
 @pytest.mark.parametrize(
-    ("version", "changes"),
+    ("version", "entries"),
     [
         (
             "1.2.3",
@@ -344,9 +344,9 @@ CHANGES = """# Changelog
         ("1.2.4", [{"kind": "added", "description": "Not yet."}]),
     ],
 )
-def test_changes_of_artifact_hub_are_first_sentences_of_the_changelog(version, changes):
-    script = ROOT / "charts" / "changes.awk"
+def test_changes_of_artifact_hub_are_first_sentences_of_the_changelog(version, entries):
+    script = ROOT / "charts" / "changelog_entries.awk"
     command = ["awk", "-v", f"version={version}", "-f", script]
     done = subprocess.run(command, input=CHANGES, capture_output=True, text=True, check=True)
 
-    assert yaml.safe_load(yaml.safe_load(done.stdout)["artifacthub.io/changes"]) == changes
+    assert yaml.safe_load(yaml.safe_load(done.stdout)["artifacthub.io/changes"]) == entries

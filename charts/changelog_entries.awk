@@ -1,7 +1,7 @@
 # Prints the annotation artifacthub.io/changes of Chart.yaml: the first sentence of each entry of a section of
 # CHANGELOG.md. The section is that of `version`, and "Unreleased" while that version has none.
 #
-#     awk -v version=0.1.0 -f charts/changes.awk CHANGELOG.md
+#     awk -v version=0.1.0 -f charts/changelog_entries.awk CHANGELOG.md
 
 function finish() {
   if (entry == "") return
