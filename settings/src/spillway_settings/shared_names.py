@@ -64,13 +64,14 @@ CREDENTIAL_VALUE = (
 
 # What a model's name ends in without being another model.
 MODEL_NAME_ENDINGS = (
-    r"(-(instruct|thinking|chat|base|it|hf|bf16|v0\.[0-9]+|[0-9]{4}|awq|gptq|gptqmodel|autoround|quantized|bnb|marlin"
-    r"|fp8|fp4|nvfp4|mxfp4|mxfp8|int4|int8|[48]bit|(quantized\.)?w[48]a(4|8|16)|dynamic|block|kv|128g|g128))+$"
+    r"([-_.](instruct|thinking|chat|base|it|pt|hf|bf16|preview|v0\.[0-9]+|[0-9]{4}|awq|gptq(-[48]b)?|gptqmodel|autoround|sym"
+    r"|inc|quantized|unquantized|qat|q4_0|bnb|unsloth|marlin|quarot|fp8|fp4|nvfp4(a16)?|mxfp4|mxfp8|int4|int8|[48]bit"
+    r"|w[48]a(4|8|16)|dynamic|block|kv|128g|g128))+$"
 )
 # What such an ending has in it -> its weights, in eighths of those in 16 bits: embeddings stay as they are.
 QUANTIZED_EIGHTHS = {
-    r"-(fp8|mxfp8|int8|8bit|(quantized\.)?w8a)": 5,
-    r"-(awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|(quantized\.)?w4a)": 3,
+    r"[-_.](fp8|mxfp8|int8|8bit|w8a)": 5,
+    r"[-_.](awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|w4a)": 3,
 }
 
 
