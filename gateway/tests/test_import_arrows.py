@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "turns",
         "write_coalescing",
     },
+    "picker": {"client", "config", "errors", "fleet", "lifecycle", "upstream"},
     "tracing": {"config", "fleet", "routing", "upstream"},
     "scaling": {"background", "config", "discovery", "fleet", "metrics", "routing", "upstream"},
     "roster": {"access", "background", "config", "discovery", "errors", "fleet", "metrics", "routing", "tokens"},

@@ -76,6 +76,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/fleet": (NOTHING,),
     "gateway/tests/listeners": (NOTHING,),
     "gateway/tests/ops": (NOTHING,),
+    "gateway/tests/picker": (NOTHING,),
+    "gateway/tests/picker/test_envoy.py": ("servers",),
     "gateway/tests/processes": (NOTHING,),
     "gateway/tests/ops/ui": (NOTHING,),
     "gateway/tests/roster": (NOTHING,),

@@ -108,6 +108,7 @@ class Gateway:
         serving: Callable[[GatewayMetrics], Serving] = ThisProcess,
     ) -> None:
         self.config = config
+        self.picker_port: int | None = None  # that the endpoint picker listens on
         self.on_applied: list[Callable[[GatewayConfig], None]] = []
         self.lifecycle = Lifecycle()
         self.metrics = GatewayMetrics()
@@ -289,6 +290,11 @@ class Gateway:
                 tasks.append(asyncio.create_task(supervised(self.gatekeeper.shared.run, "shared limits")))
             if self.follower is not None:
                 tasks.append(asyncio.create_task(supervised(self.follower.run, "configuration file")))
+            if self.config.listen.picker_port is not None:
+                from spillway_gateway.picker.server import picking  # noqa: PLC0415 - gRPC is 25 MB, needed only here
+
+                picker = picking(self.config.listen, self.app, self.open_connections, self.lifecycle)
+                self.picker_port = await stack.enter_async_context(picker)
             yield
 
     async def _trim_pool(self) -> None:

@@ -140,6 +140,7 @@ class InferenceEndpoint:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens, text_tokens=0)
         continuation = context.upstream.continuation
         asks_ids = parsed.plain_stream and continuation.enabled and prompt.prompt_tokens < continuation.tokens_max
+        asks_ids = asks_ids and client.engine_connections is None  # a proxy sends a request once
         if asks_ids:
             inserted["return_token_ids"] = True
         session = session_hint(tenant.name, headers, context.session_sources.name(headers, parsed.session_names))

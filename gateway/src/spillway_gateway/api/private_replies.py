@@ -169,6 +169,7 @@ class PrivateReply:
         self.clear_disconnect_callback = client.clear_disconnect_callback
         self.take_reply_bytes = client.take_reply_bytes
         self.give_reply_bytes = client.give_reply_bytes
+        self.engine_connections = client.engine_connections
 
     @property
     def writable(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
@@ -105,6 +105,7 @@ class ClientRequest:
     """One request on its connection. Used on the event loop, by the task that serves the request."""
 
     __slots__ = ("_connection", "_cycle")
+    engine_connections: ClassVar[None] = None
 
     def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection

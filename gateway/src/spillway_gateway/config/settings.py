@@ -7,6 +7,7 @@ by name, because a misspelt timeout that is silently ignored is found only in an
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from fnmatch import fnmatchcase
@@ -63,6 +64,8 @@ class ListenConfig(CamelSection, frozen=True):
     # A listener of its own for /metrics and /spillway/config, which the main one then does not serve.
     ops_port: ListenPort | None = None
     ops_host: Text | None = None  # host without it
+    # A gRPC listener for proxies that ask which engine gets a request, on `host` and with `tls`; see picker/.
+    picker_port: ListenPort | None = None
     tls: TlsConfig | None = None
 
 
@@ -282,6 +285,7 @@ def _check(config: GatewayConfig) -> None:
         if model.discovery is not None:
             check_discovery(model.name, model.discovery)
     _check_listeners(config.listen)
+    _check_picker(config)
     check_tracing(config.tracing)
     check_cors("cors", config.cors)
     limits = config.limits
@@ -331,6 +335,29 @@ def _check_listeners(listen: ListenConfig) -> None:
             raise ConfigError(f"listen.opsPort: {listen.ops_port} is listen.port too; give it another port")
     elif listen.ops_host is not None:
         raise ConfigError("listen.opsHost: set without listen.opsPort; set both, or neither")
+
+
+def _check_picker(config: GatewayConfig) -> None:
+    port = config.listen.picker_port
+    if port is None:
+        return
+    if port != 0 and port in (config.listen.port, config.listen.ops_port):
+        raise ConfigError(f"listen.pickerPort: {port} is another listener's too; give it a port of its own")
+    if config.processes > 1:
+        raise ConfigError(
+            f"listen.pickerPort: set with processes: {config.processes}, and one process answers proxies; set "
+            "processes: 1, and run more gateways for more requests"
+        )
+    for model in config.models:
+        for engine in model.engines:
+            host = urlsplit(engine.url).hostname or ""
+            try:
+                ipaddress.ip_address(host)
+            except ValueError:
+                raise ConfigError(
+                    f"models: engine {engine.name!r} of {model.name!r}: host {host!r} given with listen.pickerPort, an "
+                    "IP address needed, as proxies look up no names"
+                ) from None
 
 
 def _check_names(config: GatewayConfig) -> None:

@@ -27,7 +27,7 @@ class RouteReason(StrEnum):
     LOAD = "load"  # cheapest although another engine holds more of the prompt, or none holds any and loads differ
     RENDEZVOUS = "rendezvous"  # no engine holds any of it: by hash of the first block among equally cheap engines
     SESSION = "session"  # it served the request's session last, and the index knows of no better one
-    RETRY = "retry"  # another engine failed before the first byte
+    RETRY = "retry"  # another engine failed before the first byte, or a proxy in front leaves some out
     PINNED = "pinned"  # it stores what the request asks for
 
 

@@ -17,6 +17,7 @@ from spillway_gateway.lifecycle import RunningRequest
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
+from spillway_gateway.upstream.connections import Connections
 from spillway_gateway.upstream.continuation.sent_answer import KeptBytes
 from spillway_gateway.upstream.forward import Body, Headers
 from spillway_gateway.upstream.pool import ConnectionPool
@@ -33,6 +34,10 @@ Send = Callable[[Message], Awaitable[None]]
 
 class Client(Protocol):
     """The client's side of a request (client/connection.py)."""
+
+    @property
+    def engine_connections(self) -> Connections | None:
+        """Through which this request reaches its engine; None: the gateway's own pool."""
 
     def set_disconnect_callback(self, callback: Callable[[], None]) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from spillway_gateway.errors import EngineConnectTimeout, EngineRefused, GatewayError
@@ -38,6 +38,8 @@ class ConnectionPool:
     connections_max: open connections to all engines together. connect_timeout_seconds: bound of one connect.
     """
 
+    reach_another = True
+
     def __init__(self, connections_max: int, connect_timeout_seconds: float, clock: Callable[[], float]) -> None:
         self.connections_max = connections_max
         self.connect_timeout_seconds = connect_timeout_seconds
@@ -47,6 +49,9 @@ class ConnectionPool:
         self._reading = Reading()
         self._tls: asyncio.Task[ssl.SSLContext] | None = None
         self._tls_since = 0.0
+
+    def unreachable(self, engines: Mapping[str, Engine]) -> frozenset[str]:
+        return frozenset()
 
     def take_idle(self, engine: Engine) -> EngineConnection | None:
         """A connection from the pool, or None. Does not wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from spillway_gateway.errors import UpstreamError
-from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.connections import Connection
 from spillway_gateway.upstream.outbound import Client
 from spillway_gateway.upstream.sse import EventFramer
 
@@ -14,7 +14,7 @@ ERROR_REPLY_BYTES_MAX = 64 * 1024  # of an error reply that is kept while anothe
 END_OF_REPLY_SECONDS_MAX = 1.0  # from [DONE] to the end of the engine's reply; only then can its connection be reused
 
 
-async def next_events(connection: EngineConnection, framer: EventFramer) -> bytes:
+async def next_events(connection: Connection, framer: EventFramer) -> bytes:
     """Whole events; empty at the end of the stream."""
     while chunk := await connection.chunk():
         if events := framer.feed(chunk):
@@ -22,7 +22,7 @@ async def next_events(connection: EngineConnection, framer: EventFramer) -> byte
     return framer.rest()
 
 
-async def read_to_end(connection: EngineConnection) -> None:
+async def read_to_end(connection: Connection) -> None:
     """The client has the whole reply. Read the engine's end of it, so that the connection can be reused."""
     try:
         async with asyncio.timeout(END_OF_REPLY_SECONDS_MAX):
@@ -32,7 +32,7 @@ async def read_to_end(connection: EngineConnection) -> None:
         pass  # the connection is closed instead
 
 
-async def collect(connection: EngineConnection, bytes_max: int, held: HeldBytes | None = None) -> bytes:
+async def collect(connection: Connection, bytes_max: int, held: HeldBytes | None = None) -> bytes:
     """The whole body, or its start once it is longer than bytes_max, or there is no room for more of it."""
     body = await connection.chunk()
     if connection.complete:

@@ -23,7 +23,7 @@ from spillway_gateway.errors import (
 )
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
-from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.connections import Connection, Connections
 from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
 from spillway_gateway.upstream.forward import request_head
@@ -51,6 +51,7 @@ class Relay:
         "_client",
         "_coalescer",
         "_connection",
+        "_connections",
         "_continuing",
         "_dispatched",
         "_ended",
@@ -73,7 +74,8 @@ class Relay:
         self._dispatched = False
         self._ended = EndedEngines(request, fleet.name, services)
         self._chosen_at = 0.0  # the last engine
-        self._connection: EngineConnection | None = None  # from the pool, during an attempt
+        self._connections: Connections = client.engine_connections or services.pool
+        self._connection: Connection | None = None  # of those, during an attempt
         self._attempt_trace: AttemptTrace | None = None
         self._attempt_status = 0  # of the engine's reply
         self.lease: Lease | None = None
@@ -138,7 +140,7 @@ class Relay:
         """Try one engine after another until one answers; if it fails within a stream, try others that continue it.
         Raises the last failure if no retry is allowed."""
         services, request, exchange, continuing = self._services, self._request, self._exchange, self._continuing
-        tried: frozenset[str] = frozenset()
+        tried = self._connections.unreachable(self._fleet.engines)
         attempts = 0
         failure: UpstreamError | None = None
         while True:
@@ -181,7 +183,7 @@ class Relay:
             attempts += is_attempt(failure)
             # An engine that lacks the adapter has done nothing that must not be done twice.
             movable = request.retryable or isinstance(failure, AdapterNotServed)
-            movable = movable and request.only_engine is None
+            movable = movable and request.only_engine is None and self._connections.reach_another
             engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
             again = may_retry(
                 bytes_sent=exchange.committed,
@@ -283,7 +285,7 @@ class Relay:
                 assumed.cancel()
             engine.requests.discard(exchange)
             if self._connection is not None:
-                self._services.pool.release(engine, self._connection)
+                self._connections.release(engine, self._connection)
                 self._connection = None
 
     async def _ask_whole(self, request: OutboundRequest) -> tuple[int, bytes]:
@@ -293,13 +295,13 @@ class Relay:
         connection = await self._ask(engine, request)
         reply = await collect(connection, TEXT_BYTES_MAX)
         status, self._connection = connection.status, None
-        self._services.pool.release(engine, connection)
+        self._connections.release(engine, connection)
         return status, reply
 
-    async def _ask(self, engine: Engine, request: OutboundRequest) -> EngineConnection:
+    async def _ask(self, engine: Engine, request: OutboundRequest) -> Connection:
         """Send the request and wait for the reply's head. A reused connection that turns out closed is no failure of
         the engine: a fresh connection decides."""
-        pool = self._services.pool
+        pool = self._connections
         head = request_head(
             engine.base_path.encode() + request.path,
             engine.host_header,
@@ -309,7 +311,7 @@ class Relay:
             method=request.method,
             rank=engine.rank,
         )
-        connection = pool.take_idle(engine)
+        connection: Connection | None = pool.take_idle(engine)
         if connection is not None:
             self._connection = connection
             self._dispatch(connection, head, request)
@@ -332,7 +334,7 @@ class Relay:
         await connection.head()
         return connection
 
-    def _dispatch(self, connection: EngineConnection, head: bytes, request: OutboundRequest) -> None:
+    def _dispatch(self, connection: Connection, head: bytes, request: OutboundRequest) -> None:
         connection.send((head, request.body))
         if not self._dispatched:
             self._dispatched = True

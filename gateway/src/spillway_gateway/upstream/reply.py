@@ -21,7 +21,7 @@ from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.fleet_view import TierLabel
 from spillway_gateway.upstream.adapter_refusals import require_adapter
-from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.connections import Connection
 from spillway_gateway.upstream.continuation.continuing import Continuing
 from spillway_gateway.upstream.exchange import Exchange, Step
 from spillway_gateway.upstream.forward import Headers, header, reply_headers
@@ -130,7 +130,7 @@ class Reply:
         self._comments_over = True
         self._keep_alive.close()
 
-    async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+    async def relay(self, lease: Lease, connection: Connection, trace: AttemptTrace | None) -> None:
         """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until the exchange
         is committed it may be retried."""
         self.stream.reset()
@@ -182,7 +182,7 @@ class Reply:
 
     # -- plain -------------------------------------------------------------------------------------------------------
 
-    async def _relay_plain(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+    async def _relay_plain(self, lease: Lease, connection: Connection, trace: AttemptTrace | None) -> None:
         held = HeldBytes(self._client)
         try:
             await self._collect_plain(lease, connection, trace, held)
@@ -190,7 +190,7 @@ class Reply:
             held.give_back()
 
     async def _collect_plain(
-        self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None, held: HeldBytes
+        self, lease: Lease, connection: Connection, trace: AttemptTrace | None, held: HeldBytes
     ) -> None:
         body = await collect(connection, self._services.limits.plain_reply_buffer_bytes, held)
         if trace is not None:
@@ -235,7 +235,7 @@ class Reply:
         _plain_succeeded(lease, status)
         await self.finish(b"")
 
-    async def _answer_in_events(self, connection: EngineConnection, body: bytes) -> None:
+    async def _answer_in_events(self, connection: Connection, body: bytes) -> None:
         """A plain reply to a request whose client has the beginning of a stream: an error becomes an event. An answer
         cannot become one."""
         status = connection.status

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from spillway_gateway.errors import EngineDisconnected, EngineFailed
 from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
-from spillway_gateway.upstream.connection import EngineConnection
+from spillway_gateway.upstream.connections import Connection
 from spillway_gateway.upstream.continuation.continued_events import ContinuedEvents
 from spillway_gateway.upstream.continuation.continuing import Continuing
 from spillway_gateway.upstream.exchange import Exchange, State, Step
@@ -58,7 +58,7 @@ class ToClient(Protocol):
     async def finish(self, body: bytes) -> None: ...
 
 
-def is_event_stream(connection: EngineConnection) -> bool:
+def is_event_stream(connection: Connection) -> bool:
     content_type = header(connection.headers, b"content-type") or b""
     return content_type[:17].lower() == EVENT_STREAM
 
@@ -125,7 +125,7 @@ class StreamRelay:
         self._framer = None
         self._complete = False
 
-    async def relay(self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None) -> None:
+    async def relay(self, lease: Lease, connection: Connection, trace: AttemptTrace | None) -> None:
         """Pass on a stream from its beginning. Raises UpstreamError for a failure of the engine; until the exchange is
         committed the request may be sent to another one."""
         exchange, reply, continuing, engine = self._exchange, self._reply, self._continuing, lease.engine
@@ -184,7 +184,7 @@ class StreamRelay:
                 exchange.heard(loop_time())
         await self._end(lease, connection, held)
 
-    async def _end(self, lease: Lease, connection: EngineConnection, held: bytes) -> None:
+    async def _end(self, lease: Lease, connection: Connection, held: bytes) -> None:
         """The stream has ended, without an event behind which nothing follows. Raises EngineDisconnected if its
         answer is not whole."""
         continuing, committed, whole = self._continuing, self._exchange.committed, self._engine_failed or self.ended
@@ -215,7 +215,7 @@ class StreamRelay:
         if trace is not None:
             trace.first_byte()
 
-    async def _commit(self, lease: Lease, connection: EngineConnection, events: bytes) -> None:
+    async def _commit(self, lease: Lease, connection: Connection, events: bytes) -> None:
         """The client gets these events, and from now on no other engine's answer from the start."""
         headers = [
             pair
@@ -242,7 +242,7 @@ class StreamRelay:
     # -- continued by another engine ---------------------------------------------------------------------------------
 
     async def relay_continued(
-        self, lease: Lease, connection: EngineConnection, trace: AttemptTrace | None, answer: ContinuedEvents
+        self, lease: Lease, connection: Connection, trace: AttemptTrace | None, answer: ContinuedEvents
     ) -> None:
         """Pass on the rest of an answer, of which the client has the beginning. answer: reads it. Raises
         UpstreamError."""

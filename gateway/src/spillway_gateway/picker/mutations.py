@@ -1,0 +1,166 @@
+"""ASGI's headers to and from the messages of Envoy's external processing. Pure.
+
+The names of the header and of its place in the metadata are those of the Inference Extension's protocol (proposal 004,
+"Endpoint Picker Protocol").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HttpHeaders,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+)
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.struct_pb2 import Struct
+
+from spillway_gateway.upstream.forward import Body, Headers, header
+
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+DESTINATION_NAMESPACE = "envoy.lb"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
+# Envoy passes on at most 64 KiB of a body at once.
+_PIECE_BYTES = 60_000
+_OF_THE_CONNECTION = (b"content-length", b"transfer-encoding", b"host")
+
+
+def headers_of(message: HttpHeaders) -> Headers:
+    """Names in lower case, pseudo-headers among them."""
+    return [
+        (each.key.lower().encode(), each.raw_value or each.value.encode("utf-8", "surrogateescape"))
+        for each in message.headers.headers
+    ]
+
+
+def request_scope(headers: Headers) -> tuple[str, bytes, bytes, Headers]:
+    """Method, path, query, and the headers as a server gives them."""
+    target = header(headers, b":path") or b"/"
+    path, _, query = target.partition(b"?")
+    method = (header(headers, b":method") or b"GET").decode("latin-1")
+    authority = header(headers, b":authority")
+    plain = [pair for pair in headers if not pair[0].startswith(b":")]
+    if authority is not None:
+        plain.append((b"host", authority))
+    return method, path, query, plain
+
+
+def subset_of(request: ProcessingRequest) -> frozenset[str] | None:
+    """The addresses (IP:PORT) among which the proxy wants one; None: any."""
+    hint = request.metadata_context.filter_metadata.get(SUBSET_NAMESPACE)
+    if hint is None or SUBSET_KEY not in hint.fields:
+        return None
+    value = hint.fields[SUBSET_KEY]
+    listed = [each.string_value for each in value.list_value.values] or value.string_value.split(",")
+    return frozenset(each.strip() for each in listed if each.strip())
+
+
+def request_to_engine(given: Headers, head: bytes, destination: str) -> ProcessingResponse:
+    """The request's headers as the engine is to get them.
+
+    Args:
+        given: the headers of the request, with pseudo-headers.
+        head: of the request to the engine, as upstream.forward.request_head writes it.
+        destination: IP:PORT of the engine.
+    """
+    first, *lines = head.rstrip(b"\r\n").split(b"\r\n")
+    wanted: Headers = []
+    for line in lines:
+        name, _, value = line.partition(b": ")
+        if name not in _OF_THE_CONNECTION:
+            wanted.append((name, value))
+    path = first.split(b" ")[1]
+    if header(given, b":path") != path:
+        wanted.append((b":path", path))
+    wanted.append((DESTINATION_HEADER.encode(), destination.encode()))
+    kept = [pair for pair in given if not pair[0].startswith(b":")]
+    metadata = Struct()
+    metadata.get_or_create_struct(DESTINATION_NAMESPACE)[DESTINATION_HEADER] = destination
+    return ProcessingResponse(
+        request_headers=HeadersResponse(
+            response=CommonResponse(header_mutation=_mutation(kept, wanted), clear_route_cache=True)
+        ),
+        dynamic_metadata=metadata,
+    )
+
+
+def reply_to_client(given: Headers, status: int, headers: Headers) -> ProcessingResponse:
+    """The reply's headers as the client is to get them. given: those of the engine's reply, with pseudo-headers."""
+    wanted = [pair for pair in headers if pair[0] not in _OF_THE_CONNECTION]
+    if header(given, b":status") != b"%d" % status:
+        wanted.append((b":status", b"%d" % status))
+    kept = [pair for pair in given if not pair[0].startswith(b":")]
+    return ProcessingResponse(
+        response_headers=HeadersResponse(response=CommonResponse(header_mutation=_mutation(kept, wanted)))
+    )
+
+
+def immediate(status: int, headers: Headers, body: bytes) -> ProcessingResponse:
+    """An answer of the gateway itself: the proxy asks no engine."""
+    options = [_option(name, value, again=False) for name, value in headers if name not in _OF_THE_CONNECTION]
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(code=status),
+            headers=HeaderMutation(set_headers=options),
+            body=body,
+        )
+    )
+
+
+def request_body_pieces(body: Body) -> Iterator[ProcessingResponse]:
+    """The whole body, in pieces that the proxy takes."""
+    for at in range(0, max(1, len(body)), _PIECE_BYTES):
+        last = at + _PIECE_BYTES >= len(body)
+        yield ProcessingResponse(request_body=_piece(bytes(body[at : at + _PIECE_BYTES]), last=last))
+
+
+def reply_body_pieces(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
+    """A part of the reply's body; the last piece ends the reply if this is its last part."""
+    for at in range(0, max(1, len(body)), _PIECE_BYTES):
+        ends = last and at + _PIECE_BYTES >= len(body)
+        yield ProcessingResponse(response_body=_piece(body[at : at + _PIECE_BYTES], last=ends))
+
+
+def _piece(body: bytes, *, last: bool) -> BodyResponse:
+    streamed = StreamedBodyResponse(body=body, end_of_stream=last)
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+
+
+def _mutation(given: Headers, wanted: Headers) -> HeaderMutation:
+    """What makes the given headers the wanted ones. Content-length is removed: bodies may become longer."""
+    before, after = _by_name(given), _by_name(wanted)
+    options = [
+        _option(name, value, again=at > 0)
+        for name, values in after.items()
+        if before.get(name) != values
+        for at, value in enumerate(values)
+    ]
+    removed = [name.decode("latin-1") for name in before if name not in after and name != b"host"]
+    return HeaderMutation(set_headers=options, remove_headers=removed)
+
+
+def _by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:
+    named: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        named.setdefault(name, []).append(value)
+    return named
+
+
+def _option(name: bytes, value: bytes, *, again: bool) -> HeaderValueOption:
+    """again: beside the values of that name that stand there."""
+    action = (
+        HeaderValueOption.HeaderAppendAction.APPEND_IF_EXISTS_OR_ADD
+        if again
+        else HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+    )
+    return HeaderValueOption(header=HeaderValue(key=name.decode("latin-1"), raw_value=value), append_action=action)

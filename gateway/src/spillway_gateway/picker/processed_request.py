@@ -1,0 +1,284 @@
+"""One request that a proxy processes with the gateway's help: a client and the connection to an engine at once.
+
+The proxy sends the request's headers and body, and gets back the request as the engine is to receive it, with the
+engine's address; then it sends the reply's headers and body, and gets back the reply as the client is to receive it.
+Bodies pass both ways as they come (Envoy's mode FULL_DUPLEX_STREAMED). An answer of the gateway itself, an error for
+example, is an immediate response. When the client leaves, or the engine breaks off, the proxy ends the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    ProcessingRequest,
+    ProcessingResponse,
+    TrailersResponse,
+)
+
+from spillway_gateway.client.connection import EXTENSION
+from spillway_gateway.client.open_connections import OpenConnections
+from spillway_gateway.errors import EngineBadReply, EngineDisconnected
+from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.picker import mutations
+from spillway_gateway.upstream.forward import Body, Headers, header
+
+Message = MutableMapping[str, Any]
+
+
+class Proxy(Protocol):
+    """The stream of messages of one request."""
+
+    async def read(self) -> ProcessingRequest | None:
+        """The proxy's next message; None after the last one."""
+
+    async def write(self, message: ProcessingResponse) -> None: ...
+
+
+class ProcessedRequest:
+    """The client of a request, as ClientRequest is of a connection to the gateway. Used on the event loop, by the task
+    that serves the request.
+
+    Args:
+        proxy: the stream.
+        opening: its first message, with the request's headers.
+        open_connections: the budgets for bodies and replies.
+    """
+
+    def __init__(self, proxy: Proxy, opening: ProcessingRequest, open_connections: OpenConnections) -> None:
+        self._proxy = proxy
+        self._open_connections = open_connections
+        self._given = mutations.headers_of(opening.request_headers)
+        self._read = opening.request_headers.end_of_stream
+        self._reserved_bytes = 0
+        self._body_seconds: float | None = None
+        self.body_timed_out = False
+        self._on_disconnect: Callable[[], None] | None = None
+        self._lost = False
+        self.engine_connections = EngineSide(proxy, self._given, mutations.subset_of(opening))
+        self._start: Message | None = None
+        self._head_sent = False
+        self._own_body = bytearray()  # of an immediate response
+        self._answered = False
+
+    def scope(self) -> MutableMapping[str, Any]:
+        """The request as ASGI has it."""
+        method, path, query, headers = mutations.request_scope(self._given)
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": unquote(path.decode("latin-1")),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": headers,
+            "client": None,
+            "server": None,
+            "state": {},
+            "extensions": {EXTENSION: self},
+        }
+
+    def disconnect(self) -> None:
+        """The proxy has ended the stream."""
+        self._lost = True
+        if self._on_disconnect is not None:
+            self._on_disconnect()
+
+    # -- ASGI --------------------------------------------------------------------------------------------------------
+
+    async def receive(self) -> Message:
+        """The next part of the request's body."""
+        if self._lost:
+            return {"type": "http.disconnect"}
+        part = b""
+        if not self._read:
+            try:
+                async with asyncio.timeout(self._body_seconds):
+                    message = await self._proxy.read()
+            except TimeoutError:
+                self.body_timed_out = True
+                return {"type": "http.request", "body": b"", "more_body": True}
+            if message is None:
+                return {"type": "http.disconnect"}
+            if message.WhichOneof("request") == "request_body":
+                part, self._read = message.request_body.body, message.request_body.end_of_stream
+            else:  # trailers
+                self._read = True
+        return {"type": "http.request", "body": part, "more_body": not self._read}
+
+    async def send(self, message: Message) -> None:
+        """A message of the reply. Those after its end, or after the proxy has ended the stream, are dropped."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._lost or self._answered or self._start is None:
+            return
+        body, self._answered = message.get("body", b""), not message.get("more_body", False)
+        status, headers = self._start["status"], list(self._start["headers"])
+        engine = self.engine_connections
+        if engine.reply_given is None:
+            self._own_body += body
+            if self._answered:
+                await self._proxy.write(mutations.immediate(status, headers, bytes(self._own_body)))
+            return
+        if not self._head_sent:
+            self._head_sent = True
+            await self._proxy.write(mutations.reply_to_client(engine.reply_given, status, headers))
+        for piece in mutations.reply_body_pieces(body, last=self._answered and not engine.trailers):
+            await self._proxy.write(piece)
+        if self._answered and engine.trailers:
+            await self._proxy.write(ProcessingResponse(response_trailers=TrailersResponse()))
+
+    # -- the client --------------------------------------------------------------------------------------------------
+
+    def take_whole_body(self) -> bytes | None:
+        """It comes in parts."""
+        return None
+
+    def expect_body(self, seconds: float) -> None:
+        """Bound each wait for a part of the body."""
+        self._body_seconds = seconds
+
+    def check_body_budget(self, body_bytes: int, bytes_max: int) -> None:
+        """Raises BodyBudgetSpent if a body of that size would exceed the budget now."""
+        self._open_connections.body_budget.check(body_bytes, body_bytes, bytes_max)
+
+    def reserve_body_bytes(self, more_bytes: int, bytes_max: int) -> None:
+        """Until the request ends. Raises BodyBudgetSpent."""
+        reserved = self._reserved_bytes + more_bytes
+        self._open_connections.body_budget.reserve(more_bytes, reserved, bytes_max)
+        self._reserved_bytes = reserved
+
+    def release_body_bytes(self) -> None:
+        self._open_connections.body_budget.release(self._reserved_bytes)
+        self._reserved_bytes = 0
+
+    def take_reply_bytes(self, more_bytes: int) -> bool:
+        """Count bytes of a reply that is collected, until give_reply_bytes(). False if there is no room for them."""
+        return self._open_connections.reply_budget.take(more_bytes)
+
+    def give_reply_bytes(self, taken_bytes: int) -> None:
+        self._open_connections.reply_budget.hold(-taken_bytes)
+
+    def set_disconnect_callback(self, callback: Callable[[], None]) -> None:
+        self._on_disconnect = callback
+        if self._lost:
+            asyncio.get_running_loop().call_soon(self.disconnect)
+
+    def clear_disconnect_callback(self, callback: Callable[[], None]) -> None:
+        self._on_disconnect = None
+
+    @property
+    def writable(self) -> bool:
+        """A comment of the gateway cannot begin a reply, whose head is the engine's."""
+        return self._head_sent and not self._answered and not self._lost
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> bool:
+        """A whole reply is sent as messages."""
+        return False
+
+
+class EngineSide:
+    """The connection to the request's engine, which the proxy opens: the only one, so this is all connections too.
+
+    reply_given: the headers of the engine's reply, as the proxy has them; None before. trailers: the proxy has sent
+    trailers, and waits for an answer to them.
+    """
+
+    reach_another = False  # what the proxy does if the engine fails is its own configuration
+
+    def __init__(self, proxy: Proxy, given: Headers, subset: frozenset[str] | None) -> None:
+        self._proxy = proxy
+        self._given = given
+        self._subset = subset
+        self._destination = ""
+        self._outgoing: Sequence[Body] = ()
+        self._read = False
+        self.reply_given: Headers | None = None
+        self.trailers = False
+        self.status = 0
+        self.headers: Headers = []
+
+    # -- upstream.connections.Connections ------------------------------------------------------------------------------
+
+    def unreachable(self, engines: Mapping[str, Engine]) -> frozenset[str]:
+        """The engines that the proxy does not want."""
+        if self._subset is None:
+            return frozenset()
+        return frozenset(name for name, engine in engines.items() if _address(engine) not in self._subset)
+
+    def take_idle(self, engine: Engine) -> EngineSide:
+        self._destination = _address(engine)
+        return self
+
+    async def open(self, engine: Engine) -> EngineSide:
+        return self.take_idle(engine)
+
+    def release(self, engine: Engine, connection: EngineSide) -> None:
+        """The proxy closes it with the stream."""
+
+    # -- upstream.connections.Connection -------------------------------------------------------------------------------
+
+    @property
+    def got_bytes(self) -> bool:
+        """The request is not sent again in any case."""
+        return True
+
+    @property
+    def complete(self) -> bool:
+        return self._read
+
+    def send(self, parts: Sequence[Body]) -> None:
+        self._outgoing = parts
+
+    async def head(self) -> None:
+        """Give the proxy the request for the engine, and wait for the reply's head."""
+        head, body = self._outgoing
+        self._outgoing = ()
+        await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
+        for piece in mutations.request_body_pieces(body):
+            await self._proxy.write(piece)
+        while (message := await self._next()).WhichOneof("request") != "response_headers":
+            if message.WhichOneof("request") == "request_trailers":
+                await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()))
+        given = mutations.headers_of(message.response_headers)
+        status = header(given, b":status") or b""
+        if not status.isdigit() or not 200 <= int(status) < 600:
+            raise EngineBadReply(f"the engine's reply has the status {status[:20]!r}, which HTTP does not have")
+        encoding = header(given, b"content-encoding")
+        if encoding is not None and encoding.strip().lower() != b"identity":
+            raise EngineBadReply(f"the engine's reply has the content-encoding {encoding[:20]!r}; none was asked for")
+        self._read = message.response_headers.end_of_stream
+        self.status = int(status)
+        self.headers = [pair for pair in given if not pair[0].startswith(b":")]
+        self.reply_given = given
+
+    async def chunk(self) -> bytes:
+        while not self._read:
+            message = await self._next()
+            kind = message.WhichOneof("request")
+            if kind == "response_body":
+                self._read = message.response_body.end_of_stream
+                body: bytes = message.response_body.body
+                if body:
+                    return body
+            elif kind == "response_trailers":
+                self._read = self.trailers = True
+        return b""
+
+    async def _next(self) -> ProcessingRequest:
+        message = await self._proxy.read()
+        if message is None:
+            raise EngineDisconnected("the proxy ended the exchange before the reply was whole")
+        return message
+
+
+def _address(engine: Engine) -> str:
+    host = f"[{engine.host}]" if ":" in engine.host else engine.host
+    return f"{host}:{engine.port}"

