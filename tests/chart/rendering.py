@@ -30,6 +30,7 @@ CUSTOM_KINDS = (
     "monitoring.coreos.com/v1/PrometheusRule",
     "keda.sh/v1alpha1/ScaledObject",
     "gateway.networking.k8s.io/v1/HTTPRoute",
+    "inference.networking.k8s.io/v1/InferencePool",
 )
 RENDER_SECONDS = 300  # only a Helm that hangs takes so long
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())

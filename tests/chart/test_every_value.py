@@ -47,6 +47,7 @@ gateway:
   ingress: {enabled: true, host: a.example, tlsSecret: tls}
   service: {annotations: {example.com/backend-protocol: HTTPS}}
   httpRoute: {enabled: true, parentRefs: [{name: public}]}
+  picker: {enabled: true}
 networkPolicy:
   restrictEgress: true
   gatewayFrom: [{podSelector: {}}]

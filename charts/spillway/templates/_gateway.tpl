@@ -32,6 +32,7 @@ gateway.yaml: |
 {{- end -}}
 {{- $listen := dict "host" .root.Values.listenAddress "port" $gateway.port -}}
 {{- with $gateway.opsPort -}}{{- $_ := set $listen "opsPort" . -}}{{- end -}}
+{{- if $gateway.picker.enabled -}}{{- $_ := set $listen "pickerPort" $gateway.picker.port -}}{{- end -}}
 {{- if $gateway.tls.secret.name -}}
 {{- $folder := .root.spillwayNames.folders.secrets -}}
 {{- $_ := set $listen "tls" (dict "certFile" (printf "%s/tls.crt" $folder) "keyFile" (printf "%s/tls.key" $folder)

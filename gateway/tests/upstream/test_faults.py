@@ -449,6 +449,8 @@ async def test_streams_of_an_engine_that_shuts_down_end_before_it_does(
 class StalledClient:
     """Takes everything but the last message of a reply."""
 
+    engine_connections = None
+
     def __init__(self, body: bytes) -> None:
         self.body = body
         self.got = bytearray()

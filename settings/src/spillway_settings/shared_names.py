@@ -36,6 +36,7 @@ CUSTOM_KINDS = (
     "monitoring.coreos.com/v1/ServiceMonitor",
     "monitoring.coreos.com/v1/PrometheusRule",
     "gateway.networking.k8s.io/v1/HTTPRoute",
+    "inference.networking.k8s.io/v1/InferencePool",
 )
 
 # Sections of a gateway's configuration that it puts into effect while it runs; with `models` they are all there are.

@@ -347,6 +347,13 @@ class HttpRoute(Section, frozen=True):
     annotations: Annotations = {}
 
 
+class Picker(Section, frozen=True):
+    enabled: bool = False
+    port: Port = 9002
+    failure_mode: Literal["FailClose", "FailOpen"] = "FailClose"
+    labels: Labels = {}
+
+
 class Discovery(Section, frozen=True):
     type: Literal["kubernetes", "dns", "static"] = "kubernetes"
     pod_deletion_cost_seconds: Seconds = 30
@@ -389,6 +396,7 @@ class Gateway(PodSettings, frozen=True):
     topology_spread: TopologySpread = TopologySpread()
     ingress: Ingress = Ingress()
     http_route: HttpRoute = HttpRoute()
+    picker: Picker = Picker()
     discovery: Discovery = Discovery()
     rbac: Rbac = Rbac()
     pod_security_context: kubernetes.PodSecurityContext = msgspec.field(default_factory=restricted_pod)

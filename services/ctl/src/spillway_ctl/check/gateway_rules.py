@@ -39,6 +39,7 @@ def gateway_findings(release: Release) -> Iterator[Finding]:
     yield from _bodies(release)
     yield from _tokenizers(release)
     yield from _operations(release)
+    yield from _picker(release)
     yield from _cores(release)
     yield from _audit(release)
     yield from _traces(release)
@@ -214,6 +215,28 @@ def _operations(release: Release) -> Iterator[Finding]:
             "monitoring.serviceMonitor.enabled",
             "true, but with gateway.auth.keysSecret /metrics on the port of clients requires an operator's key",
             "set gateway.opsPort, e.g. 8001: it needs no key there",
+        )
+
+
+def _picker(release: Release) -> Iterator[Finding]:
+    gateway = release.values.gateway
+    picker = gateway.picker
+    if not picker.enabled:
+        return
+    for setting, port in (("port", gateway.port), ("opsPort", gateway.ops_port)):
+        if port == picker.port:
+            yield Finding("gateway.picker.port", f"{picker.port} is also gateway.{setting}", "give each its own")
+    if gateway.processes > 1:
+        yield Finding(
+            "gateway.picker.enabled",
+            f"true with gateway.processes: {gateway.processes}, and one process answers proxies",
+            "set gateway.processes: 1 and raise gateway.replicas",
+        )
+    if gateway.discovery.type == "static":
+        yield Finding(
+            "gateway.picker.enabled",
+            "true with gateway.discovery.type: static, whose engines have names, and proxies take addresses alone",
+            "set gateway.discovery.type: kubernetes or dns",
         )
 
 

@@ -246,6 +246,7 @@ def _low_ports(release: Release) -> Iterator[Finding]:
     ports = [
         ("gateway", "gateway.port", gateway.port, "gateway.service.port may stay below"),
         ("gateway", "gateway.opsPort", gateway.ops_port or 1024, "e.g. 8001"),
+        *([("gateway", "gateway.picker.port", gateway.picker.port, "e.g. 9002")] if gateway.picker.enabled else []),
         *([("redis", "redis.port", redis.port, "e.g. 6379")] if redis.enabled else []),
         *((group.path, f"{group.path}.port", group.engine.port, "e.g. 8100") for group in release.groups),
     ]

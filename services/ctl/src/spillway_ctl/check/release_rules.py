@@ -28,6 +28,7 @@ _KEY_PREFIX = re.compile(r"^(sk|pk|rk|gh[pousr]|hf|glpat|xox[abprs])[-_]")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _INSTALLED = (
     ("gateway.httpRoute.enabled", "gateway.networking.k8s.io/v1/HTTPRoute", "the Gateway API"),
+    ("gateway.picker.enabled", "inference.networking.k8s.io/v1/InferencePool", "Gateway API's Inference Extension"),
     ("monitoring.podMonitor.enabled", "monitoring.coreos.com/v1/PodMonitor", "the Prometheus operator"),
     ("monitoring.serviceMonitor.enabled", "monitoring.coreos.com/v1/ServiceMonitor", "the Prometheus operator"),
     ("monitoring.alerts.enabled", "monitoring.coreos.com/v1/PrometheusRule", "the Prometheus operator"),
