@@ -133,7 +133,7 @@ async def picking(
 
 
 def _credentials(listen: ListenConfig) -> grpc.ServerCredentials:
-    """Of the main listener's certificate, which is read again for each handshake after its files changed."""
+    """The main listener's certificate, which is read again for each handshake after its files changed."""
     tls = listen.tls
     assert tls is not None
     files = Path(tls.key_file), Path(tls.cert_file)
