@@ -33,7 +33,7 @@ async def test_tenants_take_turns_and_priorities_go_first() -> None:
     tasks += [await queued(admission, "few", order), await queued(admission, "late", order, Priority.LOW)]
     tasks.append(await queued(admission, "urgent", order, Priority.HIGH))
     for _ in tasks:
-        admission.leave()
+        admission.leave("first")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -121,7 +121,7 @@ async def test_requests_of_a_model_at_zero_wait_for_its_first_engine() -> None:
     admission.wake()
     await tasks[0]
     assert (admission.waiting_requests, order) == (1, ["a"])
-    admission.leave()
+    admission.leave("first")
     await tasks[1]
 
 
@@ -149,7 +149,7 @@ async def test_of_one_tenants_requests_the_one_with_most_at_hand_goes_first_and_
     for at, _ in enumerate(tasks):
         if at == 2:
             now = OVERTAKE_SECONDS  # no request may be overtaken any more
-        admission.leave()
+        admission.leave("first")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -188,7 +188,7 @@ def test_nobody_is_overtaken_by_a_request_of_the_same_tenant_beyond_the_bound(
         for number, (action, tenant, tokens, seconds) in enumerate(steps):
             now += seconds
             if action == 0:
-                admission.leave()
+                admission.leave("first")
             elif action == 1 and queued:
                 gone = sorted(queued)[tokens % len(queued)]
                 del queued[gone]
@@ -202,10 +202,84 @@ def test_nobody_is_overtaken_by_a_request_of_the_same_tenant_beyond_the_bound(
                     await admission.enter("first", Priority.NORMAL)
                 await settle()
         while queued:
-            admission.leave()
+            admission.leave("first")
             await settle()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert not any(task.exception() for task in tasks.values() if not task.cancelled())
         assert admission.waiting_requests == 0
 
     asyncio.run(scenario())
+
+
+FLOODING, OTHER = 1, 2  # sessions
+
+
+async def test_a_flood_makes_neither_another_tenant_nor_another_session_of_its_own_wait() -> None:
+    admission = Admission(AdmissionConfig(), lambda: 16)
+    flood = [
+        asyncio.create_task(admission.enter("a", Priority.NORMAL, session=FLOODING if number < 20 else None))
+        for number in range(40)
+    ]
+    await asyncio.sleep(0)
+    assert (admission.admitted_requests, admission.waiting_requests) == (16, 24)
+
+    entered = [
+        admission.enter_at_once("a", OTHER),
+        admission.enter_at_once("a", OTHER),  # has one already
+        admission.enter_at_once("a", 3),
+        admission.enter_at_once("a", 4),  # two for sessions are all
+        admission.enter_at_once("b", 5),
+        admission.enter_at_once("b", 5),
+        admission.enter_at_once("c"),
+        admission.enter_at_once("d"),  # two more for tenants are all
+    ]
+    assert entered == [True, False, True, False, True, False, True, False]
+    admission.leave("c")
+    assert admission.waiting_requests == 24, "who came beyond the room makes none when it leaves"
+    assert not admission.enter_at_once("d", None, Priority.LOW), "requests of a higher priority wait"
+    assert admission.enter_at_once("d", None, Priority.HIGH)
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.sampled_from("abc"), st.sampled_from([None, 1, 2]), st.integers(0, 30)),
+        max_size=80,
+    ),
+    st.integers(0, 24),
+)
+def test_no_more_than_a_quarter_beyond_the_room_enters_and_nothing_is_remembered_of_who_left(
+    steps: list[tuple[bool, str, int | None, int]], room: int
+) -> None:
+    admission = Admission(AdmissionConfig(), lambda: room)
+    inside: list[tuple[str, int | None]] = []
+    for comes, tenant, session, at in steps:
+        if comes:
+            had = [one for one in inside if one[0] == tenant]
+            full = len(inside) - len(admission._beyond) >= room
+            if admission.enter_at_once(tenant, session):
+                assert not full or not had or (session is not None and (tenant, session) not in inside)
+                inside.append((tenant, session))
+        elif inside:
+            admission.leave(*inside.pop(at % len(inside)))
+        assert admission.admitted_requests == len(inside) <= room + 2 * (room // 8)
+    while inside:
+        admission.leave(*inside.pop())
+    assert not admission._admitted and not admission._beyond
+
+
+async def test_newcomers_without_end_starve_nobody_who_waits() -> None:
+    admission = Admission(AdmissionConfig(), lambda: 8)
+    for _ in range(8):
+        assert admission.enter_at_once("flood")
+    order: list[str] = []
+    waiting = await queued(admission, "flood", order)
+    assert admission.enter_at_once("new 0") and admission.enter_at_once("new 1")
+    for number in range(2, 20):  # one comes for each that leaves
+        admission.leave(f"new {number - 2}")
+        assert admission.enter_at_once(f"new {number}")
+    admission.leave("flood")
+    await asyncio.wait_for(waiting, 5)
+    assert order == ["flood"] and not admission.enter_at_once("new 20")

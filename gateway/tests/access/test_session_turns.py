@@ -42,7 +42,7 @@ async def served_in_order(
     tasks = [asyncio.create_task(go(*arrival)) for arrival in arrivals]
     await asyncio.sleep(0)
     for _ in tasks:
-        admission.leave()
+        admission.leave("first")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)

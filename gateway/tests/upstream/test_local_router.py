@@ -67,7 +67,7 @@ async def test_of_requests_that_wait_the_one_whose_prefix_is_at_hand_is_sent_fir
     await admission.enter("t", Priority.NORMAL)
     tasks = [asyncio.create_task(send("cold", 500)), asyncio.create_task(send("held", 0))]
     await asyncio.sleep(0)
-    admission.leave()
+    admission.leave("t")
     await asyncio.gather(*tasks)
 
     assert order == ["held", "cold"]

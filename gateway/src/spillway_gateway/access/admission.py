@@ -1,6 +1,8 @@
 """The queue in front of engines that are all full: bounded, with a deadline, fair.
 
-While a model has capacity a request passes without waiting. Otherwise it queues by priority, and within one priority
+While a model has capacity a request passes without waiting. Beyond it, a tenant or a session that has no request on
+the engines may send one, as far as the places reach that are kept for these: so a flood delays nobody else by the time
+until one of its requests ends. Otherwise it queues by priority, and within one priority
 tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
 first of another by one place. Sessions of one tenant take turns too (session_turns.py). Of one session's requests the
 one that finds most tokens at hand goes first, and none is overtaken by the others for longer than OVERTAKE_SECONDS: an
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from spillway_gateway.access.keys import Priority
@@ -23,6 +25,7 @@ from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
 from spillway_gateway.turns import Turns
 from spillway_settings.queue_order import OVERTAKE_SECONDS, admission_order
 
+NEWCOMERS_PART = 8  # one place beyond so many, for sessions without a request; and one for tenants
 CANDIDATES_MAX = 16  # of one session that are compared: each asks the prefix index
 REFUSALS_PER_ITERATION = 16  # of the event loop; thousands may have waited for equally long
 
@@ -72,6 +75,9 @@ class Admission:
         self._refusals = Turns(REFUSALS_PER_ITERATION)
         self.turns = SessionTurns(config.session_half_life_seconds, clock)
         self.admitted_requests = 0
+        self._admitted: Counter[tuple[str, Session] | str] = Counter()  # by tenant, and by tenant and session
+        # Who entered beyond the room, until all of its requests have ended: it takes nothing from those that wait.
+        self._beyond: set[tuple[str, Session]] = set()
         self.waiting_requests = 0
         self.refused_total = 0
 
@@ -79,15 +85,36 @@ class Admission:
     def is_full(self) -> bool:
         """Whether a request that asks now waits for engines that are there."""
         capacity = self._capacity()
-        return capacity > 0 and (self.waiting_requests > 0 or self.admitted_requests >= capacity)
+        return capacity > 0 and (self.waiting_requests > 0 or not self._has_room())
 
-    def enter_at_once(self, tenant: str, session: Session = None) -> bool:
+    def enter_at_once(self, tenant: str, session: Session = None, priority: Priority = Priority.NORMAL) -> bool:
         """Whether the request may be sent without waiting; leave() must then follow."""
-        if self.waiting_requests or self.admitted_requests >= self._capacity():
-            return False
-        self.admitted_requests += 1
+        if self.waiting_requests or not self._has_room():
+            if not self._may_enter_beyond(tenant, session, priority):
+                return False
+            self._beyond.add((tenant, session))
+        self._admit(tenant, session)
         self.turns.charge(tenant, session, REQUEST_TOKENS)
         return True
+
+    def _may_enter_beyond(self, tenant: str, session: Session, priority: Priority) -> bool:
+        """Whether the request gets a place beyond the engines' room, which are for those who have none at the moment:
+        a part for sessions, and as much again for tenants, so that the sessions of one take it from no other. Not
+        while a request of a higher priority waits."""
+        if any(self._waiting[other] for other in Priority if other < priority):
+            return False
+        beyond, places = len(self._beyond), self._capacity() // NEWCOMERS_PART
+        if not self._admitted[tenant]:
+            return beyond < 2 * places
+        return session is not None and not self._admitted[tenant, session] and beyond < places
+
+    def _has_room(self) -> bool:
+        return self.admitted_requests - len(self._beyond) < self._capacity()
+
+    def _admit(self, tenant: str, session: Session) -> None:
+        self.admitted_requests += 1
+        self._admitted[tenant] += 1
+        self._admitted[tenant, session] += 1
 
     @property
     def requests_per_engine_max(self) -> int:
@@ -113,7 +140,7 @@ class Admission:
             GatewayOverloaded: the queue is full, or the priority's deadline passed.
             NoEngineReady: no engine came in time.
         """
-        if self.enter_at_once(tenant, session):
+        if self.enter_at_once(tenant, session, priority):
             return
         config = self._config
         if self.waiting_requests >= config.waiting_requests_max:
@@ -140,31 +167,37 @@ class Admission:
             self._give_up(waiting, tenant, priority)
             raise
 
-    def leave(self) -> None:
+    def leave(self, tenant: str, session: Session = None) -> None:
         """An admitted request has ended."""
         self.admitted_requests -= 1
+        for whose in (tenant, (tenant, session)):
+            self._admitted[whose] -= 1
+            if not self._admitted[whose]:
+                del self._admitted[whose]
+        if not self._admitted[tenant, session]:
+            self._beyond.discard((tenant, session))
         self.wake()
 
     def wake(self) -> None:
         """Admit queued requests while there is capacity; also called when an engine becomes ready."""
-        while self.waiting_requests and self.admitted_requests < self._capacity():
-            place = self._next()
+        while self.waiting_requests and self._has_room():
+            tenant, waiting = self._next()
             self.waiting_requests -= 1
-            if not place.done():  # else it gave up in this event loop iteration
-                self.admitted_requests += 1
-                place.set_result(None)
+            if not waiting.place.done():  # else it gave up in this event loop iteration
+                self._admit(tenant, waiting.session)
+                waiting.place.set_result(None)
 
-    def _next(self) -> asyncio.Future[None]:
+    def _next(self) -> tuple[str, _Waiting]:
         for tenants in self._waiting.values():  # by priority
             if tenants:
                 tenant, queue = tenants.popitem(last=False)
                 at = self._first_of(tenant, queue)
-                place = queue[at].place
-                self.turns.charge(tenant, queue[at].session, REQUEST_TOKENS)
+                waiting = queue[at]
+                self.turns.charge(tenant, waiting.session, REQUEST_TOKENS)
                 del queue[at]
                 if queue:
                     tenants[tenant] = queue  # at the end: the other tenants come first
-                return place
+                return tenant, waiting
         raise AssertionError("waiting_requests counts a request that is not queued")
 
     def _first_of(self, tenant: str, queue: deque[_Waiting]) -> int:
@@ -183,7 +216,7 @@ class Admission:
         """Take a request off the queue; if it was admitted in the same iteration, its place goes to the next one."""
         place = waiting.place
         if place.done() and not place.cancelled():
-            self.leave()
+            self.leave(tenant, waiting.session)
             return
         queue = self._waiting[priority].get(tenant)
         if queue is not None and waiting in queue:

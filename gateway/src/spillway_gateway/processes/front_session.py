@@ -170,8 +170,8 @@ class FrontSession:
             self._refuse(asked.number, error)
             return
         place = self._places[asked.number] = RoutedPlace(self.notice, fleet)
-        if admission.enter_at_once(asked.tenant, asked.session):
-            place.admission = admission
+        if admission.enter_at_once(asked.tenant, asked.session, asked.priority):
+            place.admitted(admission, asked)
             self._choose(place, asked, prompt)
         else:
             place.waiting = self._spawn(self._wait(place, admission, fleet, asked, prompt))
@@ -194,7 +194,7 @@ class FrontSession:
             self._refuse(asked.number, error)
             return
         place.waiting = None
-        place.admission = admission
+        place.admitted(admission, asked)
         self._choose(place, asked, prompt)
 
     def _choose(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from spillway_gateway.access.admission import Admission
+from spillway_gateway.access.session_turns import Session
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
@@ -19,16 +20,20 @@ from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 class RoutedPlace:
     """One request of the front, in its model's queue or on an engine."""
 
-    __slots__ = ("_notice", "admission", "fleet", "lease", "turn", "waiting")
+    __slots__ = ("_notice", "_whose", "admission", "fleet", "lease", "turn", "waiting")
 
     def __init__(self, notice: Callable[..., None], fleet: ModelFleet) -> None:
         """notice: tells the front, once, that an engine went down or ends."""
         self._notice = notice
         self.fleet = fleet
         self.admission: Admission | None = None  # once it was admitted
+        self._whose: tuple[str, Session] = "", None
         self.waiting: asyncio.Task[None] | None = None
         self.lease: Lease | None = None
         self.turn = ColdTurn()  # of the last choice
+
+    def admitted(self, admission: Admission, asked: messages.Route) -> None:
+        self.admission, self._whose = admission, (asked.tenant, asked.session)
 
     def choose(self, asked: messages.Route, prompt: PromptBlocks) -> Lease | None:
         """None: the prompt has to wait for its turn."""
@@ -63,7 +68,7 @@ class RoutedPlace:
         self.fleet.cold.leave(self.turn)
         self.close(None)
         if self.admission is not None:
-            self.admission.leave()
+            self.admission.leave(*self._whose)
             self.admission = None
 
     # -- fleet.engine.EngineRequest

@@ -160,7 +160,7 @@ class _LocalPlace:
         return may_be_sent_again(self._fleet, self._lease, self._suspects, fingerprint, again=again, begun=begun)
 
     def leave(self) -> None:
-        self._admission.leave()
+        self._admission.leave(self._request.tenant, _digest_of(self._request))
 
 
 def _digest_of(request: OutboundRequest) -> int | None:
