@@ -104,7 +104,9 @@ def test_a_coding_agent_and_its_subagent_stay_on_one_engine_without_a_setting(st
     engines, choices = [], stack.gateway_metrics().total("spillway_gateway_session_choices_total", outcome="kept")
     for request in AGENTS[agent]:
         url = f"{stack.local.gateway_url}{request.path}"
-        body = request.body | {"model": stack.model}
+        # Tools need a parser for the model, which the small one has not.
+        body = {name: value for name, value in request.body.items() if not name.startswith("tool")}
+        body |= {"model": stack.model, "max_output_tokens" if agent == "codex" else "max_tokens": 4}
         reply = httpx.post(url, json=body, headers=request.headers, timeout=120)
         assert reply.status_code == 200, reply.text
         engines.append(reply.headers["x-spillway-engine"])
