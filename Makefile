@@ -244,6 +244,10 @@ bench-prediction: $(STAMP) ## Cached tokens that the gateway expects, by tier, b
 bench-gateway: $(STAMP) ## The gateway beside other routers over mock engines: requests/s, added time, CPU, memory. About seven minutes
 	@$(BIN)/python bench/gateway.py $(BENCH)
 
+.PHONY: bench-picker
+bench-picker: $(STAMP) ## A real Envoy that asks the gateway for an engine, beside the gateway itself: added time, requests/s. About three minutes
+	@$(BIN)/python bench/picker.py $(BENCH)
+
 .PHONY: bench-attack
 bench-attack: $(STAMP) ## How much longer another client's stream waits while the gateway is attacked. An idle machine; about four minutes
 	@$(BIN)/python -m pytest tests/attack tests/attack/large_state.py --stream-gaps

@@ -174,7 +174,7 @@ async def test_a_proxy_that_names_a_subset_gets_an_engine_of_it(start_engine: St
 async def test_while_no_picker_answers_requests_pass_or_fail_as_the_proxy_says(start_engine: StartEngine):
     engine = await start_engine()
     body, stolen = {"model": engine.model, "prompt": PROMPT}, {DESTINATION_HEADER: "127.0.0.1:1"}
-    for address, expected in ((f"127.0.0.1:{engine.port}", 200), (None, 500)):
+    for address, expected in (([f"127.0.0.1:{engine.port}"], 200), (None, 500)):
         async with running_gateway(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as running:
             assert running.gateway.picker_port is not None
             config = envoy_config(running.gateway.picker_port, fail_open_to=address)

@@ -21,13 +21,18 @@ _LOOPBACK = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
 
 
 def envoy_config(
-    picker_port: int, *, fail_open_to: str | None = None, subset: Sequence[str] | None = None
+    picker_port: int,
+    *,
+    processed: bool = True,
+    fail_open_to: Sequence[str] | None = None,
+    subset: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Envoy's bootstrap: one listener whose requests the picker processes.
 
     Args:
         picker_port: of the picker on 127.0.0.1.
-        fail_open_to: IP:PORT of the engine that gets requests while no picker answers; None: they are refused.
+        processed: whether requests are processed at all.
+        fail_open_to: IP:PORT of the engines that get requests which no picker has processed; None: they are refused.
         subset: IP:PORT of the engines that requests may go to; None: any.
     """
     clusters = [
@@ -76,7 +81,7 @@ def envoy_config(
                 "name": "any",
                 "type": "STATIC",
                 "connect_timeout": "5s",
-                "load_assignment": _assignment("any", fail_open_to),
+                "load_assignment": _assignment("any", *fail_open_to),
             }
         )
         routes.append({"match": {"prefix": "/"}, "route": {"cluster": "any", "timeout": "0s"}})
@@ -91,6 +96,28 @@ def envoy_config(
                 "typed_config": {
                     "@type": f"{_TYPES}.filters.http.set_metadata.v3.Config",
                     "metadata": [{"metadata_namespace": SUBSET_NAMESPACE, "value": {SUBSET_KEY: list(subset)}}],
+                },
+            }
+        )
+    if processed:
+        filters.append(
+            {
+                "name": "envoy.filters.http.ext_proc",
+                "typed_config": {
+                    "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
+                    "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "0s"},
+                    "failure_mode_allow": fail_open_to is not None,
+                    "message_timeout": "60s",
+                    "mutation_rules": {"allow_all_routing": True},
+                    "metadata_options": {"forwarding_namespaces": {"untyped": [SUBSET_NAMESPACE]}},
+                    "processing_mode": {
+                        "request_header_mode": "SEND",
+                        "request_body_mode": "FULL_DUPLEX_STREAMED",
+                        "request_trailer_mode": "SEND",
+                        "response_header_mode": "SEND",
+                        "response_body_mode": "FULL_DUPLEX_STREAMED",
+                        "response_trailer_mode": "SEND",
+                    },
                 },
             }
         )
@@ -110,25 +137,6 @@ def envoy_config(
         "http_filters": [
             *filters,
             {
-                "name": "envoy.filters.http.ext_proc",
-                "typed_config": {
-                    "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
-                    "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "0s"},
-                    "failure_mode_allow": fail_open_to is not None,
-                    "message_timeout": "60s",
-                    "mutation_rules": {"allow_all_routing": True},
-                    "metadata_options": {"forwarding_namespaces": {"untyped": [SUBSET_NAMESPACE]}},
-                    "processing_mode": {
-                        "request_header_mode": "SEND",
-                        "request_body_mode": "FULL_DUPLEX_STREAMED",
-                        "request_trailer_mode": "SEND",
-                        "response_header_mode": "SEND",
-                        "response_body_mode": "FULL_DUPLEX_STREAMED",
-                        "response_trailer_mode": "SEND",
-                    },
-                },
-            },
-            {
                 "name": "envoy.filters.http.router",
                 "typed_config": {"@type": f"{_TYPES}.filters.http.router.v3.Router"},
             },
@@ -145,10 +153,13 @@ def envoy_config(
     return {"admin": {"address": _LOOPBACK}, "static_resources": {"listeners": [listener], "clusters": clusters}}
 
 
-def _assignment(name: str, address: str) -> dict[str, Any]:
-    host, _, port = address.rpartition(":")
-    endpoint = {"address": {"socket_address": {"address": host, "port_value": int(port)}}}
-    return {"cluster_name": name, "endpoints": [{"lb_endpoints": [{"endpoint": endpoint}]}]}
+def _assignment(name: str, *addresses: str) -> dict[str, Any]:
+    endpoints = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        socket = {"socket_address": {"address": host, "port_value": int(port)}}
+        endpoints.append({"endpoint": {"address": socket}})
+    return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
 
 
 @asynccontextmanager
