@@ -113,7 +113,7 @@ def _port(url: str) -> int:
 
 
 def _chat(draw: random.Random, tokens: int) -> bytes:
-    """Of about so many tokens, in messages of up to 2,000."""
+    """A chat of about so many tokens, in messages of up to 2,000."""
     words = draw.choices(_WORDS, k=tokens)
     texts = [" ".join(words[at : at + 2_000]) for at in range(0, tokens, 2_000)]
     roles = itertools.cycle(("user", "assistant"))
