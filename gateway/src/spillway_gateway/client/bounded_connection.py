@@ -214,7 +214,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def refusal_headers(self) -> list[tuple[bytes, bytes]]:
-        """Of a refusal that no request's task answers, besides its own."""
+        """Further headers of a refusal that no request's task answers."""
         return []
 
     def linger(self, transport: asyncio.Transport) -> bool:
