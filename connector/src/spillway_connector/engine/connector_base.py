@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import vllm
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
@@ -145,6 +146,7 @@ class ConnectorBase(OffloadingConnector):
         """See engine/hints.py."""
         self._half.prefix_expected(request, hashing_seconds)
 
+    @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._note_layout(kv_caches)
         super().register_kv_caches(kv_caches)
@@ -155,6 +157,7 @@ class ConnectorBase(OffloadingConnector):
             num_blocks = self._kv_cache_config.num_blocks
             self._spec.registered_layout = layout_facts(kv_caches, self._vllm_config, num_blocks)
 
+    @override
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._half.bind_device_blocks(gpu_block_pool)
 
@@ -175,10 +178,12 @@ class ConnectorBase(OffloadingConnector):
         """See engine/resets.py. EngineCore process, scheduler thread, between steps."""
         return self._half.forced_reset(scheduler)
 
+    @override
     def reset_cache(self) -> bool:
         """False, and nothing is reset, where vLLM could not reset the device's prefix cache; upstream always resets."""
         return self._half.reset_with_device()
 
+    @override
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert isinstance(self.connector_worker, WorkerHalf)
         return self.connector_worker.take_invalid_blocks()

@@ -18,6 +18,7 @@ from collections.abc import Set as AbstractSet
 from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     OffloadingEvent,
@@ -131,6 +132,7 @@ class CpuTier(OffloadingManager):
     def _lost(self, keys: list[OffloadKey]) -> None:
         """Chunks that were never ready have left: their store failed. vLLM may hold a description of each."""
 
+    @override
     def reset_cache(self) -> None:
         """Drop every chunk; rows that jobs still read or write are quarantined until `release`."""
         self._announce(self.ready, removed=True)
@@ -155,15 +157,18 @@ class CpuTier(OffloadingManager):
         """(rows, bytes of a row), of all ranks."""
         return self._view
 
+    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self.events:
             events, self.events = self.events, []
             return events
         return ()
 
+    @override
     def shutdown(self) -> None:
         self._view.release()
         self._region.cleanup()
@@ -192,29 +197,36 @@ class LruRows(CpuTier):
         self.resident = self._rows.keys()
         self.waiting = WaitingChunks(int(num_rows * KEPT_SHARE_MAX), self.resident)
 
+    @override
     def retire(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
             if key in self._rows:
                 self._rows.move_to_end(key, last=False)
 
+    @override
     def free_rows(self) -> int:
         return len(self._free_list) + self._num_rows - self._allocated_rows
 
+    @override
     def retained_rows(self) -> int:
         return self._retention.retained_chunks
 
+    @override
     def held_rows(self) -> int:
         if self._holds:
             self._holds.expire(self._clock())
         return len(self._holds)
 
+    @override
     def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
         self._holds.hold(tenant, share, seconds, keys, self._clock())
 
+    @override
     def take_ended_sessions(self) -> int:
         ended, self._retention.sessions_ended = self._retention.sessions_ended, 0
         return ended
 
+    @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         ordered = keys if isinstance(keys, list | tuple) else list(keys)
         # The head of a prefix becomes the youngest: without its head a prefix is useless.
@@ -228,16 +240,19 @@ class LruRows(CpuTier):
         elif not self._retention.is_idle:
             self._retention.use_without_session(keys)
 
+    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if (named := session_of_context(req_context)) is not None:
             self._retention.begin_request(*named, self._clock())
         return super().on_new_request(req_context)
 
+    @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         super().on_request_finished(req_context)
         if (named := session_of_context(req_context)) is not None:
             self._retention.end_request(*named, self._clock())
 
+    @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pins the rows. Every key must be ready."""
         assert self.ready.issuperset(keys), "a chunk that is not ready cannot be read"
@@ -249,6 +264,7 @@ class LruRows(CpuTier):
                 readers[key] = readers.get(key, 0) + 1
         return CPULoadStoreSpec(list(map(self._rows.__getitem__, keys)))
 
+    @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         readers = self._readers
         left = list(map(readers.pop, keys, repeat(0)))
@@ -256,6 +272,7 @@ class LruRows(CpuTier):
         if max(left, default=1) > 1:
             readers.update((key, count - 1) for key, count in zip(keys, left, strict=True) if count > 1)
 
+    @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Rows for those of `keys` that are not here; None when too few can be freed, and then nothing has changed."""
         none_here = self.resident.isdisjoint(keys)
@@ -276,6 +293,7 @@ class LruRows(CpuTier):
         self.changed_chunks.add(wanted)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
 
+    @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         if self.ready.isdisjoint(keys) and self.resident >= set(keys):
             written = list(keys)
@@ -290,14 +308,17 @@ class LruRows(CpuTier):
             self._lost(written)
         self.changed_chunks.add(written)
 
+    @override
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         return list(map(self._rows.__getitem__, keys))
 
+    @override
     def _rows_in_use(self) -> Counter[int]:
         in_use = Counter(self.rows_of(self._rows.keys() - self.ready))
         in_use.update({self._rows[key]: count for key, count in self._readers.items()})
         return in_use
 
+    @override
     def _drop_all(self) -> int:
         self._rows.clear()
         self._readers.clear()
@@ -408,6 +429,7 @@ class ArcRows(CpuTier, CPUOffloadingManager):
     def _row_of(self, status: Any) -> int:
         """status: what upstream's policy keeps of a chunk."""
 
+    @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         output = CPUOffloadingManager.prepare_store(self, keys, req_context)
         if output is not None:
@@ -418,6 +440,7 @@ class ArcRows(CpuTier, CPUOffloadingManager):
             self.changed_chunks.add(output.keys_to_store)
         return output
 
+    @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         written = [key for key in keys if key in self._resident and key not in self.ready]
         CPUOffloadingManager.complete_store(self, keys, req_context, success)
@@ -427,9 +450,11 @@ class ArcRows(CpuTier, CPUOffloadingManager):
             self._resident.difference_update(written)
         self.changed_chunks.add(written)
 
+    @override
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         return [self._row_of(self._status_of(key)) for key in keys]
 
+    @override
     def _rows_in_use(self) -> Counter[int]:
         chunks = [self._status_of(key) for key in self._resident]
         return Counter({self._row_of(chunk): abs(chunk.ref_cnt) for chunk in chunks if chunk.ref_cnt})

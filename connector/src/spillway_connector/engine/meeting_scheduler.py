@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
@@ -21,6 +22,7 @@ class MeetingSchedulerHalf(SchedulerHalf):
         if self._one_prefix and self._being_loaded is not None:  # else there is no hit behind a preemption
             self.meetings = Meetings(self.manager, control, self._prefill_timer, self._chunk_tokens)
 
+    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
@@ -37,16 +39,19 @@ class MeetingSchedulerHalf(SchedulerHalf):
                 return None, False
         return tokens, later
 
+    @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self.meetings is not None:
             self.meetings.admitted(request.request_id, num_external_tokens)
 
+    @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         if self.meetings is not None:
             self.meetings.finished(request.request_id)
         return super().request_finished(request)
 
+    @override
     def reset_cache(self) -> None:
         super().reset_cache()
         if self.meetings is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -64,6 +65,7 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
     loaded_blocks: int = 0  # of the device, added up over the ranks
     loading_seconds: float = 0.0  # that copying them took, added up likewise
 
+    @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """A job has failed when any rank's part of it has."""
         assert isinstance(other, SpillwayWorkerMetadata)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
@@ -98,12 +99,15 @@ class SharedTierBase(PrefixTier):
         logger.info("Shared tier %s: namespace %s", tier_type, spec.namespace.hex)
 
     @property
+    @override
     def open(self) -> bool:
         return self._shared.open
 
+    @override
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         return self._shared.lookup_prefix(keys, req_context.req_id)
 
+    @override
     def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
         return cast(list[tuple[int, list[OffloadKey]]], self._shared.arrived())
 
@@ -137,6 +141,7 @@ class SharedTierBase(PrefixTier):
     def _load(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int]) -> None:
         self._shared.submit_load(job_id, list(keys), rows)
 
+    @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         outcomes = self._shared.finished()
         if not outcomes:  # most steps
@@ -151,12 +156,15 @@ class SharedTierBase(PrefixTier):
             for outcome in outcomes
         ]
 
+    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._shared.request_finished(req_context.req_id)
 
+    @override
     def shutdown(self) -> None:
         self._shared.close()
         self._rows.release()

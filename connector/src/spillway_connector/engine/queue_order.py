@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
+from typing_extensions import override
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from vllm.v1.request import Request, RequestStatus
@@ -137,10 +138,12 @@ class OrderedQueue(RequestQueue):
     def _take(self, request: Request) -> None:
         """Out of the queue, which holds it."""
 
+    @override
     def peek_request(self) -> Request:
         self._shown = self.order.next_of(self) if len(self) > 1 else super().peek_request()  # type: ignore[safe-super]
         return self._shown
 
+    @override
     def pop_request(self) -> Request:
         request = self._shown or self.peek_request()
         self._take(request)
@@ -148,26 +151,31 @@ class OrderedQueue(RequestQueue):
         self.order.popped(request)
         return request
 
+    @override
     def add_request(self, request: Request) -> None:
         super().add_request(request)  # type: ignore[safe-super]
         self._shown = None
         self.order.changed()
 
+    @override
     def prepend_request(self, request: Request) -> None:
         super().prepend_request(request)  # type: ignore[safe-super]
         self._shown = None
         self.order.changed()
 
+    @override
     def prepend_requests(self, requests: Any) -> None:  # a queue in vLLM 0.23, requests since
         super().prepend_requests(requests)  # type: ignore[safe-super]
         self._shown = None
         self.order.changed()
 
+    @override
     def remove_request(self, request: Request) -> None:
         super().remove_request(request)  # type: ignore[safe-super]
         self._shown = None
         self.order.removed()
 
+    @override
     def remove_requests(self, requests: Iterable[Request]) -> None:
         super().remove_requests(requests)  # type: ignore[safe-super]
         self._shown = None
@@ -179,9 +187,11 @@ class OrderedFCFSQueue(OrderedQueue, FCFSRequestQueue):
         super().__init__()
         self.order = order
 
+    @override
     def candidates(self) -> list[Request]:
         return list(islice(self, CANDIDATES_MAX))
 
+    @override
     def _take(self, request: Request) -> None:
         self.remove(request)
 
@@ -191,10 +201,12 @@ class OrderedPriorityQueue(OrderedQueue, PriorityRequestQueue):
         super().__init__()
         self.order = order
 
+    @override
     def candidates(self) -> list[Request]:
         first, *others = heapq.nsmallest(CANDIDATES_MAX, self._heap)
         return [first, *(one for one in others if one.priority == first.priority)]
 
+    @override
     def _take(self, request: Request) -> None:
         if self._heap[0] is request:
             heapq.heappop(self._heap)

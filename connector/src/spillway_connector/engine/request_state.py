@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
@@ -55,6 +56,7 @@ class RequestFields(RequestOffloadState):
     @abstractmethod
     def _hashes_per_chunk(self, group_config: Any) -> int: ...
 
+    @override
     def update_offload_keys(self) -> None:
         """Upstream's contract: append the keys of blocks whose hashes are new."""
         adapter_key = b""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
@@ -134,6 +135,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
         self.reset_cache()
         return True
 
+    @override
     def reset_cache(self) -> None:
         """Upstream's contract: drop every chunk and job. Workers finish their copies in their next step; the rows of a
         job are released when all ranks have reported it."""

@@ -12,12 +12,11 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, cast
 
+from typing_extensions import override
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    RequestOffloadState,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
@@ -104,10 +103,9 @@ class SchedulerHalf(ResettableHalf):
     def begin_late_stores(self, tokens_per_step: int) -> None:
         """Once the CPU tier is full, what the device holds is stored when it is about to give it up. Only if
         :attr:`may_store_late`. tokens_per_step: that one step computes at most."""
-        window = LeavingWindow(-(-tokens_per_step // self._block_tokens))
-        shared = bool(self.manager.secondary_tiers)
-        late = LateStores(self.manager, window, ranks=self.config.num_workers, shared=shared)
-        self.late_stores = self.manager.late_stores = self.manager.primary_tier.duplicates = late
+        manager, window = self.manager, LeavingWindow(-(-tokens_per_step // self._block_tokens))
+        late = LateStores(manager, window, ranks=self.config.num_workers, shared=bool(manager.secondary_tiers))
+        self.late_stores = manager.late_stores = manager.primary_tier.duplicates = late
 
     def settle(self, seconds: float) -> Unsettled:
         """See engine/settling.py. For so long the engine steps without requests, if anything is left."""
@@ -137,8 +135,7 @@ class SchedulerHalf(ResettableHalf):
         """Chunks whose store may begin now although the device keeps them; None: the engine does not settle."""
         if not self.settling:
             return None
-        manager = self.manager
-        chunks = min(IN_FLIGHT_BYTES_MAX // manager.chunk_bytes, manager.cpu_rows // _SETTLING_ROWS_PART)
+        chunks = min(IN_FLIGHT_BYTES_MAX // self.manager.chunk_bytes, self.manager.cpu_rows // _SETTLING_ROWS_PART)
         return max(1, chunks) - self._storing()
 
     def known_state(self, request_id: str) -> RequestFields | None:
@@ -176,6 +173,7 @@ class SchedulerHalf(ResettableHalf):
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         """(source, destination) of a load of this step."""
 
+    @override
     def on_new_request(self, request: Request) -> None:
         given, request.kv_transfer_params = request.kv_transfer_params, accepted(request.kv_transfer_params)
         session = session_of(request.kv_transfer_params) or self._conversations.session_of(request.block_hashes)
@@ -199,6 +197,7 @@ class SchedulerHalf(ResettableHalf):
         """See engine/hints.py. The request is in no queue, and perhaps never will be."""
         self.ahead.expect(self._state_of(request, session_of(request.kv_transfer_params)), hashing_seconds)
 
+    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
@@ -259,6 +258,7 @@ class SchedulerHalf(ResettableHalf):
         if prompt_only is not self.config.offload_prompt_only:
             self.config = self.config._replace(offload_prompt_only=prompt_only)
 
+    @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         """Upstream's contract: tokens that can be loaded behind those computed; None: ask again.
 
@@ -310,6 +310,7 @@ class SchedulerHalf(ResettableHalf):
         computed = req_status.num_locally_computed_tokens
         return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
 
+    @override
     def _touch(self, req_status: RequestOffloadState) -> None:
         """Mark the request's chunks as recently used, at most once per _TOUCH_SECONDS."""
         assert isinstance(req_status, RequestFields)
@@ -318,6 +319,7 @@ class SchedulerHalf(ResettableHalf):
             req_status.touched_at = now
             self._touch_chunks(req_status)
 
+    @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Upstream's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
         prefix = cast(RequestFields, self._req_status[request.request_id]).prefix
@@ -348,6 +350,7 @@ class SchedulerHalf(ResettableHalf):
                 device.block_indices[0],
             )
 
+    @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._prefill_timer.begin_step(scheduler_output.total_num_scheduled_tokens, time.monotonic())
         self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
@@ -375,6 +378,7 @@ class SchedulerHalf(ResettableHalf):
         assert isinstance(metadata, OffloadingConnectorMetadata)
         return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
 
+    @override
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
         """Upstream's contract, except that only stores of blocks that this step writes to are flushed."""
         narrow = self._one_prefix and bool(self._block_id_to_pending_jobs)
@@ -406,6 +410,7 @@ class SchedulerHalf(ResettableHalf):
                 del self._early_loads[job_id]
         return pieces
 
+    @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Upstream's contract, except that failed jobs are taken into account: the chunks of a failed store are not
         published, and a request whose load failed is recomputed and never offered a load again."""
@@ -456,6 +461,7 @@ class SchedulerHalf(ResettableHalf):
                     if self._being_loaded:
                         self._being_loaded.difference_update(load.keys)
 
+    @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._recompute_only.discard(request.request_id)
         self._loaded.discard(request.request_id)
@@ -476,6 +482,7 @@ class SchedulerHalf(ResettableHalf):
         """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""
         fail_stores(self, has_replaced_adapter)
 
+    @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events, and that
         the shared tiers' contents are announced too."""
@@ -487,6 +494,7 @@ class SchedulerHalf(ResettableHalf):
             yield event
         yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)
 
+    @override
     def shutdown(self) -> None:
         self.adapters.close()
         super().shutdown()

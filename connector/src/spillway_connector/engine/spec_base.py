@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
@@ -137,6 +138,7 @@ class SpecBase(OffloadingSpec):
         )
         return Namespace.of(facts)
 
+    @override
     def get_manager(self) -> TieringManager:
         """vLLM's contract. EngineCore process, after every worker has mapped the region; the same object each time."""
         if self._manager is None:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     OffloadKey,
@@ -152,6 +153,7 @@ class TieringManager(PrefixLookupManager):
         self._transfer_jobs[job.job_id] = job
         return job
 
+    @override
     def _submit_promotion(self, tier: SecondaryTierManager, promotion: Promotion) -> None:
         tier.submit_load(self._begin_job(promotion.keys, promotion.rows, True, promotion.context))
 
@@ -178,6 +180,7 @@ class TieringManager(PrefixLookupManager):
         for tier in self._shared_tiers:
             tier.weights_changed()
 
+    @override
     def _process_finished_jobs(self) -> None:
         for tier in self.secondary_tiers:
             for result in tier.get_finished_jobs():
@@ -196,6 +199,7 @@ class TieringManager(PrefixLookupManager):
         self._bounds.rows_in_flight -= len(arrived)
         self.primary_tier.complete_write(arrived, job.req_context, True)
 
+    @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Upstream's contract (rows, pinned), except that not all chunks need be ready: then PendingRows, unpinned."""
         self._maybe_process_finished_jobs()
@@ -236,14 +240,17 @@ class TieringManager(PrefixLookupManager):
         if lost:
             self.primary_tier.complete_write(lost, job.req_context, False)
 
+    @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.touch(keys, req_context)
         for tier in self.secondary_tiers:
             tier.touch(keys, req_context)
 
+    @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.complete_load(keys, req_context)
 
+    @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """vLLM's contract. Finished jobs are taken in first: they make rows evictable."""
         # This look counts for the present step alone. vLLM's manager counts it as the next step's: a job that ends in
@@ -272,6 +279,7 @@ class TieringManager(PrefixLookupManager):
         """The device copy of these chunks failed: their next complete_store frees their rows."""
         self._failed_stores.update(keys)
 
+    @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """vLLM's contract, except that chunks given to :meth:`fail_store` count as failed."""
         self.memo.fresh = False  # the next lookup sees the change, even within the same step
@@ -287,6 +295,7 @@ class TieringManager(PrefixLookupManager):
             for tier in self.secondary_tiers:
                 self._submit_store(tier, keys, req_context)
 
+    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._bounds.waits.pop(req_context.req_id, None)
         self.primary_tier.on_new_request(req_context)
@@ -301,6 +310,7 @@ class TieringManager(PrefixLookupManager):
                     answer = wish
         return answer
 
+    @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._bounds.waits.pop(req_context.req_id, None)
         self.primary_tier.on_request_finished(req_context)
@@ -311,11 +321,13 @@ class TieringManager(PrefixLookupManager):
             tier.on_request_finished(req_context)
         self._request_level_tiers.pop(req_context.req_id, None)
 
+    @override
     def shutdown(self) -> None:
         for tier in self.secondary_tiers:
             tier.shutdown()
         self.primary_tier.shutdown()
 
+    @override
     def reset_cache(self) -> None:
         """Drop all chunks of the CPU tier. Jobs of the shared tiers go on; their rows are released when they end."""
         self._flush_promotions()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 
 
@@ -10,6 +12,7 @@ class CacheFirst(SlabTier):
 
     from_memory = 0
 
+    @override
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         block = self.in_memory(key, deadline)
         if block is not None and block.copy_to(target):

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from typing_extensions import override
+
 from spillway_connector.errors import RefusedReason, TierError, TierRefused
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
@@ -103,6 +105,7 @@ class SlowTier(TierWrapper):
         self._clock = clock
         self._seconds = seconds
 
+    @override
     def before(self, operation: Operation) -> None:
         self._clock.advance(self._seconds)
 
@@ -134,6 +137,7 @@ class ThrottledTier(TierWrapper):
         super().__init__(tier, operations)
         self._throttle = throttle
 
+    @override
     def before(self, operation: Operation) -> None:
         self._throttle.wait(self.payload_bytes)
 
@@ -149,6 +153,7 @@ class HangingTier(TierWrapper):
         self.entered = threading.Semaphore(0)  # one permit per operation that hangs
         self._released = threading.Event()
 
+    @override
     def before(self, operation: Operation) -> None:
         self.entered.release()
         self._released.wait()
@@ -168,16 +173,19 @@ class StuckKeysTier(HangingTier):
         super().__init__(tier, ())
         self.stuck = set(stuck)
 
+    @override
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         if key in self.stuck:
             self.before(Operation.LOAD)
         super().load(key, target, deadline)
 
+    @override
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         if self.stuck.intersection(keys):
             self.before(Operation.LOOKUP)
         return super().contains(keys, deadline)
 
+    @override
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         if key in self.stuck:
             self.before(Operation.STORE)
@@ -201,6 +209,7 @@ class FlakyTier(TierWrapper):
         self._failure_ratio = failure_ratio
         self._make_error = make_error
 
+    @override
     def before(self, operation: Operation) -> None:
         with self._calls_lock:
             fails = self._random.random() < self._failure_ratio
@@ -218,6 +227,7 @@ class FailingTier(TierWrapper):
         self.failing = True
         self._make_error = make_error
 
+    @override
     def before(self, operation: Operation) -> None:
         if self.failing:
             raise self._make_error()
@@ -251,6 +261,7 @@ class CorruptingTier(MemoryTier):
         self._random = random.Random(seed)  # noqa: S311 - reproducible, not secret
         self._corrupt_ratio = corrupt_ratio
 
+    @override
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         outcome = super().store(key, source, deadline, tenant)
         with self.medium.lock:

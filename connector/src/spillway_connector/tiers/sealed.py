@@ -30,6 +30,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from typing_extensions import override
 
 from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
@@ -109,9 +110,11 @@ class SealedNamespace(Namespace):
     identity: bytes  # the document without the key check
 
     @property
+    @override
     def digest16(self) -> bytes:
         return blake3(self.identity).digest(length=NAMESPACE_DIGEST_BYTES)
 
+    @override
     def may_own(self, document: bytes) -> bool:
         """As of any namespace; also true for the document of another key under the same id, which is no damage."""
         try:

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, ClassVar, cast
 
+from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from spillway_gateway.client.bounded_connection import BoundedConnection, BoundedState
@@ -39,13 +40,16 @@ class ClientConnection(BoundedConnection):
 
     _on_disconnect: Callable[[], None] | None = None
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, HeadWithBody(transport, self.linger)))
 
+    @override
     def ended(self, exc: Exception | None) -> None:
         super().ended(exc)
         self.report_disconnect()
 
+    @override
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
@@ -61,6 +65,7 @@ class ClientConnection(BoundedConnection):
         if state.lifecycle.draining:
             self.end_with_next_reply()
 
+    @override
     def refusal_headers(self) -> list[tuple[bytes, bytes]]:
         return cast(DrainingState, self.server_state).cors.refusal_headers(self.headers or [])
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from spillway_gateway.app import Gateway
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.listeners.server import bind, reserve
@@ -39,6 +41,7 @@ class FrontInLoop(Front):
         if not self._status.done():
             self._status.set_result(status)
 
+    @override
     def _listen(self, start: messages.Start) -> socket.socket:
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

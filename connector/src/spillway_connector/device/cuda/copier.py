@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.bursts import fits_words
 from spillway_connector.device.cuda.driver import (
@@ -67,6 +69,7 @@ class CudaCopier(StreamCopier):
             clock=clock,
         )
 
+    @override
     def _enqueue(self, job: StreamJob, stream: int) -> None:
         plan = job.plan
         path = self._paths.choose(self._direction, len(plan), plan.total_bytes)
@@ -106,16 +109,19 @@ class CudaCopier(StreamCopier):
             return CudaSpans(plan.device_addresses, plan.host_addresses, plan.sizes_bytes)
         return CudaSpans(plan.host_addresses, plan.device_addresses, plan.sizes_bytes)
 
+    @override
     def _job_ended(self, job: StreamJob) -> None:
         first = self._table_rows.pop(job.job_id, None)
         if first is not None:
             assert self._staging is not None
             self._staging.give_back(first)
 
+    @override
     def _release(self) -> None:
         if self._staging is not None:
             self._staging.close()
 
+    @override
     def _await_event(self, event: int) -> bool:
         deadline = time.monotonic() + self._limits.check_seconds
         while time.monotonic() < deadline:

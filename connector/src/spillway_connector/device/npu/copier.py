@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.npu.acl import (
     EVENT_SYNC,
@@ -68,6 +70,7 @@ class NpuCopier(StreamCopier):
             clock=clock,
         )
 
+    @override
     def _enqueue(self, job: StreamJob, stream: int) -> None:
         for batch in job.plan.batches(self._limits.descriptors):
             if self._direction is Direction.LOAD:
@@ -87,9 +90,11 @@ class NpuCopier(StreamCopier):
             # Spans of a refused batch that went out after all are copied twice, the same bytes to the same place.
             self._acl.memcpy_each(spans, self._kind, stream, hold_gil=self._host_pinned)
 
+    @override
     def _is_captured(self, stream: int) -> bool:
         return self._acl.is_captured(stream)
 
+    @override
     def _stream_failure(self, stream: int) -> DeviceCopyError | None:
         """An event does not report that its task failed; synchronising the stream with timeout 0 does."""
         try:
@@ -98,6 +103,7 @@ class NpuCopier(StreamCopier):
             return None if error.code == STREAM_SYNC_TIMEOUT else error
         return None
 
+    @override
     def _await_event(self, event: int) -> bool:
         timeout_seconds = min(self._limits.check_seconds, self._limits.job_seconds)
         if self._acl.has("aclrtSynchronizeEventWithTimeout"):

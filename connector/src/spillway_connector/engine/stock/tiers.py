@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, cast
 
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -127,9 +128,11 @@ class StockTier(SecondaryTierManager):
             known = ", ".join(member.value for member in Locality)
             raise ConfigError(f"secondary tier {self.tier_type!r}: locality: {given!r} is not one of {known}") from None
 
+    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return _ANSWER[self._shared.lookup(key, req_context.req_id)]
 
+    @override
     def submit_store(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         # vLLM's context of a new request has no keys, and a request whose chunks are in no tier stores them: a full
@@ -142,9 +145,11 @@ class StockTier(SecondaryTierManager):
             tenant=self._tenant_of(job_metadata.req_context.req_id),
         )
 
+    @override
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._shared.submit_load(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
 
+    @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._result(outcome) for outcome in self._shared.finished()]
 
@@ -156,19 +161,24 @@ class StockTier(SecondaryTierManager):
             result.successful_keys = cast(tuple[OffloadKey, ...], outcome.done)
         return result
 
+    @override
     def has_pending_work(self) -> bool:
         """Also while a lookup is open: its answer or deadline counts for the breaker, request or no request."""
         return self._shared.has_work()
 
+    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._shared.request_finished(req_context.req_id)
 
+    @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._shared.step_end()
 
+    @override
     def drain_jobs(self) -> None:
         """vLLM is about to drop the rows: at a reset of all caches, which also precedes a change of the weights.
 
@@ -186,15 +196,18 @@ class StockTier(SecondaryTierManager):
                 self.tier_type,
             )
 
+    @override
     def shutdown(self) -> None:
         self._shared.close()
         self._rows.release()
         self._engine = None  # and with it the scheduler half, which holds this tier
 
     @classmethod
+    @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         return tier_metric_definitions()
 
+    @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         return take_stats(self._report)
 
@@ -208,6 +221,7 @@ class SpillwayNvmeTier(StockTier):
     DEFAULT_LOCALITY = Locality.LOCAL
 
     @classmethod
+    @override
     def _parse(cls, options: dict[str, Any]) -> NvmeTierConfig | RedisTierConfig:
         return parse_tier("nvme", options)
 
@@ -219,5 +233,6 @@ class SpillwayRedisTier(StockTier):
     cache_hit_source: ClassVar[Any] = remote_store_source()
 
     @classmethod
+    @override
     def _parse(cls, options: dict[str, Any]) -> NvmeTierConfig | RedisTierConfig:
         return parse_tier("redis", options)

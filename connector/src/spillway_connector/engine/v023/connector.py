@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -63,10 +64,12 @@ class SpillwayConnector(ConnectorBase):
         self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None
 
     @property
+    @override
     def prefer_cross_layer_blocks(self) -> bool:
         """As upstream, except that a layer's blocks lie together where it is loaded on its own."""
         return not self._layerwise
 
+    @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
         if self._layerwise:
@@ -74,15 +77,18 @@ class SpillwayConnector(ConnectorBase):
             assert isinstance(self._connector_metadata, OffloadingConnectorMetadata)
             self.connector_worker.start_step_loads(self._connector_metadata, forward_context)
 
+    @override
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._layerwise:
             assert isinstance(self.connector_worker, SpillwayConnectorWorker)
             self.connector_worker.wait_for_layer_load(layer_name)
 
+    @override
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
         self._note_layout({f"all layers, {attn_backend.get_name()}": kv_cache})
         super().register_cross_layers_kv_cache(kv_cache, attn_backend)
 
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.connector_worker is not None
         if self.has_connector_metadata():
@@ -90,6 +96,7 @@ class SpillwayConnector(ConnectorBase):
             self.connector_worker.prepare_store_kv(self._connector_metadata)
         return self.connector_worker.get_finished(finished_req_ids)
 
+    @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_worker is not None:
             return self.connector_worker.get_kv_connector_stats()
@@ -97,10 +104,12 @@ class SpillwayConnector(ConnectorBase):
         return self.connector_scheduler.manager.take_stats()
 
     @classmethod
+    @override
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return SpillwayStats(data=data) if data is not None else SpillwayStats()
 
     @classmethod
+    @override
     def build_prom_metrics(
         cls,
         vllm_config: VllmConfig,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
@@ -17,6 +18,7 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
 
 
 class _CpuEvents(CpuTier):
+    @override
     def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
         return OffloadingEvent(keys=keys, medium=CPULoadStoreSpec.medium(), removed=removed)
 
@@ -24,6 +26,7 @@ class _CpuEvents(CpuTier):
 class LruCpuTier(_CpuEvents, LruRows):
     """LruRows with the answers and events of vLLM 0.23."""
 
+    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """True: ready. None: being written. False: not here."""
         return True if key in self.ready else (None if key in self._rows else False)
@@ -32,13 +35,16 @@ class LruCpuTier(_CpuEvents, LruRows):
 class ArcCpuTier(_CpuEvents, ArcRows):
     """ArcRows with the names of vLLM 0.23."""
 
+    @override
     def _row_of(self, status: BlockStatus) -> int:
         return int(status.block_id)
 
+    @override
     def _drop_all(self) -> int:
         self._policy.clear()
         self._resident.clear()
         return int(self._num_allocated_blocks)
 
+    @override
     def free_rows(self) -> int:
         return int(self._get_num_free_blocks())

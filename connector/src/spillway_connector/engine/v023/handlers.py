@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
@@ -43,11 +44,13 @@ class CopyHandler(StepHandler):
         self._share = share
         self.layers = layers
 
+    @override
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Raises PlanError or DeviceCopyError; vLLM's worker turns either into a refused job."""
         self.transfer_together(job_id, [spec])
         return True
 
+    @override
     def transfer_together(self, copy_id: int, specs: Sequence[TransferSpec]) -> None:
         plans = [self._plan(self._layout, spec).share(*self._share) for spec in specs]
         self._copier.submit(copy_id, join_plans(plans))
@@ -76,6 +79,7 @@ class CopyHandler(StepHandler):
             host.block_ids.astype(np.int64, copy=False),
         )
 
+    @override
     def get_finished(self) -> list[TransferResult]:
         return [
             TransferResult(
@@ -88,8 +92,10 @@ class CopyHandler(StepHandler):
             for result in self._copier.finished()
         ]
 
+    @override
     def wait(self, job_ids: set[int]) -> None:
         self._copier.wait(job_ids)
 
+    @override
     def shutdown(self) -> None:
         self._copier.close()

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import cast
 
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -50,6 +51,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         self._step_loads: dict[int, _Load] = {}
         self._step_requests: dict[int, str] = {}  # by load under way, those of before a reset included
 
+    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
@@ -84,6 +86,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         keys: list[OffloadKey] = state.offload_keys[computed // chunk_tokens : -(-(computed + tokens) // chunk_tokens)]
         return keys
 
+    @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         within, self._asked_in_step = self._asked_in_step == request.request_id, None
         if not within or not num_external_tokens:
@@ -112,6 +115,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         self._step_loads[job_id] = _Load(keys, status.req_context, self.config.num_workers)
         self._step_requests[job_id] = request.request_id
 
+    @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
@@ -127,6 +131,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
             metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces, planned
         )
 
+    @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
@@ -158,9 +163,11 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         if self.late_stores is not None:
             self.late_stores.lose_all(since=job_id)
 
+    @override
     def copies_under_way(self) -> bool:
         return bool(self._step_loads) or super().copies_under_way()
 
+    @override
     def reset_cache(self) -> None:
         loads = dict(self._step_loads)
         for job_id, load in loads.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, cast
 
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -24,6 +25,7 @@ from spillway_connector.plan.sessions import SessionHint
 class RequestState(RequestFields):
     """Names of vLLM 0.23."""
 
+    @override
     def _hashes_per_chunk(self, group_config: Any) -> int:
         return int(group_config.hash_block_size_factor)
 
@@ -52,6 +54,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             loading=self._blocks_being_loaded,
         )
 
+    @override
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         params = request.kv_transfer_params
         tenant = tenant_of(getattr(request, "cache_salt", None))
@@ -64,9 +67,11 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             offloading_context=self.manager.on_new_request(context),
         )
 
+    @override
     def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False  # upstream would offer a load, which vLLM 0.23 would run
 
+    @override
     def _ask(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
     ) -> tuple[int | None, bool]:
@@ -75,6 +80,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         )
         return answer
 
+    @override
     def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
         """Upstream's search over the KV groups.
 
@@ -93,19 +99,24 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             req_status.req = request
         return tokens
 
+    @override
     def _maximal_prefix_lookup(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> int | None:
         return self.manager.lookup_prefix(list(keys), req_context)
 
+    @override
     def _touch_chunks(self, req_status: RequestFields) -> None:
         OffloadingConnectorScheduler._touch(self, req_status)
 
+    @override
     def _store_job(self, request_id: str, device: LoadStoreSpec, rows: LoadStoreSpec) -> TransferJob:
         return TransferJob(req_id=request_id, transfer_spec=(device, rows))
 
+    @override
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         spec: tuple[LoadStoreSpec, LoadStoreSpec] = self._current_batch_load_jobs[job_id].transfer_spec
         return spec
 
+    @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._flush_stores_of_preempted(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         return super().build_connector_meta(scheduler_output)
@@ -124,6 +135,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             ):
                 self._current_batch_jobs_to_flush.add(job_id)
 
+    @override
     def reset_cache(self) -> None:
         super().reset_cache()
         # Upstream drops its jobs but not the requests' references to them: a finished request would never be removed, a

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from typing_extensions import override
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -14,6 +15,7 @@ from spillway_connector.engine.meetings import SchedulerControl
 
 class SchedulerControlV023(SchedulerControl):
     @contextmanager
+    @override
     def bounded(self, scheduler: Scheduler, tokens: Mapping[str, int]) -> Iterator[None]:
         """By the bound that holds for every long prompt of the step: vLLM 0.23 has none for a single one."""
         config = scheduler.scheduler_config
@@ -24,10 +26,12 @@ class SchedulerControlV023(SchedulerControl):
         finally:
             config.long_prefill_token_threshold = before
 
+    @override
     def has_room(self, scheduler: Scheduler) -> bool:
         free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free >= scheduler._inflight_prefill_reserved_blocks()
 
+    @override
     def preempt(self, scheduler: Scheduler, request: Request) -> None:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic())

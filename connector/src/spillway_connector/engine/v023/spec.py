@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
@@ -55,12 +56,15 @@ class SpillwayOffloadingSpec(SpecBase):
         self._handlers: list[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]] = []
         self.load_handler: CopyHandler | None = None  # in a worker, once the caches are registered
 
+    @override
     def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
         return self.vllm_config, self.kv_cache_config
 
+    @override
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
         return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
+    @override
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:

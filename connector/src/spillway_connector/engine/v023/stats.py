@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prometheus_client import Counter, Gauge
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
@@ -19,11 +20,13 @@ class SpillwayStats(SampledStats, OffloadingConnectorStats):
 
     data: dict[str, Any]
 
+    @override
     def record_transfer(self, num_bytes: int, time: float, transfer_type: tuple[str, str]) -> None:
         # Plain data from the start: upstream's records only become that when stats cross a process boundary, and
         # its own observer refuses them when they do not (an engine inside the API server's process).
         self.data.setdefault("_to_".join(transfer_type), []).append({"op_size": num_bytes, "op_time": time})
 
+    @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         upstream = dict(other.data)
         samples = upstream.pop(SAMPLES_KEY, {})
@@ -31,6 +34,7 @@ class SpillwayStats(SampledStats, OffloadingConnectorStats):
         self.merge(samples)
         return self
 
+    @override
     def reduce(self) -> dict[str, int | float]:
         """vLLM's totals and Spillway's counters that changed, for its periodic log line; settings are no news."""
         upstream = {key: value for key, value in self.data.items() if key != SAMPLES_KEY}
@@ -60,6 +64,7 @@ class SpillwayPromMetrics(OffloadPromMetrics):
             for metric in metrics.ALL
         }
 
+    @override
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         upstream = {key: value for key, value in transfer_stats_data.items() if key != SAMPLES_KEY}
         super().observe(upstream, engine_idx)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -38,6 +39,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         self._begin(getattr(vllm_config, "lora_config", None))
         self._layerwise: LayerwiseLoads | None = None  # where a step may read what it loads
 
+    @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
         """Upstream's contract, and the layouts of vLLM-Ascend, which upstream refuses.
 
@@ -48,18 +50,21 @@ class SpillwayConnectorWorker(WorkerHalf):
         else:
             super().register_kv_caches(kv_caches)
 
+    @override
     def _register_handlers(self, kv_caches: CanonicalKVCaches) -> None:
         super()._register_handlers(kv_caches)
         handler = getattr(self.spec, "load_handler", None)
         if handler is not None and handler.layers is not None:
             self._layerwise = LayerwiseLoads(handler, self._jobs)
 
+    @override
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract: blocks until the jobs to flush no longer touch device blocks; here pieces as well."""
         self._jobs.submit_stores()
         if kv_connector_metadata.jobs_to_flush:
             self.worker.wait(self._jobs.copies_of(set(kv_connector_metadata.jobs_to_flush)))
 
+    @override
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
         self._jobs.submit_stores()
@@ -75,14 +80,17 @@ class SpillwayConnectorWorker(WorkerHalf):
         if self._layerwise is not None:
             self._layerwise.wait_for_layer(layer_name)
 
+    @override
     def _sides_of(self, job: Any) -> TransferSpec:
         spec: TransferSpec = job.transfer_spec
         return spec
 
+    @override
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
         # False where the handler raised: upstream's worker logs the exception.
         return lambda: bool(self.worker.transfer_async(job_id, (host, device)))
 
+    @override
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract: queue the step's stores."""
         store_jobs, metadata.store_jobs = metadata.store_jobs, {}
@@ -90,6 +98,7 @@ class SpillwayConnectorWorker(WorkerHalf):
             # Submitted at the start of the next step, behind the copies that sampling needs.
             self._jobs.queue_store(job_id, job.transfer_spec)
 
+    @override
     def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
         source, destination = stores[0]
         handler = self.worker.transfer_type_to_handler[source.medium(), destination.medium()]
@@ -101,6 +110,7 @@ class SpillwayConnectorWorker(WorkerHalf):
             return False
         return True
 
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Upstream's contract: (requests done sending: never any, requests whose load has ended).
 
@@ -117,6 +127,7 @@ class SpillwayConnectorWorker(WorkerHalf):
                 )
         return set(), self._jobs.finish(map(ended_copy, results)).requests
 
+    @override
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Upstream's contract: the report of this step, or None; here with failed jobs and loaded adapters."""
         adapters, report = self._adapter_loads.take(), self._jobs.take_report()
@@ -130,6 +141,7 @@ class SpillwayConnectorWorker(WorkerHalf):
             loading_seconds=report.loading_seconds,
         )
 
+    @override
     def get_kv_connector_stats(self) -> SpillwayStats:
         """Upstream returns None where nothing was copied; vLLM then drops the scheduler's statistics, so here never."""
         stats, self.kv_connector_stats = self.kv_connector_stats, SpillwayStats()

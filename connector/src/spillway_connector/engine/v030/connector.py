@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -62,19 +63,23 @@ class SpillwayConnector(ConnectorBase):
                 apply(PATCHES, {Needed.LORA_WORKER})
             self.connector_worker = SpillwayConnectorWorker(spec, vllm_config, kv_cache_config)
 
+    @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert isinstance(self.connector_worker, SpillwayConnectorWorker)
         self._queue_stores()
         return self.connector_worker.get_transfer_results()
 
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         assert self.connector_worker is not None
         self._queue_stores()
         return self.connector_worker.get_finished(finished_req_ids)
 
+    @override
     def wait_for_save(self) -> None:
         self._queue_stores()
 
+    @override
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
         """Never None: vLLM does not tell the scheduler's half of a step without a forward pass and with nothing to
         report, and the prefill's rate is measured from the end of one step to the next's."""

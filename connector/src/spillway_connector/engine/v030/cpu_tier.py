@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -31,14 +32,17 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
 
 
 class _CpuEvents(CpuTier):
+    @override
     def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
         return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
 
+    @override
     def _lost(self, keys: list[OffloadKey]) -> None:
         if _HAS_LOST and self.events is not None and keys:
             only_metadata: dict[str, Any] = {"metadata_only": True}
             self.events.append(replace(self._event(keys, removed=True), **only_metadata))
 
+    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         """A chunk whose store failed may be here again by another one: then its description is still needed."""
         events = super().take_events()
@@ -54,6 +58,7 @@ class _CpuEvents(CpuTier):
 class LruCpuTier(_CpuEvents, LruRows):
     """LruRows with the answers and events of vLLM 0.30 and later."""
 
+    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT_PENDING: its row is being written."""
         if key in self.ready:
@@ -69,9 +74,11 @@ class ArcCpuTier(_CpuEvents, ArcRows):
         if hasattr(CPUOffloadingManager, "_prepare_load"):
             self.prepare_read = self._read_unrecorded
 
+    @override
     def _row_of(self, status: ChunkStatus) -> int:
         return int(status.chunk_id)
 
+    @override
     def _drop_all(self) -> int:
         rows = int(self._num_allocated_chunks)
         CPUOffloadingManager.reset_cache(self)
@@ -79,9 +86,11 @@ class ArcCpuTier(_CpuEvents, ArcRows):
         self._resident.clear()
         return rows
 
+    @override
     def free_rows(self) -> int:
         return int(self._get_num_free_chunks())
 
+    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return CPUOffloadingManager.on_new_request(self, req_context)
 

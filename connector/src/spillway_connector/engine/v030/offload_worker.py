@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     GPULoadStoreSpec,
@@ -42,12 +43,15 @@ class CopyWorker(StepWorker):
         self._share = share
         self._store, self._load = store, load
 
+    @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         return self.submit_stores(job_id, [(src_spec, dst_spec)])
 
+    @override
     def submit_stores(self, copy_id: int, stores: Sequence[tuple[GPULoadStoreSpec, LoadStoreSpec]]) -> bool:
         return self._submit(self._store, copy_id, stores, self._share)
 
+    @override
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
@@ -78,13 +82,16 @@ class CopyWorker(StepWorker):
             host.block_ids.astype(np.int64, copy=False),
         )
 
+    @override
     def get_finished(self) -> list[TransferResult]:
         return [_result(one) for copier in (self._store, self._load) for one in copier.finished()]
 
+    @override
     def wait(self, job_ids: set[int]) -> None:
         self._store.wait(job_ids)
         self._load.wait(job_ids)
 
+    @override
     def shutdown(self) -> None:
         self._store.close()
         self._load.close()

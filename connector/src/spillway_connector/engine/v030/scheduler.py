@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -47,6 +48,7 @@ _GROUP_BYTES = 4  # at the end of a key (make_offload_key)
 class RequestState(RequestFields):
     """Names of vLLM 0.30 and later."""
 
+    @override
     def _hashes_per_chunk(self, group_config: Any) -> int:
         return int(group_config.hashes_per_chunk)
 
@@ -73,6 +75,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             loading=self._chunks_being_loaded,
         )
 
+    @override
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         upstream = _create_req_context(request)
         fields = {field.name: getattr(upstream, field.name) for field in dataclasses.fields(upstream) if field.init}
@@ -85,9 +88,11 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             offloading_context=self.manager.on_new_request(context),
         )
 
+    @override
     def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._ask(request, num_computed_tokens, None)  # upstream keeps the request's state, and offers nothing
 
+    @override
     def _ask(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
     ) -> tuple[int | None, bool]:
@@ -98,6 +103,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             self._touch(self._req_status[request.request_id])
         return answer
 
+    @override
     def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
         """Upstream's search over the KV groups.
 
@@ -112,6 +118,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         tokens: int | None = OffloadingConnectorScheduler._lookup(self, req_status, max_num_new_tokens)
         return tokens
 
+    @override
     def _maximal_prefix_lookup(
         self,
         keys: Iterable[OffloadKey],
@@ -127,6 +134,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
                 self._events_tracker.record_lookup(req, group_config, start_chunk_idx + position, key)
         return found
 
+    @override
     def _make_boundary_key(
         self, request: Request, group_idx: int, boundary_tokens: int, req_context: ReqContext | None = None
     ) -> OffloadKey:
@@ -137,6 +145,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         block_hash = status.chunk_hashes()[boundary_tokens // self.config.tokens_per_hash - 1]
         return make_offload_key(block_hash + adapter_key, group_idx)
 
+    @override
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         """Upstream's contract, except that a bound of 0 tokens is one: of a request of which nothing may be stored."""
         state = scheduler_output.kv_connector_block_state
@@ -148,6 +157,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         jobs: dict[int, TransferJob] = super()._build_partial_tail_store_jobs(scheduler_output)
         return jobs
 
+    @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Upstream's contract, where a request is preempted and loads in one step, too.
 
@@ -165,6 +175,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         status = self._req_status.get(request_id)
         return status is not None and any(not self._jobs[job_id].is_store for job_id in status.transfer_jobs)
 
+    @override
     def _touch_chunks(self, req_status: RequestFields) -> None:
         """All chunks of attention over the whole prefix; of a window, those that the request's own hit needs, and later
         ones. vLLM 0.32 leaves recency to the CPU tier's policy, which sees requests that finish."""
@@ -173,19 +184,23 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             skipped = 0 if window is None else max(0, state.num_hit_chunks - window)
             self.manager.touch(state.offload_keys[skipped:] if skipped else state.offload_keys, req_status.req_context)
 
+    @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         status = self._req_status.get(request.request_id)
         if isinstance(status, RequestFields):
             self._touch_chunks(status)
         return super().request_finished(request)
 
+    @override
     def _store_job(self, request_id: str, device: LoadStoreSpec, rows: LoadStoreSpec) -> TransferJob:
         return TransferJob(req_id=request_id, src_spec=device, dst_spec=rows)
 
+    @override
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         job = self._current_batch_load_jobs[job_id]
         return job.src_spec, job.dst_spec
 
+    @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Upstream's contract, except that keys are cut to vLLM's block hashes, which upstream may make numbers of, and
         that the shared tiers' contents are announced too."""
@@ -202,12 +217,14 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         ]
         return event
 
+    @override
     def has_pending_push_work(self) -> bool:
         """Upstream's contract: the engine steps on until the copies under way have been reported, those of before a
         reset included; and while it settles."""
         late = self.late_stores is not None and self.late_stores.under_way
         return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.settling
 
+    @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         meta = connector_output.kv_connector_worker_meta

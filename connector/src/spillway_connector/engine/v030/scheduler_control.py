@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from typing_extensions import override
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -16,6 +17,7 @@ from spillway_connector.engine.patching import replaced_on
 
 class SchedulerControlV030(SchedulerControl):
     @contextmanager
+    @override
     def bounded(self, scheduler: Scheduler, tokens: Mapping[str, int]) -> Iterator[None]:
         """By vLLM's last word on the length of each prompt's part of a step. The bound for long prompts does not hold
         for a request that is alone there, and may be raised to a fair share of the step."""
@@ -30,6 +32,7 @@ class SchedulerControlV030(SchedulerControl):
         with replaced_on(scheduler, "_reserve_prefill_lookahead", reserve):
             yield
 
+    @override
     def has_room(self, scheduler: Scheduler) -> bool:
         manager = scheduler.kv_cache_manager
         free: int = manager.block_pool.get_num_free_blocks()
@@ -38,6 +41,7 @@ class SchedulerControlV030(SchedulerControl):
         more: int = manager.watermark_blocks + getattr(scheduler, "_spec_decode_step_blocks", 0) + 1  # 0.32 alone
         return free >= scheduler._inflight_prefill_reserved_blocks() + more
 
+    @override
     def preempt(self, scheduler: Scheduler, request: Request) -> None:
         scheduler.running.remove(request)
         # Of a prefill nothing is under way to the client. vLLM would let the request wait for it, or count it twice.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
@@ -30,6 +31,7 @@ class SpillwayOffloadingSpec(SpecBase):
     _manager_class = SpillwayTieringManager
 
     @classmethod
+    @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """vLLM's contract: every metric that the manager, its tiers or the workers may report. Any process."""
         definitions: dict[str, OffloadingMetricMetadata] = TieringOffloadingSpec.build_metric_definitions(extra_config)
@@ -59,6 +61,7 @@ class SpillwayOffloadingSpec(SpecBase):
         """What the namespace of shared chunks is made of, which an OffloadingConfig leaves out. By the connector."""
         self._attached = vllm_config, kv_cache_config
 
+    @override
     def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
         if self._attached is None:
             raise ConfigError(
@@ -67,9 +70,11 @@ class SpillwayOffloadingSpec(SpecBase):
             )
         return self._attached
 
+    @override
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
         return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
+    @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """vLLM's contract. Each rank's process, once the caches exist; the same object each time.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, cast
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -53,16 +54,20 @@ class SharedTierAdapter(SharedTierBase):
             raise ConfigError(f"secondary tier {tier_type!r}: locality: {locality!r} is not one of {known}") from None
         self._open(offloading_spec, primary_kv_view, tier_type, options)
 
+    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return _ANSWER[self._shared.lookup(key, req_context.req_id)]
 
+    @override
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = job_metadata
         self._store(job.job_id, job.keys, job.chunk_ids.tolist(), job.req_context)
 
+    @override
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids.tolist())
 
+    @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._shared.step_end()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -39,6 +40,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         self._loads_before_forward = not kv_cache_config.needs_kv_cache_zeroing
         self._reported_state: dict[str, float] = {}
 
+    @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Upstream's contract, for more layouts: several tensors a layer, pages with padding, blocks of all layers.
 
@@ -47,6 +49,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         group_ids = get_offloading_group_ids(self.kv_cache_config)
         self._init_worker(place_kv_caches(kv_caches, self.kv_cache_config, group_ids))
 
+    @override
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract, before the step's forward pass: blocks until the jobs to flush touch no device block.
 
@@ -63,11 +66,13 @@ class SpillwayConnectorWorker(WorkerHalf):
         if self._loads_before_forward:
             self._start_loads(kv_connector_metadata)
 
+    @override
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
         self._jobs.submit_stores()
         self._start_loads(metadata)
 
+    @override
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract: queue the step's stores, for the start of the next one, behind what sampling copies."""
         # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
@@ -80,13 +85,16 @@ class SpillwayConnectorWorker(WorkerHalf):
         assert isinstance(device, GPULoadStoreSpec)
         self._jobs.queue_store(job_id, (device, job.dst_spec))
 
+    @override
     def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         return job.src_spec, job.dst_spec
 
+    @override
     def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
         assert isinstance(self.worker, StepWorker)
         return self.worker.submit_stores(copy_id, stores)
 
+    @override
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
         worker = self.worker
         assert worker is not None
@@ -98,6 +106,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         failed = set() if self._names_blocks else received.failed
         return KVConnectorTransferResults(finished_recving=received.requests, failed_recving=failed)
 
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Upstream's contract: (requests done sending: never any, requests whose load has ended)."""
         return set(), self._finish().requests
@@ -112,11 +121,13 @@ class SpillwayConnectorWorker(WorkerHalf):
                 direction.record(result.transfer_size, result.transfer_time)
         return self._jobs.finish(map(ended_copy, results))
 
+    @override
     def take_invalid_blocks(self) -> set[int]:
         """Likewise; empty where failures are reported for whole requests."""
         invalid = super().take_invalid_blocks()
         return invalid if self._names_blocks else set()
 
+    @override
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Upstream's contract: the report of this step, or None; here with failed jobs, loaded adapters and samples."""
         adapters, report = self._adapter_loads.take(), self._jobs.take_report()
@@ -137,6 +148,7 @@ class SpillwayConnectorWorker(WorkerHalf):
             samples=samples,
         )
 
+    @override
     def shutdown(self) -> None:
         self._jobs = CopyJobs(self._store)
         super().shutdown()

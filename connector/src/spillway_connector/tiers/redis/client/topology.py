@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from typing_extensions import override
 
 from spillway_connector.errors import RefusedReason, TierError, TierRefused, TierUnreachable
 from spillway_connector.tiers.redis.client.deadline_socket import connect_by, connect_deadline
@@ -98,9 +99,11 @@ class SingleServer(ServerMap):
         super().__init__(endpoint, clock, **pool_options)
         self._route = Route(Address(endpoint.host, endpoint.port))
 
+    @override
     def locate(self, name: bytes, deadline: float) -> Route:
         return self._route
 
+    @override
     def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
         if isinstance(error, Redirected):
             raise TierRefused(
@@ -108,6 +111,7 @@ class SingleServer(ServerMap):
             ) from error
         return None
 
+    @override
     def servers(self, deadline: float) -> list[Address]:
         return [self._route.address]
 
@@ -117,6 +121,7 @@ class _DiscoveredMap(ServerMap, Generic[_Found]):
         super().__init__(endpoint, clock, **pool_options)
         self._discovery = Discovery(self._discover, clock)
 
+    @override
     def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
         if self._closed or not _may_be_elsewhere(error):
             return None
@@ -151,6 +156,7 @@ class SentinelMap(_DiscoveredMap[Address]):
         )
         self._route: Route | None = None
 
+    @override
     def locate(self, name: bytes, deadline: float) -> Route:
         address = self._discovery.get(deadline)
         if self._route is None or self._route.address != address:
@@ -159,12 +165,15 @@ class SentinelMap(_DiscoveredMap[Address]):
             self._route = Route(address)
         return self._route
 
+    @override
     def servers(self, deadline: float) -> list[Address]:
         return [self._discovery.get(deadline)]
 
+    @override
     def pool(self, server: Address) -> RedisPool:
         return self._primary
 
+    @override
     def close(self) -> None:
         self._closed = True
         self._primary.close()
@@ -173,6 +182,7 @@ class SentinelMap(_DiscoveredMap[Address]):
         """What redis-py's pool asks."""
         return self._discovery.get(connect_deadline())
 
+    @override
     def _discover(self, deadline: float) -> Address:
         return first_answer(self._endpoint.seeds, self._ask, self._clock, deadline)
 
@@ -205,6 +215,7 @@ class ClusterMap(_DiscoveredMap[list[Address | None]]):
         super().__init__(endpoint, clock, **pool_options)
         self._nodes = endpoint.seeds
 
+    @override
     def locate(self, name: bytes, deadline: float) -> Route:
         slot = key_slot(name)
         address = self._discovery.get(deadline)[slot]
@@ -213,6 +224,7 @@ class ClusterMap(_DiscoveredMap[list[Address | None]]):
             raise TierRefused(RefusedReason.MOVED, f"{self._endpoint}: no node serves slot {slot}")
         return Route(address)
 
+    @override
     def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
         if self._closed or not isinstance(error, Redirected):
             return super().reroute(name, asked, error, deadline)
@@ -225,9 +237,11 @@ class ClusterMap(_DiscoveredMap[list[Address | None]]):
                 pass  # the redirection alone is enough for this key
         return Route(error.address, ask=error.ask)
 
+    @override
     def servers(self, deadline: float) -> list[Address]:
         return sorted({address for address in self._discovery.get(deadline) if address is not None})
 
+    @override
     def _discover(self, deadline: float) -> list[Address | None]:
         slots = first_answer(self._nodes, self._ask, self._clock, deadline)
         found = dict.fromkeys(address for address in slots if address is not None)
