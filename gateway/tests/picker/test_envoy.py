@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gateway.tests.conftest import StartEngine
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.picker.mutations import DESTINATION_HEADER
+from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
 from spillway_gateway.testing.faults import DieInStream, HoldInStream, Status
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
@@ -207,3 +208,31 @@ async def test_the_health_service_says_when_the_gateway_drains(start_engine: Sta
             await health.Check(health_pb2.HealthCheckRequest(service="other"))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         watch.cancel()
+
+
+async def test_the_picker_has_the_main_listeners_certificate_and_its_successor(
+    start_engine: StartEngine, tmp_path: Path
+):
+    def renew() -> bytes:
+        certificate, key = make_pair("gateway")
+        (tmp_path / "tls.crt").write_bytes(certificate)
+        (tmp_path / "tls.key").write_bytes(key)
+        return certificate
+
+    async def state(trusted: bytes, port: int | None) -> int:
+        options = [("grpc.ssl_target_name_override", "127.0.0.1")]
+        credentials = grpc.ssl_channel_credentials(trusted)
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        return int(answer.status)
+
+    first = renew()
+    tls = {"certFile": str(tmp_path / "tls.crt"), "keyFile": str(tmp_path / "tls.key")}
+    document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0, "tls": tls})
+    async with running_gateway(document) as running:
+        port = running.gateway.picker_port
+        assert await state(first, port) == health_pb2.HealthCheckResponse.SERVING
+        second = renew()
+        assert await state(second, port) == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError):
+            await state(first, port)
