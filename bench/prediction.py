@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(tier: str, given: argparse.Namespace) -> tuple[list[Answer], Totals]:
-    """One stack. Raises BenchError where an answer has no usage, or a tier was never used."""
+    """One stack. Raises BenchError if an answer has no usage, or a tier was never used."""
     requests, documents = given.requests, given.documents
     chance = random.Random(f"{tier} {requests} {documents}")
     texts = [make_tokens(chance, DOCUMENT_BLOCKS * BLOCK_TOKENS) for _ in range(documents)]

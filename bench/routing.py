@@ -337,7 +337,7 @@ def _heading() -> str:
 
 
 def _fitting(policies: Iterable[str], shape: FleetShape) -> list[str]:
-    """A store's rate is a setting only where one store is the limit."""
+    """A store's rate is a setting only if one store is the limit."""
     return [name for name in policies if shape.one_link or name != "spillway_store_rate"]
 
 

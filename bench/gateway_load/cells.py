@@ -21,7 +21,7 @@ WARM_SECONDS = {1: 0.7, 64: 1.0, 512: 2.0}  # by requests at once; then most cha
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One router at one concurrency. Milliseconds; CPU of the router alone, None where nothing was counted."""
+    """One router at one concurrency. Milliseconds; CPU of the router alone, None if nothing was counted."""
 
     requests_per_second: float
     p50_ms: float

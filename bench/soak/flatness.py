@@ -40,7 +40,7 @@ def second_half(series: Series) -> list[tuple[float, float]]:
 
 
 def trend(series: Series) -> Trend | None:
-    """series: (seconds, value) in order. None where it is too short to say anything."""
+    """series: (seconds, value) in order. None if it is too short to say anything."""
     points = list(series)[:: max(1, math.ceil(len(series) / POINTS_MOST))]
     if len(points) < POINTS_LEAST or points[-1][0] - points[0][0] < SECONDS_LEAST:
         return None

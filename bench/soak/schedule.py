@@ -85,7 +85,7 @@ def engine_faults(seed: int, tier: str, engines: int) -> Iterator[Fault]:
 
 
 def reset_faults(seed: int, tier: str, engines: int, mean_seconds: float) -> Iterator[Fault]:
-    """Without end, every `mean_seconds` on average; none where that is 0."""
+    """Without end, every `mean_seconds` on average; none if that is 0."""
     chance = random.Random(f"{seed} reset {tier}")
     while mean_seconds:
         for kind in shuffled(chance, RESET_KINDS):

@@ -73,7 +73,7 @@ def module_of(path: Path, root: Path = ROOT) -> str:
 
 
 def room_of(module: str) -> str | None:
-    """The innermost room of the table that holds the module; None where there is none."""
+    """The innermost room of the table that holds the module; None if there is none."""
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         if (room := ".".join(parts[:length])) in ALLOWED:

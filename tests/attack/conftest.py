@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def gaps(pytestconfig: pytest.Config) -> bool:
-    """The option is known only where the command line names this folder."""
+    """The option is known only if the command line names this folder."""
     return bool(pytestconfig.getoption("--stream-gaps", default=False))
 
 

@@ -164,7 +164,7 @@ class Target:
     def suffer(self, attack: Callable[[], object], rounds: int = ROUNDS) -> Harm:
         """Runs the attack until a round delayed the other client no more than is allowed, `rounds` times at most.
 
-        Raises AssertionError where the other client's stream does not continue afterwards.
+        Raises AssertionError if the other client's stream does not continue afterwards.
         """
         before = self._memory("VmRSS")
         self._reset_peak()

@@ -1,4 +1,4 @@
-"""The frame itself: it sees a gateway that stalls or grows, and none where nothing happens."""
+"""The frame itself: it sees a gateway that stalls or grows, and none if nothing happens."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class _Work:
     """What a step computes of one request."""
 
     row: _Row
-    digests: list[int]  # of all its tokens; none where they are unknown
+    digests: list[int]  # of all its tokens; none if they are unknown
     written: list[int]  # digests of the tokens up to the last new one
     draft: list[int]
     real: int  # new tokens, without the draft

@@ -226,7 +226,7 @@ def parse(word: str) -> tuple[Model, list[str]]:
 
 
 def prepare(wanted: list[Model]) -> None:
-    """Set the environment that vLLM reads when it is imported. Raises ValueError where the models' differ."""
+    """Set the environment that vLLM reads when it is imported. Raises ValueError if the models' differ."""
     first = wanted[0]
     for other in wanted:
         if _process_needs(other) != _process_needs(first):

@@ -1,6 +1,6 @@
 """Reads of an NVMe tier that wait for a load to begin early, so that one certainly does where loads can.
 
-The first prompt's are as fast as the tier, as loads begin early only where the tier's measured rate promises the rest
+The first prompt's are as fast as the tier, as loads begin early only if the tier's measured rate promises the rest
 soon. Then they are made one at a time and with pauses, so that the engine takes steps in which a part of a load is
 ready and the rest is not. The first part that is sent ends that.
 """

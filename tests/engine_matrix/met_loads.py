@@ -50,7 +50,7 @@ def met_loads() -> Iterator[Callable[[], int]]:
 
 
 def _wait_until_ready(meetings: Any, keys: Sequence[bytes]) -> None:
-    """On the scheduler's thread. Raises TimeoutError where some of the chunks do not reach the CPU tier."""
+    """On the scheduler's thread. Raises TimeoutError if some of the chunks do not reach the CPU tier."""
     manager = meetings._manager
     deadline = time.monotonic() + _GIVE_UP_SECONDS
     while not manager.primary_tier.ready.issuperset(keys):

@@ -42,7 +42,7 @@ def cells(line: str) -> list[str]:
 
 
 def lane_named(name: str) -> str:
-    """Raises AssertionError where the name is no test, or more than one."""
+    """Raises AssertionError if the name is no test, or more than one."""
     if name in BY_HAND:
         return BY_HAND[name]
     path, _, function = name.partition("::")

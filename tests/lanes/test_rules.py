@@ -18,7 +18,7 @@ FOLDERS = (
     *ROOT.glob("services/*/tests"),
     ROOT / "tests",
 )
-BY_NAME_ALONE = "tests/ui/page_in_chromium.py"  # collected only where it is named
+BY_NAME_ALONE = "tests/ui/page_in_chromium.py"  # collected only if it is named
 
 
 @cache

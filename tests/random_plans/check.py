@@ -46,7 +46,7 @@ class _Now:
 
 
 def check(seed: int) -> str:
-    """The kind of layout. Raises AssertionError where product and model differ in a byte."""
+    """The kind of layout. Raises AssertionError if product and model differ in a byte."""
     rng = random.Random(seed)
     caches = random_caches(rng, NUM_BLOCKS)
     per_chunk, ranks = rng.randint(1, 4), rng.choice([1, 1, 2, 4])

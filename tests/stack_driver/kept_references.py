@@ -1,4 +1,4 @@
-"""Reference answers of the bundled model, kept from run to run: the engine without offload is started only where there
+"""Reference answers of the bundled model, kept from run to run: the engine without offload is started only if there
 are none for this model, engine service, vLLM and CPU.
 
 Kernels round by dtype, instruction set and number of threads, so a kept answer is one of an equal machine: dtype and

@@ -16,7 +16,7 @@ from valkey_servers import own_servers
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.kv_offload.config") is None:
     collect_ignore_glob = ["test_*.py"]
-# vLLM reads it once; the block keys of two engines agree only where it is the same.
+# vLLM reads it once; the block keys of two engines agree only if it is the same.
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 

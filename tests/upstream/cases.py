@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 def cases_of(version: str) -> Cases | None:
-    """The list for this release; None where there is none."""
+    """The list for this release; None if there is none."""
     for path in sorted(_FOLDER.glob("cases_*.toml")):
         document = tomllib.loads(path.read_text())
         if document["version"] == version:

@@ -46,7 +46,7 @@ class Target:
         self.port = port
 
     def send(self, raw: bytes, *, then_end: bool = False) -> Reply | None:
-        """The reply to these bytes; None where the connection was closed without one. then_end: the client sends no
+        """The reply to these bytes; None if the connection was closed without one. then_end: the client sends no
         more, so that a server does not wait for the rest of half a request."""
         return self._runner.run(self._send(raw, then_end))
 

@@ -148,7 +148,7 @@ class StreamCopier(abc.ABC):
     def _release(self) -> None:  # noqa: B027 - optional
         """Called when nothing of this direction runs any more: free what the subclass allocated."""
 
-    # Whether `discard_stream` also stops queued copies. Where it does not, a late job cannot be reported as ended: the
+    # Whether `discard_stream` also stops queued copies. If it does not, a late job cannot be reported as ended: the
     # device might write to its blocks after they were given to another request.
     _discard_stops_copies = False
 

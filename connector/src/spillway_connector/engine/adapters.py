@@ -60,7 +60,7 @@ class AdapterInstance:
 
 
 def adapter_state(request: LoRARequest) -> bytes | None:
-    """16 bytes that change when the adapter's files do; None where they cannot be read."""
+    """16 bytes that change when the adapter's files do; None if they cannot be read."""
     folder = _local_folder(request)
     if folder is None:
         return None

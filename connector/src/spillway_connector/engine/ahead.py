@@ -193,7 +193,7 @@ class AheadPromotions:
                 del (self._due_hints if is_hint else self._due)[request_id]
 
     def _keys_of(self, status: RequestFields) -> list[OffloadKey]:
-        """The request's chunks behind those that the device has; none where it would load none."""
+        """The request's chunks behind those that the device has; none if it would load none."""
         request = status.req
         if request.skip_reading_prefix_cache or (
             status.has_adapter and (status.adapter is None or status.adapter.key is None)

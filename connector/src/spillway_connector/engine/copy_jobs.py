@@ -23,7 +23,7 @@ from spillway_connector.errors import DeviceCopyError
 logger = logging.getLogger(__name__)
 
 DeviceBlocks = Sequence[int] | npt.NDArray[Any]  # ids, of all KV groups
-Submit = Callable[[], bool]  # hands the copy to the transport; False where that refused it
+Submit = Callable[[], bool]  # hands the copy to the transport; False if that refused it
 Sides = tuple[Any, Any]  # (source, destination) of a store, as the generation's vLLM describes them
 SubmitStores = Callable[[int, Sequence[Sides]], bool]  # the same for the stores of a step, as one copy with that id
 
@@ -122,7 +122,7 @@ class CopyJobs:
 
         in_step: the step that runs reads what is loaded. Its request is not reported as received, and a failure must be
         known by the next :meth:`finish`.
-        copy: None where there is nothing (more) to copy. lost_blocks: device blocks of the job that will not be filled.
+        copy: None if there is nothing (more) to copy. lost_blocks: device blocks of the job that will not be filled.
         Returns whether the transport took the copy.
         """
         load = self._in_pieces.setdefault(job_id, _LoadInPieces(request_id, in_step=in_step))

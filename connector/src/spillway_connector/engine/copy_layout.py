@@ -18,7 +18,7 @@ def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: Chun
     which vLLM registered them: the layout upstream's tiers use, so that files of both can be compared. Caches with
     places of their own (PlacedKVCaches) lie there.
 
-    Raises ConfigError where they do not fit into the rank's cell.
+    Raises ConfigError if they do not fit into the rank's cell.
     """
     if isinstance(kv_caches, PlacedKVCaches):
         starts = kv_caches.row_offsets

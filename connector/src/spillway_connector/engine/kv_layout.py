@@ -110,7 +110,7 @@ def write_layout(
 def read_layouts(rows: memoryview, cell_bytes: int, num_ranks: int, stages: int = 1) -> list[dict[str, Any]]:
     """Each rank's description, in the order of ranks; one for each pipeline stage where all of its ranks' are equal.
 
-    Raises ConfigError where a rank's is missing.
+    Raises ConfigError if a rank's is missing.
     """
     found: list[dict[str, Any]] = []
     for rank in range(num_ranks):

@@ -306,7 +306,7 @@ class Meetings:
                 prompt = stats.num_prompt_tokens
                 local = min(jump.local_tokens, stats.num_local_cached_tokens)
                 external = jump.external_tokens + jump.loaded_tokens
-                stats.set(prompt, local, min(external, prompt - local))  # less where some was loaded twice
+                stats.set(prompt, local, min(external, prompt - local))  # less if some was loaded twice
 
 
 def _is_plain(request: Request) -> bool:

@@ -22,7 +22,7 @@ from spillway_connector.engine.samples import Samples
 class LoadPiece:
     """A part of load `job_id`; the job ends when `last` has been seen and every piece has ended.
 
-    piece_id: a job id of its own. transfer_spec: (source, destination); None where there is nothing (more) to copy.
+    piece_id: a job id of its own. transfer_spec: (source, destination); None if there is nothing (more) to copy.
     lost_blocks: device blocks of the job that will not be filled.
     """
 
@@ -59,7 +59,7 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
     """
 
     failed_jobs: set[int] = field(default_factory=set)
-    # LoRA adapters that were loaded within the step, by id: the state of their files, several where ranks disagree.
+    # LoRA adapters that were loaded within the step, by id: the state of their files, several if ranks disagree.
     adapters: dict[int, frozenset[bytes | None]] = field(default_factory=dict)
     samples: Samples = field(default_factory=Samples)  # since 0.30, which takes no statistics from workers
     loaded_blocks: int = 0  # of the device, added up over the ranks

@@ -86,7 +86,7 @@ def hash_seed() -> str | None:
 
 
 def require_shareable_scales(vllm_config: VllmConfig) -> None:
-    """Raises ConfigError where the scales of a quantised cache come from the first request that an engine computes."""
+    """Raises ConfigError if the scales of a quantised cache come from the first request that an engine computes."""
     cache = vllm_config.cache_config
     calculated = getattr(cache, "calculate_kv_scales", False)  # 0.30 has no such setting
     if calculated and cache.cache_dtype not in ("auto", "bfloat16", "float16", "half"):

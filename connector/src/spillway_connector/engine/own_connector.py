@@ -15,7 +15,7 @@ Kind = TypeVar("Kind")
 def own_connector(scheduler: Any, kind: type[Kind]) -> Kind | None:
     """The scheduler's connector of this kind; None: it has none.
 
-    Raises ConfigError where there are two: both would give out the same rows of the CPU tier.
+    Raises ConfigError if there are two: both would give out the same rows of the CPU tier.
     """
     found = [one for one in _connectors(getattr(scheduler, "connector", None)) if isinstance(one, kind)]
     if len(found) > 1:

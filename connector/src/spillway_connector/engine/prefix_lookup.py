@@ -253,7 +253,7 @@ class PrefixLookupManager(OffloadingManager):
 
     def promote_meanwhile(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
         """Have the shared tier fill rows with those of `keys` that have none, in this order, for a request that goes on
-        meanwhile. Returns how many of the keys are in the CPU tier or on their way, from the first on: fewer where
+        meanwhile. Returns how many of the keys are in the CPU tier or on their way, from the first on: fewer if
         rows are short. Raises AssertionError without a single shared tier."""
         tier = self._prefix_tier
         assert tier is not None

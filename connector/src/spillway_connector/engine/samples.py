@@ -47,7 +47,7 @@ class SampledStats:
 
 
 class Samples(SampledStats):
-    """Samples apart from vLLM's statistics. False where there are none."""
+    """Samples apart from vLLM's statistics. False if there are none."""
 
     def __init__(self) -> None:
         self.data = {}

@@ -117,7 +117,7 @@ class SpecBase(OffloadingSpec):
 
     @abstractmethod
     def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
-        """What the namespace of shared chunks is made of. Raises ConfigError where it is unknown."""
+        """What the namespace of shared chunks is made of. Raises ConfigError if it is unknown."""
 
     @abstractmethod
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier: ...
@@ -193,7 +193,7 @@ class SpecBase(OffloadingSpec):
     def _open_worker(self, kv_caches: CanonicalKVCaches, rank: int) -> tuple[CopyLayout, OpenTransport]:
         """What a worker copies between, and with. Each rank's process, once, when the caches exist.
 
-        Raises ConfigError where the platform's transport cannot be opened.
+        Raises ConfigError if the platform's transport cannot be opened.
         """
         region = self._open_region()
         if has_several_memory_nodes():

@@ -381,7 +381,7 @@ class TieringManager(PrefixLookupManager):
         self._unreported = True
 
     def take_samples(self) -> Samples | None:
-        """What happened since the last call; None where nothing did. Called once per engine step."""
+        """What happened since the last call; None if nothing did. Called once per engine step."""
         kept = len(self.primary_tier.waiting.kept)
         changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at, kept
         if (

@@ -1,7 +1,7 @@
 """What the model of a vLLM configuration was loaded from, in the words of the namespace.
 
 A loader opens more than the model's folder: the places that `model_weights` and the model's configuration name, the
-drafter, code from other repositories, files named in settings. Where it is unknown what was opened, KV must not be
+drafter, code from other repositories, files named in settings. If it is unknown what was opened, KV must not be
 shared: WeightsUnknown.
 """
 
@@ -127,7 +127,7 @@ class _Places:
 
 
 def _place_elsewhere(load_config: Any) -> str | None:
-    """Why the weights come from a place that is not looked at; None where they do not."""
+    """Why the weights come from a place that is not looked at; None if they do not."""
     if load_config.load_format not in LOCAL_FORMATS:
         return f"load_format {load_config.load_format!r} does not read them from its folder"
     extra = load_config.model_loader_extra_config or {}

@@ -46,7 +46,7 @@ class WorkerHalf(OffloadingConnectorWorker):
 
     @abstractmethod
     def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
-        """Submit one copy of them all; False where the transport refused it, and nothing moves."""
+        """Submit one copy of them all; False if the transport refused it, and nothing moves."""
 
     @abstractmethod
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit: ...

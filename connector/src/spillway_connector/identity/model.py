@@ -49,7 +49,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
 def folder_identity(place: Path, cache_folders: Sequence[Path] = (), load_format: str = "auto") -> str:
     """`weights:<64 hex digits>` of a local model folder or of a single file.
 
-    Raises OSError when a file cannot be read, and WeightsUnknown where there are no weights.
+    Raises OSError when a file cannot be read, and WeightsUnknown if there are no weights.
     """
     return f"weights:{_digest_of(model_files(place, load_format), cache_folders).hex()}"
 
@@ -57,7 +57,7 @@ def folder_identity(place: Path, cache_folders: Sequence[Path] = (), load_format
 def sampled_identity(place: Path, load_format: str = "auto") -> str:
     """`sampled:<64 hex digits>`: sizes, headers and 4 KiB of every tensor. Changes elsewhere in a tensor are not seen.
 
-    Raises OSError when a file cannot be read, and WeightsUnknown where there are no weights.
+    Raises OSError when a file cannot be read, and WeightsUnknown if there are no weights.
     """
     digest = blake3.blake3()
     for name, path in model_files(place, load_format).items():
@@ -73,7 +73,7 @@ def snapshot_identity(name: str, snapshot: Path, load_format: str = "auto") -> s
     """`hub:NAME@COMMIT` of a snapshot in a hub's cache: the commit is that of every file in it.
 
     Files that are not links into the hub's blobs were put there by someone else (or by a file system without links):
-    their bytes count too. Raises OSError, and WeightsUnknown where there are no weights.
+    their bytes count too. Raises OSError, and WeightsUnknown if there are no weights.
     """
     foreign = {
         name: path for name, path in model_files(snapshot, load_format).items() if not is_a_blob_of_the_hub(path)
@@ -92,7 +92,7 @@ def model_files(place: Path, load_format: str = "auto") -> dict[str, Path]:
     """What may decide a model's KV, by its path below the folder, in order.
 
     place: a folder, or a single file, with which its further shards and projectors count. Raises OSError when a folder
-    cannot be read, and WeightsUnknown where there are no weights or too many files.
+    cannot be read, and WeightsUnknown if there are no weights or too many files.
     """
     found = _beside(place) if place.is_file() else dict(_tree(place))
     if load_format in SAFETENSORS_FIRST:

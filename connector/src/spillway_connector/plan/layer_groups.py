@@ -28,7 +28,7 @@ def group_layers(
     """Split the segments of a layout with one cache group.
 
     layers: names, in the order of the forward. segments_of: how many segments each of them has, one layer's behind the
-    other's. Where that is not how the segments lie, all layers are one group.
+    other's. If that is not how the segments lie, all layers are one group.
     """
     (segments,) = layout.groups
     if sum(segments_of) != len(segments):

@@ -91,7 +91,7 @@ class PresenceIndex:
         return len(self._order)
 
     def get(self, key: bytes, now: float) -> bool | None:
-        """True, False, or None where there is no valid answer at ``now``."""
+        """True, False, or None if there is no valid answer at ``now``."""
         expiry = self._shards[hash(key) % _SHARDS].get(key)
         return None if expiry is None or now >= abs(expiry) else expiry > 0
 
@@ -106,7 +106,7 @@ class PresenceIndex:
         return {key for key, expiry in zip(keys, expiries, strict=True) if expiry is not None and expiry > now}
 
     def absent_until(self, key: bytes) -> float:
-        """When the answer "absent" for the key expires. Raises KeyError where the key has no answer."""
+        """When the answer "absent" for the key expires. Raises KeyError if the key has no answer."""
         return -self._shards[hash(key) % _SHARDS][key]
 
     def put(self, key: bytes, present: bool, now: float) -> None:

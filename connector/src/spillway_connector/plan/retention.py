@@ -123,7 +123,7 @@ class Retention(Generic[_Key]):
         now: float,
         asking: tuple[bytes, bytes] | None = None,
     ) -> tuple[list[_Key], list[_Key]] | None:
-        """(the `count` chunks to evict, the chunks that stay in place of some of them and count as used); None where
+        """(the `count` chunks to evict, the chunks that stay in place of some of them and count as used); None if
         fewer may leave.
 
         oldest_first: the tier's chunks in LRU's order. may_leave: whether a chunk may leave, now. asking: tenant and

@@ -162,7 +162,7 @@ class SessionTable(Generic[_Times]):
         return self._sessions.values()
 
     def crowded_out_by(self, name: SessionName) -> SessionName | None:
-        """The session that makes room for this one, which the caller then drops; None where there is room."""
+        """The session that makes room for this one, which the caller then drops; None if there is room."""
         if name in self._sessions or len(self._sessions) < self._sessions_max:
             return None
         # Of the tenant with the most, or this one: one that names many does not displace another's few.

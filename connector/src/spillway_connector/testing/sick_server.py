@@ -60,7 +60,7 @@ class SickServer:
         self._answer = answer
 
     def send_to_all(self, piece: bytes) -> None:
-        """Send something to every connection, asked or not. Raises OSError where one is gone."""
+        """Send something to every connection, asked or not. Raises OSError if one is gone."""
         for connection in list(self._connections):
             connection.sendall(piece)
 

@@ -16,7 +16,7 @@ Layout, little-endian; the fixed part is 192 bytes, then zero padding up to ``he
        104     8  payload_bytes, of this part
        112    16  xxh3_128 of the payload, canonical (big-endian) form
        128     8  created_ms, wall clock
-       136    16  set digest: which parts belong together (see digest_of_parts); zero where the part count is 1
+       136    16  set digest: which parts belong together (see digest_of_parts); zero if the part count is 1
        152     8  tenant: the first 8 bytes of the blake3 of the request's cache salt; zero for none
        160    16  zero
        176    16  xxh3_128 of all header bytes before and after this field, padding included

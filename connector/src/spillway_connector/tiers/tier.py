@@ -165,7 +165,7 @@ class Tier(Protocol):
 class LeasingTier(Tier, Protocol):
     """A tier that moves blocks in pieces, so that it needs their memory only while a piece is copied.
 
-    Both methods take leased memory of ``payload_bytes`` and raise TierRefused(CLOSED) where it was taken back.
+    Both methods take leased memory of ``payload_bytes`` and raise TierRefused(CLOSED) if it was taken back.
     """
 
     @property

@@ -58,7 +58,7 @@ def read_ascend_versions(
 
 
 def version_problem(found: AscendVersions) -> str | None:
-    """One sentence with what is needed, what was found and the remedies; None where nothing contradicts.
+    """One sentence with what is needed, what was found and the remedies; None if nothing contradicts.
 
     Without vllm-ascend nothing is needed. What was not found contradicts nothing, but the driver: CANN looks for its
     version.info too.

@@ -62,7 +62,7 @@ class MemoryBudget:
 
 
 def choose_dtype(settings: EngineSettings, shape: ModelShape, machine: Machine) -> str:
-    """`auto` on a CPU is bfloat16 only where the core multiplies it natively: elsewhere it is 3.6 to 4.7 times slower
+    """`auto` on a CPU is bfloat16 only if the core multiplies it natively: elsewhere it is 3.6 to 4.7 times slower
     than float32 (measured, AVX2)."""
     if settings.model.dtype != "auto":
         return settings.model.dtype

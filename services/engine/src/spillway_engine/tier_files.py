@@ -57,7 +57,7 @@ def require_tier_files(
 
 
 def misplaced_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAMES) -> str | None:
-    """What is wrong with the folder of an NVMe tier; None where nothing is. No reason not to start: engines serve."""
+    """What is wrong with the folder of an NVMe tier; None if nothing is. No reason not to start: engines serve."""
     if tier.type != "nvme":
         return None
     try:

@@ -27,7 +27,7 @@ SaltOf = Callable[[str], str | None]
 class EngineObjects:
     """vLLM's, of the engine whose scheduler builds the tier.
 
-    scheduler_half: of the connector; None where another class than vLLM's builds the tier.
+    scheduler_half: of the connector; None if another class than vLLM's builds the tier.
     """
 
     vllm_config: VllmConfig
@@ -48,7 +48,7 @@ class EngineObjects:
 def engine_objects(spec: OffloadingSpec) -> EngineObjects:
     """The objects of the engine that is building a tier for `spec`. Called from the tier's constructor.
 
-    Raises ConfigError where they are not there: without them nothing says which engines may share blocks.
+    Raises ConfigError if they are not there: without them nothing says which engines may share blocks.
     """
     found: dict[type, object] = {}
     current = get_current_vllm_config_or_none()

@@ -77,7 +77,7 @@ def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int)
 def _name_heads_of_all_ranks(facts: dict[str, Any], heads: int) -> None:
     """In place of one rank's: canonical rows hold those of all ranks side by side, layer by layer.
 
-    Only where they are all of one number, and a row has no room beside them: else sizes differ with the ranks anyway.
+    Only if they are all of one number, and a row has no room beside them: else sizes differ with the ranks anyway.
     """
     kinds = {group["kind"] for group in facts["groups"]}
     (rank_heads, *others) = {group["spec"].get("num_kv_heads") for group in facts["groups"]}

@@ -40,7 +40,7 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def take_stats(report: TierReport) -> OffloadingConnectorStats | None:
-    """What changed since the last call; None where nothing did."""
+    """What changed since the last call; None if nothing did."""
     samples = Samples()
     report.add_to(samples)
     return connector_stats(samples)

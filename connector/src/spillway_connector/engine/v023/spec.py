@@ -70,7 +70,7 @@ class SpillwayOffloadingSpec(SpecBase):
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """vLLM's contract: (source, destination, handler) per direction. Each rank's process, once the caches exist.
 
-        Raises ConfigError where the platform's transport cannot be opened.
+        Raises ConfigError if the platform's transport cannot be opened.
         """
         if not self._handlers:
             rank = self.vllm_config.parallel_config.rank

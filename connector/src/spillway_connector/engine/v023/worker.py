@@ -87,7 +87,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
-        # False where the handler raised: upstream's worker logs the exception.
+        # False if the handler raised: upstream's worker logs the exception.
         return lambda: bool(self.worker.transfer_async(job_id, (host, device)))
 
     @override
@@ -143,7 +143,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def get_kv_connector_stats(self) -> SpillwayStats:
-        """Upstream returns None where nothing was copied; vLLM then drops the scheduler's statistics, so here never."""
+        """Upstream returns None if nothing was copied; vLLM then drops the scheduler's statistics, so here never."""
         stats, self.kv_connector_stats = self.kv_connector_stats, SpillwayStats()
         assert isinstance(stats, SpillwayStats)
         stats.merge(self._take_samples().samples())

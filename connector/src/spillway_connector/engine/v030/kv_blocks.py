@@ -83,7 +83,7 @@ def _layers(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
 def _whole_block(
     kv_caches: Mapping[str, LayerCache], config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec]
 ) -> Part | None:
-    """The part that is a block of all layers; None where there is none, as with the layers outermost."""
+    """The part that is a block of all layers; None if there is none, as with the layers outermost."""
     placed = {layer: (tensor, at) for tensor in config.kv_cache_tensors for at, layer in enumerate(tensor.layers)}
     layers = [layer for group in groups for layer, _ in _layers(group) if layer in placed]
     if not layers or len(layers) != len({*layers}):

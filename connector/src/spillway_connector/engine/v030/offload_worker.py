@@ -27,7 +27,7 @@ class StepWorker(OffloadingWorker):
 
     @abstractmethod
     def submit_stores(self, copy_id: int, stores: Sequence[tuple[GPULoadStoreSpec, LoadStoreSpec]]) -> bool:
-        """False where they are refused; nothing moves then."""
+        """False if they are refused; nothing moves then."""
 
 
 class CopyWorker(StepWorker):

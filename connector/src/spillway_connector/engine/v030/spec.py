@@ -78,7 +78,7 @@ class SpillwayOffloadingSpec(SpecBase):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """vLLM's contract. Each rank's process, once the caches exist; the same object each time.
 
-        Raises ConfigError where the platform's transport cannot be opened.
+        Raises ConfigError if the platform's transport cannot be opened.
         """
         if self._worker is None:
             rank = self.config.parallel.rank

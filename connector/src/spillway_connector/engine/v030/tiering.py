@@ -82,7 +82,7 @@ class SpillwayTieringManager(TieringManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """vLLM's contract: what happened since the last call; None where nothing did. Called once per engine step."""
+        """vLLM's contract: what happened since the last call; None if nothing did. Called once per engine step."""
         samples, of_workers = self.take_samples(), self._of_workers
         if of_workers is not None:
             self._of_workers = None

@@ -123,7 +123,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def take_invalid_blocks(self) -> set[int]:
-        """Likewise; empty where failures are reported for whole requests."""
+        """Likewise; empty if failures are reported for whole requests."""
         invalid = super().take_invalid_blocks()
         return invalid if self._names_blocks else set()
 

@@ -44,7 +44,7 @@ class FileLock:
     def held(self, deadline: float) -> Iterator[int]:
         """Hold the lock; yields the descriptor of the file, open for reading and writing.
 
-        Raises TierTimeout, and OSError where the file cannot be opened (FileNotFoundError: its folder is missing).
+        Raises TierTimeout, and OSError if the file cannot be opened (FileNotFoundError: its folder is missing).
         """
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - self._clock())):
             raise TierTimeout(f"{self.path}: another thread held the lock")

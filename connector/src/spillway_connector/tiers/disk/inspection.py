@@ -48,7 +48,7 @@ def checked_header(raw: bytes) -> FrameHeader | Damage:
 def with_header(frame: StoredFrame, header: FrameHeader | Damage, *, namespace: bytes, key: str | None) -> StoredFrame:
     """``frame`` with the contents of its header.
 
-    key: the key, in hex, that the frame's place stands for; None where places do not determine keys.
+    key: the key, in hex, that the frame's place stands for; None if places do not determine keys.
     """
     if isinstance(header, Damage):
         return replace(frame, damage=header)

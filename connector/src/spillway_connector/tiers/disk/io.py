@@ -221,7 +221,7 @@ class FrameFiles:
         return header
 
     def read_cached_at(self, descriptor: int, offset: int, target: memoryview) -> memoryview | None:
-        """The same from the page cache alone, without waiting: None where not all of the frame lies there.
+        """The same from the page cache alone, without waiting: None if not all of the frame lies there.
 
         descriptor: without O_DIRECT. ``target`` is then undefined.
         """

@@ -35,7 +35,7 @@ _ATTEMPTS = 3  # another process's sweep may take a document that is being writt
 
 
 def entries_in(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """Everything in ``folder``; nothing where it is missing. Raises OSError."""
+    """Everything in ``folder``; nothing if it is missing. Raises OSError."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -67,7 +67,7 @@ def make_root(root: Path) -> None:
 
 
 def access_warning(root: Path) -> str | None:
-    """A sentence on who else may change the store in ``root``; None where only its users may. Raises OSError."""
+    """A sentence on who else may change the store in ``root``; None if only its users may. Raises OSError."""
     others = open_to_others(root)
     if others is None or _is_of_one_pod(root):
         return None

@@ -9,7 +9,7 @@ the number of members is what the tenant holds. A store sends, within its first 
     ZRANGE index 0 8                         the candidates for eviction
     PEXPIRE index ...                        (only with a time to live)
 
-and only where the tenant is above its quota, before the new values: UNLINK of the oldest blocks, at most 8, then one
+and only if the tenant is above its quota, before the new values: UNLINK of the oldest blocks, at most 8, then one
 ZREM. Loads record what they used and stores what they wrote. One ZADD sends that with the next store, or with the next
 lookup after a minute.
 
@@ -48,7 +48,7 @@ class TenantQuotas:
     """Used by several threads at once. Blocks without a tenant are not counted.
 
     block_bytes: of one block with its headers. max_bytes: what each tenant may hold in one namespace.
-    Raises ConfigError where not even one block fits.
+    Raises ConfigError if not even one block fits.
     """
 
     def __init__(

@@ -396,7 +396,7 @@ class RedisTier:
             self.evicted_frames += len(victims)
 
     def _clean_up(self, commands: list[tuple[bytes, ...]], deadline: float) -> None:
-        """Clean up after a store that was refused. Where this fails too, the leftovers expire."""
+        """Clean up after a store that was refused. If this fails too, the leftovers expire."""
         try:
             self._router.attempt(commands, deadline)
         except TierError:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fitting_shape(tree: Mapping[str, Any], given: argparse.Namespace) -> Shape:
-    """The load, with token ids that the model has. Raises EngineServiceError where it cannot be asked for."""
+    """The load, with token ids that the model has. Raises EngineServiceError if it cannot be asked for."""
     engine = resolved(changed(tree, {"enabled": False}, port=1))
     settings = engine.settings
     if not engine_settings(tree).offload.enabled:

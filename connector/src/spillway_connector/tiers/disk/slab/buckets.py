@@ -92,7 +92,7 @@ class BucketTable:
     # --- under the lock ---------------------------------------------------------------------------------------------
 
     def vacancy(self, key: tuple[int, int]) -> tuple[int | None, range]:
-        """A vacant entry for ``key``, None where both buckets are full; and the entries of the bucket preferred."""
+        """A vacant entry for ``key``, None if both buckets are full; and the entries of the bucket preferred."""
         buckets = [range(first, first + WAYS) for first in (self._bucket_of(half) * WAYS for half in key)]
         vacant = [[entry for entry in bucket if self._slot_view[entry] == 0] for bucket in buckets]
         first = 0 if len(vacant[0]) > WAYS - _SPILL_AT or len(vacant[0]) >= len(vacant[1]) else 1

@@ -98,7 +98,7 @@ class ChangeLog:
         self._missed = True
 
     def news(self) -> npt.NDArray[np.uint64] | None:
-        """Changes since the last call, (n, 2); None where some were missed. Raises OSError."""
+        """Changes since the last call, (n, 2); None if some were missed. Raises OSError."""
         if self._descriptor is None:
             return _NOTHING
         if self._missed:

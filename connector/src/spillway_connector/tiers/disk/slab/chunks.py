@@ -46,7 +46,7 @@ class CachedFrame:
         self._offset = offset
 
     def read(self, target: memoryview) -> memoryview | None:
-        """The payload into ``target``, and the header page, as of :meth:`Chunks.read`; None where pages have gone.
+        """The payload into ``target``, and the header page, as of :meth:`Chunks.read`; None if pages have gone.
 
         A copy from memory to memory. Not verified.
         """

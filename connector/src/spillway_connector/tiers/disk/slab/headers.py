@@ -4,7 +4,7 @@ A rebuild of the index reads this file from end to end instead of one page of ev
 seek each. It may be wrong: records and frames are written in no enforced order, and every frame is verified when it is
 loaded. A record is zeros while its slot is free or being written, so after a crash it never names the previous frame.
 
-A table is always created together with its index, so a frame that it does not list is not in the pool. Where there is
+A table is always created together with its index, so a frame that it does not list is not in the pool. If there is
 no table, the slots are read.
 """
 
@@ -40,7 +40,7 @@ _NOTHING = bytes(RECORD_BYTES)
 
 
 class HeaderTable:
-    """The table in ``folder``, opened at first use. Where there is none, every method does nothing.
+    """The table in ``folder``, opened at first use. If there is none, every method does nothing.
 
     owners_checked: see own_files.py.
     """

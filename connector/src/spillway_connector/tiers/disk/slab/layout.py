@@ -216,7 +216,7 @@ def chunk_target_bytes(limit_bytes: int) -> int:
 
 
 def plan_shape(slot_bytes: int, limit_bytes: int) -> PoolShape | None:
-    """The pool that may fill ``limit_bytes`` alone, index, header table and changes included; None where not
+    """The pool that may fill ``limit_bytes`` alone, index, header table and changes included; None if not
     even one slot fits."""
     chunk_slots = max(1, chunk_target_bytes(limit_bytes) // slot_bytes)
     chunks = min(limit_bytes // (chunk_slots * slot_bytes), SLOTS_MAX // chunk_slots, 999_999)

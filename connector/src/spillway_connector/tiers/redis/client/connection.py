@@ -89,7 +89,7 @@ class RedisConnection(ValueConnection):
         self._dialed: tuple[Address, SocketAddress] | None = None
 
     def connect(self) -> None:
-        """Connect and log in, within connect_by(). Does nothing where it is connected."""
+        """Connect and log in, within connect_by(). Does nothing if it is connected."""
         self.reused = self.is_connected
         if self.reused:
             return

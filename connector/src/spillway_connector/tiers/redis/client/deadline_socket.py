@@ -54,7 +54,7 @@ def connect_deadline() -> float:
 class DeadlineSocket:
     """Not for several threads at once, but for ``shutdown``, which ends a wait in progress. Raises OSError.
 
-    It takes what there is and waits only where there is nothing; the socket itself never blocks.
+    It takes what there is and waits only if there is nothing; the socket itself never blocks.
     ``unread``: bytes that were received with the line before them; the next read gets them, also one of redis-py's.
     ``answered``: whether anything was received since :meth:`begin`; on a stale connection nothing is.
     """
@@ -99,7 +99,7 @@ class DeadlineSocket:
         """Send all of ``parts`` from where they are.
 
         A span is held while bytes of it are taken, never while waiting until more can be. Raises TimeoutError at the
-        deadline, TierRefused(CLOSED) where a span was taken back.
+        deadline, TierRefused(CLOSED) if a span was taken back.
         """
         spans = [part if isinstance(part, Span) else Span.of(memoryview(part)) for part in parts]
         rest = deque(span for span in spans if span.nbytes)
@@ -132,7 +132,7 @@ class DeadlineSocket:
         """Receive until ``span`` is full, calling ``arrived`` with each stretch of it that has been filled.
 
         The span is held while bytes that are there are taken and ``arrived`` runs, never while waiting for more. Raises
-        TierRefused(CLOSED) where it was taken back.
+        TierRefused(CLOSED) if it was taken back.
         """
         at, end = span.start, span.end
         try:

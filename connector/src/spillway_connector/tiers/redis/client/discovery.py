@@ -30,7 +30,7 @@ class Discovery(Generic[_Found]):
         self._suspected = True
 
     def get(self, deadline: float) -> _Found:
-        """The result. Raises TierError only where there is none from before."""
+        """The result. Raises TierError only if there is none from before."""
         found = self._found
         if found is not None and (not self._suspected or self._clock() - self._asked_at < RENEWAL_SECONDS):
             return found

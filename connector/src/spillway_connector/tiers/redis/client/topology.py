@@ -4,7 +4,7 @@ redis-py's SentinelConnectionPool follows the primary and asks here which one it
 that one silent sentinel uses up the time of those after it, and sends SENTINEL MASTERS, which the documented users may
 not. redis-py computes slots and parses redirections. Its NodesManager is not used: it holds the GIL for 4 ms to begin
 with and 1.4 ms for each further map of three nodes (27 and 2.3 ms with 100), this one for 0.05 ms (0.34); it takes 1.4
-us for each key; and it raises TypeError where a node gives no host (``cluster-preferred-endpoint-type
+us for each key; and it raises TypeError if a node gives no host (``cluster-preferred-endpoint-type
 unknown-endpoint``).
 """
 

@@ -67,7 +67,7 @@ class ValueConnection(Connection):
     def send_value(self, parts: Sequence[bytes | Span], deadline: float) -> Reply:
         """Send one command that is encoded already (see :func:`encode_set`) and return its reply.
 
-        Raises TierRefused(CLOSED) where a span was taken back before all of it was sent.
+        Raises TierRefused(CLOSED) if a span was taken back before all of it was sent.
         """
 
         def exchange(sock: DeadlineSocket) -> Reply:
@@ -100,7 +100,7 @@ class ValueConnection(Connection):
         ever requested. Where ``received`` raises before the last value, the connection is closed.
         arrived(place, offset, stretch): bytes of a value that are in place now, from ``offset`` within it, in order
         and each once; no stretch spans two of its targets. It runs while the server keeps sending, within the lease.
-        Raises TierRefused(CLOSED) where a target was taken back.
+        Raises TierRefused(CLOSED) if a target was taken back.
         """
 
         def exchange(sock: DeadlineSocket) -> None:
