@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from spillway_connector.plan.sessions import (
     LATE_DEVIATIONS_MAX,
+    Habits,
     SessionFollower,
     SessionHint,
+    SessionTimes,
     SessionUse,
     session_tag,
 )
@@ -41,6 +43,18 @@ def test_a_session_that_names_itself_is_expected_after_its_usual_pause():
     assert turn(follower, hint, 48.0, 50.0).due_seconds == 40.0
     assert follower.is_expected(ANN, hint) and not follower.is_expected(BOB, hint)
     assert turn(follower, hint, 70.0, 71.0).due_seconds == 30.0, "half of the newest"
+
+
+def test_a_session_is_expected_the_later_the_longer_it_is_overdue():
+    times = SessionTimes(ANN, Habits())
+    for begin in (0.0, 3.0):
+        times.begin_request(None, begin)
+        times.end_request(begin + 2.0)
+    assert times.due_from(5.5) == times.due_at == 6.0
+    assert (times.due_from(7.0), times.due_from(9.0)) == (9.0, 15.0)
+    times.begin_request(1.0, 10.0)
+    times.end_request(10.0)
+    assert times.due_from(20.0) == 11.0, "what its client has announced is not doubted"
 
 
 def test_a_session_has_ended_when_its_last_request_has():

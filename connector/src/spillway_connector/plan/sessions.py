@@ -23,6 +23,9 @@ LATE_SECONDS_MIN = 15.0
 # Of a session's first pause, at least: a person is not late before a minute. One whose pauses turn out to be regular is
 # late sooner.
 _FIRST_DEVIATION_SECONDS_MIN = 12.0
+# An overdue session is expected after so many times as long as it has been overdue. Without this, sessions that end
+# without a word would be kept before all others until they are late.
+_OVERDUE_FACTOR = 2.0
 _NEWEST_SHARE = 0.5  # of the last pause in the usual one, and of the last request's duration
 _NEWEST_DEVIATION_SHARE = 0.25
 _NEWEST_HABIT_SHARE = 0.1
@@ -127,9 +130,13 @@ class SessionTimes:
         self.used(now)
 
     def due_from(self, now: float) -> float | None:
-        """When its next request is expected, as known now: a running one ends first, and the pause follows."""
-        if self.due_at is None or not self.running:
-            return self.due_at
+        """When its next request is expected, as known now. A running one ends first, and the pause follows. One that
+        is overdue is expected the later the longer it has been: it may have ended without saying so."""
+        if self.due_at is None:
+            return None
+        if not self.running:
+            overdue = now - self.due_at
+            return self.due_at if overdue <= 0 or self.announced is not None else now + _OVERDUE_FACTOR * overdue
         pause = self.expected_pause
         return self.due_at if pause is None else max(self.due_at, now + pause)
 
