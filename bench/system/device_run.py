@@ -1,11 +1,13 @@
 """The whole under load on real engines: one after another system, four engines each. device.md says how to carry it.
 
     PYTHONPATH=bench:... python -m system.device_run --model FOLDER [--systems vllm_offload_pinned spillway_cpu ...]
-        [--engines 4] [--sessions 64] [--seconds 75] [--device-blocks 800] [--cpu-gib 24] [--load-format dummy]
+        [--engines 4] [--sessions 64 ...] [--seconds 75] [--device-blocks 800] [--cpu-gib 24] [--load-format dummy]
         [--engine-set KEY=VALUE ...] [--gateway-set KEY=VALUE ...] [--kill-after SECONDS] [--label NAME] [--tiny]
 
 Each system: start the engines and what routes, warm them up, load, read their counters, end them. Prints the table of
-`make bench-system` and adds to OUTPUT its keys. Logs, configurations, answers and counters stay in WORK/<system>.
+`make bench-system` and adds to OUTPUT its keys. Logs, configurations, answers and counters stay in WORK/<system>. With
+several numbers of sessions the loads follow each other on the same engines, which keep what the load before has left;
+no session goes on in the next load. The names of keys and folders then end with the number of sessions.
 `--kill-after` ends the last engine with SIGKILL so many seconds after the load has begun, and adds the figures of what
 was sent from then on (`..._after_kill`).
 `--tiny` is the same on CPU engines, with a small model and a small load: it shows that everything starts.
@@ -17,13 +19,14 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +37,7 @@ from system.load_generator import read_answers
 from system.report import Answered, figures
 
 READY_SECONDS_MAX = 300.0
-END_SECONDS_MAX = 20.0
+FREED_SECONDS_MAX = 60.0
 WARM_SECONDS = 6.0
 RAMP_SECONDS = 8.0
 BLOCK_TOKENS = 128
@@ -57,6 +60,7 @@ class RealSystem:
     spillway: bool = False
     router: bool = False
     shared: str = "none"
+    storing: str = "auto"  # of Spillway's engines
     connector: str | None = None
     lazy: bool = False
 
@@ -69,6 +73,7 @@ SYSTEMS = {
     "vllm_lazy_pinned": RealSystem("pinned", connector="SimpleCPUOffloadConnector", lazy=True),
     "spillway_cpu": RealSystem("one", spillway=True),
     "spillway_nvme": RealSystem("one", spillway=True, shared="nvme"),
+    "spillway_nvme_late": RealSystem("one", spillway=True, shared="nvme", storing="late"),
 }
 
 
@@ -90,12 +95,12 @@ class Ports:
         return self._first + 60 + at
 
 
-def engine_document(options: argparse.Namespace, system: RealSystem, at: int) -> dict[str, Any]:
-    """spillway_engine's configuration file of one engine."""
+def engine_document(options: argparse.Namespace, system: RealSystem, folder: Path, at: int) -> dict[str, Any]:
+    """spillway_engine's configuration file of one engine. folder: of the system, whose engines share its NVMe tier."""
     ports = Ports(options.first_port)
     shared: dict[str, Any] = {"type": system.shared}
     if system.shared == "nvme":
-        shared["nvme"] = {"path": str(options.work / "nvme"), "maxBytes": options.nvme_max}
+        shared["nvme"] = {"path": str(folder / "nvme"), "maxBytes": options.nvme_max}
     document: dict[str, Any] = {
         "name": f"engine-{at}",
         "model": {"path": str(options.model), "servedName": "model", "maxLength": options.max_length},
@@ -104,7 +109,12 @@ def engine_document(options: argparse.Namespace, system: RealSystem, at: int) ->
         "blockSize": BLOCK_TOKENS,
         "deviceBlocks": options.device_blocks,
         "kvEvents": {"enabled": True, "port": ports.events(at), "replayPort": ports.replay(at)},
-        "offload": {"enabled": True, "cpuBytes": f"{int(options.cpu_gib * 1024)}MiB", "sharedTier": shared},
+        "offload": {
+            "enabled": True,
+            "cpuBytes": f"{int(options.cpu_gib * 1024)}MiB",
+            "storing": system.storing,
+            "sharedTier": shared,
+        },
         "lifecycle": {"selfCheck": "off", "drainDelaySeconds": 0, "drainTimeoutSeconds": 5},
         "extraArgs": [] if options.tiny else [*PERFORMANCE, f"--load-format={options.load_format}"],
     }
@@ -118,7 +128,7 @@ def engine_command(options: argparse.Namespace, name: str, folder: Path, at: int
     system = SYSTEMS[name]
     if system.spillway:
         file = folder / f"engine-{at}.yaml"
-        file.write_text(json.dumps(engine_document(options, system, at), indent=1), encoding="utf-8")
+        file.write_text(json.dumps(engine_document(options, system, folder, at), indent=1), encoding="utf-8")
         sets = [part for each in options.engine_set for part in ("--set", each)]
         return [sys.executable, "-m", "spillway_engine", "--config", str(file), *sets]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
@@ -222,11 +232,12 @@ class Processes:
                     del waiting[name]
             time.sleep(0.3)
 
-    def end(self) -> None:
+    def end(self, seconds_max: float) -> None:
+        """Ends all processes: what has not ended by itself after `seconds_max` is killed."""
         for process in self._running.values():
             if process.poll() is None:
                 process.terminate()
-        until = time.monotonic() + END_SECONDS_MAX
+        until = time.monotonic() + seconds_max
         for process in self._running.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, until - time.monotonic()))
@@ -234,14 +245,26 @@ class Processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._wait_for_groups()
+
+    def _wait_for_groups(self) -> None:
+        """A killed engine holds its device memory, which the next system needs, until its pinned memory is freed."""
+        until = time.monotonic() + FREED_SECONDS_MAX
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                while time.monotonic() < until:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
 
 
-def generate_load(options: argparse.Namespace, urls: Sequence[str], way: str, output: Path, seed: int) -> int:
+def generate_load(
+    options: argparse.Namespace, urls: Sequence[str], way: str, output: Path, *, sessions: int, seed: int
+) -> int:
     """One load to its end. seed 0: the warm-up. Returns how many requests failed."""
     warm = seed == 0
     command = [sys.executable, "-m", "system.load_generator", "--urls", ",".join(urls), "--way", way]
     command += ["--tokenizer", str(options.model / "tokenizer.json"), "--output", str(output), f"--seed={seed}"]
-    command += [f"--sessions={2 * options.engines if warm else options.sessions}"]
+    command += [f"--sessions={sessions}", f"--grace-seconds={options.grace_seconds}"]
     command += [f"--seconds={WARM_SECONDS if warm else options.seconds}"]
     command += [f"--ramp-seconds={0.2 if warm else options.ramp_seconds}", f"--think-seconds={0.05 if warm else 1.0}"]
     command += [f"--tokens={options.tokens}", f"--turns={3 if warm else options.turns}"]
@@ -266,11 +289,50 @@ def after_kill(answered: Sequence[Answered], options: argparse.Namespace) -> dic
     return {f"{figure}_after_kill": value for figure, value in values.items()}
 
 
-def run_system(options: argparse.Namespace, name: str) -> dict[str, float]:
-    """The figures of one system."""
-    system, ports = SYSTEMS[name], Ports(options.first_port)
-    folder = options.work / (f"{name}-{options.label}" if options.label else name)
+def run_load(
+    options: argparse.Namespace,
+    system: RealSystem,
+    processes: Processes,
+    folder: Path,
+    *,
+    engine_urls: Sequence[str],
+    urls: Sequence[str],
+    sessions: int,
+) -> dict[str, float]:
+    """The figures of one load on engines that are warm. folder: of its answers and counters. urls: where it is sent."""
     folder.mkdir(parents=True, exist_ok=True)
+    before = [counters(read(f"{url}/metrics")) for url in engine_urls]
+    kill = Timer(options.kill_after or 0.0, processes.kill, [f"engine-{options.engines - 1}"])
+    living = engine_urls
+    if options.kill_after is not None:
+        kill.start()
+        living = engine_urls[:-1]
+    try:
+        # Loads on the same engines differ in all their texts, so that none finds what another has left.
+        seed = options.seed + 1_000 * options.sessions.index(sessions)
+        failed = generate_load(options, urls, system.way, folder / "answers.jsonl", sessions=sessions, seed=seed)
+    finally:
+        kill.cancel()
+    after = [counters(read(f"{url}/metrics")) for url in living]
+    total = {
+        key: sum(page.get(key, 0.0) - first.get(key, 0.0) for page, first in zip(after, before, strict=False))
+        for key in sorted({key for page in after for key in page})
+    }
+    (folder / "counters.json").write_text(json.dumps(total, indent=1), encoding="utf-8")
+    if system.spillway:
+        (folder / "gateway-metrics.txt").write_text(read(f"{urls[0]}/metrics"), encoding="utf-8")
+    answered = read_answers(folder / "answers.jsonl")
+    values = figures(answered, options.seconds, options.ramp_seconds) | {"failed_requests": float(failed)}
+    return values if options.kill_after is None else values | after_kill(answered, options)
+
+
+def run_system(options: argparse.Namespace, name: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """The key of each load of one system and its figures."""
+    system, ports = SYSTEMS[name], Ports(options.first_port)
+    key = f"{name}_{options.label}" if options.label else name
+    folder = options.work / key
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "nvme", ignore_errors=True)  # what an earlier run has stored would be found
     processes = Processes(folder)
     engine_urls = [f"http://127.0.0.1:{ports.engine(at)}" for at in range(options.engines)]
     router_url = f"http://127.0.0.1:{ports.router}"
@@ -295,30 +357,15 @@ def run_system(options: argparse.Namespace, name: str) -> dict[str, float]:
             processes.start("router", [*command, "--policy", "cache_aware", "--worker-urls", *engine_urls])
             processes.wait_ready({"router": f"{router_url}/health"})
             urls = [router_url]
-        generate_load(options, engine_urls, "turns", folder / "warm.jsonl", 0)
-        before = [counters(read(f"{url}/metrics")) for url in engine_urls]
-        kill = Timer(options.kill_after or 0.0, processes.kill, [f"engine-{options.engines - 1}"])
-        living = engine_urls
-        if options.kill_after is not None:
-            kill.start()
-            living = engine_urls[:-1]
-        try:
-            failed = generate_load(options, urls, system.way, folder / "answers.jsonl", options.seed)
-        finally:
-            kill.cancel()
-        after = [counters(read(f"{url}/metrics")) for url in living]
-        total = {
-            key: sum(page.get(key, 0.0) - first.get(key, 0.0) for page, first in zip(after, before, strict=False))
-            for key in sorted({key for page in after for key in page})
-        }
-        (folder / "counters.json").write_text(json.dumps(total, indent=1), encoding="utf-8")
-        if system.spillway:
-            (folder / "gateway-metrics.txt").write_text(read(f"{router_url}/metrics"), encoding="utf-8")
+        generate_load(options, engine_urls, "turns", folder / "warm.jsonl", sessions=2 * options.engines, seed=0)
+        for sessions in options.sessions:
+            several = len(options.sessions) > 1
+            at = folder / str(sessions) if several else folder
+            values = run_load(options, system, processes, at, engine_urls=engine_urls, urls=urls, sessions=sessions)
+            yield f"{key}_{sessions}" if several else key, values
     finally:
-        processes.end()
-    answered = read_answers(folder / "answers.jsonl")
-    values = figures(answered, options.seconds, options.ramp_seconds) | {"failed_requests": float(failed)}
-    return values if options.kill_after is None else values | after_kill(answered, options)
+        processes.end(options.end_seconds)
+        shutil.rmtree(folder / "nvme", ignore_errors=True)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -326,8 +373,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and a tokenizer")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=["vllm_offload_pinned", "spillway_cpu"])
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--sessions", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=75.0)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[64], help="at a time; one load for each number")
+    parser.add_argument("--seconds", type=float, default=75.0, help="of each load")
+    parser.add_argument("--grace-seconds", type=float, default=20.0, help="behind a load, for answers under way")
+    parser.add_argument(
+        "--end-seconds", type=float, default=20.0, help="of a system's processes, before they are killed"
+    )
     parser.add_argument("--ramp-seconds", type=float, default=RAMP_SECONDS)
     parser.add_argument("--tokens", default="4000,6000,1000,64", help="common, own, of a turn, of an answer")
     parser.add_argument("--turns", type=int, default=12)
@@ -347,7 +398,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="CPU engines, short prompts, few sessions")
     options = parser.parse_args(arguments)
     if options.tiny:
-        options.engines, options.sessions, options.turns = 2, 4, 4
+        options.engines, options.turns = 2, 4
+        options.sessions = [4 + at for at in range(len(options.sessions))]
         options.tokens, options.max_length, options.device_blocks, options.cpu_gib = "400,300,100,8", 4_096, 40, 0.5
         options.ramp_seconds, options.nvme_max = 2.0, "2GiB"
     options.work = options.work.absolute()
@@ -360,13 +412,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.systems:
         began = time.monotonic()
         print(f"{name} {options.label}", flush=True)
-        values = run_system(options, name)
-        key = f"{name}_{options.label}" if options.label else name
-        written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
-        print("   " + ", ".join(f"{figure} {value:.4g}" for figure, value in values.items()))
-        print(f"   after {time.monotonic() - began:.0f} s", flush=True)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        for key, values in run_system(options, name):
+            written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
+            print(f"   {key}: " + ", ".join(f"{figure} {value:.4g}" for figure, value in values.items()))
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+            print(f"   after {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 

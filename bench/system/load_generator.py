@@ -2,7 +2,7 @@
 
     PYTHONPATH=bench python -m system.load_generator --urls http://127.0.0.1:8100,... --way turns
         --tokenizer tokenizer.json --output answers.jsonl [--sessions 64] [--seconds 75]
-        [--tokens common,own,turn,answer] [--turns 12] [--seed 1]
+        [--tokens common,own,turn,answer] [--turns 12] [--seed 1] [--grace-seconds 20]
 
 way: `turns` sends requests to the addresses in turn, `pinned` all of one place to one address, `one` to the first. A
 gateway's promise is its header x-spillway-prefix-tokens. Texts are words of one token each, so that lengths in tokens
@@ -32,7 +32,6 @@ from system.report import Answered
 
 TEMPLATE_TOKENS = 10  # of a system prompt
 REQUEST_SECONDS_MAX = 300.0
-GRACE_SECONDS = 20.0  # behind the end of the load, for answers under way
 
 
 def words(tokenizer: Path) -> list[str]:
@@ -68,12 +67,13 @@ class Agents:
         self.answered: list[Answered] = []
         self.errors: list[str] = []
 
-    async def run(self) -> None:
+    async def run(self, grace_seconds: float) -> None:
+        """One load to its end. grace_seconds: behind it, for answers under way."""
         self._began = time.perf_counter()
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS_MAX)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
             with suppress(TimeoutError):  # what is under way after the grace does not count
-                async with asyncio.timeout(self._load.seconds + GRACE_SECONDS), asyncio.TaskGroup() as places:
+                async with asyncio.timeout(self._load.seconds + grace_seconds), asyncio.TaskGroup() as places:
                     for place in range(self._load.places):
                         places.create_task(self._place(http, place))
 
@@ -183,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--think-seconds", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--grace-seconds", type=float, default=20.0)
     options = parser.parse_args(arguments)
     common_tokens, own_tokens, turn_tokens, answer_tokens = (int(each) for each in options.tokens.split(","))
     load = AgentLoad(
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed,
     )
     agents = Agents(load, options.urls.split(","), options.way, options.model, words(options.tokenizer))
-    asyncio.run(agents.run())
+    asyncio.run(agents.run(options.grace_seconds))
     options.output.write_text("".join(json.dumps(asdict(one)) + "\n" for one in agents.answered), encoding="utf-8")
     print(json.dumps({"answered": len(agents.answered), "failed": len(agents.errors), "errors": agents.errors[:3]}))
     return 0

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from system.agents import AgentLoad
 from system.device_run import (
     SYSTEMS,
+    Processes,
     after_kill,
     counters,
     engine_command,
@@ -25,9 +27,12 @@ from spillway_gateway.config.settings import load_config
 def test_spillways_services_accept_the_files_that_are_written(name: str, tmp_path: Path) -> None:
     options = parsed(["--model", str(tmp_path), "--work", str(tmp_path), "--gateway-set", "continuation.enabled=true"])
     file = tmp_path / "engine.yaml"
-    file.write_text(json.dumps(engine_document(options, SYSTEMS[name], 3)), encoding="utf-8")
+    file.write_text(json.dumps(engine_document(options, SYSTEMS[name], tmp_path / name, 3)), encoding="utf-8")
     settings = load_engine_settings(file, [])
     assert settings.device_blocks == 800
+    assert settings.offload.storing == SYSTEMS[name].storing
+    if SYSTEMS[name].shared == "nvme":  # of its own: a system may not find what another has stored
+        assert settings.offload.shared_tier.nvme.path == str(tmp_path / name / "nvme")
     gateway = tmp_path / "gateway.yaml"
     gateway.write_text(json.dumps(gateway_document(options)), encoding="utf-8")
     config = load_config(gateway)
@@ -40,6 +45,18 @@ def test_vllms_own_engines_differ_by_their_connector(tmp_path: Path) -> None:
     lazy = engine_command(options, "vllm_lazy_pinned", tmp_path, 0)
     assert json.loads(lazy[-1].partition("=")[2])["kv_connector_extra_config"]["lazy_offload"] is True
     assert not any("kv-transfer" in part for part in engine_command(options, "vllm_round_robin", tmp_path, 0))
+
+
+def test_the_end_of_a_system_is_the_end_of_all_that_its_processes_started(tmp_path: Path) -> None:
+    processes = Processes(tmp_path)
+    processes.start("engine-0", ["sh", "-c", "trap '' TERM; sleep 60 & echo $!; wait"])
+    log = tmp_path / "engine-0.log"
+    until = time.monotonic() + 20.0
+    while not (started := log.read_text().split()) and time.monotonic() < until:
+        time.sleep(0.05)
+    processes.end(0.1)
+    state = Path(f"/proc/{started[0]}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_counters_are_summed_over_processes() -> None:
@@ -90,11 +107,11 @@ async def test_every_place_asks_and_an_error_of_the_load_ends_it(monkeypatch: py
     monkeypatch.setattr(Agents, "_ask", answer)
     load = AgentLoad(1, 900.0, 0.0, 20, 5, 5, 2, think_seconds=1e-9, crowd=1, crowd_tokens=(3, 3), crowd_is_cold=True)
     agents = Agents(load, ["http://127.0.0.1:1"], "one", "model", ["word"])
-    await agents.run()
+    await agents.run(grace_seconds=20.0)
     assert [messages[0]["role"] for messages in asked] == ["system", "user"]
     assert [one.of_crowd for one in agents.answered] == [False, True]
     with pytest.raises(ExceptionGroup) as raised:
-        await Agents(load, ["http://127.0.0.1:1"], "one", "model", []).run()
+        await Agents(load, ["http://127.0.0.1:1"], "one", "model", []).run(grace_seconds=20.0)
     assert raised.group_contains(IndexError)
 
 
