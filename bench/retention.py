@@ -15,6 +15,8 @@ Hit ratio: tokens in the leading run of a prompt's chunks that are in the tier, 
 
     loop_R              as many agents all the time, each with pauses of 27 to 33 seconds, and R times as many tokens
                         as the tier holds
+    brief_R             16 agents whose sessions have 12 turns, answers of 2.5 seconds and pauses of about 1 second, and
+                        which begin another session then; R as above
 
     lru, arc            the CPU tier's rows without sessions; ARC is vLLM's
     fifo                first in, first out
@@ -80,6 +82,8 @@ ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
 ANSWER_SECONDS = 8.0
 PAUSE_SECONDS = 30.0
 STEP_CHUNKS = 16  # stored at a time, as a prefill of 2,048 tokens a step does
+BRIEF_ANSWER_SECONDS = 2.5
+BRIEF_RATIOS = (1.0, 1.5, 2.0)
 LOOP_RATIOS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 OUTPUT = Path("build/bench/retention.json")
 
@@ -104,10 +108,11 @@ class Request:
     total_tokens: int
     common_tokens: int
     pause_seconds: float | None
+    answer_seconds: float = ANSWER_SECONDS
 
     @property
     def end_seconds(self) -> float:
-        return self.start_seconds + ANSWER_SECONDS
+        return self.start_seconds + self.answer_seconds
 
     def chunks(self, tokens: int) -> list[OffloadKey]:
         common = self.common_tokens // CHUNK_TOKENS
@@ -117,6 +122,7 @@ class Request:
 
 def requests_of(trace: Trace) -> list[Request]:
     """In the order of their starts."""
+    answer_seconds = BRIEF_ANSWER_SECONDS if trace.name == "brief" else ANSWER_SECONDS
     made: list[Request] = []
     for session in trace.sessions:
         at, context = session.start_seconds, 0
@@ -124,9 +130,10 @@ def requests_of(trace: Trace) -> list[Request]:
         for turn, following in zip(session.turns, [*session.turns[1:], None], strict=True):
             context += sum(segment.tokens for segment in turn.added)
             pause = None if following is None else following.pause_seconds
-            made.append(Request(session.name, at, context, context + turn.answer.tokens, common, pause))
-            context += turn.answer.tokens
-            at += ANSWER_SECONDS + (pause or 0.0)
+            total = context + turn.answer.tokens
+            made.append(Request(session.name, at, context, total, common, pause, answer_seconds))
+            context = total
+            at += answer_seconds + (pause or 0.0)
     return sorted(made, key=lambda request: request.start_seconds)
 
 
@@ -186,7 +193,27 @@ def traces(sessions: int, seed: int) -> dict[str, Callable[[], Trace]]:
         "regular": regular,
         "one_shot": one_shot,
         **{f"loop_{ratio:g}": loop for ratio in LOOP_RATIOS},
+        **{f"brief_{ratio:g}": lambda: brief_sessions(seed) for ratio in BRIEF_RATIOS},
     }
+
+
+def brief_sessions(seed: int, agents_count: int = 16, sessions: int = 5, turns: int = 12) -> Trace:
+    """Agents whose sessions follow each other without a pause to speak of, and end without a word."""
+    rng = random.Random(1 + seed)
+    common = Segment(f"common-brief-{seed}", 4_096)
+    made = []
+    for agent in range(agents_count):
+        at = rng.uniform(0.0, 8.0)
+        for number in range(sessions):
+            name, start, steps = f"brief-{seed}-{agent}-{number}", at, []
+            for turn in range(turns if number else rng.randrange(turns // 3, turns + 1)):
+                said = Segment(f"{name}-{turn}", 1_024 if turn else 7_168)
+                pause = min(4.0, rng.expovariate(1.0)) if turn else 0.0
+                steps.append(Turn((said,) if turn else (common, said), Segment(f"{name}-answer-{turn}", 64), pause))
+                at += BRIEF_ANSWER_SECONDS + pause
+            at += min(4.0, rng.expovariate(1.0))
+            made.append(Session(name, start, tuple(steps)))
+    return Trace("brief", f"{agents_count} agents, {sessions} sessions each, {turns} turns", tuple(made))
 
 
 def closed_loop(seed: int, agents_count: int, turns: int = 30) -> Trace:
@@ -207,7 +234,8 @@ def closed_loop(seed: int, agents_count: int, turns: int = 30) -> Trace:
 
 def live_to_tier(trace: str) -> float:
     """The most tokens that unfinished sessions have, to those that the tier holds."""
-    return float(trace.removeprefix("loop_")) if trace.startswith("loop_") else 2.0
+    kind, _, ratio = trace.partition("_")
+    return float(ratio) if kind in {"loop", "brief"} else 2.0
 
 
 class Cache(ABC):
