@@ -12,8 +12,6 @@ from stack_driver.deadlines import eventually
 from stack_driver.engine_client import EngineClient
 from stack_driver.running_stack import MAX_LENGTH, RunningStack
 
-from spillway_gateway.testing.agent_requests import claude_code, codex, opencode
-
 pytestmark = pytest.mark.tiers("bundled")
 
 QUESTION = [{"role": "user", "content": CAPITAL}]
@@ -89,45 +87,6 @@ def test_an_engine_learns_that_a_session_ends(stack: RunningStack, path: str) ->
     for engine in stack.engines:
         engine.nudge()  # statistics leave with a step
     eventually("the end of the session is counted", lambda: ended() == before + 1)
-
-
-SESSION, CHILD = "0b6c2f60-7f5e-4a53-9a6f-2f6f1c6d8e01", "7d9f0d1e-0d52-4c8e-8a43-1b0e2f5a6c11"
-AGENTS = {
-    "claude": (claude_code(SESSION, "one"), claude_code(SESSION, "two", subagent="agent-1")),
-    "codex": (codex(SESSION, "one"), codex(SESSION, "two", thread=CHILD, parent=SESSION)),
-    "opencode": (opencode("ses_1", "one"), opencode("ses_2", "two", parent="ses_1")),
-}
-
-
-@pytest.mark.parametrize("agent", AGENTS)
-def test_a_coding_agent_and_its_subagent_stay_on_one_engine_without_a_setting(stack: RunningStack, agent: str) -> None:
-    engines, choices = [], stack.gateway_metrics().total("spillway_gateway_session_choices_total", outcome="kept")
-    for request in AGENTS[agent]:
-        url = f"{stack.local.gateway_url}{request.path}"
-        # Tools need a parser for the model, which the small one has not.
-        body = {name: value for name, value in request.body.items() if not name.startswith("tool")}
-        body |= {"model": stack.model, "max_output_tokens" if agent == "codex" else "max_tokens": 4}
-        reply = httpx.post(url, json=body, headers=request.headers, timeout=120)
-        assert reply.status_code == 200, reply.text
-        engines.append(reply.headers["x-spillway-engine"])
-
-    assert engines[0] == engines[1]
-    assert stack.gateway_metrics().total("spillway_gateway_session_choices_total", outcome="kept") == choices + 1
-
-
-def test_an_engine_holds_what_a_client_may_retain(stack: RunningStack, client: openai.OpenAI) -> None:
-    """The stack allows it; tests of the gateway and the connector have the bounds."""
-    text = "The engine keeps this prompt for a while. " * 60
-    asked = {"model": stack.model, "messages": [{"role": "user", "content": text}], "max_completion_tokens": 1}
-
-    def held() -> float:
-        return sum(engine.metrics().total("spillway_held_blocks") for engine in stack.engines)
-
-    before = held()
-    client.chat.completions.create(**asked, extra_body={"prompt_cache_retention": "24h"})
-    for engine in stack.engines:
-        engine.nudge()  # statistics leave with a step
-    eventually("one of them holds its blocks", lambda: held() > before)
 
 
 def test_tokenize_and_back(stack: RunningStack) -> None:

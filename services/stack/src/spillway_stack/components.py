@@ -119,7 +119,6 @@ def gateway_configuration(settings: StackSettings, model: PreparedModel) -> dict
         "models": [
             {"name": model.served_name, "aliases": [], "tokenizer": model.tokenizer, "engines": engines},
         ],
-        "retention": {"secondsMax": 3600},
     }
 
 
