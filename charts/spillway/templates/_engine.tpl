@@ -141,8 +141,7 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 {{- $cache := deepCopy $engine.model.cache -}}
 {{- with $cache.sizeLimit -}}
 {{- $size := dict "value" . "path" (printf "%s.model.cache.sizeLimit" $.path) -}}
-{{- $_ := set $cache "sizeLimit" (include "spillway.sizeQuantity" $size) -}}
-{{- end -}}
+{{- $_ := set $cache "sizeLimit" (include "spillway.sizeQuantity" $size) -}}{{- end -}}
 {{- $found = append $found (dict "name" "hub" "path" .names.folders.hub "volume" $cache) -}}
 {{- end -}}
 {{- with $engine.lora.volume -}}

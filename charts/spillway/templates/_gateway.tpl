@@ -44,17 +44,14 @@ gateway.yaml: |
 {{- range $key, $value := get $gateway $section -}}
 {{- if not (or (hasPrefix "x-" $key) (kindIs "invalid" $value)) -}}{{- $_ := set $settings $key $value -}}{{- end -}}
 {{- end -}}
-{{- $_ := set $out $section $settings -}}
-{{- end -}}
+{{- $_ := set $out $section $settings -}}{{- end -}}
 {{- $end := include "spillway.engineEndSeconds" .root.spillwayPlan -}}
 {{- if and $end (kindIs "invalid" $gateway.health.endingSeconds) -}}
-{{- $_ := set $out.health "endingSeconds" (round (mulf 0.95 (float64 $end)) 1) -}}
-{{- end -}}
+{{- $_ := set $out.health "endingSeconds" (round (mulf 0.95 (float64 $end)) 1) -}}{{- end -}}
 {{- range $setting := include "spillway.gatewaySizes" . | fromYamlArray -}}
 {{- $section := get $out (splitList "." $setting | first) -}}{{- $key := splitList "." $setting | last -}}
 {{- $bytes := include "spillway.bytes" (dict "value" (get $section $key) "path" (printf "gateway.%s" $setting)) -}}
-{{- $_ := set $section $key (int64 $bytes) -}}
-{{- end -}}
+{{- $_ := set $section $key (int64 $bytes) -}}{{- end -}}
 {{- if gt (int64 $gateway.processes) 1 -}}{{- $_ := set $out "processes" (int64 $gateway.processes) -}}{{- end -}}
 {{- include "spillway.overlay" (dict "base" $out "over" (dict "listen" $listen "models" $models
   "auth" (include "spillway.gatewayAuth" (merge (dict "names" .root.spillwayNames) $gateway.auth) | fromYaml)
@@ -66,16 +63,13 @@ gateway.yaml: |
 {{- $item := .item -}}{{- $engine := $item.engine -}}{{- $model := .model -}}
 {{- with $engine.lora.adapters -}}
 {{- $names := list -}}{{- range . -}}{{- $names = append $names .name -}}{{- end -}}
-{{- $_ := set $model "adapters" $names -}}
-{{- end -}}
+{{- $_ := set $model "adapters" $names -}}{{- end -}}
 {{- with $engine.lora.aliases -}}
 {{- $aliases := dict -}}{{- range . -}}{{- $_ := set $aliases .name .adapter -}}{{- end -}}
-{{- $_ := set $model "adapterAliases" $aliases -}}
-{{- end -}}
+{{- $_ := set $model "adapterAliases" $aliases -}}{{- end -}}
 {{- if $engine.lora.resolverFolder -}}{{- $_ := set $model "loadableAdapters" $engine.lora.resolverNames -}}{{- end -}}
 {{- if include "spillway.sleeps" $item -}}
-{{- $_ := set $model "wakeSeconds" (include "spillway.wakeSeconds" $item | float64) -}}
-{{- end -}}
+{{- $_ := set $model "wakeSeconds" (include "spillway.wakeSeconds" $item | float64) -}}{{- end -}}
 {{- include "spillway.discovery" . -}}
 {{- $tokenizer := $engine.model.tokenizer -}}
 {{- if eq $tokenizer "volume" -}}
@@ -136,8 +130,7 @@ gateway.yaml: |
 {{- end -}}
 {{- $engines = append $engines $engine -}}
 {{- end -}}
-{{- $_ := set .model "engines" $engines -}}
-{{- end -}}{{- end -}}
+{{- $_ := set .model "engines" $engines -}}{{- end -}}{{- end -}}
 
 {{/* gateway.auth and names -> the gateway's own `auth`: paths of files in place of Secrets. */}}
 {{- define "spillway.gatewayAuth" -}}

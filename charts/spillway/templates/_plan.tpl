@@ -62,16 +62,14 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- with $given.visibleDevices.mode -}}{{- $_ := set $chosen "visibleDevices" . -}}{{- end -}}
 {{- $_ := set $chosen "env" (merge (include "spillway.hcclEnvironment" $given.hccl | fromYaml) $chosen.env) -}}
 {{- if not (kindIs "invalid" .engine.schedulerName) -}}
-{{- $_ := set $chosen "schedulerName" .engine.schedulerName -}}
-{{- end -}}
+{{- $_ := set $chosen "schedulerName" .engine.schedulerName -}}{{- end -}}
 {{- if $given.lockMemory -}}
 {{- $capabilities := default dict $chosen.securityContext.capabilities -}}
 {{- $added := append (default list $capabilities.add) "IPC_LOCK" -}}
 {{- $_ := set $chosen.securityContext "capabilities" (dict "drop" (default list $capabilities.drop) "add" $added) -}}
 {{- end -}}
 {{- if $given.privileged -}}
-{{- $_ := set $chosen "securityContext" (dict "runAsUser" 0 "privileged" true) -}}
-{{- end -}}
+{{- $_ := set $chosen "securityContext" (dict "runAsUser" 0 "privileged" true) -}}{{- end -}}
 {{- with .engine.podSecurityContext -}}{{- $_ := set $chosen "podSecurityContext" . -}}{{- end -}}
 {{- with .engine.securityContext -}}{{- $_ := set $chosen "securityContext" . -}}{{- end -}}
 {{- end -}}
@@ -93,8 +91,7 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- range $key := list "adapters" "runtimeUpdating" "resolverFolder" "maxInMemory" -}}
 {{- with get $engine.lora $key -}}{{- $_ := set $lora $key . -}}{{- end -}}
 {{- end -}}
-{{- $_ := set $settings "lora" $lora -}}
-{{- end -}}
+{{- $_ := set $settings "lora" $lora -}}{{- end -}}
 {{- if eq $engine.accelerator.versionCheck "warn" -}}{{- $_ := set $settings "versionCheck" "warn" -}}{{- end -}}
 {{- with include "spillway.cpuBinding" .item -}}{{- $_ := set $settings "cpuBinding" . -}}{{- end -}}
 {{- with .item.memory.deviceBlocks -}}{{- $_ := set $settings "deviceBlocks" . -}}{{- end -}}
@@ -108,8 +105,7 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- $transfer := pick . "connector" "role" -}}
 {{- with .modulePath -}}{{- $_ := set $transfer "modulePath" . -}}{{- end -}}
 {{- with .extraConfig -}}{{- $_ := set $transfer "extraConfig" . -}}{{- end -}}
-{{- $_ := set $settings "kvTransfer" $transfer -}}
-{{- end -}}{{- end -}}
+{{- $_ := set $settings "kvTransfer" $transfer -}}{{- end -}}{{- end -}}
 {{- $lifecycle := pick $engine.lifecycle "drainDelaySeconds" "drainTimeoutSeconds" "stopTimeoutSeconds"
   "selfCheckText" "selfCheckTimeoutSeconds" -}}
 {{- $isAuto := eq (toString $engine.lifecycle.selfCheck) "true" -}}
@@ -127,16 +123,14 @@ Every template begins with it: which one Helm renders first is by chance, and it
   "queueOrder" "queueOvertakeSeconds" "maxCopyDescriptors" "transport" "requestWaitSeconds"
   "promotionInFlightFraction" "promotionPerRequestFraction" "promotionAheadFraction")) -}}
 {{- range $key := list "generatedTokens" "layerwiseLoads" "computeWhileLoading" "batchMemcpy" -}}
-{{- $_ := set $out $key (get $offload $key | include "spillway.onOff") -}}
-{{- end -}}
+{{- $_ := set $out $key (get $offload $key | include "spillway.onOff") -}}{{- end -}}
 {{- range $key := list "prefillTokensPerSecond" "aclLibraryPath" "weightsVersion" "extraTiers" -}}
 {{- with get $offload $key -}}{{- $_ := set $out $key . -}}{{- end -}}
 {{- end -}}
 {{- if $offload.numCpuBlocks -}}{{- $_ := set $out "numCpuBlocks" $offload.numCpuBlocks -}}
 {{- else -}}
 {{- $bytes := dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" $path) -}}
-{{- $_ := set $out "cpuBytes" (include "spillway.bytes" $bytes | int64) -}}
-{{- end -}}
+{{- $_ := set $out "cpuBytes" (include "spillway.bytes" $bytes | int64) -}}{{- end -}}
 {{- with $offload.copyTable -}}
 {{- $table := dict -}}
 {{- range $direction, $rows := . -}}
@@ -145,11 +139,8 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- $bytes := dict "value" (first .) "path" (printf "%s.offload.copyTable.%s" $path $direction) -}}
 {{- $whole = append $whole (list (include "spillway.bytes" $bytes | int64) (last .)) -}}
 {{- end -}}
-{{- $_ := set $table $direction $whole -}}
-{{- end -}}
-{{- $_ := set $out "copyTable" $table -}}
-{{- end -}}
+{{- $_ := set $table $direction $whole -}}{{- end -}}
+{{- $_ := set $out "copyTable" $table -}}{{- end -}}
 {{- $shared := dict -}}
 {{- include "spillway.tierSettings" (dict "root" .root "item" .item "out" $shared) -}}
-{{- $_ := set $out "sharedTier" $shared -}}
-{{- end -}}
+{{- $_ := set $out "sharedTier" $shared -}}{{- end -}}

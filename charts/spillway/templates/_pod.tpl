@@ -46,8 +46,7 @@ pulls its images. */}}
 {{- $spec := pick $section "priorityClassName" "runtimeClassName" "affinity" "hostNetwork" "dnsPolicy" "dnsConfig"
   "hostAliases" "resourceClaims" -}}
 {{- if and $section.hostNetwork (not $section.dnsPolicy) -}}
-{{- $_ := set $spec "dnsPolicy" "ClusterFirstWithHostNet" -}}
-{{- end -}}
+{{- $_ := set $spec "dnsPolicy" "ClusterFirstWithHostNet" -}}{{- end -}}
 {{- $_ := set $spec "topologySpreadConstraints" list -}}
 {{- range concat $constraints (default list $section.topologySpreadConstraints) -}}
 {{- $constraint := merge (deepCopy .) (hasKey . "labelSelector" | ternary dict $own) -}}

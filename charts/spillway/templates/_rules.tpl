@@ -74,8 +74,7 @@ changes, and a new rule goes there. Above each is why it is here; tests/chart/mi
 {{- printf "%s: the name %q is already served by %s; set another model.servedName, alias or name of an adapter\n"
   $item.path . (get $served .) -}}
 {{- end -}}
-{{- $_ := set $served . $item.path -}}
-{{- end -}}{{- end -}}{{- end -}}
+{{- $_ := set $served . $item.path -}}{{- end -}}{{- end -}}{{- end -}}
 
 {{/* 7. An index of slabs that several kernels map is overwritten: the tier that running engines share is lost. */}}
 {{- define "spillway.rule.slab" -}}

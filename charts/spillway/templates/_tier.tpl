@@ -42,8 +42,7 @@ item.redisSecret. */}}
   "loadTimeoutSeconds" "storeTimeoutSeconds" "storeQueueSecondsMax")) -}}
 {{- range $key := list "loadQueueBytesMax" "storeQueueBytesMax" -}}
 {{- $bytes := include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key)) -}}
-{{- $_ := set $out $key (int64 $bytes) -}}
-{{- end -}}{{- end -}}
+{{- $_ := set $out $key (int64 $bytes) -}}{{- end -}}{{- end -}}
 {{- if eq $tier.type "nvme" -}}
 {{- $pageCache := include "spillway.onOff" $tier.nvme.pageCache -}}
 {{- $nvme := dict "path" $tier.nvme.path "mode" $tier.nvme.mode "pageCache" $pageCache -}}
@@ -51,8 +50,7 @@ item.redisSecret. */}}
 {{- with $tier.nvme.ttlSeconds -}}{{- $_ := set $nvme "ttlSeconds" . -}}{{- end -}}
 {{- with $tier.nvme.tenantMaxBytes -}}
 {{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at)) -}}
-{{- $_ := set $nvme "tenantMaxBytes" (int64 $bytes) -}}
-{{- end -}}
+{{- $_ := set $nvme "tenantMaxBytes" (int64 $bytes) -}}{{- end -}}
 {{- $_ = set $out "nvme" $nvme -}}
 {{- else if eq $tier.type "redis" -}}
 {{- $url := $tier.redis.url -}}
@@ -60,8 +58,7 @@ item.redisSecret. */}}
 {{- $redis := pick $tier.redis "ttlSeconds" "connections" "payloadConnections" | merge (dict "url" $url) -}}
 {{- with $tier.redis.tenantMaxBytes -}}
 {{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at)) -}}
-{{- $_ := set $redis "tenantMaxBytes" (int64 $bytes) -}}
-{{- end -}}
+{{- $_ := set $redis "tenantMaxBytes" (int64 $bytes) -}}{{- end -}}
 {{- $secret := dict -}}
 {{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}
 {{- if $secret.name -}}
