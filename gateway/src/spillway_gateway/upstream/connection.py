@@ -38,6 +38,7 @@ class Reading:
     def __init__(self) -> None:
         self.turns = Turns(TURNS_BYTES)
         self.buffer = memoryview(bytearray(READ_BUFFER_BYTES))
+        self.little = self.buffer[:LITTLE_BYTES]
 
 
 class EngineConnection(asyncio.BufferedProtocol):
@@ -205,16 +206,16 @@ class EngineConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         reading = self._reading
-        little = reading.turns.spent and not self._reads_in_turn
-        return reading.buffer[:LITTLE_BYTES] if little else reading.buffer
+        if self._reads_in_turn or not reading.turns.spent:
+            return reading.buffer
+        return reading.little
 
     def buffer_updated(self, nbytes: int) -> None:
         reading = self._reading
         self._received(reading.buffer[:nbytes])
         # After a whole reply reading goes on: the engine may close the connection.
-        if self._complete or self._paused or self._transport is None:
-            return
-        if self._buffered > READ_BUFFER_BYTES or (nbytes >= LITTLE_BYTES and reading.turns.spent):
+        much = self._buffered > READ_BUFFER_BYTES or (nbytes >= LITTLE_BYTES and reading.turns.spent)
+        if much and not (self._complete or self._paused) and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
 
@@ -235,8 +236,9 @@ class EngineConnection(asyncio.BufferedProtocol):
         if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
             self._fail(EngineBadReply(f"the engine's reply has more than {HEAD_BYTES_MAX} bytes of headers"))
             return
-        if self._waiter is not None and (not self._buffered or self._may_give()):
-            self._wake()
+        waiter = self._waiter
+        if waiter is not None and (self._buffered <= FREE_BYTES or self._may_give()) and not waiter.done():
+            waiter.set_result(None)
 
     def eof_received(self) -> bool:
         self._ended(None)
