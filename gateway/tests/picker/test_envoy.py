@@ -123,17 +123,23 @@ async def test_keys_and_salts_are_the_gateways_and_no_client_chooses_the_address
         assert b"x-spillway-route" not in given and not other.seen
 
 
-async def test_a_client_that_leaves_ends_its_request_everywhere(start_engine: StartEngine):
+async def test_clients_that_leave_end_their_requests_everywhere_and_are_no_fault_of_the_engine(
+    start_engine: StartEngine,
+):
     engine = await start_engine(words=20)
     engine.fault = HoldInStream(2, asyncio.Event())
     async with behind_envoy(engine) as (url, running):
         body = {"model": engine.model, "prompt": PROMPT, "stream": True}
-        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as reply:
-            await reply.content.readany()
-            assert not idle(running)
-            reply.close()
-        await until(lambda: idle(running))
-        await asyncio.wait_for(engine.seen[-1].cancelled.wait(), 60)
+        for _ in range(2 * running.gateway.config.breaker.failures):
+            async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as reply:
+                await reply.content.readany()
+                assert not idle(running)
+                reply.close()
+            await until(lambda: idle(running))
+            await asyncio.wait_for(engine.seen[-1].cancelled.wait(), 60)
+        engine.fault = None
+        assert (await post(url, "/v1/completions", body))[0] == 200
+        assert running.engine(engine.name).breaker.opened_total == 0
 
 
 @pytest.mark.parametrize("fault", [Status(503), DieInStream(2), "gone"], ids=str)

@@ -21,9 +21,10 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from spillway_gateway.client.connection import EXTENSION
 from spillway_gateway.client.open_connections import OpenConnections
-from spillway_gateway.errors import EngineBadReply, EngineDisconnected
+from spillway_gateway.errors import EngineBadReply
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.picker import mutations
+from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
 
 Message = MutableMapping[str, Any]
@@ -274,8 +275,8 @@ class EngineSide:
 
     async def _next(self) -> ProcessingRequest:
         message = await self._proxy.read()
-        if message is None:
-            raise EngineDisconnected("the proxy ended the exchange before the reply was whole")
+        if message is None:  # the client left, or the engine broke off: the proxy does not say which
+            raise ClientDisconnected
         return message
 
 
