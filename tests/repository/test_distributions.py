@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,15 @@ def test_every_distribution_has_its_package_and_tests() -> None:
     for name, distribution in ALL.items():
         assert Path(ROOT, distribution.folder, "src", name.replace("-", "_"), "__init__.py").is_file()
         assert Path(ROOT, distribution.folder, "tests").is_dir()
+
+
+def test_no_two_packages_of_the_environment_bring_the_same_module() -> None:
+    """The one installed last would replace the other's, as xds-protos does with OpenTelemetry's messages."""
+    owners: dict[str, set[str]] = {}
+    for distribution in metadata.distributions():
+        for line in (distribution.read_text("RECORD") or "").splitlines():
+            path = line.split(",", 1)[0]
+            if path.endswith(".py"):
+                owners.setdefault(path, set()).add(distribution.name)
+    assert len(owners) > 1000
+    assert {path: names for path, names in owners.items() if len(names) > 1} == {}

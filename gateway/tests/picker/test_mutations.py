@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from envoy.config.core.v3.base_pb2 import HeaderValueOption
-from envoy.service.ext_proc.v3.external_processor_pb2 import HeaderMutation, HttpHeaders, ProcessingRequest
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.picker import mutations
+from spillway_gateway.picker.messages import APPEND, HttpHeaders, ProcessingRequest
 from spillway_gateway.upstream.forward import Headers, request_head
 
 NAMES = st.sampled_from([b"accept", b"authorization", b"x-a", b"x-b", b"x-spillway-route", b"connection", b"host"])
 VALUES = st.sampled_from([b"", b"1", b"two", "\u00e9".encode("latin-1"), b"a, b"])
 HEADERS = st.lists(st.tuples(NAMES, VALUES), max_size=8)
-APPENDS = HeaderValueOption.HeaderAppendAction.APPEND_IF_EXISTS_OR_ADD
 
 
-def applied(given: Headers, mutation: HeaderMutation) -> dict[bytes, list[bytes]]:
+def applied(given: Headers, mutation: Any) -> dict[bytes, list[bytes]]:
     """The headers as a proxy has them after a mutation, which removes first and sets in order."""
     left: dict[bytes, list[bytes]] = {}
     for name, value in given:
@@ -24,7 +24,7 @@ def applied(given: Headers, mutation: HeaderMutation) -> dict[bytes, list[bytes]
             left.setdefault(name, []).append(value)
     for option in mutation.set_headers:
         name = option.header.key.encode()
-        before = left.get(name, []) if option.append_action == APPENDS else []
+        before = left.get(name, []) if option.append_action == APPEND else []
         left[name] = [*before, option.header.raw_value]
     return left
 
@@ -75,7 +75,7 @@ def test_a_proxy_may_send_values_as_text_or_as_bytes() -> None:
 def test_the_subset_is_read_as_a_list_or_as_text() -> None:
     request = ProcessingRequest()
     assert mutations.subset_of(request) is None
-    hint = request.metadata_context.filter_metadata[mutations.SUBSET_NAMESPACE]
+    hint = request.metadata_context.filter_metadata.add(key=mutations.SUBSET_NAMESPACE).value
     hint[mutations.SUBSET_KEY] = "10.0.0.1:80, 10.0.0.2:80,"
     assert mutations.subset_of(request) == {"10.0.0.1:80", "10.0.0.2:80"}
     hint[mutations.SUBSET_KEY] = ["[::1]:80"]

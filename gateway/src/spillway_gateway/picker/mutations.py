@@ -7,23 +7,25 @@ The names of the header and of its place in the metadata are those of the Infere
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
+from google.protobuf.struct_pb2 import Struct
+
+from spillway_gateway.picker.messages import (
+    APPEND,
+    OVERWRITE,
     BodyMutation,
     BodyResponse,
     CommonResponse,
     HeaderMutation,
     HeadersResponse,
-    HttpHeaders,
+    HeaderValue,
+    HeaderValueOption,
+    HttpStatus,
     ImmediateResponse,
-    ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
 )
-from envoy.type.v3.http_status_pb2 import HttpStatus
-from google.protobuf.struct_pb2 import Struct
-
 from spillway_gateway.upstream.forward import Body, Headers, header
 
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
@@ -35,7 +37,7 @@ _PIECE_BYTES = 60_000
 _OF_THE_CONNECTION = (b"content-length", b"transfer-encoding", b"host")
 
 
-def headers_of(message: HttpHeaders) -> Headers:
+def headers_of(message: Any) -> Headers:
     """Names in lower case, pseudo-headers among them."""
     return [
         (each.key.lower().encode(), each.raw_value or each.value.encode("utf-8", "surrogateescape"))
@@ -55,9 +57,10 @@ def request_scope(headers: Headers) -> tuple[str, bytes, bytes, Headers]:
     return method, path, query, plain
 
 
-def subset_of(request: ProcessingRequest) -> frozenset[str] | None:
+def subset_of(request: Any) -> frozenset[str] | None:
     """The addresses (IP:PORT) among which the proxy wants one; None: any."""
-    hint = request.metadata_context.filter_metadata.get(SUBSET_NAMESPACE)
+    hints = [each.value for each in request.metadata_context.filter_metadata if each.key == SUBSET_NAMESPACE]
+    hint = hints[-1] if hints else None
     if hint is None or SUBSET_KEY not in hint.fields:
         return None
     value = hint.fields[SUBSET_KEY]
@@ -65,7 +68,7 @@ def subset_of(request: ProcessingRequest) -> frozenset[str] | None:
     return frozenset(each.strip() for each in listed if each.strip())
 
 
-def request_to_engine(given: Headers, head: bytes, destination: str) -> ProcessingResponse:
+def request_to_engine(given: Headers, head: bytes, destination: str) -> Any:
     """The request's headers as the engine is to get them.
 
     Args:
@@ -94,7 +97,7 @@ def request_to_engine(given: Headers, head: bytes, destination: str) -> Processi
     )
 
 
-def reply_to_client(given: Headers, status: int, headers: Headers) -> ProcessingResponse:
+def reply_to_client(given: Headers, status: int, headers: Headers) -> Any:
     """The reply's headers as the client is to get them. given: those of the engine's reply, with pseudo-headers."""
     wanted = [pair for pair in headers if pair[0] not in _OF_THE_CONNECTION]
     if header(given, b":status") != b"%d" % status:
@@ -105,7 +108,7 @@ def reply_to_client(given: Headers, status: int, headers: Headers) -> Processing
     )
 
 
-def immediate(status: int, headers: Headers, body: bytes) -> ProcessingResponse:
+def immediate(status: int, headers: Headers, body: bytes) -> Any:
     """An answer of the gateway itself: the proxy asks no engine."""
     options = [_option(name, value, again=False) for name, value in headers if name not in _OF_THE_CONNECTION]
     return ProcessingResponse(
@@ -117,26 +120,26 @@ def immediate(status: int, headers: Headers, body: bytes) -> ProcessingResponse:
     )
 
 
-def request_body_pieces(body: Body) -> Iterator[ProcessingResponse]:
+def request_body_pieces(body: Body) -> Iterator[Any]:
     """The whole body, in pieces that the proxy takes."""
     for at in range(0, max(1, len(body)), _PIECE_BYTES):
         last = at + _PIECE_BYTES >= len(body)
         yield ProcessingResponse(request_body=_piece(bytes(body[at : at + _PIECE_BYTES]), last=last))
 
 
-def reply_body_pieces(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
+def reply_body_pieces(body: bytes, *, last: bool) -> Iterator[Any]:
     """A part of the reply's body; the last piece ends the reply if this is its last part."""
     for at in range(0, max(1, len(body)), _PIECE_BYTES):
         ends = last and at + _PIECE_BYTES >= len(body)
         yield ProcessingResponse(response_body=_piece(body[at : at + _PIECE_BYTES], last=ends))
 
 
-def _piece(body: bytes, *, last: bool) -> BodyResponse:
+def _piece(body: bytes, *, last: bool) -> Any:
     streamed = StreamedBodyResponse(body=body, end_of_stream=last)
     return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
 
 
-def _mutation(given: Headers, wanted: Headers) -> HeaderMutation:
+def _mutation(given: Headers, wanted: Headers) -> Any:
     """What makes the given headers the wanted ones. Content-length is removed: bodies may become longer."""
     before, after = _by_name(given), _by_name(wanted)
     options = [
@@ -156,11 +159,7 @@ def _by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]
     return named
 
 
-def _option(name: bytes, value: bytes, *, again: bool) -> HeaderValueOption:
+def _option(name: bytes, value: bytes, *, again: bool) -> Any:
     """again: beside the values of that name that stand there."""
-    action = (
-        HeaderValueOption.HeaderAppendAction.APPEND_IF_EXISTS_OR_ADD
-        if again
-        else HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
-    )
-    return HeaderValueOption(header=HeaderValue(key=name.decode("latin-1"), raw_value=value), append_action=action)
+    header = HeaderValue(key=name.decode("latin-1"), raw_value=value)
+    return HeaderValueOption(header=header, append_action=APPEND if again else OVERWRITE, keep_empty_value=True)

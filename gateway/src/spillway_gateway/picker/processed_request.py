@@ -13,17 +13,12 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    ProcessingRequest,
-    ProcessingResponse,
-    TrailersResponse,
-)
-
 from spillway_gateway.client.connection import EXTENSION
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.errors import EngineBadReply
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.picker import mutations
+from spillway_gateway.picker.messages import ProcessingResponse, TrailersResponse
 from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
 
@@ -33,10 +28,10 @@ Message = MutableMapping[str, Any]
 class Proxy(Protocol):
     """The stream of messages of one request."""
 
-    async def read(self) -> ProcessingRequest | None:
+    async def read(self) -> Any:
         """The proxy's next message; None after the last one."""
 
-    async def write(self, message: ProcessingResponse) -> None: ...
+    async def write(self, message: Any) -> None: ...
 
 
 class ProcessedRequest:
@@ -49,7 +44,7 @@ class ProcessedRequest:
         open_connections: the budgets for bodies and replies.
     """
 
-    def __init__(self, proxy: Proxy, opening: ProcessingRequest, open_connections: OpenConnections) -> None:
+    def __init__(self, proxy: Proxy, opening: Any, open_connections: OpenConnections) -> None:
         self._proxy = proxy
         self._open_connections = open_connections
         self._given = mutations.headers_of(opening.request_headers)
@@ -107,7 +102,7 @@ class ProcessedRequest:
                 return {"type": "http.request", "body": b"", "more_body": True}
             if message is None:
                 return {"type": "http.disconnect"}
-            if message.WhichOneof("request") == "request_body":
+            if message.WhichOneof("kind") == "request_body":
                 part, self._read = message.request_body.body, message.request_body.end_of_stream
             else:  # trailers
                 self._read = True
@@ -245,8 +240,8 @@ class EngineSide:
         await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
         for piece in mutations.request_body_pieces(body):
             await self._proxy.write(piece)
-        while (message := await self._next()).WhichOneof("request") != "response_headers":
-            if message.WhichOneof("request") == "request_trailers":
+        while (message := await self._next()).WhichOneof("kind") != "response_headers":
+            if message.WhichOneof("kind") == "request_trailers":
                 await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()))
         given = mutations.headers_of(message.response_headers)
         status = header(given, b":status") or b""
@@ -263,7 +258,7 @@ class EngineSide:
     async def chunk(self) -> bytes:
         while not self._read:
             message = await self._next()
-            kind = message.WhichOneof("request")
+            kind = message.WhichOneof("kind")
             if kind == "response_body":
                 self._read = message.response_body.end_of_stream
                 body: bytes = message.response_body.body
@@ -273,7 +268,7 @@ class EngineSide:
                 self._read = self.trailers = True
         return b""
 
-    async def _next(self) -> ProcessingRequest:
+    async def _next(self) -> Any:
         message = await self._proxy.read()
         if message is None:  # the client left, or the engine broke off: the proxy does not say which
             raise ClientDisconnected

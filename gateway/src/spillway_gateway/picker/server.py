@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
-    ExternalProcessorServicer,
-    add_ExternalProcessorServicer_to_server,
-)
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -22,11 +17,11 @@ from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.config.settings import ListenConfig
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.lifecycle import Lifecycle
+from spillway_gateway.picker.messages import SERVICE, ProcessingRequest, ProcessingResponse
 from spillway_gateway.picker.processed_request import ProcessedRequest
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 END_SECONDS = 5.0  # for the last messages of streams whose requests have ended
 
@@ -43,25 +38,25 @@ class _Stream:
     def __init__(self, context: Any) -> None:
         self._context = context
 
-    async def read(self) -> ProcessingRequest | None:
+    async def read(self) -> Any:
         message = await self._context.read()
-        return message if isinstance(message, ProcessingRequest) else None
+        return None if message is aio.EOF else message
 
-    async def write(self, message: ProcessingResponse) -> None:
+    async def write(self, message: Any) -> None:
         await self._context.write(message)
 
 
-class EndpointPicker(ExternalProcessorServicer):  # type: ignore[misc]
+class EndpointPicker:
     """Serves each stream as a request of the gateway's application."""
 
     def __init__(self, application: Application, open_connections: OpenConnections) -> None:
         self._application = application
         self._open_connections = open_connections
 
-    async def Process(self, request_iterator: object, context: Any) -> None:
+    async def process(self, request_iterator: object, context: Any) -> None:
         stream = _Stream(context)
         opening = await stream.read()
-        if opening is None or opening.WhichOneof("request") != "request_headers":
+        if opening is None or opening.WhichOneof("kind") != "request_headers":
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "the first message has to hold the request's headers: set request_header_mode: SEND",
@@ -111,7 +106,12 @@ async def picking(
     """Serve proxies on listen.picker_port; yields the port. Raises ConfigError if it cannot listen, or for an unusable
     certificate."""
     server = aio.server(options=[("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.so_reuseport", 0)])
-    add_ExternalProcessorServicer_to_server(EndpointPicker(application, open_connections), server)
+    process = grpc.stream_stream_rpc_method_handler(
+        EndpointPicker(application, open_connections).process,
+        request_deserializer=ProcessingRequest.FromString,
+        response_serializer=ProcessingResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Process": process})])
     health_pb2_grpc.add_HealthServicer_to_server(_Health(lifecycle), server)
     address = f"[{listen.host}]" if ":" in listen.host else listen.host
     address = f"{address}:{listen.picker_port}"
