@@ -168,9 +168,10 @@ def test_no_two_packages_of_the_environment_bring_the_same_module() -> None:
     """The one installed last would replace the other's, as xds-protos does with OpenTelemetry's messages."""
     owners: dict[str, set[str]] = {}
     for distribution in metadata.distributions():
+        name = distribution.name  # read from a file each time
         for line in (distribution.read_text("RECORD") or "").splitlines():
             path = line.split(",", 1)[0]
             if path.endswith(".py"):
-                owners.setdefault(path, set()).add(distribution.name)
+                owners.setdefault(path, set()).add(name)
     assert len(owners) > 1000
     assert {path: names for path, names in owners.items() if len(names) > 1} == {}
