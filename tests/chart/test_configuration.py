@@ -279,7 +279,7 @@ def test_a_volume_with_a_size_bounds_the_tier_with_room_to_spare(kind, bound, en
 @pytest.mark.parametrize(
     "url",
     [
-        *("redis://h", "redis://h:1/", "rediss://h.example:6380/2", "redis://[::1]:6379/0", "redis-cluster://a"),
+        *("redis://h", "redis://h:1/", "rediss://h.example:6380/2", "redis://[fd00::1]:6379/0", "redis-cluster://a"),
         *("redis-sentinel://a,b:1/main", "rediss-sentinel://a:1/main?db=3", "rediss-cluster://a:1,b:2/0"),
         *("http://h", "redis://", "redis://a,b", "redis://h/x", "redis://h/0?db=1", "redis-sentinel://a", "redis:h"),
         *("redis-cluster://a/1", "redis-cluster://a?db=1", "redis-sentinel://a/m?x=1", "redis-proxy://a", "h:6379"),
@@ -478,7 +478,8 @@ def test_every_setting_of_the_gateway_is_a_value():
         assert settings == set(values["gateway"][section]), section
     assert {camel(name) for name in NUMBERS} < set(values["gateway"])
     assert {camel(name) for name in fields_of(own.shutdown)} < set(values["gateway"]["lifecycle"])
-    assert fields_of(own.listen) == {"host", "port", "ops_port", "ops_host", "tls"}  # listenAddress is both hosts'
+    # listenAddress is both hosts'.
+    assert fields_of(own.listen) == {"host", "port", "ops_port", "ops_host", "picker_port", "tls"}
     assert {camel(name) for name in fields_of(TlsConfig)} == {"certFile", "keyFile", "reloadSeconds"}
     assert fields_of(ModelConfig) == {
         *("name", "engines", "discovery", "aliases", "adapters", "loadable_adapters", "adapter_aliases"),

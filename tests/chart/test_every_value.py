@@ -490,6 +490,7 @@ FORMED = (
         "gateway.resources",
         "gateway.ingress.path",
         "gateway.ingress.pathType",
+        "gateway.picker.failureMode",
         "gateway.image.digest",
         "checks.image.digest",
         "redis.image.digest",

@@ -31,7 +31,13 @@ def sizes(schema: dict[str, Any], path: str) -> Iterator[str]:
 
 SIZES = (*sizes(SCHEMA, ""), *sizes(SCHEMA["definitions"]["engine"], "engine"))
 # Settings of two ways to size one thing, or read with one tier alone, are set together all the same: sizes come first.
-LEAST = {"engine.memory.pageCache": 0, "engine.memory.processPerRank": "512MiB", "redis.memory": "64MiB"}
+LEAST = {
+    "engine.memory.pageCache": 0,
+    "engine.memory.processPerRank": "512MiB",
+    "gateway.connections.headBytesMax": "1KiB",
+    "gateway.connections.targetBytesMax": "1KiB",
+    "redis.memory": "64MiB",
+}
 
 
 def check(values: dict[str, Any]) -> list[str]:
