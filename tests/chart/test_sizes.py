@@ -31,12 +31,15 @@ def sizes(schema: dict[str, Any], path: str) -> Iterator[str]:
 
 SIZES = (*sizes(SCHEMA, ""), *sizes(SCHEMA["definitions"]["engine"], "engine"))
 # Settings of two ways to size one thing, or read with one tier alone, are set together all the same: sizes come first.
+OF_A_GATEWAY = (
+    *("limits.bodyBytesMax", "limits.bodiesBytesMax", "limits.plainReplyBufferBytes", "limits.repliesBytesMax"),
+    *("connections.headBytesMax", "connections.targetBytesMax", "index.bytesMax", "continuation.bytesMax"),
+)
 LEAST = {
     "engine.memory.pageCache": 0,
     "engine.memory.processPerRank": "512MiB",
-    "gateway.connections.headBytesMax": "1KiB",
-    "gateway.connections.targetBytesMax": "1KiB",
     "redis.memory": "64MiB",
+    **{f"gateway.{path}": "1KiB" for path in OF_A_GATEWAY},
 }
 
 
