@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from typing_extensions import override
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 
 _PIECES_WANTED = 8  # smaller pieces would cost a step more than they hide
@@ -24,7 +23,6 @@ class PendingRows(LoadStoreSpec):
         self.keys = keys
 
     @staticmethod
-    @override
     def medium() -> str:
         return "pending"
 

@@ -310,7 +310,6 @@ class SchedulerHalf(ResettableHalf):
         computed = req_status.num_locally_computed_tokens
         return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
 
-    @override
     def _touch(self, req_status: RequestOffloadState) -> None:
         """Mark the request's chunks as recently used, at most once per _TOUCH_SECONDS."""
         assert isinstance(req_status, RequestFields)
