@@ -244,6 +244,10 @@ bench-prediction: $(STAMP) ## Cached tokens that the gateway expects, by tier, b
 bench-gateway: $(STAMP) ## The gateway beside other routers over mock engines: requests/s, added time, CPU, memory. About seven minutes
 	@$(BIN)/python bench/gateway.py $(BENCH)
 
+.PHONY: bench-fairness
+bench-fairness: $(STAMP) ## A user's first token beside a flood of another tenant or session, simulated. Minutes of CPU. BENCH=
+	@$(BIN)/python bench/fairness.py $(BENCH)
+
 .PHONY: bench-picker
 bench-picker: $(STAMP) ## A real Envoy that asks the gateway for an engine, beside the gateway itself: added time, requests/s. About three minutes
 	@$(BIN)/python bench/picker.py $(BENCH)

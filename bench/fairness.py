@@ -1,6 +1,7 @@
 """An interactive user beside a flood of calls: of another tenant, and of another program of the same one. Virtual time.
 
-    .venv/local/bin/python bench/fairness.py [--seconds 300] [--places 2 4 8 16 1024] [--step-tokens 8192]
+    python bench/fairness.py [--seconds 300] [--places 2 4 8 16 1024] [--step-tokens 8192]
+                             [--output build/bench/fairness.json]
 
 The gateway's own admission orders the requests in front of one simulated engine (services/simulator, the preset of one
 H200 with Qwen3-14B). The user asks 2,000 tokens, reads the answer of 64 and asks again a second later. The flood is 50
@@ -15,10 +16,12 @@ import argparse
 import asyncio
 import heapq
 import itertools
+import json
 import random
 import statistics
 from array import array
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
@@ -101,7 +104,7 @@ class Served:
 
 
 async def first_tokens(places: int, step_tokens: int, flood: tuple[str, int] | None, seconds: float) -> list[float]:
-    """The user's, of tenant a and session 0. flood: its tenant and its session."""
+    """Seconds to each first token of the user, who is session 0 of tenant a. flood: its tenant and its session."""
     served = Served(AdmissionConfig(requests_per_engine_max=places, normal_wait_seconds=1e6), step_tokens)
     found: list[float] = []
 
@@ -133,15 +136,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--places", type=int, nargs="+", default=[2, 4, 8, 16, 1024])
     parser.add_argument("--step-tokens", type=int, default=SHAPE.max_batched_tokens)
+    parser.add_argument("--output", type=Path, default=Path("build/bench/fairness.json"))
     options = parser.parse_args()
+    report: dict[str, float] = {}
     print(f"{'places':>8} {'flood of':>16} {'requests':>8} {'p50 s':>8} {'p90 s':>8} {'p90 to alone':>12}")
     for places in options.places:
         alone = 0.0
-        for name, flood in (("nobody", None), ("another tenant", ("b", 1)), ("another program", ("a", 1))):
+        for name, flood in (("no flood", None), ("another tenant", ("b", 1)), ("another program", ("a", 1))):
             found = asyncio.run(first_tokens(places, options.step_tokens, flood, options.seconds))
             alone = alone or p90(found)
             shown = f"{statistics.median(found):8.3f} {p90(found):8.3f} {p90(found) / alone:12.2f}"
             print(f"{places:8} {name:>16} {len(found):8} {shown}")
+            key = f"{places}_places_{name.replace(' ', '_')}_first_token"
+            report |= {f"{key}_p50_seconds": statistics.median(found), f"{key}_p90_seconds": p90(found)}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from statistics import median, quantiles
 import uvloop
 from gateway_load.load_generator import generate_load, requests_of
 from gateway_load.processes import free_ports, mock_engines, running
-from gateway_load.routers import MODEL, Router, Start
+from gateway_load.routers import MODEL, routers
 
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
 from spillway_stack.bundled_model import choose_model
@@ -51,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     given.tokenizer = given.tokenizer or Path(choose_model("", lambda line: print(line, file=sys.stderr)).folder)
     engines, (port, operations, picker) = free_ports(ENGINES), free_ports(3)
-    router = Router("spillway", lambda: Path(sys.executable), _unused, "/ready")
-    start = _gateway(given.tokenizer, engines, port, operations, picker)
+    spillway = next(router for router in routers(given.tokenizer, picker_port=picker) if router.name == "spillway")
     with (
         mock_engines(engines, given.tokenizer, 1, 0.0),
         tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
-        running(router, start, Path(folder), port),
+        running(
+            spillway, spillway.start(spillway.install(), Path(folder), port, operations, engines), Path(folder), port
+        ),
     ):
         cells = uvloop.run(_measure(given, engines, port, picker))
     report = flat(cells)
@@ -69,20 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def _unused(python: Path, folder: Path, port: int, other: int, engines: Sequence[int]) -> Start:
-    raise NotImplementedError  # the gateway is started with its picker's port
-
-
-def _gateway(tokenizer: Path, engines: Sequence[int], port: int, operations: int, picker: int) -> Start:
-    named = [{"name": f"engine-{at}", "url": f"http://127.0.0.1:{engine}"} for at, engine in enumerate(engines)]
-    document = {
-        "listen": {"host": "127.0.0.1", "port": port, "opsPort": operations, "pickerPort": picker},
-        "models": [{"name": MODEL, "tokenizer": str(tokenizer), "engines": named}],
-    }
-    command = [sys.executable, "-m", "spillway_gateway", "--config", "gateway.yaml"]
-    return Start(command, {"gateway.yaml": json.dumps(document)})
 
 
 async def _measure(

@@ -60,9 +60,11 @@ def routers(
     index_bytes: int | None = None,
     pythons: Sequence[Path] = (),
     processes: Sequence[int] = (),
+    picker_port: int | None = None,
 ) -> list[Router]:
     """All of them, Spillway first. tokenizer: a model folder; None leaves Spillway to match by text. pythons: other
-    interpreters, and processes: numbers of processes, with each of which Spillway is a row of its own."""
+    interpreters, and processes: numbers of processes, with each of which Spillway is a row of its own.
+    picker_port: of Spillway's endpoint picker; None: it has none."""
 
     def spillway(
         python: Path, folder: Path, port: int, other: int, engines: Sequence[int], *, processes: int = 1
@@ -70,7 +72,7 @@ def routers(
         names = [{"name": f"engine-{at}", "url": f"http://127.0.0.1:{engine}"} for at, engine in enumerate(engines)]
         model = {"name": MODEL, "tokenizer": str(tokenizer) if tokenizer else None, "engines": names}
         document: dict[str, object] = {
-            "listen": {"host": "127.0.0.1", "port": port, "opsPort": other},
+            "listen": {"host": "127.0.0.1", "port": port, "opsPort": other, "pickerPort": picker_port},
             "models": [model],
             "processes": processes,
         }

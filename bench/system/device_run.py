@@ -299,7 +299,10 @@ def run_load(
     urls: Sequence[str],
     sessions: int,
 ) -> dict[str, float]:
-    """The figures of one load on engines that are warm. folder: of its answers and counters. urls: where it is sent."""
+    """The figures of one load on engines that are warm.
+
+    folder: holds its answers and counters. urls: get its requests.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     before = [counters(read(f"{url}/metrics")) for url in engine_urls]
     kill = Timer(options.kill_after or 0.0, processes.kill, [f"engine-{options.engines - 1}"])

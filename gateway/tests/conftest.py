@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from spillway_gateway.testing.fake_engine import FakeEngine
 
 StartEngine = Callable[..., Awaitable[FakeEngine]]
+
+
+def auth_files(folder: Path, tenants: Sequence[Mapping[str, Any]], **settings: Any) -> dict[str, Any]:
+    """A gateway's `auth` with these tenants' keys, whose files lie in the folder."""
+    (folder / "keys.yaml").write_text(yaml.safe_dump({"tenants": list(tenants)}))
+    (folder / "salt").write_text("s" * 32)
+    return {"keysFile": str(folder / "keys.yaml"), "saltSecretFile": str(folder / "salt"), **settings}
 
 
 @pytest.fixture

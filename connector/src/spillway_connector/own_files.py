@@ -243,7 +243,7 @@ def learn_owner(root: Path) -> None:
 
 
 def open_to_others(root: Path) -> str | None:
-    """Half a sentence on who else may put files into ``root``; None if only its users may, or nobody can tell.
+    """Half a sentence on who else may put files into ``root``; None if only its users may, or if that is unknown.
 
     Users are the directory's owner and the group that a volume is given to a pod by (fsGroup), where this process is
     in it. Raises OSError.

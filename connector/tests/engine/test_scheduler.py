@@ -182,14 +182,7 @@ def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monke
     )
     request = FakeRequest("chat")
     hashes = request.block_hashes
-    request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
-    scheduler.on_new_request(request)
-    scheduler.get_num_new_matched_tokens(request, 0)
-    scheduler.get_num_new_matched_tokens(request, 0)
-    request.block_hashes, request.num_tokens = hashes, TOKENS
-    scheduler._req_status["chat"].update_offload_keys()
-    request.finished = True
-    scheduler.request_finished(request)
+    serve(scheduler, request, prompt_blocks=2)
 
     (_, prompt), (_, everything) = used
     assert [len(prompt), len(everything)] == [2, len(hashes)] and everything[:2] == prompt
@@ -204,17 +197,9 @@ def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_an
         lambda tenant, share, seconds, keys: held.append((share, seconds, [*keys])),
     )
     request = FakeRequest("chat")
-    hashes = request.block_hashes
     marks = [[BLOCK_TOKENS + 1, 3600], [None, 300]]
     request.kv_transfer_params = {"spillway_retention": {"marks": marks, "share": 0.1}}
-    request.block_hashes, request.num_tokens = hashes[:3], 3 * BLOCK_TOKENS
-    request.num_prompt_tokens = 3 * BLOCK_TOKENS
-    scheduler.on_new_request(request)
-    scheduler.get_num_new_matched_tokens(request, 0)
-    request.block_hashes, request.num_tokens = hashes, TOKENS
-    scheduler._req_status["chat"].update_offload_keys()
-    request.finished = True
-    scheduler.request_finished(request)
+    serve(scheduler, request, prompt_blocks=3)
 
     keys = held[1][2]
     assert len(keys) == 3, "the answer is not part of the prompt"
@@ -274,16 +259,24 @@ def test_chunks_of_an_answer_count_as_asked_for_once(scheduler, monkeypatch, pro
     monkeypatch.setattr(scheduler.manager, "count_request", counted.extend)
     request = FakeRequest("chat")
     hashes = request.block_hashes
-    request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
-    scheduler.on_new_request(request)
-    scheduler.get_num_new_matched_tokens(request, 0)
-    request.block_hashes, request.num_tokens = hashes, TOKENS
-    scheduler._req_status["chat"].update_offload_keys()
-    request.finished = True
-    scheduler.request_finished(request)
+    serve(scheduler, request, prompt_blocks=2)
 
     kept = hashes[:2] if prompt_only else hashes
     assert counted == [make_offload_key(one, 0) for one in kept]
+
+
+def serve(scheduler, request: FakeRequest, prompt_blocks: int) -> None:
+    """A request from its beginning, with two lookups, to the end of its answer, which fills the rest of its blocks."""
+    hashes = request.block_hashes
+    request.block_hashes, request.num_tokens = hashes[:prompt_blocks], prompt_blocks * BLOCK_TOKENS
+    request.num_prompt_tokens = request.num_tokens
+    scheduler.on_new_request(request)
+    for _ in range(2):
+        scheduler.get_num_new_matched_tokens(request, 0)
+    request.block_hashes, request.num_tokens = hashes, TOKENS
+    scheduler._req_status[request.request_id].update_offload_keys()
+    request.finished = True
+    scheduler.request_finished(request)
 
 
 def build_meta(scheduler, scheduled: dict[str, int] | None = None, new: dict[str, list[int]] | None = None):

@@ -1,4 +1,4 @@
-"""Chunks that clients asked to keep: shares, times, and that nobody displaces another who holds less."""
+"""Chunks that clients asked to keep: shares, times, and that no tenant displaces another that holds less."""
 
 from __future__ import annotations
 

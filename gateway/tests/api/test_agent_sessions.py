@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-import yaml
 
+from gateway.tests.conftest import auth_files
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.testing.agent_requests import AgentRequest, claude_code, codex, opencode
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway
@@ -79,13 +79,7 @@ async def test_tenants_whose_agents_give_one_name_have_two_sessions(
 ) -> None:
     keys = {"a": "sk-a" + "0" * 40, "b": "sk-b" + "0" * 40}
     tenants = [{"name": name, "keys": [hash_key(key)]} for name, key in keys.items()]
-    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
-    (tmp_path / "salt").write_text("s" * 32)
-    auth = {
-        "keysFile": str(tmp_path / "keys.yaml"),
-        "saltSecretFile": str(tmp_path / "salt"),
-        "unsaltedRoutes": "allow",
-    }
+    auth = auth_files(tmp_path, tenants, unsaltedRoutes="allow")
     engines = [await start_engine()]
     async with running_gateway(gateway_config(engines, auth=auth)) as running:
         request = SAME_SESSION[agent][0]

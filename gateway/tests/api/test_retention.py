@@ -9,10 +9,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.tests.conftest import auth_files
 from spillway_gateway.access.keys import NOBODY, Tenant, hash_key
 from spillway_gateway.api.retention import RetentionMark, anthropic_marks, granted, openai_marks
 from spillway_gateway.config.settings import RetentionConfig
@@ -147,13 +147,7 @@ async def test_the_engine_learns_what_the_tenant_may_keep_and_the_audit_log_what
         {"name": "a", "keys": [hash_key(KEYS["a"])], "retentionSecondsMax": 1800, "retentionTierShare": 0.25},
         {"name": "b", "keys": [hash_key(KEYS["b"])], "operator": True},
     ]
-    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
-    (tmp_path / "salt").write_text("s" * 32)
-    auth = {
-        "keysFile": str(tmp_path / "keys.yaml"),
-        "saltSecretFile": str(tmp_path / "salt"),
-        "unsaltedRoutes": "allow",
-    }
+    auth = auth_files(tmp_path, tenants, unsaltedRoutes="allow")
     audit = tmp_path / "audit.log"
     engine = await start_engine()
     forged = {"kv_transfer_params": {"spillway_retention": {"marks": [[None, 604800]], "share": 1.0}}}

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.tests.conftest import StartEngine
+from gateway.tests.conftest import StartEngine, auth_files
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.picker.mutations import DESTINATION_HEADER
 from spillway_gateway.testing.certificates import make_pair
@@ -101,14 +101,9 @@ async def test_keys_and_salts_are_the_gateways_and_no_client_chooses_the_address
 ):
     engine, other = await start_engine(), await start_engine("not-of-this-gateway")
     key = "key-of-ann-0123456789abcdef"
-    (tmp_path / "keys.yaml").write_text(f"tenants: [{{name: ann, keys: ['{hash_key(key)}']}}]")
-    (tmp_path / "salt").write_bytes(b"s" * 32)
     (tmp_path / "engine").write_text("engines-own-key-0123456789")
-    auth = {
-        "keysFile": str(tmp_path / "keys.yaml"),
-        "saltSecretFile": str(tmp_path / "salt"),
-        "engineKeyFile": str(tmp_path / "engine"),
-    }
+    tenants = [{"name": "ann", "keys": [hash_key(key)]}]
+    auth = auth_files(tmp_path, tenants, engineKeyFile=str(tmp_path / "engine"))
     async with behind_envoy(engine, auth=auth) as (url, _):
         body = {"model": engine.model, "prompt": PROMPT}
         status, _, _ = await post(url, "/v1/completions", body)

@@ -2,7 +2,7 @@
 
 The tenant is the one that the gateway names in the cache salt, or the salt itself, as eight bytes. The salt may be a
 secret of the tenant: it is hashed here, at the edge, and neither kept nor logged. Session and retention are what the
-gateway writes into `kv_transfer_params`; a session's name counts within the tenant, so that nobody can name another's.
+gateway writes into `kv_transfer_params`; a session's name counts within the tenant, so no tenant can name another's.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 - A tenant holds its share of the tier at most. Beyond it, what has expired is given up first, then what was renewed
   least recently, the end of a prefix before its beginning.
 - All tenants together hold TOTAL_SHARE_MAX of the tier. Beyond it, the tenant with the most holds gives up its own, so
-  nobody who holds less loses one.
+  no tenant that holds less loses one.
 
 A hold pins nothing: if nothing else can leave, held chunks do. It outlives a chunk's eviction, so one that is stored or
 promoted again before its time is held again.

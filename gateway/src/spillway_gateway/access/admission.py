@@ -1,8 +1,8 @@
 """The queue in front of engines that are all full: bounded, with a deadline, fair.
 
 While a model has capacity a request passes without waiting. Beyond it, a tenant or a session that has no request on
-the engines may send one, as far as the places reach that are kept for these: so a flood delays nobody else by the time
-until one of its requests ends. Otherwise it queues by priority, and within one priority
+the engines may send one, into one of a few places that are kept for these: so no one else waits until a request of a
+flood ends. Otherwise it queues by priority, and within one priority
 tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
 first of another by one place. Sessions of one tenant take turns too (session_turns.py). Of one session's requests the
 one that finds most tokens at hand goes first, and none is overtaken by the others for longer than OVERTAKE_SECONDS: an

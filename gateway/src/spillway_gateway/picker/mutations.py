@@ -110,13 +110,9 @@ def reply_to_client(given: Headers, status: int, headers: Headers) -> Any:
 
 def immediate(status: int, headers: Headers, body: bytes) -> Any:
     """An answer of the gateway itself: the proxy asks no engine."""
-    options = [_option(name, value, again=False) for name, value in headers if name not in _OF_THE_CONNECTION]
+    wanted = [pair for pair in headers if pair[0] not in _OF_THE_CONNECTION]
     return ProcessingResponse(
-        immediate_response=ImmediateResponse(
-            status=HttpStatus(code=status),
-            headers=HeaderMutation(set_headers=options),
-            body=body,
-        )
+        immediate_response=ImmediateResponse(status=HttpStatus(code=status), headers=_mutation([], wanted), body=body)
     )
 
 

@@ -46,7 +46,7 @@ from spillway_settings.values.pods import (
 )
 from spillway_settings.wire import RETENTION_SECONDS_MAX
 
-RETENTION_TIER_SHARE_MAX = 0.5  # the rest of a tier is there for what nobody asked to retain
+RETENTION_TIER_SHARE_MAX = 0.5  # the rest of a tier is there for what is not retained
 PROCESSES_MAX = 16  # behind one port
 
 

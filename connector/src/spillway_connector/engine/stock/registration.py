@@ -18,7 +18,7 @@ _NEEDED = "vllm.v1.kv_offload.config"
 
 
 def register() -> None:
-    """Make the names known to vLLM's tier factory. Harmless if they are known, or where vLLM is too old for them."""
+    """Make the names known to vLLM's tier factory. Harmless if they are known, or if vLLM is too old for them."""
     try:
         if importlib.util.find_spec(_NEEDED) is None:
             logger.debug("Spillway's tiers are not registered: this vLLM has no %s (it needs vLLM 0.30)", _NEEDED)
