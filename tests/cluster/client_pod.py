@@ -17,7 +17,7 @@ from stack_driver.deadlines import eventually
 
 SCRIPTS = Path(__file__).resolve().parent / "client"
 NAME = "client"
-START_SECONDS = 180.0  # of an engine that a request waits for
+ASK_SECONDS = 300.0  # more than client/load.py takes to connect, and to wait for an engine that starts
 SETTLED_REQUESTS = 20  # before anything is done to the service, and after it
 SETTLED_REQUESTS_REAL = 6  # of real engines, which may take ten seconds for one
 REQUESTS_SECONDS = 120.0  # until that many more have ended
@@ -77,8 +77,10 @@ class ClientPod:
         return json.loads(self.get_text(url))
 
     def get_text(self, url: str) -> str:
-        code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=30).read().decode())"
-        return self.python(code)
+        """Raises AssertionError for another status than 200."""
+        reply = self._ask(url)
+        assert reply["status"] == 200, reply
+        return str(reply["body"])
 
     def chat(self) -> dict[str, Any]:
         """status, headers, body of one chat through the Service; under `streamed` those of the same one streamed."""
@@ -91,14 +93,7 @@ class ClientPod:
             "max_tokens": 4,
             "messages": [{"role": "user", "content": "Name the capital of France."}],
         }
-        code = (
-            "import urllib.request as u, urllib.error as e\n"
-            f"r = u.Request({self.url + '/v1/chat/completions'!r}, data={json.dumps(body).encode()!r},\n"
-            "              headers={'content-type': 'application/json'})\n"
-            f"try: print(u.urlopen(r, timeout={START_SECONDS}).status)\n"
-            "except e.HTTPError as x: print(x.code)"
-        )
-        return int(self.python(code, seconds=START_SECONDS + 20))
+        return int(self._ask(f"{self.url}/v1/chat/completions", json.dumps(body))["status"])
 
     @contextmanager
     def load(self, workers: int = 6, real_engines: bool = False) -> Iterator[LoadResult]:
@@ -153,6 +148,12 @@ class ClientPod:
             eventually(f"{count} requests", lambda: self.progress() >= count, self._requests_seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self._read(f'{self._folder}.log')}") from None
+
+    def _ask(self, *words: str) -> dict[str, Any]:
+        """words: a URL, and the JSON to post to it."""
+        line = self._kubernetes.execute(NAME, "python3", "/lane/load.py", "ask", *words, seconds=ASK_SECONDS)
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def _read(self, path: str) -> str:
         try:

@@ -1,23 +1,29 @@
 """Runs in a pod of the cluster: asks the service as its clients do, checks every answer, and writes down what failed.
 
+    python3 load.py ask URL [BODY]                     one GET, or a POST of this JSON; prints the reply as JSON
     python3 load.py once URL MODEL                     one chat; prints the answer as JSON
     python3 load.py run FOLDER URL MODEL WORKERS [real] until FOLDER/stop exists; then FOLDER/result.json
 
 Half of the workers stream, half of them keep their connection. The same prompt has one right answer, whichever engine
 gives it; from `real` engines it has several, as they may decide a near tie either way, and its answer is waited for
-longer. Where a connection was refused, timed out, or (a kept one) turned out to be closed before any of the reply came,
+longer. If a connection was refused, timed out, or (a kept one) turned out to be closed before any of the reply came,
 the request is sent again, as OpenAI's own clients do, and counted apart; whatever goes wrong after that is a failure.
+
+A connection is given two seconds each time. One that begins before kube-proxy has written a Service's rules may never
+be made, because Linux sends each repetition of its first packet the way that the first one went.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,9 @@ QUESTION = "Name the capital of France."
 QUESTION_TOKENS = 16
 ANSWER_SECONDS = 60.0
 ANSWER_SECONDS_REAL = 300.0  # on two slow cores
-UNREACHABLE_SECONDS = 60.0
+ASK_SECONDS = 180.0  # of an answer that may have to wait until an engine has started
+UNREACHABLE_SECONDS = 60.0  # the pods of a node that is gone do not answer until Kubernetes counts it as lost
+UNREACHABLE_SECONDS_ONCE = 10.0  # of a single question, while every node is there
 CLOSED_TRIES = 2
 FAILURES_KEPT = 40
 PREFIXES = 6
@@ -110,17 +118,13 @@ class Load:
         }
         key = json.dumps({**body, "stream": None})
         closed = 0
-        deadline = time.monotonic() + UNREACHABLE_SECONDS
         while True:
             try:
-                reply = await session.post(f"{self._url}/v1/chat/completions", json=body)
+                send = functools.partial(session.post, f"{self._url}/v1/chat/completions", json=body)
+                reply = await connected(send, UNREACHABLE_SECONDS, self._count_reconnect)
                 break
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-                # Nothing was sent. Where a node is gone, its pods' addresses do not answer until it counts as lost.
-                self.reconnects += 1
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.1)
+            except aiohttp.ClientConnectorError:
+                raise
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
                 closed += 1
                 if not kept or closed > CLOSED_TRIES:
@@ -135,6 +139,30 @@ class Load:
             raise Wrong("an empty answer")
         if not self._real and self._answers.setdefault(key, answer) != answer:
             raise Wrong(f"{answer[:60]!r}, but {self._answers[key][:60]!r} before")
+
+    def _count_reconnect(self) -> None:
+        self.reconnects += 1
+
+
+async def connected(
+    send: Callable[[], Awaitable[aiohttp.ClientResponse]], seconds: float, count: Callable[[], None] = lambda: None
+) -> aiohttp.ClientResponse:
+    """The reply to send(), which is called again, and counted, if it found no connection.
+
+    Nothing was sent then.
+
+    Raises:
+        aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError: There was none for so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return await send()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            count()
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.1)
 
 
 def _plain(document: dict[str, Any]) -> str:
@@ -165,14 +193,22 @@ async def once(url: str, model: str) -> None:
         "max_tokens": QUESTION_TOKENS,
         "temperature": 0,
     }
-    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    replies = []
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    plain, stream = [await reply_to(f"{url}/v1/chat/completions", asked) for asked in (body, streamed)]
+    print(json.dumps({**plain, "streamed": stream}))
+
+
+async def reply_to(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """The status, headers and text of the reply to a GET, or to a POST of this body."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ASK_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout, headers=key_header()) as session:
-        for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
-            async with session.post(f"{url}/v1/chat/completions", json={**body, **more}) as reply:
-                headers = dict(reply.headers)
-                replies.append({"status": reply.status, "headers": headers, "body": await reply.text()})
-    print(json.dumps({**replies[0], "streamed": replies[1]}))
+        send = functools.partial(session.request, "GET" if body is None else "POST", url, json=body)
+        async with await connected(send, UNREACHABLE_SECONDS_ONCE) as reply:
+            return {"status": reply.status, "headers": dict(reply.headers), "body": await reply.text()}
+
+
+async def ask(url: str, body: dict[str, Any] | None) -> None:
+    print(json.dumps(await reply_to(url, body)))
 
 
 def key_header() -> dict[str, str]:
@@ -183,6 +219,9 @@ def key_header() -> dict[str, str]:
 def main(arguments: list[str]) -> None:
     if arguments[0] == "once":
         asyncio.run(once(arguments[1], arguments[2]))
+        return
+    if arguments[0] == "ask":
+        asyncio.run(ask(arguments[1], json.loads(arguments[2]) if arguments[2:] else None))
         return
     folder = Path(arguments[1])
     folder.mkdir(parents=True)

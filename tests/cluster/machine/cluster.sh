@@ -166,6 +166,9 @@ start() { # NODE : its network, container runtime, kubelet, service proxy
     ip -n "sw-$node" addr add "10.250.0.$((10 + i))/24" dev eth0
     ip -n "sw-$node" link set eth0 up
     ip -n "sw-$node" route add default via $host
+    # What kube-proxy has not translated (yet) has no way on. Sent to the host it would be lost, and so would all that
+    # the same connection sends afterwards, because Linux remembers that it was not translated.
+    ip -n "sw-$node" rule add iif cni0 to 10.252.0.0/16 unreachable
     # Pods of one node talk over its bridge: policies hold there too.
     ip netns exec "sw-$node" sysctl -qw net.ipv4.ip_forward=1 net.bridge.bridge-nf-call-iptables=1
     ip route replace "10.251.$i.0/24" via "10.250.0.$((10 + i))"
