@@ -53,6 +53,7 @@ from spillway_gateway.ops.ui.page_routes import PageRoutes
 from spillway_gateway.roster.engine_tasks import Clients
 from spillway_gateway.roster.local_engines import LocalEngines
 from spillway_gateway.roster.model_engines import ModelEngines
+from spillway_gateway.roster.objectives import Objectives
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.routing.hot_prefixes import HotPrefix
 from spillway_gateway.scaling.pod_costs import PodCosts
@@ -135,6 +136,7 @@ class Gateway:
             else LocalRouter(self.admissions, self.gatekeeper, self.suspects, self.promotion_hints, self.recent)
         )
         self.pod_costs = PodCosts(self.fleets)
+        self.objectives = Objectives(self.fleets)
 
         def lies_in_store(fleet: ModelFleet, prefix: HotPrefix) -> bool:
             # Elsewhere the index is, too; an engine drops a hint of which it finds nothing.
@@ -249,6 +251,7 @@ class Gateway:
             audit=self.audit,
             session_sources=SessionSources(routing.session_sources, routing.session_name_bytes_max),
             retention=self.config.retention,
+            objectives=self.objectives,
             tracing=self.tracing,
         )
         routes = operations.probe_routes()
@@ -291,6 +294,7 @@ class Gateway:
             if self.follower is not None:
                 tasks.append(asyncio.create_task(supervised(self.follower.run, "configuration file")))
             if self.config.listen.picker_port is not None:
+                tasks.append(asyncio.create_task(supervised(self.objectives.run, "InferenceObjectives")))
                 from spillway_gateway.picker.server import picking  # noqa: PLC0415 - gRPC is 25 MB, needed only here
 
                 picker = picking(self.config.listen, self.app, self.open_connections, self.lifecycle)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spillway_gateway.access.keys import NOBODY, KeyRing, Tenant, read_keys
+from spillway_gateway.access.keys import NOBODY, KeyRing, Priority, Tenant, read_keys
 from spillway_gateway.access.limits import Settlement, SharedLimitsUnavailable, TenantUsage, limited
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import (
@@ -135,6 +135,16 @@ class Gatekeeper:
         """Raises KeyMissing, KeyUnknown or OperatorOnly; without a keys file every caller is an operator."""
         if self._ring is not None and not self.tenant_of(headers).operator:
             raise OperatorOnly("This API key's tenant is no operator; see 'operator' in the keys file")
+
+    def priority(self, tenant: Tenant, objective: int | None) -> Priority:
+        """The priority of a request. objective: that of the InferenceObjective which it names, more is more urgent.
+
+        Anybody can name one, so with keys it may only lower the priority of the tenant's key.
+        """
+        if objective is None:
+            return tenant.priority
+        asked = Priority.HIGH if objective > 0 else Priority.NORMAL if objective == 0 else Priority.LOW
+        return max(asked, tenant.priority) if self.enabled else asked
 
     def engine_headers(self, headers: Headers) -> Headers:
         """The caller's headers without its API key, and with the engines' key."""

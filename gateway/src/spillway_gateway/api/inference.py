@@ -33,8 +33,10 @@ from spillway_gateway.client.connection import EXTENSION, ClientRequest
 from spillway_gateway.config.settings import RetentionConfig
 from spillway_gateway.error_bodies import Dialect, body_of, headers_of
 from spillway_gateway.errors import GatewayDraining, GatewayError, ResponseNotFound
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.stored_responses import Owner, response_id_in
 from spillway_gateway.lifecycle import Lifecycle
+from spillway_gateway.roster.objectives import Objectives
 from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
@@ -57,6 +59,7 @@ logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+_OBJECTIVE_HEADERS = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")  # the second is the older name
 # Visible ASCII: the id goes into logs, where a NEL or another control character would break the line.
 _REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 
@@ -73,6 +76,7 @@ class InferenceContext:
     audit: AuditLog | None
     session_sources: SessionSources
     retention: RetentionConfig
+    objectives: Objectives
     tracing: Tracing | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
 
@@ -205,7 +209,7 @@ class InferenceEndpoint:
             prompt,
             received_at,
             tenant.name,
-            tenant.priority,
+            gatekeeper.priority(tenant, self._objective(served.fleet, headers)),
             dialect=route.dialect,
             retryable=route.retryable,
             only_engine=only_engine,
@@ -220,6 +224,12 @@ class InferenceEndpoint:
             retained_token_hours=None if retained is None else retained.token_hours,
         )
         return outbound, served
+
+    def _objective(self, fleet: ModelFleet, headers: Headers) -> int | None:
+        """The priority of the InferenceObjective that the request names; None if it names none that is known."""
+        names = (header(headers, each) for each in _OBJECTIVE_HEADERS)
+        name = next((name for name in names if name is not None), None)
+        return None if name is None else self._context.objectives.priority(fleet, name.decode("latin-1"))
 
 
 class _StoredResponse:

@@ -1,4 +1,5 @@
-"""List and watch of one Service's EndpointSlices, and annotations of pods, through the official client package.
+"""List and watch of one Service's EndpointSlices, InferenceObjectives, and annotations of pods, through the official
+client package.
 
 Protocol: Kubernetes API concepts, "Efficient detection of changes". The package is heavy (about 20 MB of memory, a
 third of a second of CPU time), so only the thread of a configured Kubernetes discovery imports this module. Every fault
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 import urllib3
-from kubernetes.client import ApiClient, ApiException, Configuration, CoreV1Api, DiscoveryV1Api
+from kubernetes.client import ApiClient, ApiException, Configuration, CoreV1Api, CustomObjectsApi, DiscoveryV1Api
 from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 from kubernetes.watch import Watch
 
@@ -43,11 +44,25 @@ class _Bookmark(msgspec.Struct):
     metadata: Metadata
 
 
+class _ObjectiveSpec(msgspec.Struct):
+    priority: int | None = None
+
+
+class _Objective(msgspec.Struct):
+    metadata: Metadata
+    spec: _ObjectiveSpec = msgspec.field(default_factory=_ObjectiveSpec)
+
+
+class _ObjectiveList(msgspec.Struct):
+    items: list[_Objective] | None = None
+
+
 class _ApiStatus(msgspec.Struct):
     message: str = ""
 
 
 _lists = msgspec.json.Decoder(EndpointSliceList)
+_objectives = msgspec.json.Decoder(_ObjectiveList)
 _statuses = msgspec.json.Decoder(_ApiStatus)
 
 
@@ -112,17 +127,9 @@ class KubernetesApi:
 
     def _page(self, request: Callable[..., Any], continue_token: str | None, deadline: float) -> EndpointSliceList:
         parameters = {"_continue": continue_token} if continue_token else {}
-        parts, size = [], 0
-        with closing(request(limit=PAGE_ITEMS, **parameters)) as reply:
-            for part in reply.stream(READ_BYTES):
-                parts.append(part)
-                size += len(part)
-                if size > LIST_BYTES_MAX:
-                    raise SourceFailed("invalid", f"a list of more than {LIST_BYTES_MAX} bytes")
-                if time.monotonic() > deadline:
-                    raise SourceFailed("timeout", f"no list within {self._config.timeout_seconds:g} s")
+        body = _read_list(request(limit=PAGE_ITEMS, **parameters), self._config, deadline)
         try:
-            return _lists.decode(b"".join(parts))
+            return _lists.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise SourceFailed("invalid", f"the list is no EndpointSliceList: {error}") from error
 
@@ -176,6 +183,49 @@ def annotate_pod(config: KubernetesDiscovery, pod: str, annotations: Mapping[str
             raise
         reply.close()
     return True
+
+
+def list_objectives(config: KubernetesDiscovery) -> dict[str, int]:
+    """The priorities of the namespace's InferenceObjectives, by their name; blocks.
+
+    Source: API reference of the Gateway API Inference Extension, InferenceObjective v1alpha2; without a priority it is
+    0. Empty in a cluster that does not know the kind. Raises SourceFailed.
+    """
+    deadline = time.monotonic() + config.timeout_seconds
+    with _client(config, "list of inferenceobjectives.inference.networking.x-k8s.io") as (client, namespace):
+        try:
+            reply: Any = CustomObjectsApi(client).list_namespaced_custom_object(
+                "inference.networking.x-k8s.io",
+                "v1alpha2",
+                namespace,
+                "inferenceobjectives",
+                _preload_content=False,
+                _request_timeout=(config.timeout_seconds, config.timeout_seconds),
+            )
+        except ApiException as error:
+            if error.status == 404:
+                return {}
+            raise
+        body = _read_list(reply, config, deadline)
+    try:
+        items = _objectives.decode(body).items or []
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceFailed("invalid", f"the list is no InferenceObjectiveList: {error}") from error
+    return {each.metadata.name: each.spec.priority or 0 for each in items}
+
+
+def _read_list(reply: Any, config: KubernetesDiscovery, deadline: float) -> bytes:
+    """The reply's bytes, within the bounds of a list. Raises SourceFailed."""
+    parts, size = [], 0
+    with closing(reply):
+        for part in reply.stream(READ_BYTES):
+            parts.append(part)
+            size += len(part)
+            if size > LIST_BYTES_MAX:
+                raise SourceFailed("invalid", f"a list of more than {LIST_BYTES_MAX} bytes")
+            if time.monotonic() > deadline:
+                raise SourceFailed("timeout", f"no list within {config.timeout_seconds:g} s")
+    return b"".join(parts)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """The part of a Kubernetes API server that the gateway speaks to: EndpointSlices of one namespace, listed and watched,
-and annotations of its pods.
+its InferenceObjectives, and annotations of its pods.
 
 Real HTTP, optionally TLS, with versions, a bounded history, bookmarks, pages and bearer tokens; faults by name.
 """
@@ -18,6 +18,7 @@ from aiohttp import web
 from spillway_gateway.discovery.endpoint_slices import SERVICE_LABEL
 
 _PATH = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+_OBJECTIVES_PATH = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{namespace}/inferenceobjectives"
 _POD_PATH = "/api/v1/namespaces/{namespace}/pods/{pod}"
 Slice = dict[str, Any]
 
@@ -82,6 +83,7 @@ class FakeKubernetes:
         self.expired = 0  # watches answered with 410
         self.watches: set[_Watch] = set()
         self.annotations: dict[str, dict[str, str]] = {}  # by pod; others do not exist
+        self.objectives: dict[str, int | None] | None = None  # priorities by name; None: the kind is not known
         self.may_patch = True
         self.patches = 0
         self._slices: dict[str, Slice] = {}
@@ -98,6 +100,7 @@ class FakeKubernetes:
     async def start(self, context: ssl.SSLContext | None = None) -> None:
         app = web.Application()
         app.router.add_get(_PATH, self._serve)
+        app.router.add_get(_OBJECTIVES_PATH, self._serve)
         app.router.add_patch(_POD_PATH, self._serve)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
@@ -187,6 +190,8 @@ class FakeKubernetes:
             return web.json_response(_failure(403, "Forbidden", "endpointslices is forbidden"), status=403)
         if request.method == "PATCH":
             return await self._patch(request)
+        if request.path.endswith("/inferenceobjectives"):
+            return self._list_objectives()
         service = request.query["labelSelector"].removeprefix(SERVICE_LABEL + "=")
         if request.query.get("watch", "0").lower() not in ("0", "false"):  # as an API server reads a boolean
             return await self._watch(request, service)
@@ -197,6 +202,18 @@ class FakeKubernetes:
         metadata = {"resourceVersion": str(self._version), **({"continue": str(end)} if end < len(names) else {})}
         items = [self._slices[name] for name in names[start:end]]
         return web.json_response({"kind": "EndpointSliceList", "metadata": metadata, "items": items})
+
+    def _list_objectives(self) -> web.Response:
+        if self.objectives is None:
+            return web.json_response(_failure(404, "NotFound", "the server could not find the resource"), status=404)
+        items = [
+            {
+                "metadata": {"name": name},
+                "spec": {"poolRef": {"name": "pool"}, **({} if priority is None else {"priority": priority})},
+            }
+            for name, priority in self.objectives.items()
+        ]
+        return web.json_response({"kind": "InferenceObjectiveList", "metadata": {}, "items": items})
 
     async def _patch(self, request: web.Request) -> web.StreamResponse:
         pod = request.match_info["pod"]
