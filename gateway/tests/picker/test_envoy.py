@@ -174,6 +174,17 @@ async def test_a_proxy_that_names_a_subset_gets_an_engine_of_it(start_engine: St
             assert status == 200 and headers["x-spillway-engine"] == wanted.name
 
 
+@pytest.mark.parametrize("subset", [[], ["192.0.2.1:8100"]], ids=["empty", "unknown"])
+async def test_a_subset_without_an_engine_is_503(start_engine: StartEngine, subset: list[str]):
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as running:
+        assert running.gateway.picker_port is not None
+        async with running_envoy(envoy_config(running.gateway.picker_port, subset=subset)) as url:
+            status, _, answer = await post(url, "/v1/completions", {"model": engine.model, "prompt": PROMPT})
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "no_engine_ready")
+        assert not [seen for seen in engine.seen if seen.path == "/v1/completions"]
+
+
 async def test_while_no_picker_answers_requests_pass_or_fail_as_the_proxy_says(start_engine: StartEngine):
     engine = await start_engine()
     body, stolen = {"model": engine.model, "prompt": PROMPT}, {DESTINATION_HEADER: "127.0.0.1:1"}
@@ -200,12 +211,20 @@ async def test_the_health_service_says_when_the_gateway_drains(start_engine: Sta
         grpc.aio.insecure_channel(f"127.0.0.1:{running.gateway.picker_port}") as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)
-        serving = health_pb2.HealthCheckResponse.SERVING
-        assert (await health.Check(health_pb2.HealthCheckRequest())).status == serving
+        states = health_pb2.HealthCheckResponse
+        serving = states.SERVING
+        services = ("", "envoy.service.ext_proc.v3.ExternalProcessor", "readiness", "liveness")
+
+        async def status(service: str) -> int:
+            found: int = (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+            return found
+
+        assert [await status(service) for service in services] == [serving] * 4
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == serving
         running.gateway.lifecycle.draining = True
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await watch.read()).status == states.NOT_SERVING
+        assert [await status(service) for service in services] == [states.NOT_SERVING] * 3 + [serving]
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
             await health.Check(health_pb2.HealthCheckRequest(service="other"))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND

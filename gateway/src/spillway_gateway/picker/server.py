@@ -23,6 +23,7 @@ from spillway_gateway.picker.processed_request import ProcessedRequest
 logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+LIVENESS, READINESS = "liveness", "readiness"
 END_SECONDS = 5.0  # for the last messages of streams whose requests have ended
 
 
@@ -76,16 +77,20 @@ class EndpointPicker:
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Whether the gateway takes requests, by the standard protocol."""
+    """Whether the gateway takes requests, by the standard protocol; `liveness`: whether it runs.
+
+    The names of the services are those of the Inference Extension's protocol (proposal 004, "Health Checking").
+    """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", SERVICE):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"the service is {SERVICE}")
+        if request.service not in ("", SERVICE, READINESS, LIVENESS):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"the services are {SERVICE}, {READINESS} and {LIVENESS}")
         states = health_pb2.HealthCheckResponse
-        return states(status=states.NOT_SERVING if self._lifecycle.draining else states.SERVING)
+        closed = self._lifecycle.draining and request.service != LIVENESS
+        return states(status=states.NOT_SERVING if closed else states.SERVING)
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
