@@ -26,6 +26,7 @@ class Design:
             hand first; 0: first come, first served.
         endless: the CPU tier never evicts.
         shared: an NVMe tier that all engines share is below it.
+        recognised: the CPU tier follows conversations, by their prompts alone.
     """
 
     storing: Storing = Storing.EAGER
@@ -33,3 +34,4 @@ class Design:
     overtake_seconds: float = 0.0
     endless: bool = False
     shared: bool = False
+    recognised: bool = False

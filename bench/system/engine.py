@@ -7,7 +7,7 @@ from itertools import islice
 from spillway_settings.queue_order import CANDIDATES_MAX, admission_order
 from spillway_simulator.model.engine import EngineShape, SimulatedEngine
 from spillway_simulator.model.rates import EngineRates
-from spillway_simulator.model.request import EngineRequest, Sequence
+from spillway_simulator.model.request import EngineRequest, Progress, Sequence
 from spillway_simulator.model.tiering import Tiering
 from spillway_simulator.model.tiers import SharedTier
 from system.design import Design, Storing
@@ -62,6 +62,8 @@ class SystemEngine(SimulatedEngine):
 
     def submit(self, request: EngineRequest, now: float) -> None:
         super().submit(request, now)
+        self.system_tiers.cpu.now = now
+        self.system_tiers.begin_request(request.id, self._sequences[request.id].keys)
         self._keep_for_waiting()
 
     def _limit(self, sequence: Sequence) -> int:
@@ -97,7 +99,16 @@ class SystemEngine(SimulatedEngine):
         arrived_at = [waiting.submitted_at for waiting in candidates]
         return candidates[admission_order(arrived_at, tokens_at_hand, now, self._design.overtake_seconds)[0]]
 
+    def _turn(self, now: float, progress: list[Progress]) -> None:
+        self.system_tiers.cpu.now = now
+        super()._turn(now, progress)
+
+    def _finish(self, sequence: Sequence) -> None:
+        super()._finish(sequence)
+        self.system_tiers.end_request(sequence.request.id)
+
     def _admit(self, sequence: Sequence, now: float) -> bool:
+        self.system_tiers.admitting(sequence.request.id)
         if not super()._admit(sequence, now):
             return False
         self.system_tiers.on_device(sequence.held)

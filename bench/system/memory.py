@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, cast
 
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import LruRows
-from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.engine.cpu_tier import Duplicates, LruRows
+from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext
+from spillway_connector.plan.conversations import Conversations
 from spillway_connector.testing.generation import make_cpu_tier
 from spillway_simulator.model.device_cache import DeviceCache
 from spillway_simulator.model.tiering import LoadPlan, Tiering
 from spillway_simulator.model.tiers import LruTier
 from system.design import Design, Storing
 
+_KEY_BYTES = 16
 _ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
 LAZY_BLOCKS = 128  # SimpleCPUOffloadConnector: twice the blocks of max_num_batched_tokens
 EXCLUSIVE_BLOCKS = 800  # all that is free: what is freed is stored
@@ -88,14 +92,17 @@ class KeepingDevice(DeviceCache):
 
 
 class ProductRows(LruTier):
-    """The connector's rows of the CPU tier and their order of eviction, without bytes."""
+    """The connector's rows of the CPU tier and their order of eviction, without bytes. now: its clock."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
         region = HostRegion(region_path(f"bench-system-{os.getpid()}"), max(1, rows), _ROW_BYTES)
         region.unlink_name()
         self._rows = cast(LruRows, make_cpu_tier(rows, region, "lru", enable_events=False))
+        self.now = 0.0
+        self._rows._clock = lambda: self.now
         self._context = TenantContext("bench")
+        self._users: dict[int, TenantContext] = {}  # the last request of a conversation that uses a block
         self.pinned: Counter[int] = Counter()
 
     def close(self) -> None:
@@ -110,12 +117,20 @@ class ProductRows(LruTier):
     def keys(self) -> frozenset[int]:
         return frozenset(cast("set[int]", self._rows.ready))
 
-    def use(self, keys: Sequence[int]) -> None:
-        """The head of a prefix becomes the youngest."""
-        self._rows.touch(cast(Any, keys), self._context)
+    def begin(self, context: TenantContext) -> None:
+        self._rows.on_new_request(context)
 
-    def retire(self, keys: Iterable[int]) -> None:
-        self._rows.retire(cast(Any, keys))
+    def end(self, context: TenantContext) -> None:
+        self._rows.on_request_finished(context)
+
+    def use(self, keys: Sequence[int], context: TenantContext | None = None) -> None:
+        """The head of a prefix becomes the youngest. context: of the request that uses it and will store the rest."""
+        self._rows.touch(cast(Any, keys), context or self._context)
+        if context is not None:
+            self._users.update(dict.fromkeys(keys, context))
+
+    def evict_first(self, duplicates: Duplicates) -> None:
+        self._rows.duplicates = duplicates
 
     def pin(self, keys: Sequence[int]) -> None:
         self._rows.prepare_load(cast(Any, keys), self._context)
@@ -129,13 +144,22 @@ class ProductRows(LruTier):
     def put(self, keys: Iterable[int]) -> tuple[list[int], list[int]]:
         if not self.capacity:
             return [], []
-        wanted = list(dict.fromkeys(keys))
-        self.use(wanted)
-        output = self._rows.prepare_store(cast(Any, wanted), self._context)
-        if output is None:
-            return [], []
-        self._rows.complete_store(output.keys_to_store, self._context)
-        return cast("list[int]", output.keys_to_store), cast("list[int]", output.evicted_keys)
+        stored: list[int] = []
+        evicted: list[int] = []
+        by_user: dict[str, tuple[TenantContext, list[int]]] = {}
+        for key in dict.fromkeys(keys):
+            context = self._users.get(key, self._context)
+            by_user.setdefault(context.req_id, (context, []))[1].append(key)
+        for context, wanted in by_user.values():
+            self._rows.touch(cast(Any, wanted), context)
+            output = self._rows.prepare_store(cast(Any, wanted), context)
+            if output is not None:
+                self._rows.complete_store(output.keys_to_store, context)
+                stored += cast("list[int]", output.keys_to_store)
+                evicted += cast("list[int]", output.evicted_keys)
+        gone = set(evicted)
+        back = gone.intersection(stored)  # stored for one request, evicted for the next
+        return [key for key in stored if key not in back], [key for key in evicted if key not in back]
 
 
 class SystemTiers(Tiering):
@@ -147,11 +171,34 @@ class SystemTiers(Tiering):
         self._design = design
         self._device = device
         self._copying: set[int] = set()  # held on the device
-        self._retired: set[int] = set()
+        self._spare: dict[int, None] = {}  # in the CPU tier, of requests that run; the latest last
+        if design.storing is Storing.EXCLUSIVE:
+            self.cpu.evict_first(self)
         self.copied_blocks = 0
+        self._conversations = Conversations()
+        self._contexts: dict[str, TenantContext] = {}  # by request, of conversations that are followed
+        self._admitted: TenantContext | None = None
+
+    def begin_request(self, name: str, keys: Sequence[int]) -> None:
+        """It has come, and waits."""
+        if not self._design.recognised:
+            return
+        session = self._conversations.session_of([key.to_bytes(_KEY_BYTES, signed=True) for key in keys])
+        if session is not None:
+            context = self._contexts[name] = TenantContext(name, session=session)
+            self.cpu.begin(context)
+
+    def end_request(self, name: str) -> None:
+        context = self._contexts.pop(name, None)
+        if context is not None:
+            self.cpu.end(context)
+
+    def admitting(self, name: str) -> None:
+        """What is touched next is this request's."""
+        self._admitted = self._contexts.get(name)
 
     def touch(self, keys: Sequence[int]) -> None:
-        self.cpu.use(keys)
+        self.cpu.use(keys, self._admitted)
         for key in keys if self._shared is not None else ():
             self._shared.touch(key)  # type: ignore[union-attr]
 
@@ -167,8 +214,31 @@ class SystemTiers(Tiering):
     def on_device(self, keys: Sequence[int]) -> None:
         """A running request holds these blocks on the device."""
         if self._design.storing is Storing.EXCLUSIVE:
-            self._retired.update(key for key in keys if key in self.cpu)
-            self.cpu.retire(keys)
+            for key in keys:
+                self._spare.pop(key, None)
+                if key in self.cpu:
+                    self._spare[key] = None
+
+    def take_spare(self, count: int, may_leave: Callable[[OffloadKey], bool]) -> list[tuple[OffloadKey, ReqContext]]:
+        """Blocks that the device holds as well; those used last first, as the connector's late stores choose them."""
+        taken: list[tuple[OffloadKey, ReqContext]] = []
+        passed: list[int] = []
+        while self._spare and len(taken) < count:
+            key, _ = self._spare.popitem()
+            if key not in self.cpu:
+                continue
+            if may_leave(cast(Any, key)):
+                taken.append((cast(Any, key), UNKNOWN_REQUEST))
+            else:
+                passed.append(key)
+        self._spare.update(dict.fromkeys(reversed(passed)))
+        return taken
+
+    def put_back(self, spare: list[tuple[OffloadKey, ReqContext]]) -> None:
+        self._spare.update(dict.fromkeys(cast(Any, key) for key, _ in reversed(spare)))
+
+    def gave_up(self, spare: list[tuple[OffloadKey, ReqContext]], others: list[OffloadKey]) -> None:
+        """They are copied again when they are about to leave the device."""
 
     def store(self, keys: Sequence[int], now: float) -> None:
         if self._design.storing is Storing.EAGER:
@@ -179,10 +249,8 @@ class SystemTiers(Tiering):
         """Begin to copy what the device evicts next and the CPU tier lacks; it stays on the device until then."""
         exclusive = self._design.storing is Storing.EXCLUSIVE
         near = list(islice(self._device.next_to_leave(), EXCLUSIVE_BLOCKS if exclusive else LAZY_BLOCKS))
-        again = [key for key in near if key in self._retired and key in self.cpu]
-        if again:
-            self._retired.difference_update(again)
-            self.cpu.use(list(reversed(again)))
+        for key in near if self._spare else ():
+            self._spare.pop(key, None)
         missing = [key for key in near if key not in self.cpu and key not in self._copying]
         if missing:
             self.copied_blocks += len(missing)

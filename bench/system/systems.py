@@ -76,6 +76,11 @@ SYSTEMS: dict[str, System] = {
         _gateway,
         Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS),
     ),
+    "spillway_recognised": System(
+        "Spillway, exclusive, protect and order, conversations recognised",
+        _gateway,
+        Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, recognised=True),
+    ),
     "spillway_nvme_eager": System(
         "Spillway, NVMe, eager, protect and order",
         _gateway,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +18,8 @@ from system.rates import SHAPE
 from system.report import Answered, figures
 from system.run import Kill, SystemRun
 from system.systems import SYSTEMS, Pinned
+
+from spillway_connector.plan import sessions
 
 # An eighth of the real lengths and sizes, one engine: as crowded, in a tenth of a second.
 LOAD = AgentLoad(8, 20.0, 2.0, 512, 768, 128, 8, turns=12)
@@ -36,6 +39,18 @@ def test_a_tier_without_end_finds_most_and_no_tier_least() -> None:
 
 def test_exclusive_tiers_find_more_than_twice_the_same_blocks_where_only_the_sum_is_enough() -> None:
     assert cached_share(Design(Storing.EXCLUSIVE)) > cached_share(Design())
+
+
+def test_recognised_conversations_cost_little_where_sessions_end_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The simulated rows follow conversations as an engine's do: with the rule by which the four GPUs lost a fifth of
+    their input tokens, that a session is expected as soon as before while it is overdue, these lose too."""
+    recognised = Design(Storing.EXCLUSIVE, 0.4, 3.0, recognised=True)
+    unknown = cached_share(replace(recognised, recognised=False))
+    assert cached_share(recognised) > unknown - 0.05
+    monkeypatch.setattr(sessions, "expected_at", lambda due, late, now: math.inf if now > late else due)
+    assert cached_share(recognised) < unknown - 0.1
 
 
 def test_nobody_is_overtaken_for_ever() -> None:

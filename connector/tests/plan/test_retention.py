@@ -180,6 +180,29 @@ def test_sessions_that_end_without_a_word_do_not_crowd_out_those_that_go_on(size
     assert found_in_a_closed_loop(size, named=True) >= found_in_a_closed_loop(size, named=False) - 0.01
 
 
+def test_a_session_whose_request_waits_comes_back_before_all_others():
+    """Its request has begun, and uses its chunks when it is admitted, not after it has ended and paused again."""
+    tier = LruTier(6)
+    tier.turn(ALICE, hint("waits", 60.0), chunks("w", 2), 0.0, 9.0)
+    tier.turn(ALICE, hint("idle", 60.0), chunks("i", 2), 10.0, 11.0)
+    tier.store(BOB, None, chunks("x", 2), 12.0)
+    tier.retention.begin_request(ALICE, hint("waits", 60.0), 20.0)
+    assert tier.store(BOB, None, ["y"], 21.0) == ["i1"]
+    tier.touch(ALICE, hint("waits", 60.0), chunks("w", 2), 22.0)
+    tier.touch(ALICE, hint("idle", 60.0), chunks("i", 1), 23.0)
+    tier.touch(BOB, None, ["x0", "x1", "y"], 24.0)
+    assert tier.store(BOB, None, ["z"], 25.0) == ["w1"], "admitted, it is used last"
+
+
+def test_what_is_stored_behind_a_sessions_request_does_not_make_it_come_back_later():
+    """The device gives chunks up long after the request has ended, whose session may not come back at all."""
+    tier = LruTier(5)
+    tier.turn(ALICE, hint("gone", 1.0), chunks("g", 2), 0.0, 1.0)
+    tier.turn(ALICE, hint("goes on", 30.0), chunks("o", 2), 20.0, 21.0)
+    tier.store(ALICE, hint("gone", 1.0), ["g2"], 22.0)
+    assert tier.store(BOB, None, ["x"], 22.0) == ["g2"], "expected 20 s ago, so in 40 s"
+
+
 def test_a_session_with_regular_pauses_is_soon_late():
     tier = LruTier(6)
     for at in range(12):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from hypothesis import given
@@ -12,6 +13,7 @@ from spillway_connector.plan.sessions import (
     SessionHint,
     SessionTimes,
     SessionUse,
+    expected_at,
     session_tag,
 )
 
@@ -54,7 +56,24 @@ def test_a_session_is_expected_the_later_the_longer_it_is_overdue():
     assert (times.due_from(7.0), times.due_from(9.0)) == (9.0, 15.0)
     times.begin_request(1.0, 10.0)
     times.end_request(10.0)
-    assert times.due_from(20.0) == 11.0, "what its client has announced is not doubted"
+    assert times.due_from(12.0) == 14.0, "whatever its client announced"
+
+
+@given(
+    due=st.floats(-1e6, 1e6),
+    late=st.floats(0, 1e4),
+    now=st.floats(-1e6, 1e6),
+    waits=st.floats(0, 1e6),
+    other=st.floats(0, 1e6),
+)
+def test_an_idle_session_is_never_expected_in_the_past_nor_sooner_than_before(due, late, now, waits, other):
+    expected = expected_at(due, due + late, now)
+    assert expected >= max(due, now)
+    assert expected_at(due, due + late, now + waits) >= expected, "waiting makes nobody expected sooner"
+    assert expected_at(due, math.inf, due + waits) < math.inf, "one that cannot be late is expected"
+    if max(due, due + other) < now <= due + late:
+        later = expected_at(due + other, due + other + late, now)
+        assert later <= expected, "of two that are overdue the one that is so for longer comes back last"
 
 
 def test_a_session_has_ended_when_its_last_request_has():

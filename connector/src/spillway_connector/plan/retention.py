@@ -63,14 +63,19 @@ class Retention(Generic[_Key]):
         self._use(tenant, hint, now).begin_request(hint.return_seconds, now)
 
     def use(self, tenant: bytes, hint: SessionHint, keys: Iterable[_Key], now: float) -> None:
-        """A request of the session uses or stores these chunks, which are in the tier; in the order of the prefix."""
+        """A request of the session uses or stores these chunks, which are in the tier; in the order of the prefix.
+
+        What is stored after the session's request has ended, as the device gives it up, does not make it come back
+        later.
+        """
         session = self._sessions.get((tenant, hint.session))
         if session is None:  # its last request has ended, and its last chunks are stored only now
             if hint.ended:
                 self._ended.update(dict.fromkeys(key for key in reversed(list(keys)) if key not in self._users))
                 return
             session = self._use(tenant, hint, now)
-        session.used(now)
+        if session.running:
+            session.used(now)
         own, users_of = session.keys, self._users
         for key in keys:
             users = users_of.get(key)
@@ -146,7 +151,7 @@ class Retention(Generic[_Key]):
                 continue
             users = self._users.get(key)
             session = next(reversed(users)) if isinstance(users, dict) else users
-            if session is None or session.due_at is None or now > session.late_at:
+            if session is None or session.due_from(now) in (None, math.inf):
                 leaving[key] = None
                 continue
             candidates = last_of.get(session.tenant)
@@ -173,8 +178,6 @@ class Retention(Generic[_Key]):
                 due = session.due_from(now)
                 if due is None or session.tenant != tenant or not session.keys or session in given:
                     continue
-                if now > session.late_at:
-                    due = math.inf  # it does not come back
                 if session is not asking and (due, session.begun_at) > last_due:
                     last, last_due = session, (due, session.begun_at)
             if last is None:

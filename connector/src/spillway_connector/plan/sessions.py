@@ -32,6 +32,21 @@ _NEWEST_HABIT_SHARE = 0.1
 _SESSIONS_COUNTED = 128  # of a tenant; then older ones count half
 
 
+def expected_at(due_at: float, late_at: float, now: float) -> float:
+    """When an idle session comes back, as known now; infinity: it has ended.
+
+    One that is overdue is expected the later the longer it has been: it may have ended without saying so, whatever its
+    client announced before.
+
+    Args:
+        due_at: when it was expected as its last request ended.
+        late_at: when it has ended without saying so.
+    """
+    if now > late_at:
+        return math.inf
+    return due_at if now <= due_at else now + _OVERDUE_FACTOR * (now - due_at)
+
+
 class SessionHint(NamedTuple):
     """What a request says of its session. session: unique within the tenant. ended: this is its last request.
     return_seconds: from the end of this request to the next; None: unknown."""
@@ -79,6 +94,7 @@ class SessionTimes:
     usual_duration: float = 0.0  # of a request
     announced: float | None = None
     served: bool = False  # a request of it has ended
+    waits: bool = False  # its newest request has begun, and used nothing yet
     due_at: float | None = None  # when its next request is expected; None: unknown
     late_at: float = math.inf  # when it has ended without saying so
 
@@ -89,6 +105,7 @@ class SessionTimes:
         self.begun_at = now
         self.announced = None if return_seconds is None or not return_seconds >= 0 else return_seconds
         self.used(now)
+        self.waits = True
 
     def _paused(self, pause: float) -> None:
         usual = self.usual_pause
@@ -108,7 +125,7 @@ class SessionTimes:
         return self.habits.expected_pause if self.usual_pause is None else self.usual_pause
 
     def used(self, now: float) -> None:
-        self.used_at = now
+        self.used_at, self.waits = now, False
         pause = self.expected_pause
         if pause is None:
             self.due_at, self.late_at = None, math.inf
@@ -130,15 +147,14 @@ class SessionTimes:
         self.used(now)
 
     def due_from(self, now: float) -> float | None:
-        """When its next request is expected, as known now. A running one ends first, and the pause follows. One that
-        is overdue is expected the later the longer it has been: it may have ended without saying so."""
+        """When its chunks are used next, as known now. None: unknown, infinity: never. One whose request waits needs
+        them at once; one whose request runs, after that has ended and the pause is over."""
+        if self.waits:
+            return now
         if self.due_at is None:
             return None
-        if not self.running:
-            overdue = now - self.due_at
-            return self.due_at if overdue <= 0 or self.announced is not None else now + _OVERDUE_FACTOR * overdue
-        pause = self.expected_pause
-        return self.due_at if pause is None else max(self.due_at, now + pause)
+        pause = self.expected_pause if self.running else None
+        return expected_at(self.due_at, self.late_at, now) if pause is None else max(self.due_at, now + pause)
 
 
 _Times = TypeVar("_Times", bound=SessionTimes)

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from spillway_connector.plan.retention import Retention
+from spillway_connector.plan.sessions import SessionHint, expected_at
 from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, PoolShape
 from spillway_connector.tiers.disk.slab.policy import FREE, LIVE, MAIN, SMALL, WRITING, QueueArrays, S3Fifo
 from spillway_connector.tiers.disk.slab.session_order import (
@@ -15,6 +17,7 @@ from spillway_connector.tiers.disk.slab.session_order import (
     SessionOrder,
 )
 from spillway_connector.tiers.frame import PAGE_BYTES
+from spillway_connector.tiers.tier import NO_TENANT
 
 ANN, BOB = 1, 2
 SLOTS, ROWS = 24, 64
@@ -30,8 +33,8 @@ class Pool:
         self.sessions = SessionArrays(**{c.name: np.zeros(shape.rows(c), c.dtype) for c in SESSION_COLUMNS})
         self.tenant = np.zeros(SLOTS, np.uint64)
         self.generation = np.zeros(SLOTS, np.uint32)
-        entries = EntryArrays(self.queues.state, self.tenant, self.generation, self.queues.order)
-        self.orders = [SessionOrder(self.sessions, entries, self.put) for _ in range(processes)]
+        self.entries = EntryArrays(self.queues.state, self.tenant, self.generation, self.queues.order)
+        self.orders = [SessionOrder(self.sessions, self.entries, self.put) for _ in range(processes)]
         self.slots: dict[int, int] = {}
         self.now_s = 1000
 
@@ -146,6 +149,48 @@ def test_the_session_that_asks_gives_up_none_of_its_own_in_place_of_others():
     pool.turn(ANN, 10, [0, 1], 10)
     row = pool.turn(ANN, 11, [2, 3], 300)
     assert pool.victim(row) == 1
+
+
+def test_sessions_that_ended_without_a_word_give_before_those_that_go_on():
+    """Each is expected soon when it ends: counted as such until it is surely late, it was kept before all others."""
+    pool = Pool()
+    pool.turn(ANN, 10, [0, 1], 1)
+    pool.turn(ANN, 11, [2, 3], 1)
+    pool.now_s += 7
+    pool.turn(ANN, 12, [4, 5], 1)
+    pool.turn(ANN, 13, [6, 7], 13)
+    assert [pool.victim() for _ in range(3)] == [7, 6, 1], "6 s overdue, so expected in 12 s: before 13, after 1"
+    pool.now_s += 1
+    pool.uses(ANN, 12, [4, 5], 13)
+    assert [pool.victim() for _ in range(3)] == [0, 3, 2], "7 s overdue, so expected in 14 s"
+
+
+idle_sessions = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=2, max_size=8, unique_by=lambda one: one[0]
+)
+
+
+@given(sessions=idle_sessions, at=st.integers(41, 130))
+@settings(deadline=None)
+def test_slabs_and_the_cpu_tier_choose_the_same_session(sessions, at):
+    """Each session uses a chunk and announces its pause of at most 12 s, after which it is late in a minute; then
+    each chunk has its turn to leave."""
+    pool, rows = Pool(), Retention[int]()
+    for key, (end, pause) in enumerate(sorted(sessions)):
+        hint = SessionHint(bytes([key]), return_seconds=pause)
+        rows.begin_request(NO_TENANT, hint, end)
+        rows.use(NO_TENANT, hint, [key], end)
+        rows.end_request(NO_TENANT, hint, end)
+        pool.now_s = end
+        pool.turn(ANN, key, [key], pause)
+    returns = [expected_at(end + pause, end + pause + 60, at) for end, pause in sessions]
+    assume(len(set(returns)) == len(returns))
+    pool.now_s = at
+    keys = {slot: key for key, slot in pool.slots.items()}
+    for slot, key in keys.items():
+        plan = rows.plan_eviction(1, [key], lambda key: True, at)
+        order = SessionOrder(pool.sessions, pool.entries, pool.put)  # without what others have planned
+        assert plan is not None and plan[0] == [keys[order.in_place_of(slot, at, None)]]
 
 
 def test_a_late_session_is_not_expected_and_gives_first():
@@ -281,11 +326,10 @@ def test_only_entries_that_may_leave_do_and_only_of_the_tenant_whose_turn_it_is(
             slot = order.own_room(row, pool.now_s)
             if slot is not None:
                 assert pool.tenant[slot] == tenant
-                due_s = pool.sessions.row_due_s[row]
                 other = order._row_of(slot)
                 assert other is not None
-                late = pool.now_s > pool.sessions.row_late_s[other]
-                assert late or pool.sessions.row_ended[other] or pool.sessions.row_due_s[other] > due_s
+                later = order._due_of(other, pool.now_s) > order._due_of(row, pool.now_s)
+                assert later or pool.sessions.row_ended[other]
                 pool.leave(slot)
         elif action == "evict":
             before = pool.queues.state.tolist().count(LIVE)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from spillway_connector.plan.sessions import expected_at
 from spillway_connector.tiers.disk.slab.layout import SESSION_ROWS_MAX
 from spillway_connector.tiers.disk.slab.policy import LIVE, Put
 
@@ -233,12 +234,8 @@ class SessionOrder:
 
     def _due_of(self, row: int, now_s: int) -> float:
         """When the session comes back; infinity: it does not, or nobody knows."""
-        due_s = int(self._arrays.row_due_s[row])
-        return math.inf if due_s == UNKNOWN or self._is_late(row, now_s) else due_s
-
-    def _is_late(self, row: int, now_s: int) -> bool:
-        late_s = int(self._arrays.row_late_s[row])
-        return late_s != UNKNOWN and now_s > late_s
+        due_s, late_s = int(self._arrays.row_due_s[row]), int(self._arrays.row_late_s[row])
+        return math.inf if due_s == UNKNOWN else expected_at(due_s, math.inf if late_s == UNKNOWN else late_s, now_s)
 
     def _last(self, tenant: int, after: float, now_s: int, asking: int | None) -> int | None:
         """The last chunk of the tenant's session that comes back last, and later than ``after``; it counts as gone."""
@@ -260,7 +257,7 @@ class SessionOrder:
             if row == asking:
                 continue
             if arrays.row_number[row] == plan.numbers[row] and arrays.row_due_s[row] == plan.due_s[row]:
-                if (math.inf if self._is_late(row, now_s) else int(arrays.row_due_s[row])) <= after:
+                if self._due_of(row, now_s) <= after:
                     break
                 found = self._next_slot(plan, row)
                 if found is not None:
@@ -304,10 +301,7 @@ class SessionOrder:
         arrays = self._arrays
         expected = (plan.numbers != 0) & (plan.held > 0) & (arrays.row_ended == 0) & (plan.due_s != UNKNOWN)
         rows = np.flatnonzero(expected & (arrays.row_tenant == np.uint64(tenant)))
-        late = (arrays.row_late_s[rows] != UNKNOWN) & (np.int64(plan.made_s) > arrays.row_late_s[rows])
-        due_s = np.where(late, np.int64(UNKNOWN), plan.due_s[rows])
-        order: list[int] = rows[np.argsort(-due_s, kind="stable")].tolist()
-        return order
+        return sorted(rows.tolist(), key=lambda row: -self._due_of(row, plan.made_s))
 
     def _slots_of(self, row: int) -> list[int]:
         """Entries that are the session's alone, the end of its prefix first; places not known yet before all."""
