@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,9 @@ def _resources(version: str, kinds: str) -> dict[str, Any]:
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Answers discovery, and GET of the objects in `live`: (kind, name) -> spec.replicas."""
+    """Answers discovery, and GET of the workloads in `live`, one by one or as a list."""
 
-    def __init__(self, live: dict[tuple[str, str], int]) -> None:
+    def __init__(self, live: list[dict[str, Any]]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         documents: dict[str, Any] = {
             "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
@@ -63,13 +63,11 @@ class ApiServer(ThreadingHTTPServer):
         }
         for version, kinds in KINDS.items():
             documents[f"/{'apis' if '/' in version else 'api'}/{version}"] = _resources(version, kinds)
-        for (kind, name), replicas in live.items():
-            documents[f"/apis/apps/v1/namespaces/llm/{_plural(kind)}/{name}"] = {
-                "apiVersion": "apps/v1",
-                "kind": kind,
-                "metadata": {"name": name, "namespace": "llm", "labels": MANAGED, "annotations": OWNED},
-                "spec": {"replicas": replicas},
-            }
+        for kind in WORKLOADS:
+            path = f"/apis/apps/v1/namespaces/llm/{_plural(kind)}"
+            objects = [each for each in live if each["kind"] == kind]
+            documents[path] = {"apiVersion": "apps/v1", "kind": f"{kind}List", "metadata": {}, "items": objects}
+            documents |= {f"{path}/{each['metadata']['name']}": each for each in objects}
         self.documents = documents
 
 
@@ -89,49 +87,118 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+def live(kind: str, name: str, replicas: int, component: str, engine: str | None = None) -> dict[str, Any]:
+    """A workload that runs in the cluster."""
+    labels = {
+        "app.kubernetes.io/instance": "chat",
+        "app.kubernetes.io/component": component,
+        **({"spillway/engine": engine} if engine else {}),
+    }
+    metadata = {"name": name, "namespace": "llm", "labels": MANAGED | labels, "annotations": OWNED}
+    return {"apiVersion": "apps/v1", "kind": kind, "metadata": metadata, "spec": {"replicas": replicas}}
+
+
+ENGINE, GATEWAY = WORKLOADS.values()
+MODEL = "default"
+ENGINES = live("StatefulSet", ENGINE, 6, "engine", MODEL)
+GATEWAYS = live("Deployment", GATEWAY, 5, "gateway")
+ANOTHER_RELEASE = live("Deployment", "other-spillway-engine", 9, "engine", MODEL)
+ANOTHER_RELEASE["metadata"]["labels"]["app.kubernetes.io/instance"] = "other"
+
+
 @pytest.fixture
-def running() -> Iterator[ApiServer]:
-    live = {("StatefulSet", WORKLOADS["StatefulSet"]): 6, ("Deployment", WORKLOADS["Deployment"]): 5}
-    server = ApiServer(live)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[dict[str, Any]]], list[str]]]:
+    """The live workloads -> Helm's arguments for a cluster that has them."""
+    servers: list[tuple[ApiServer, threading.Thread]] = []
+    # What Helm remembers of an API server it files under the address, whose port may be used again.
+    monkeypatch.setenv("KUBECACHEDIR", str(tmp_path))
+
+    def serve(workloads: list[dict[str, Any]]) -> list[str]:
+        server = ApiServer(workloads)
+        servers.append((server, threading.Thread(target=server.serve_forever)))
+        servers[-1][1].start()
+        config = tmp_path / f"config-{len(servers)}"
+        place = {"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+        context = {"name": "here", "context": {"cluster": "here", "user": ""}}
+        document = {"apiVersion": "v1", "kind": "Config", "clusters": [place], "contexts": [context]}
+        config.write_text(json.dumps(document | {"current-context": "here"}))
+        return ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", str(config)]
+
+    yield serve
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def replicas(rendered: Any) -> dict[str, int | None]:
-    return {kind: rendered.named(kind, name)["spec"].get("replicas") for kind, name in WORKLOADS.items()}
-
-
-@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
-def test_what_runs_is_kept(helm: Helm, running: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = {"name": "here", "cluster": {"server": f"http://127.0.0.1:{running.server_port}"}}
-    context = {"name": "here", "context": {"cluster": "here", "user": ""}}
-    config = tmp_path / "config"
-    config.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "clusters": [cluster],
-                "contexts": [context],
-                "current-context": "here",
-            }
-        )
-    )
-    # What Helm remembers of an API server it files under the address, whose port may be used again.
-    monkeypatch.setenv("KUBECACHEDIR", str(tmp_path))
-    asked = ("--dry-run=server", "--disable-openapi-validation", "--kubeconfig", str(config))
-
-    assert replicas(render(values=SCALED, helm=helm, arguments=asked)) == {"StatefulSet": 6, "Deployment": 5}
-    assert replicas(render(values={"engine": {"replicas": 3}}, helm=helm, arguments=asked)) == {
-        "StatefulSet": 3,
-        "Deployment": 2,
+    """spec.replicas of each workload, by kind and name."""
+    return {
+        f"{each['kind']}/{each['metadata']['name']}": each["spec"].get("replicas")
+        for each in rendered.objects
+        if each["kind"] in WORKLOADS
     }
 
 
+def scaled(**engine: Any) -> dict[str, Any]:
+    """Values with autoscaling on, and these of the engine."""
+    return SCALED | {"engine": SCALED["engine"] | engine}
+
+
+CASES = {
+    "what runs is kept": (SCALED, [ENGINES, GATEWAYS], {f"StatefulSet/{ENGINE}": 6, f"Deployment/{GATEWAY}": 5}),
+    "without autoscaling the values decide": (
+        {"engine": {"replicas": 3}},
+        [ENGINES, GATEWAYS],
+        {f"StatefulSet/{ENGINE}": 3, f"Deployment/{GATEWAY}": 2},
+    ),
+    "another controller starts with as many": (
+        scaled(controller="Deployment"),
+        [ENGINES, GATEWAYS],
+        {f"Deployment/{ENGINE}": 6, f"Deployment/{GATEWAY}": 5},
+    ),
+    "and back": (
+        SCALED,
+        [live("Deployment", ENGINE, 6, "engine", MODEL), GATEWAYS],
+        {f"StatefulSet/{ENGINE}": 6, f"Deployment/{GATEWAY}": 5},
+    ),
+    "the object itself counts before one that is left of another kind": (
+        SCALED,
+        [live("StatefulSet", ENGINE, 0, "engine", MODEL), live("Deployment", ENGINE, 6, "engine", MODEL), GATEWAYS],
+        {f"StatefulSet/{ENGINE}": 0, f"Deployment/{GATEWAY}": 5},
+    ),
+    "another name starts with as many": (
+        SCALED | {"fullnameOverride": "new"},
+        [ENGINES, GATEWAYS],
+        {"StatefulSet/new-engine": 6, "Deployment/new-gateway": 5},
+    ),
+    "scaled to zero": (
+        scaled(controller="Deployment"),
+        [live("StatefulSet", ENGINE, 0, "engine", MODEL), GATEWAYS],
+        {f"Deployment/{ENGINE}": 0, f"Deployment/{GATEWAY}": 5},
+    ),
+    "a new release starts with the least; others' objects do not count": (
+        scaled(autoscaling={"enabled": True, "minReplicas": 3}),
+        [ANOTHER_RELEASE],
+        {f"StatefulSet/{ENGINE}": 3, f"Deployment/{GATEWAY}": 2},
+    ),
+    "a new release that may scale to zero starts with one": (
+        scaled(autoscaling={"enabled": True, "minReplicas": 0, "trigger": "gateway"}),
+        [],
+        {f"StatefulSet/{ENGINE}": 1, f"Deployment/{GATEWAY}": 2},
+    ),
+}
+
+
 @pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
-def test_a_new_release_and_a_render_without_a_cluster_leave_the_number_to_the_autoscaler(helm: Helm) -> None:
-    assert replicas(render(values=SCALED, helm=helm)) == {"StatefulSet": None, "Deployment": None}
+def test_no_object_is_left_without_a_number_of_pods(
+    helm: Helm, cluster: Callable[[list[dict[str, Any]]], list[str]]
+) -> None:
+    for case, (values, workloads, expected) in CASES.items():
+        assert replicas(render(values=values, helm=helm, arguments=cluster(workloads))) == expected, case
+
+
+@pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
+def test_a_render_without_a_cluster_leaves_the_number_to_the_autoscaler(helm: Helm) -> None:
+    expected = {f"StatefulSet/{ENGINE}": None, f"Deployment/{GATEWAY}": None}
+    assert replicas(render(values=SCALED, helm=helm)) == expected

@@ -97,17 +97,22 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* (root, section, kind, name) -> spec.replicas, and nothing where an autoscaler decides and no object runs yet.
-What an autoscaler decides is repeated from the live object: an upgrade that left `replicas` out would take it away from
-an object that has it, and the API server's default is 1. Without a cluster to ask (helm template, Argo CD) there is no
-live object: docs/operations.md, "Turning autoscaling on". */}}
+{{/* (root, section, kind, name, component or item) -> spec.replicas. What an autoscaler decides is repeated from the
+live object, or from the one that this replaces, of another kind or name: without the field the API server sets 1.
+Nothing without a cluster to ask (helm template, Argo CD): docs/operations.md, "Turning autoscaling on". */}}
 {{- define "spillway.replicas" -}}
-{{- if not .section.autoscaling.enabled -}}
-replicas: {{ int64 .section.replicas }}
-{{- else -}}
-{{- with lookup "apps/v1" .kind (include "spillway.namespace" .root) .name -}}
-replicas: {{ int64 .spec.replicas }}
+{{- $own := omit (include "spillway.selectorLabels" . | fromYaml) "app.kubernetes.io/name" -}}{{- $found := dict -}}
+{{- range $kind := .section.autoscaling.enabled | ternary (list "StatefulSet" "Deployment") (list) -}}
+{{- $live := lookup "apps/v1" $kind (include "spillway.namespace" $.root) "" -}}
+{{- if hasKey $live "items" }}{{ $_ := set $found "3" (max 1 $.section.autoscaling.minReplicas) }}{{ end -}}
+{{- range $live.items -}}
+{{- $its := .metadata.labels | default dict -}}
+{{- $rank := and (eq $kind $.kind) (eq .metadata.name $.name) | ternary "1" "2" -}}
+{{- if or (eq $rank "1") (eq (toJson $its) (merge (deepCopy $own) $its | toJson)) -}}
+{{- $_ := set $found $rank (max .spec.replicas (get $found $rank | default 0)) -}}
 {{- end -}}{{- end -}}{{- end -}}
+{{- if not .section.autoscaling.enabled }}{{ $_ := set $found "1" (int64 .section.replicas) }}{{ end -}}
+{{- with keys $found | sortAlpha | first }}replicas: {{ get $found . }}{{ end -}}{{- end -}}
 
 {{/* (root, seconds): a hook that waits. Kubernetes' own from 1.30 on, the image's sleep before. */}}
 {{- define "spillway.preStop" -}}
