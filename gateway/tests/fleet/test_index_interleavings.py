@@ -139,7 +139,9 @@ class Interleaved:
         of_holders = {
             (slot, scoped, key) for slot, holder in held.slots.items() for scoped, key in holder.request_keys.items()
         }
-        assert of_holders == {(slot, scoped, key) for key, entry in entries.items() for slot, scoped in entry.engine_keys}
+        assert of_holders == {
+            (slot, scoped, key) for key, entry in entries.items() for slot, scoped in entry.engine_keys
+        }
         assert (held.keys, held.table.entries) == (len(of_holders), len(entries))
 
 

@@ -18,6 +18,7 @@ from spillway_gateway.fleet.event_decoder import (
 )
 from spillway_gateway.fleet.large_batches import PIECE_BLOCKS, PIECE_TOKENS, decode_in_steps
 from spillway_gateway.fleet.msgpack_walk import STEP_VALUES
+from spillway_gateway.fleet.prefix_index import PrefixIndex
 
 
 def decode(payload: bytes) -> tuple[EventBatch, int]:
@@ -178,3 +179,58 @@ def test_no_bytes_raise_anything_else(payload: bytes) -> None:
             decode(payload)
         except Undecodable:
             pass
+
+
+@pytest.mark.parametrize("block_tokens", [16, "16", None])
+def test_a_long_removed_event_that_has_tokens_is_a_removed_event(block_tokens: object) -> None:
+    removed = {**stored_fields(5_000, 16, shape="map"), "type": "BlockRemoved", "block_size": block_tokens}
+    payload = msgspec.msgpack.encode([1.0, [removed]])
+    assert len(payload) > large_batches.SHORT_BYTES_MAX
+
+    batch, _ = decode(payload)
+    assert whole(batch.events) == decode_batch(payload).events
+    assert isinstance(batch.events[0], BlockRemoved)
+
+
+odd = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=5,
+)
+FIELDS = [
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "medium",
+    "extra_keys",
+    "group_idx",
+    "ownership",
+]
+
+
+@given(
+    tag=st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"]) | odd,
+    changed=st.dictionaries(st.sampled_from(FIELDS), odd, max_size=3),
+    short_bytes=st.sampled_from([1, 16, 256]),
+)
+def test_whatever_the_fields_hold_is_an_event_or_undecodable(
+    tag: object, changed: dict[str, object], short_bytes: int
+) -> None:
+    """What raised anything else would end the task that follows the engine's events, and again at each replay."""
+    payload = msgspec.msgpack.encode([1.0, [{**stored_fields(3, 2, shape="map"), **changed, "type": tag}]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large_batches, "SHORT_BYTES_MAX", short_bytes)
+        try:
+            batch, _ = decode(payload)
+        except Undecodable:
+            return
+    index = PrefixIndex("m", bytes_max=100_000, orphans_max=3, default_block_tokens=2, clock=lambda: 0.0)
+    index.add_engine("e")
+    for event in batch.events:
+        index.apply("e", event)

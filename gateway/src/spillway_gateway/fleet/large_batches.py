@@ -87,11 +87,11 @@ def _long_event(payload: bytes, start: int, events: list[KvEvent]) -> Generator[
     tag, fields, lists = yield from _fields(payload, start)
     if "block_hashes" not in lists or tag not in ("BlockStored", "BlockRemoved"):
         return False
-    hashes, tokens, extras = (lists.get(name) for name in _LISTS)
-    assert hashes is not None
+    hashes = lists["block_hashes"]
+    tokens, extras = (lists.get("token_ids"), lists.get("extra_keys")) if tag == "BlockStored" else (None, None)
     block_tokens = fields.get("block_size")
     blocks = PIECE_BLOCKS
-    if tag == "BlockStored" and tokens is not None and tokens.left:
+    if tokens is not None and tokens.left:
         if type(block_tokens) is not int or block_tokens <= 0 or tokens.left != block_tokens * hashes.left:
             return False
         blocks = min(PIECE_BLOCKS, max(1, PIECE_TOKENS // block_tokens))
