@@ -149,7 +149,10 @@ def assert_same_memory(values: dict[str, Any]) -> None:
             "monitoring.coreos.com/v1/PrometheusRule",
         ),
         ("gateway: {httpRoute: {enabled: true, parentRefs: [{name: a}]}}", "gateway.networking.k8s.io/v1/HTTPRoute"),
-        ("gateway: {picker: {enabled: true}}", "inference.networking.k8s.io/v1/InferencePool"),
+        (
+            "{gateway: {picker: {enabled: true}}, networkPolicy: {engineFrom: [{podSelector: {}}]}}",
+            "inference.networking.k8s.io/v1/InferencePool",
+        ),
     ],
 )
 def test_kinds_that_the_cluster_lacks(values: str, kind: str) -> None:

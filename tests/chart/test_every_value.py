@@ -50,6 +50,7 @@ gateway:
   picker: {enabled: true}
 networkPolicy:
   restrictEgress: true
+  engineFrom: [{podSelector: {matchLabels: {app: proxy}}}]
   gatewayFrom: [{podSelector: {}}]
   engineEgress: [{to: [{podSelector: {}}]}]
   gatewayEgress: [{to: [{podSelector: {}}]}]
@@ -324,6 +325,7 @@ CHANGES: dict[str, Any] = {
     "redis.memory": "4GiB",
     "redis.cpu.limit": "4",
     "networkPolicy.gatewayFrom": [{"namespaceSelector": {}}],
+    "networkPolicy.engineFrom": [{"namespaceSelector": {}}],
 }
 LISTS = {
     "initContainers": [{"name": "i", "image": "i:1"}],

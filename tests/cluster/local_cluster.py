@@ -134,6 +134,13 @@ class LocalCluster:
     def stop_keda(self) -> None:
         self._do("keda-down")
 
+    def declare_inference_kinds(self) -> None:
+        """InferencePool and InferenceObjective, as the Inference Extension declares them."""
+        self._do("inference")
+
+    def remove_inference_kinds(self) -> None:
+        self._do("inference-down")
+
     def scrape(self, namespace: str, targets: list[str]) -> None:
         """From now on; targets: ADDRESS:PORT of the namespace's gateways."""
         groups = [{"targets": targets, "labels": {"namespace": namespace}}]

@@ -12,6 +12,8 @@
 #   cluster.sh keda             run KEDA's operator and Prometheus beside it; compiles the first
 #                               (a few minutes more), and takes the second from Debian
 #   cluster.sh keda-down        stop both
+#   cluster.sh inference        declare the kinds of Gateway API's Inference Extension; nobody acts on them here
+#   cluster.sh inference-down   take them back
 #   cluster.sh env              print the exports for kubectl and helm
 #   cluster.sh down             stop everything and remove what it made, imported images aside
 #   cluster.sh clean            remove those as well
@@ -362,6 +364,15 @@ stop_keda() { # once no ScaledObject is left, whose end KEDA has to confirm
     kubectl_ delete namespace keda --wait
 }
 
+inference=v1.5.0
+
+inference_kinds() { # VERB [ARGUMENT...] : kubectl on the definitions of the Inference Extension
+    local module
+    module=$(cd / && go mod download -json "sigs.k8s.io/gateway-api-inference-extension@$inference" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
+    kubectl_ "$@" -f "$module/config/crd/bases/inference.networking.k8s.io_inferencepools.yaml" \
+        -f "$module/config/crd/bases/inference.networking.x-k8s.io_inferenceobjectives.yaml"
+}
+
 env_() { echo "export KUBECONFIG=$run/admin.kubeconfig PATH=$bin:\$PATH"; }
 
 down() {
@@ -384,6 +395,8 @@ case ${1:-} in
     restart-apiserver) halt apiserver; api_server ;;
     keda) build_keda; run_keda ;;
     keda-down) stop_keda ;;
+    inference) inference_kinds apply --server-side ;;
+    inference-down) inference_kinds delete --ignore-not-found ;;
     env) env_ ;;
     down) down ;;
     clean) down; rm -rf "$base/images" ;;

@@ -23,6 +23,7 @@ _LOOPBACK = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
 def envoy_config(
     picker_port: int,
     *,
+    picker_host: str = "127.0.0.1",
     processed: bool = True,
     fail_open_to: Sequence[str] | None = None,
     subset: Sequence[str] | None = None,
@@ -30,7 +31,8 @@ def envoy_config(
     """Envoy's bootstrap: one listener whose requests the picker processes.
 
     Args:
-        picker_port: of the picker on 127.0.0.1.
+        picker_port: of the picker.
+        picker_host: its IP address.
         processed: whether requests are processed at all.
         fail_open_to: IP:PORT of the engines that get requests which no picker has processed; None: they are refused.
         subset: IP:PORT of the engines that requests may go to; None: any.
@@ -40,7 +42,7 @@ def envoy_config(
             "name": "picker",
             "type": "STATIC",
             "connect_timeout": "5s",
-            "load_assignment": _assignment("picker", f"127.0.0.1:{picker_port}"),
+            "load_assignment": _assignment("picker", f"{picker_host}:{picker_port}"),
             # Envoy passes a request on without the picker only before it has sent a part of its body: so it has to know
             # beforehand that no picker answers.
             "health_checks": [

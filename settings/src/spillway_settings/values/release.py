@@ -73,6 +73,7 @@ class EgressRule(Section, frozen=True):
 class NetworkPolicy(Section, frozen=True):
     enabled: bool = True
     gateway_from: list[kubernetes.NetworkPolicyPeer] = []
+    engine_from: list[kubernetes.NetworkPolicyPeer] = []
     prometheus_from: list[kubernetes.NetworkPolicyPeer] = msgspec.field(
         default_factory=lambda: [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     )

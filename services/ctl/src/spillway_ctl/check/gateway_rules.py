@@ -232,6 +232,14 @@ def _picker(release: Release) -> Iterator[Finding]:
             f"true with gateway.processes: {gateway.processes}, and one process answers proxies",
             "set gateway.processes: 1 and raise gateway.replicas",
         )
+    policy = release.values.network_policy
+    if policy.enabled and not policy.engine_from:
+        yield Finding(
+            "networkPolicy.engineFrom",
+            "[] with gateway.picker.enabled, so that only the gateway may connect to engines, and no proxy",
+            "name the proxy's pods, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: "
+            "envoy-gateway-system}}}]",
+        )
     if gateway.discovery.type == "static":
         yield Finding(
             "gateway.picker.enabled",

@@ -150,6 +150,7 @@ def _policies(release: Release) -> Iterator[Finding]:
     policy = release.values.network_policy
     peers: dict[str, list[dict[str, Any]]] = {
         "gatewayFrom": policy.gateway_from,
+        "engineFrom": policy.engine_from,
         "prometheusFrom": policy.prometheus_from,
     }
     for key, rules in (("engineEgress", policy.engine_egress), ("gatewayEgress", policy.gateway_egress)):

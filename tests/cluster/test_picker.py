@@ -1,0 +1,95 @@
+"""The gateway as an endpoint picker.
+
+The kinds of the Inference Extension are as its release declares them, and a real Envoy on this machine connects to pods
+through the chart's policies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+from cluster.helm import Release
+from cluster.kube import Kubernetes, Object, name_of
+from cluster.local_cluster import HOST, LocalCluster
+from cluster.report import Row
+from cluster.values import MODEL, simulated
+from stack_driver.deadlines import eventually
+
+from spillway_gateway.testing.envoy import envoy_config, running_envoy
+
+pytestmark = pytest.mark.own_cluster
+POOL = "chat-spillway-engine"
+PICKER_PORT = 9002
+PROMPTS = 6
+OBJECTIVES = {"batch": -1, "urgent": 5}
+PROXY = [{"ipBlock": {"cidr": f"{HOST}/32"}}]
+
+
+def objective(name: str, priority: int) -> Object:
+    return {
+        "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
+        "kind": "InferenceObjective",
+        "metadata": {"name": name},
+        "spec": {"priority": priority, "poolRef": {"name": POOL}},
+    }
+
+
+@pytest.fixture(scope="module")
+def kinds(machine: LocalCluster, namespace: Kubernetes) -> Iterator[None]:
+    machine.declare_inference_kinds()
+    namespace.wait_for_kind("inferencepools", "inference.networking.k8s.io")
+    namespace.wait_for_kind("inferenceobjectives", "inference.networking.x-k8s.io")
+    yield
+    machine.remove_inference_kinds()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(kinds: None, release: Release, namespace: Kubernetes) -> None:
+    namespace.apply(*(objective(name, priority) for name, priority in OBJECTIVES.items()))
+    release.install(
+        simulated(gateway={"replicas": 1, "picker": {"enabled": True}}, networkPolicy={"engineFrom": PROXY})
+    )
+
+
+async def engines_of(picker: str, prompts: list[str]) -> list[str]:
+    """The engine that answered each prompt, asked through the proxy one after the other."""
+    async with (
+        running_envoy(envoy_config(PICKER_PORT, picker_host=picker)) as url,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+    ):
+        found = []
+        for prompt in prompts:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 4}
+            async with session.post(f"{url}/v1/chat/completions", json=body) as reply:
+                assert reply.status == 200, await reply.text()
+                found.append(reply.headers["x-spillway-engine"])
+        return found
+
+
+def test_a_proxy_reaches_the_pods_that_are_picked(namespace: Kubernetes, case: Row) -> None:
+    """endpoint picker: a real Envoy reaches the pods that it is told, one prefix the same pod each time"""
+    (gateway,) = namespace.wait_for_pods("gateway", 1)
+    engines = {name_of(pod) for pod in namespace.wait_for_pods("engine", 2)}
+    prompts = [f"document {number}: " + "the house by the water " * 60 for number in range(PROMPTS)]
+
+    first = asyncio.run(engines_of(gateway["status"]["podIP"], prompts))
+    again = asyncio.run(engines_of(gateway["status"]["podIP"], prompts))
+
+    assert first == again and set(first) == engines
+    case.requests, case.note = 2 * PROMPTS, f"{POOL} is what the extension's definition of InferencePool allows"
+
+
+def test_objectives_are_read_with_the_charts_rights(namespace: Kubernetes, case: Row) -> None:
+    """endpoint picker: InferenceObjectives are read with the rights of the chart's Role"""
+    (gateway,) = namespace.wait_for_pods("gateway", 1)
+    found = "batch -1, urgent 5"
+
+    def said() -> bool:
+        lines = namespace.kubectl("logs", name_of(gateway)).splitlines()
+        return any("InferenceObjectives of" in line and found in line for line in lines)
+
+    eventually("the objectives are in the log", said, 60.0)
+    case.note = found
