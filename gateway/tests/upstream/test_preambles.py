@@ -26,6 +26,7 @@ from spillway_gateway.testing.fake_documents import (
 from spillway_gateway.testing.running import RunningGateway, running_gateway, until
 from spillway_gateway.testing.running_fronts import running_fronts
 from spillway_gateway.upstream.exchange import Exchange, State
+from spillway_gateway.upstream.sse import EVENT_BYTES_MAX
 from spillway_gateway.upstream.stream_relay import PREAMBLE_BYTES_MAX
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -352,6 +353,25 @@ async def test_a_preamble_that_is_too_long_is_not_held_back(client: aiohttp.Clie
         assert _exchange(running.engine("a")).state is State.PREAMBLE
         go_on.set()
         assert await reply.read() == answer(RESPONSES, "a").whole
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_the_end_of_a_response_is_known_however_long_its_last_event_is(
+    client: aiohttp.ClientSession, start: Any, tmp_path: Path, dies: bool
+) -> None:
+    """The last event repeats the whole answer, with its log-probabilities."""
+    usage = {"input_tokens": 3, "output_tokens": 5, "input_tokens_details": {"cached_tokens": 2}}
+    *events, completed = response_events("resp_a", ["x" * 2 * EVENT_BYTES_MAX], "fake", usage)
+    parts = [completed[at : at + 50_000] for at in range(0, len(completed), 50_000)]
+    engine = await start("a", lambda path: [*events[:1], *parts[:-1], *([None] if dies else [parts[-1]])])
+    log = tmp_path / "audit.log"
+    async with running_gateway(config(engine, audit={"enabled": True, "file": str(log)})) as running:
+        status, _, body = await ask(client, running, RESPONSES)
+        assert (status, body == events[0] + completed, b"event: error" in body) == (200, not dies, dies)
+        broken = 'spillway_gateway_broken_replies_total{engine="a"' in await _metrics(client, running)
+    (line,) = [json.loads(line) for line in log.read_text().splitlines()]
+    counts = line["prompt_tokens"], line["completion_tokens"], line["cached_tokens"]
+    assert (broken, counts == (3, 5, 2)) == (dies, not dies)
 
 
 async def test_the_id_of_a_background_response_comes_at_once(client: aiohttp.ClientSession, start: Any) -> None:

@@ -47,6 +47,17 @@ def test_an_event_without_end_is_passed_on_in_parts() -> None:
     assert framer.at_boundary and framer.feed(b"data: next") == b""
 
 
+@pytest.mark.parametrize("line_end", LINE_ENDS)
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_long_event_ends_wherever_reads_cut_its_blank_line(line_end: bytes, cut: int) -> None:
+    framer = EventFramer(bytes_max=10)
+    event = b"data: " + b"x" * 20 + 2 * line_end
+    for part in (event[:-cut], event[-cut:]):
+        framer.feed(part)
+
+    assert framer.at_boundary and framer.feed(b"data: next") == b""
+
+
 def test_events_are_counted_by_line_and_not_by_text() -> None:
     stream = b'data: {"text":"data: data:"}\n\n: ping\n\nevent: a\ndata: {}\n\ndata: [DONE]\n\n'
     assert count_events(stream) == 2

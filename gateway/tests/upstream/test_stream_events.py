@@ -192,6 +192,13 @@ def test_the_id_of_a_background_response_is_not_held_back() -> None:
     assert not first_event(sse({**created, "response": RESPONSE}, RESPONSES), RESPONSES).binds
 
 
+@pytest.mark.parametrize("name", ["response.completed", "response.incomplete", "response.cancelled", "message_stop"])
+def test_an_end_whose_data_cannot_be_read_is_one(name: str) -> None:
+    dialect = Dialect.ANTHROPIC if name == "message_stop" else Dialect.RESPONSES
+    event = b'event: %s\ndata: {"type": "%s", "response": {"usage": NaN}}\n\n' % (name.encode(), name.encode())
+    assert [each.kind for each in endings(event, dialect)] == [Kind.END]
+
+
 def test_a_preamble_that_is_cut_is_one() -> None:
     event = sse({"type": "response.created", "response": {**RESPONSE, "instructions": "x" * 100}}, RESPONSES)
     assert first_event(event[:120], RESPONSES).kind is Kind.PREAMBLE

@@ -34,7 +34,7 @@ class ReplyCounts:
     def __init__(self, request: OutboundRequest) -> None:
         self._request = request
         self._usage: Usage | None = None
-        self._reader: ReplyUsage | None = None  # of a plain reply in parts
+        self._reader: ReplyUsage | None = None  # of a reply or an event in parts
         self._events = 0
         self._bytes = 0
         self._given_up: int | None = None  # tokens of a reply that its client did not wait for
@@ -43,6 +43,7 @@ class ReplyCounts:
     def begin_attempt(self, *, streams: bool) -> None:
         """An engine has begun its reply. streams: by events."""
         self._streams = streams
+        self._reader = None
 
     @property
     def reported(self) -> Usage | None:
@@ -77,7 +78,7 @@ class ReplyCounts:
             self._add(engine, usage)
 
     def read_part(self, engine: Engine, body: bytes) -> None:
-        """The next part of a long plain reply."""
+        """The next part of a long plain reply, or of a long event."""
         if self._reader is None:
             self._reader = ReplyUsage()
         self._reader.feed(body)

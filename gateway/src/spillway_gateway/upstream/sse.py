@@ -13,12 +13,13 @@ _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 class EventFramer:
     """The events of one stream. Holds one back until it is whole, so that a stream that breaks ends between two."""
 
-    __slots__ = ("_bytes_max", "_open", "_pending")
+    __slots__ = ("_bytes_max", "_open", "_pending", "_tail")
 
     def __init__(self, bytes_max: int = EVENT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._pending = bytearray()
         self._open = False
+        self._tail = b""  # of an event that is passed on in parts
 
     @property
     def at_boundary(self) -> bool:
@@ -29,7 +30,8 @@ class EventFramer:
         """All events that are whole now; empty while the first is not."""
         pending = self._pending
         if self._open:
-            self._open = not chunk.endswith(_BLANK_LINES)
+            self._tail = (self._tail + chunk[-4:])[-4:]
+            self._open = not self._tail.endswith(_BLANK_LINES)
             return chunk
         if not pending and chunk.endswith(b"\n\n"):
             return chunk
@@ -43,6 +45,7 @@ class EventFramer:
         if end < 0 and len(pending) > self._bytes_max:
             self._open = True
             end = len(pending)
+            self._tail = bytes(pending[-4:])
         if end < 0:
             return b""
         whole = bytes(pending[:end])

@@ -66,6 +66,7 @@ _FAILURES = frozenset({"error", "response.failed", "response.error"})
 _ALIVE = frozenset({"ping", "keepalive"})
 _RESPONSES_PREAMBLE = frozenset({"response.created", "response.queued", "response.in_progress"})
 _RESPONSES_END = frozenset({"response.completed", "response.incomplete", "response.cancelled"})
+_ENDS_BY_NAME = _RESPONSES_END | {"message_stop"}
 _PAYLOAD = ("text", "thinking", "data", "input", "content", "arguments", "summary", "encrypted_content", "output",
             "action", "code", "refusal", "result", "transcript")  # fmt: skip
 # vLLM turns an error of its chat stream into one of its own in /v1/messages, which quotes the first one's end.
@@ -261,6 +262,8 @@ def _read(name: str, data: bytes | None, dialect: Dialect, ids_asked: bool) -> E
         if name in _FAILURES:
             return Event(Kind.FAILED, data[:500].decode("utf-8", "replace"))
         # A long one is passed on in parts, and its beginning alone is no JSON.
+        if dialect is not Dialect.OPENAI and name in _ENDS_BY_NAME:
+            return _END
         return _PREAMBLE if dialect is Dialect.RESPONSES and name in _RESPONSES_PREAMBLE else _PART
 
 

@@ -28,6 +28,7 @@ from spillway_gateway.upstream.router import Lease
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done
 from spillway_gateway.upstream.stream_events import (
     BEFORE_AN_ANSWER,
+    Event,
     Kind,
     endings,
     ends_unmarked,
@@ -73,6 +74,7 @@ class StreamRelay:
         "_complete",
         "_continuing",
         "_counts",
+        "_end_is_open",
         "_engine_failed",
         "_exchange",
         "_framer",
@@ -104,6 +106,7 @@ class StreamRelay:
         self._model = model
         self._engine_failed = False  # the stream held an error event of the engine
         self._complete = False  # it held the end of its answer
+        self._end_is_open = False  # the event that ends it is passed on in parts, of which the last is to come
         self._continuing = continuing
         self.ended = False
         self.first_byte_seconds: float | None = None
@@ -123,7 +126,7 @@ class StreamRelay:
     def reset(self) -> None:
         """Another attempt has a reply."""
         self._framer = None
-        self._complete = False
+        self._complete = self._end_is_open = False
 
     async def relay(self, lease: Lease, connection: Connection, trace: AttemptTrace | None) -> None:
         """Pass on a stream from its beginning. Raises UpstreamError for a failure of the engine; until the exchange is
@@ -171,7 +174,7 @@ class StreamRelay:
                 chunk, failure = continuing.take(chunk, engine)
             if failure is None:
                 self.last_chunk = chunk
-            if self._read(lease, chunk) and failure is None:
+            if self._read(lease, chunk, whole=whole and framer.at_boundary) and failure is None:
                 await reply.finish(chunk)
                 exchange.take(Step.FINISH)
                 await read_to_end(connection)
@@ -227,10 +230,20 @@ class StreamRelay:
         await self._reply.start_events(connection.status, headers, lease)
         self._exchange.take(Step.COMMIT)
 
-    def _read(self, lease: Lease, events: bytes) -> bool:
-        """Take usage, errors and the end out of whole events. True when nothing follows them."""
+    def _read(self, lease: Lease, events: bytes, *, whole: bool) -> bool:
+        """Take usage, errors and the end out of events, or out of the next part of a long one. True when nothing
+        follows them."""
         self._counts.read_events(lease.engine, events)
-        for event in endings(events, self._request.dialect):
+        if not whole:
+            self._counts.read_part(lease.engine, events)
+        found = endings(events, self._request.dialect)
+        if not self.at_boundary:
+            self._end_is_open = self._end_is_open or any(event.kind is Kind.END for event in found)
+            found = [event for event in found if event.kind is not Kind.END]
+        elif self._end_is_open:
+            self._end_is_open, self._complete = False, True
+            found.append(Event(Kind.END))
+        for event in found:
             if event.kind is Kind.FAILED and not self._engine_failed:
                 self._engine_failed = True
                 lease.failed(time.monotonic())
