@@ -98,6 +98,12 @@ TIER_SHED = Metric(
     "Chunks dropped because more was to be moved at once than the tier can move in time; the tier did not fail.",
     ("tier", "operation", "reason"),
 )
+TIER_HELD_BLOCKS = Metric(
+    "spillway_tier_held_blocks",
+    Kind.GAUGE,
+    "Chunks whose retention clients asked for and whose time has not passed: this engine renews them in a shared tier.",
+    ("tier",),
+)
 TIER_RESIDENT_BYTES = Metric(
     "spillway_tier_resident_bytes", Kind.GAUGE, "Bytes a shared tier holds, where it can tell.", ("tier",)
 )
@@ -213,6 +219,7 @@ ALL = (
     TIER_WRITE_SECONDS,
     TIER_FAILURES,
     TIER_SHED,
+    TIER_HELD_BLOCKS,
     TIER_RESIDENT_BYTES,
     TIER_BREAKER_OPEN,
     TIER_EVICTED_FRAMES,

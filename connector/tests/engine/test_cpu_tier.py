@@ -266,8 +266,28 @@ def test_what_a_client_asked_to_retain_leaves_last_until_its_time_has_passed(reg
     assert tier.held_rows() == 0
 
 
-def test_a_reset_ends_every_hold(region: HostRegion):
-    tier = filled(region, [0, 1, 2])
+@pytest.mark.parametrize("used_twice", [False, True])
+def test_arc_retains_too(region: HostRegion, used_twice: bool):
+    tier = make_cpu_tier(ROWS, region, "arc", enable_events=False)
+    now = 100.0
+    tier._clock = lambda: now
+    assert evicted_by(tier, keys(0, 1, 2, 3, 4, 5)) == []
+    if used_twice:  # then ARC wants to evict from what was used twice
+        tier.touch(keys(0, 1, 2), CONTEXT)
+        tier._policy.target_t1_size = float(ROWS)
+    tier.hold(b"ann", 0.5, 60.0, keys(0, 1, 2))
+    assert evicted_by(tier, keys(6, 7, 8)) == [3, 4, 5]
+    assert {6, 7, 8} < set(evicted_by(tier, keys(9, 10, 11, 12)) or ()), "held chunks leave only after all others"
+    assert tier.held_rows() == 3
+    now = 161.0
+    assert tier.held_rows() == 0
+    assert set(evicted_by(tier, keys(13)) or ()) < {0, 1, 2}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_reset_ends_every_hold(region: HostRegion, policy: str):
+    tier = make_cpu_tier(ROWS, region, policy, enable_events=False)
+    assert evicted_by(tier, keys(0, 1, 2)) == []
     tier.hold(b"ann", 0.5, 60.0, keys(0, 1, 2))
     tier.reset_cache()
     assert tier.held_rows() == 0

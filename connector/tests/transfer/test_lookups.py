@@ -18,6 +18,7 @@ from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.transfer import lookups
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.lookups import Lookup, TierLookups
+from spillway_connector.transfer.renewals import Renewals
 from spillway_connector.transfer.stats import LookupOutcome, TierCounters
 
 REAL_SECONDS = 30.0
@@ -65,6 +66,7 @@ class Rig:
             clock=self.clock,
             progress=self.answered.release,
             answered_requests=self.answered_requests,
+            renewals=Renewals(self.tier, self.clock),
         )
 
     def answer(self) -> None:

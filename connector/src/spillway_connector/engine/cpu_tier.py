@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
+from spillway_connector.engine.patching import replace_on
 from spillway_connector.engine.tenancy import session_of_context
 from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
@@ -73,7 +74,11 @@ class CpuTier(OffloadingManager):
     waiting: WaitingChunks[OffloadKey]
     duplicates: Duplicates | None
 
-    def __init__(self, region: HostRegion, enable_events: bool) -> None:
+    def __init__(
+        self, num_rows: int, region: HostRegion, enable_events: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._holds: Holds[OffloadKey] = Holds(num_rows)
         self.ready = set()
         self.changed_chunks = ChangeLog()
         self.quarantine = Counter()
@@ -95,10 +100,13 @@ class CpuTier(OffloadingManager):
 
     def held_rows(self) -> int:
         """Chunks that clients asked to retain, whether they are here or not; see plan/holds.py."""
-        return 0
+        if self._holds:
+            self._holds.expire(self._clock())
+        return len(self._holds)
 
     def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
-        """A request asks to retain these chunks. A policy of upstream's retains nothing."""
+        """A request asks to retain these chunks."""
+        self._holds.hold(tenant, share, seconds, keys, self._clock())
 
     def take_ended_sessions(self) -> int:
         """How many sessions have ended since the last call."""
@@ -140,6 +148,7 @@ class CpuTier(OffloadingManager):
         rows = self._drop_all()
         self.ready.clear()
         self.waiting.clear()
+        self._holds.clear()
         # Handed out from the end, so from row 0 on as in a new tier: rows side by side are copied in one run.
         self._free_list = [row for row in reversed(range(rows)) if row not in self.quarantine]
         self.changed_chunks.add_all()
@@ -186,10 +195,8 @@ class LruRows(CpuTier):
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(region, enable_events)
-        self._clock = clock
+        super().__init__(num_rows, region, enable_events, clock)
         self._retention: Retention[OffloadKey] = Retention()
-        self._holds: Holds[OffloadKey] = Holds(num_rows)
         self._num_rows = num_rows
         self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
@@ -210,16 +217,6 @@ class LruRows(CpuTier):
     @override
     def retained_rows(self) -> int:
         return self._retention.retained_chunks
-
-    @override
-    def held_rows(self) -> int:
-        if self._holds:
-            self._holds.expire(self._clock())
-        return len(self._holds)
-
-    @override
-    def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
-        self._holds.hold(tenant, share, seconds, keys, self._clock())
 
     @override
     def take_ended_sessions(self) -> int:
@@ -323,7 +320,6 @@ class LruRows(CpuTier):
         self._rows.clear()
         self._readers.clear()
         self._retention.clear()
-        self._holds.clear()
         return self._allocated_rows
 
     def _allocate(self, count: int) -> list[int]:
@@ -417,17 +413,39 @@ class LruRows(CpuTier):
 
 
 class ArcRows(CpuTier, CPUOffloadingManager):
-    """Upstream's ARC, with the two sets beside it."""
+    """Upstream's ARC, with the two sets beside it; what clients asked to retain leaves last."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
         CPUOffloadingManager.__init__(self, num_rows, cache_policy="arc", enable_events=enable_events)
-        CpuTier.__init__(self, region, enable_events)
+        CpuTier.__init__(self, num_rows, region, enable_events)
+        evict = self._policy.evict
+        replace_on(self._policy, "evict", lambda count, kept: self._evict_held_last(evict, count, kept))
         self._resident: set[OffloadKey] = set()
         self.resident = self._resident
 
     @abstractmethod
     def _row_of(self, status: Any) -> int:
         """status: what upstream's policy keeps of a chunk."""
+
+    def _evict_held_last(self, evict: Callable[[int, set[OffloadKey]], Any], count: int, kept: set[OffloadKey]) -> Any:
+        """What ARC evicts without the held chunks; if that is not enough, all others of both of its lists first."""
+        self._holds.expire(self._clock())
+        if not self._holds:
+            return evict(count, kept)
+        others = kept.union(self._holds.keys)
+        found = evict(count, others)
+        if found is not None:
+            return found
+        policy: Any = self._policy
+        free = [key for key, chunk in chain(policy.t1.items(), policy.t2.items()) if not chunk.ref_cnt]
+        if sum(key not in kept for key in free) < count:
+            return None
+        target, policy.target_t1_size = policy.target_t1_size, 0.0  # or what was used once would stay
+        try:
+            found = evict(min(count, sum(key not in others for key in free)), others)
+            return found + evict(count - len(found), kept)
+        finally:
+            policy.target_t1_size = target
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from spillway_connector.config import parse_tier
+from spillway_connector.config import NvmeTierConfig, parse_tier
 from spillway_connector.engine.open_tier import open_tier
 from spillway_connector.engine.tenancy import session_of_context, tenant_of_context
 from spillway_connector.engine.tier_stats import TierReport
@@ -92,6 +92,7 @@ class SharedTierBase(PrefixTier):
             row_bytes=spec.geometry.row_bytes,
             payload_bytes=spec.geometry.payload_bytes,
             limits=config.limits,
+            room_bytes=(config.max_bytes or 0) if isinstance(config, NvmeTierConfig) else 0,
             announcements=Announcements(time.monotonic) if spec.announces_blocks else None,
         )
         self.answered_requests = self._shared.answered_requests
@@ -125,6 +126,10 @@ class SharedTierBase(PrefixTier):
         """keys: of the request, in the order of its prefix, in whichever tier they are."""
         if (named := session_of_context(req_context)) is not None:
             self._shared.use_session(*named, keys)
+
+    def retain(self, req_context: ReqContext, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
+        """The request asks to retain these chunks. See transfer/renewals.py."""
+        self._shared.retain(tenant_of_context(req_context), share, seconds, keys)
 
     def end_request(self, req_context: ReqContext) -> None:
         if (named := session_of_context(req_context)) is not None:

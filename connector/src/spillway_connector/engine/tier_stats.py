@@ -39,6 +39,7 @@ _RARE_COUNTS = (
     (metrics.TIER_QUARANTINED, "quarantined"),
 )
 _GAUGES = (
+    (metrics.TIER_HELD_BLOCKS, "held_blocks"),
     (metrics.TIER_RESIDENT_BYTES, "resident_bytes"),
     (metrics.TIER_QUEUE_BYTES, "queued_store_bytes"),
     (metrics.TIER_QUEUE_AGE, "oldest_store_seconds"),

@@ -132,6 +132,8 @@ class TieringManager(PrefixLookupManager):
             for tokens, seconds in retention.marks:
                 held = prompt if tokens is None else prompt[: -(-tokens // chunk_tokens)]
                 self.primary_tier.hold(req_context.tenant, retention.share, seconds, held)
+                for tier in self._shared_tiers:
+                    tier.retain(req_context, retention.share, seconds, held)
             self._unreported = True
 
     def take_announcements(self) -> Iterator[tuple[str, Announcement]]:

@@ -15,7 +15,7 @@ Pure: no clock, no lock; the time is an argument, in seconds. Everything here be
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -64,6 +64,19 @@ class Holds(Generic[_Key]):
         self._chunks_max = int(chunks * TOTAL_SHARE_MAX)
         self._spans: dict[_Key, _Span[_Key]] = {}  # by chunk
         self._tenants: dict[bytes, _Tenant[_Key]] = {}
+        self.keys: KeysView[_Key] = self._spans.keys()  # held, or until a moment ago
+
+    def resize(self, chunks: int, now: float) -> None:
+        """The tier has room for so many chunks from now on. Tenants' shares count anew with their next requests."""
+        self._chunks, self._chunks_max = chunks, int(chunks * TOTAL_SHARE_MAX)
+        while len(self._spans) > self._chunks_max:
+            self._give_up_one(self._giving(next(iter(self._tenants.values())), now), now)
+
+    def by_tenant(self, now: float) -> Iterator[tuple[bytes, list[_Key]]]:
+        """The held chunks of each tenant."""
+        self.expire(now)
+        for owner in self._tenants.values():
+            yield owner.name, [key for span in owner.spans.values() for key in span.until]
 
     def __len__(self) -> int:
         """Chunks that are held, or were until a moment ago."""

@@ -79,6 +79,9 @@ class TierWrapper:
         self._enter(Operation.STORE)
         return self.tier.store(key, source, deadline, tenant)
 
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        self.tier.renew(keys, deadline, tenant)
+
     def discard(self, key: bytes, deadline: float) -> None:
         self.tier.discard(key, deadline)
 

@@ -106,6 +106,19 @@ class TierContract:
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
         assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
 
+    def test_renewing_keeps_what_is_there_and_makes_nothing(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        keys = [key_of(seed) for seed in range(4)]
+        tier.renew(keys, soon())
+        for seed in (0, 2):
+            tier.store(key_of(seed), payload_of(seed), soon(), b"tenant-a")
+        tier.renew(keys, soon(), b"tenant-a")
+        assert tier.contains(keys, soon()) == [True, False, True, False]
+        assert [load(tier, key_of(seed)) == payload_of(seed) for seed in (0, 2)] == [True, True]
+        tier.discard(key_of(0), soon())
+        tier.renew(keys, soon(), b"tenant-a")
+        assert tier.contains(keys, soon()) == [False, False, True, False]
+
     def test_contains_answers_for_each_key_in_order(self, make_tier: MakeTier) -> None:
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
         for seed in (1, 3):

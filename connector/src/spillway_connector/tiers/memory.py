@@ -132,6 +132,13 @@ class MemoryTier:
             frames[(self._digest, key)] = frame
         return StoreOutcome.STORED
 
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        self.prepare(deadline)
+        with self.medium.lock:
+            for key in keys:
+                if (self._digest, key) in self.medium.frames:
+                    self.medium.frames.move_to_end((self._digest, key))
+
     def discard(self, key: bytes, deadline: float) -> None:
         self._check(deadline)
         with self.medium.lock:

@@ -270,6 +270,9 @@ class SealedTier:
         finally:
             self._return_buffer(buffer)
 
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        self.tier.renew(keys, deadline, tenant)
+
     def discard(self, key: bytes, deadline: float) -> None:
         self.tier.discard(key, deadline)
 

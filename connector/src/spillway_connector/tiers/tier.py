@@ -148,6 +148,13 @@ class Tier(Protocol):
         """
         ...
 
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        """Renew the age of those of ``keys`` that are there, as a load of each does, without reading them.
+
+        tenant: of all of them, as they were stored. A store that takes no writes renews nothing. Raises TierError.
+        """
+        ...
+
     def discard(self, key: bytes, deadline: float) -> None:
         """Remove an entry that load has proven corrupt. A key that is not there is not an error."""
         ...

@@ -25,6 +25,7 @@ from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.tiers.tier import Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.calling_thread import Call, CallingThread, unexpected
+from spillway_connector.transfer.renewals import Renewals
 from spillway_connector.transfer.stats import LookupOutcome, Operation, TierCounters
 
 _log = logging.getLogger(__name__)
@@ -132,7 +133,9 @@ class TierLookups:
         clock: Clock,
         progress: Callable[[], None],
         answered_requests: ChangeLog[str],
+        renewals: Renewals,
     ) -> None:
+        self._renewals = renewals
         self.resident_bytes = 0
         self.ready = False  # whether the tier answered when it was last asked how much it holds
         self._tier = tier
@@ -384,7 +387,7 @@ class TierLookups:
         resident_due = self._clock() + RESIDENT_SECONDS
         while not call.lost:
             try:
-                batch = self._questions.get(timeout=RESIDENT_SECONDS)
+                batch = self._questions.get(timeout=0.0 if self._renewals.waiting else RESIDENT_SECONDS)
             except queue.Empty:
                 pass
             else:
@@ -397,6 +400,18 @@ class TierLookups:
             if self._clock() >= resident_due and self._lookup_breaker.would_allow():
                 resident_due = self._clock() + RESIDENT_SECONDS
                 self._read_size(call, self._timeout_seconds)
+            if self._renewals.waiting:
+                self._renew(call)
+
+    def _renew(self, call: Call) -> None:
+        try:
+            deadline = call.deadline = self._clock() + self._timeout_seconds
+            self._renewals.renew_page(deadline)
+        except TierError:
+            pass  # what is asked of the tier next says it
+        except Exception as error:  # a defect of a tier must not cost the thread
+            _log.error("Shared tier %s: %s", self._tier.name, unexpected(error))
+        call.deadline = None
 
     def _read_size(self, call: Call, timeout_seconds: float) -> None:
         """Ask the tier how much it holds, which also checks that it can be used, from the start on."""

@@ -27,6 +27,7 @@ from spillway_connector.transfer.jobs import JobOutcome, TransferJob, check_shap
 from spillway_connector.transfer.lookups import Answers, Lookup, TierLookups
 from spillway_connector.transfer.movers import Movers
 from spillway_connector.transfer.open_jobs import OpenJobs
+from spillway_connector.transfer.renewals import Renewals
 from spillway_connector.transfer.stats import (
     MissReason,
     Operation,
@@ -42,9 +43,9 @@ class SharedTier:
     """Drives ``tier`` for one scheduler thread.
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
-    padding is not. ``tier`` is closed by close(). ``announcements``: given where anybody hears them.
-    ``answered_requests``: requests whose lookup may return something else than PENDING now. ``counters``: for the
-    scheduler thread.
+    padding is not. ``tier`` is closed by close(). ``room_bytes``: what it has room for, if that is known.
+    ``announcements``: given where anybody hears them. ``answered_requests``: requests whose lookup may return something
+    else than PENDING now. ``counters``: for the scheduler thread.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class SharedTier:
         limits: TransferLimits = DEFAULT_LIMITS,
         clock: Clock = time.monotonic,
         announcements: Announcements | None = None,
+        room_bytes: int = 0,
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
             raise ValueError(f"payload_bytes: {payload_bytes}; the tier has {tier.payload_bytes}, a row {row_bytes}")
@@ -64,6 +66,7 @@ class SharedTier:
         self._tier = tier
         self._rows_total = rows.nbytes // row_bytes
         self._payload_bytes = payload_bytes
+        self._room_bytes = room_bytes
         self._limits = limits
         self._clock = clock
         self.counters = TierCounters()
@@ -75,6 +78,7 @@ class SharedTier:
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
         self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
         self._progress = threading.Event()
+        self._renewals = Renewals(tier, clock)
         self._lookups = TierLookups(
             tier,
             self._presence,
@@ -85,6 +89,7 @@ class SharedTier:
             clock=clock,
             progress=self._progress.set,
             answered_requests=self.answered_requests,
+            renewals=self._renewals,
         )
         self._movers = Movers(
             tier,
@@ -156,6 +161,17 @@ class SharedTier:
         if self._session_tier is not None:
             self._session_tier.use_session(self._sessions.end_request(tenant, hint, self._clock()))
 
+    def retain(self, tenant: bytes, share: float, seconds: float, keys: Sequence[bytes]) -> None:
+        """A client asks to retain these chunks, in the order of the prefix; share: of the tier, for its tenant."""
+        self._renewals.hold(
+            tenant,
+            share,
+            seconds,
+            keys,
+            room_bytes=max(self._room_bytes, self._lookups.resident_bytes),
+            chunk_bytes=self._payload_bytes,
+        )
+
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], row_indices: Sequence[int]) -> None:
@@ -207,6 +223,7 @@ class SharedTier:
                 wanted, rows = _those_not_in(known, wanted, rows)
             if self._tier.under_pressure:
                 rare = self._requested_once(wanted)
+                rare -= self._renewals.held_of(rare)
                 if job.session is not None and session is not None and self._sessions.is_expected(tenant, session):
                     job.own_room = frozenset(rare)  # they will be asked for: room is for the tenant to give
                 else:
@@ -273,6 +290,7 @@ class SharedTier:
         self._weights_changed = self.counters.moved = True
         self.counters.weights_changes += 1
         self._give_up_loads()
+        self._renewals.clear()
         self.reset()
 
     def snapshot(self) -> TierStats:
@@ -300,6 +318,7 @@ class SharedTier:
             oldest_store_seconds=0.0 if waiting_since is None else self._clock() - waiting_since,
             ready=self._lookups.ready,
             weights_changed=self._weights_changed,
+            held_blocks=len(self._renewals),
             breakers={operation: breaker.state for operation, breaker in self._breakers.items()},
         )
 

@@ -97,6 +97,7 @@ class TierStats:
     quarantined: dict[str, int]  # damaged files that were renamed, by reason
     evictions: dict[str, int]  # frames this process removed though nothing was wrong with them, by reason
     resident_bytes: int
+    held_blocks: int
     queued_store_bytes: int
     queued_load_bytes: int
     oldest_store_seconds: float  # how long the oldest store has waited for a thread; 0: none waits

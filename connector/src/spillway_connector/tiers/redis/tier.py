@@ -264,6 +264,17 @@ class RedisTier:
         # NX: another engine may have stored the block meanwhile.
         return StoreOutcome.STORED if written else StoreOutcome.PRESENT
 
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        """Renews the time to live, the idle time that servers evict by, and the order within the tenant's quota."""
+        self.prepare(deadline)
+        blocks = [self._plan.names(self._names.block(key)) for key in keys]
+        commands = [command for names in blocks for command in self._renewals(names, touch=True)]
+        answers = self._router.attempt(commands, deadline)
+        if self._quotas is not None:
+            for key, answer in zip(keys, answers[self._plan.count - 1 :: self._plan.count], strict=True):
+                if answer == 1:
+                    self._quotas.use(key, tenant)
+
     def discard(self, key: bytes, deadline: float) -> None:
         names = self._plan.names(self._names.block(key))
         for reply in self._router.batch([(b"UNLINK", name) for name in reversed(names)], deadline):
@@ -373,11 +384,14 @@ class RedisTier:
             for index, (start, end) in enumerate(self._plan.ranges)
         ]
 
-    def _renewals(self, names: list[bytes]) -> list[tuple[bytes, ...]]:
+    def _renewals(self, names: list[bytes], *, touch: bool = False) -> list[tuple[bytes, ...]]:
+        """touch: even a value without a time to live counts as used."""
         renewals: list[tuple[bytes, ...]] = []
         for index, name in enumerate(names):
             ttl_ms = self._ttl_of(index)
-            renewals.append((b"EXISTS", name) if ttl_ms is None else (b"PEXPIRE", name, b"%d" % ttl_ms))
+            renewals.append(
+                (b"TOUCH" if touch else b"EXISTS", name) if ttl_ms is None else (b"PEXPIRE", name, b"%d" % ttl_ms)
+            )
         return renewals
 
     def _ttl_of(self, index: int) -> int | None:

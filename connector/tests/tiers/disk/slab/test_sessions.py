@@ -363,3 +363,22 @@ def test_a_sealed_pool_follows_sessions_too(node: Node):
     assert load(tier, key_of(10)) == payload_of(10, tier.payload_bytes)
     assert node.store(tier, 59, tenant=NO_TENANT, session="x", own_room=True) is StoreOutcome.NOT_ADMITTED
     tier.close()
+
+
+def test_what_is_renewed_outlives_others_and_the_end_of_its_session(node: Node) -> None:
+    """Another process makes the room, which knows of no retention."""
+    tier, other = node.start(), node.start()
+    keys = [key_of(seed) for seed in range(4)]
+    node.turn(tier, "kept", range(4), 10.0)
+    tier.renew(keys, NEVER, ANN)
+    node.turn(tier, "kept", range(4), None, ended=True)
+    for seed in range(100, 100 + 3 * FRAMES):
+        node.store(other, seed)
+        if not seed % 5:
+            node.clock.advance(30)
+            tier.renew(keys, NEVER, ANN)
+    assert tier.contains(keys, NEVER) == [True] * 4
+    for seed in range(200, 200 + 5 * FRAMES):
+        node.store(other, seed)
+        assert node.store(other, seed) is StoreOutcome.PRESENT, "asked for again"
+    assert tier.contains(keys, NEVER) == [False] * 4, "what nobody renews any more leaves in its turn"

@@ -106,6 +106,30 @@ def test_a_block_in_use_is_not_the_oldest(endpoint: RedisEndpoint, tier_on: Make
     assert held(tier, range(12)) == [0, 1, 4, 10, 11]
 
 
+@pytest.mark.parametrize("ttl_seconds", [100.0, None])
+def test_a_block_that_is_renewed_counts_as_used(
+    endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier, ttl_seconds: float | None
+) -> None:
+    clock = SteppedClock()
+    tier = tier_on(endpoint, BYTES, ttl_seconds=ttl_seconds, wall_clock=clock, **QUOTA)
+    for seed in range(ROOM):
+        store(tier, seed)
+        clock.advance(1)
+    if ttl_seconds is not None:
+        client.pexpire(NAMES.block(key_of(0)), 50_000)
+    client.config_resetstat()
+    tier.renew([key_of(0), key_of(100)], FOREVER, ANN)
+    if ttl_seconds is None:
+        assert commands(client)["touch"] == 2
+    else:
+        assert client.pttl(NAMES.block(key_of(0))) > 50_000
+    clock.advance(1)
+    for seed in (10, 11):
+        store(tier, seed)
+        clock.advance(1)
+    assert held(tier, range(12)) == [0, 3, 4, 10, 11]
+
+
 def test_uses_reach_the_server_with_lookups_too(
     endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier
 ) -> None:

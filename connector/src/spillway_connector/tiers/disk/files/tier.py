@@ -217,6 +217,21 @@ class FileTier:
                 self._space.drop_limit()  # other users of the file system took the room: measure again, then evict
             raise refused from error
 
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        self._prepare_for_reading(deadline)
+        oldest_ns = self._space.oldest_ns()
+        for key in keys:
+            self._check(deadline)
+            path = self._path(key)
+            try:
+                status = status_of(path, FRAME_DEPTH)
+                if is_regular(status) and status.st_nlink == 1 and status.st_mtime_ns >= oldest_ns:
+                    renew_own(path, FRAME_DEPTH, self._ages.now_ns())
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                raise tier_error(error, f"{self._root}: renewing a frame") from error
+
     def discard(self, key: bytes, deadline: float) -> None:
         self._check(deadline)
         path = self._path(key)

@@ -156,6 +156,12 @@ class PoolSessions:
         if sessions is not None:
             sessions.order.use_without_session(slot)
 
+    def renewed(self, slot: int) -> None:
+        """A client asked to retain an entry. Without the lock, like a noted hit. Raises OSError."""
+        sessions = self._open
+        if sessions is not None:
+            sessions.order.share(slot)
+
     def close(self) -> None:
         """Close the file, and let go of the index."""
         self._open = None

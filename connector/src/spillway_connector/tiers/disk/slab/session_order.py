@@ -157,6 +157,11 @@ class SessionOrder:
         if row is not None and self._arrays.row_ended[row]:
             self._put("slot_session", slot, NOBODY)
 
+    def share(self, slot: int) -> None:
+        """The entry leaves in its own turn alone, whatever its session says."""
+        if self._row_of(slot) is not None:
+            self._put("slot_session", slot, SEVERAL)
+
     # --- what leaves ------------------------------------------------------------------------------------------------
 
     def ended_entry(self, now_s: int, tenant: int | None = None) -> int | None:

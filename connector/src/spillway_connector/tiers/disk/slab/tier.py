@@ -350,6 +350,21 @@ class SlabTier:
         self._claims.publish(claim, header, deadline)
         return StoreOutcome.STORED
 
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        """An entry that is renewed leaves in its own turn alone, as one that several sessions use."""
+        self._check(deadline)
+        pool = self._pool.readable(deadline)
+        if pool is None or not keys:
+            return
+        slots = pool.index.find(fingerprints(keys, self._words))
+        try:
+            for slot, live in zip(slots.tolist(), self._live(pool.index, keys), strict=True):
+                if live:
+                    pool.index.note_hit(slot, self._now_s())
+                    self._sessions.renewed(slot)
+        except OSError:
+            pass  # a disk that no longer takes writes keeps its order
+
     def discard(self, key: bytes, deadline: float) -> None:
         self._check(deadline)
         try:

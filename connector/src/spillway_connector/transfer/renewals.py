@@ -1,0 +1,83 @@
+"""What clients asked to retain stays in a shared tier: the engine renews its age again and again until its time.
+
+Every engine's, and every server's, order of eviction is by use in some way, so an entry that is renewed once in
+RENEW_SECONDS is kept from all of them, without a word of it in the store; an engine that dies renews nothing more. The
+bounds are those of plan/holds.py, of what the store has room for, for each engine.
+
+The scheduler's thread holds, the lookup thread renews.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from spillway_connector.plan.holds import Holds
+from spillway_connector.tiers.tier import Clock, Tier
+
+RENEW_SECONDS = 30.0
+PAGE_KEYS = 256  # renewed at once, between two lookups
+PAGES_MAX = 4096  # waiting; of more the oldest have their next turn
+
+
+class Renewals:
+    """The retained chunks of one engine in one tier."""
+
+    def __init__(self, tier: Tier, clock: Clock) -> None:
+        self._tier = tier
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._holds: Holds[bytes] = Holds(0)
+        self._pages: deque[tuple[bytes, Sequence[bytes]]] = deque(maxlen=PAGES_MAX)  # to be renewed
+        self._due_at = clock() + RENEW_SECONDS
+
+    def __len__(self) -> int:
+        """Chunks that are held, in the tier or not."""
+        with self._lock:
+            self._holds.expire(self._clock())
+            return len(self._holds)
+
+    def hold(
+        self, tenant: bytes, share: float, seconds: float, keys: Sequence[bytes], *, room_bytes: int, chunk_bytes: int
+    ) -> None:
+        """room_bytes: of the store, as far as it is known."""
+        with self._lock:
+            now = self._clock()
+            self._holds.resize(room_bytes // chunk_bytes, now)
+            self._holds.hold(tenant, share, seconds, keys, now)
+            held = self._holds.held_of(keys, now)
+        self._add(tenant, [key for key in keys if key in held])  # at once: its session may end
+
+    def held_of(self, keys: Collection[bytes]) -> set[bytes]:
+        """Those of the keys that are held."""
+        with self._lock:
+            return self._holds.held_of(keys, self._clock())
+
+    def clear(self) -> None:
+        """What was held is of no use any more."""
+        with self._lock:
+            self._holds.clear()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether :meth:`renew_page` has more to do."""
+        if not self._pages and self._clock() >= self._due_at:
+            self._due_at = self._clock() + RENEW_SECONDS
+            with self._lock:
+                held = list(self._holds.by_tenant(self._clock()))
+            for tenant, keys in held:
+                self._add(tenant, keys)
+        return bool(self._pages)
+
+    def _add(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+        self._pages.extend((tenant, keys[at : at + PAGE_KEYS]) for at in range(0, len(keys), PAGE_KEYS))
+
+    def renew_page(self, deadline: float) -> None:
+        """Raises TierError; the rest is then renewed in its next turn."""
+        tenant, keys = self._pages.popleft()
+        try:
+            self._tier.renew(keys, deadline, tenant)
+        except BaseException:
+            self._pages.clear()
+            raise
