@@ -19,6 +19,7 @@ from chart.judging import refused_by_schema
 from chart.rendering import CHART, RenderRefused, laid_over, render
 
 from spillway_ctl.check.chart_facts import facts
+from spillway_ctl.check.unread_rules import settings_of
 from spillway_engine.errors import BudgetError, SettingsError
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
@@ -107,14 +108,17 @@ def test_the_engine_service_takes_what_is_no_mistake() -> None:
     resolve_engine(engine_settings(SERVICE), shape, machine).require_fit()
 
 
-def test_defaults_of_unread_settings_are_those_of_the_values() -> None:
+def test_sections_of_unread_settings_stand_for_all_of_theirs() -> None:
     rules = facts("unread-settings.yaml")
-    settings = {setting: default for rule in rules for setting, default in rule["settings"].items()}
+    unread = {(rule["readBy"], setting): default for rule in rules for setting, default in settings_of(rule).items()}
 
-    assert len(settings) > 90
-    assert {setting: value_at(setting) for setting in settings} == settings
-    for rule in rules:
-        value_at(rule["readBy"])
+    assert len(unread) > 90
+    assert {setting: value_at(setting) for _, setting in unread} == {each: unread[by, each] for by, each in unread}
+    assert unread["engine.offload.sharedTier.type", "engine.offload.sharedTier.storeQueueSecondsMax"] == 5
+    assert unread["engine.offload.sharedTier.type", "engine.offload.sharedTier.nvme.volume.size"] == "500GiB"
+    assert not any(reader == setting for reader, setting in unread)
+    for reader, _ in unread:
+        value_at(reader)
 
 
 def value_at(path: str) -> Any:

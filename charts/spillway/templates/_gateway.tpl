@@ -41,9 +41,7 @@ gateway.yaml: |
 {{- range $section := list "connections" "timeouts" "health" "limits" "routing" "retention" "breaker" "continuation"
   "admission" "cors" "index" "log" "audit" "tracing" "reload" -}}
 {{- $settings := dict -}}
-{{- range $key, $value := get $gateway $section -}}
-{{- if not (or (hasPrefix "x-" $key) (kindIs "invalid" $value)) -}}{{- $_ := set $settings $key $value -}}{{- end -}}
-{{- end -}}
+{{- include "spillway.passed" (dict "section" (get $gateway $section) "out" $settings) -}}
 {{- $_ := set $out $section $settings -}}{{- end -}}
 {{- $end := include "spillway.engineEndSeconds" .root.spillwayPlan -}}
 {{- if and $end (kindIs "invalid" $gateway.health.endingSeconds) -}}

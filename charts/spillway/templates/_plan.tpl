@@ -119,16 +119,8 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{/* (root, item, out): what the engine service reads of offload that is on, into out. */}}
 {{- define "spillway.offloadSettings" -}}
 {{- $offload := .item.engine.offload -}}{{- $out := .out -}}{{- $path := .item.path -}}
-{{- include "spillway.overlay" (dict "base" $out "over" (pick $offload "blocksPerChunk" "storing" "evictionPolicy"
-  "queueOrder" "queueOvertakeSeconds" "maxCopyDescriptors" "transport" "requestWaitSeconds"
-  "promotionInFlightFraction" "promotionPerRequestFraction" "promotionAheadFraction")) -}}
-{{- range $key := list "generatedTokens" "layerwiseLoads" "computeWhileLoading" "batchMemcpy" -}}
-{{- $_ := set $out $key (get $offload $key | include "spillway.onOff") -}}{{- end -}}
-{{- range $key := list "prefillTokensPerSecond" "aclLibraryPath" "weightsVersion" "extraTiers" -}}
-{{- with get $offload $key -}}{{- $_ := set $out $key . -}}{{- end -}}
-{{- end -}}
-{{- if $offload.numCpuBlocks -}}{{- $_ := set $out "numCpuBlocks" $offload.numCpuBlocks -}}
-{{- else -}}
+{{- include "spillway.passed" (dict "section" (omit $offload "cpuBytes" "copyTable" "sharedTier") "out" $out) -}}
+{{- if not $offload.numCpuBlocks -}}
 {{- $bytes := dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" $path) -}}
 {{- $_ := set $out "cpuBytes" (include "spillway.bytes" $bytes | int64) -}}{{- end -}}
 {{- with $offload.copyTable -}}

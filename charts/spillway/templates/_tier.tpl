@@ -38,16 +38,14 @@ item.redisSecret. */}}
 {{- $files := list -}}
 {{- $_ := set $out "type" $tier.type -}}
 {{- if ne $tier.type "none" -}}
-{{- include "spillway.overlay" (dict "base" $out "over" (pick $tier "ioThreads" "lookupTimeoutSeconds"
-  "loadTimeoutSeconds" "storeTimeoutSeconds" "storeQueueSecondsMax")) -}}
+{{- include "spillway.passed" (dict "section" (omit $tier "nvme" "redis" "encryption") "out" $out) -}}
 {{- range $key := list "loadQueueBytesMax" "storeQueueBytesMax" -}}
 {{- $bytes := include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key)) -}}
 {{- $_ := set $out $key (int64 $bytes) -}}{{- end -}}{{- end -}}
 {{- if eq $tier.type "nvme" -}}
-{{- $pageCache := include "spillway.onOff" $tier.nvme.pageCache -}}
-{{- $nvme := dict "path" $tier.nvme.path "mode" $tier.nvme.mode "pageCache" $pageCache -}}
+{{- $nvme := dict -}}
+{{- include "spillway.passed" (dict "section" (omit $tier.nvme "volume") "out" $nvme) -}}
 {{- with include "spillway.nvmeMaxBytes" (dict "item" $item) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
-{{- with $tier.nvme.ttlSeconds -}}{{- $_ := set $nvme "ttlSeconds" . -}}{{- end -}}
 {{- with $tier.nvme.tenantMaxBytes -}}
 {{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at)) -}}
 {{- $_ := set $nvme "tenantMaxBytes" (int64 $bytes) -}}{{- end -}}
@@ -55,7 +53,9 @@ item.redisSecret. */}}
 {{- else if eq $tier.type "redis" -}}
 {{- $url := $tier.redis.url -}}
 {{- if and (not $url) .root.Values.redis.enabled -}}{{- $url = include "spillway.redisUrl" .root -}}{{- end -}}
-{{- $redis := pick $tier.redis "ttlSeconds" "connections" "payloadConnections" | merge (dict "url" $url) -}}
+{{- $redis := dict -}}
+{{- include "spillway.passed" (dict "section" (omit $tier.redis "existingSecret" "tls") "out" $redis) -}}
+{{- $_ = set $redis "url" $url -}}
 {{- with $tier.redis.tenantMaxBytes -}}
 {{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at)) -}}
 {{- $_ := set $redis "tenantMaxBytes" (int64 $bytes) -}}{{- end -}}

@@ -25,6 +25,13 @@
 {{- else if or (kindIs "map" $value) (kindIs "slice" $value) -}}{{- include "spillway.withoutOwnKeys" $value -}}
 {{- end -}}{{- end -}}{{- end -}}
 
+{{/* (section, out): every setting of the section into out, without nulls and an operator's own keys. So no template
+names a setting that only passes through, and a new one needs no edit here. */}}
+{{- define "spillway.passed" -}}
+{{- range $key, $value := .section -}}
+{{- if not (or (hasPrefix "x-" $key) (kindIs "invalid" $value)) -}}{{- $_ := set $.out $key $value -}}{{- end -}}
+{{- end -}}{{- end -}}
+
 {{/* map: changes it. Helm reads every number as a float and would write 200000000 as 2e+08, which YAML readers take
 for a float again. */}}
 {{- define "spillway.wholeNumbers" -}}

@@ -24,8 +24,9 @@ from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
-from spillway_settings.typed import Count, Portion, Positive, Settings, Share, WrongSetting, read_settings
-from spillway_settings.values.offload import EvictionPolicy, NvmeMode, Offload, QueueOrder, Storing, Transport
+from spillway_settings.keys import own_keys
+from spillway_settings.typed import Count, Settings, WrongSetting, read_settings
+from spillway_settings.values.offload import ConnectorSettings, NvmeMode, Offload
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _PROMPT_ONLY = "offload_prompt_only"  # what vLLM calls generated_tokens: off
@@ -101,50 +102,22 @@ class RedisTierConfig(RedisStore, frozen=True):
     limits: TransferLimits = TransferLimits()
 
 
-class ConnectorConfig(Section, frozen=True):
-    """The offload settings of one engine replica."""
+@own_keys
+class ConnectorConfig(ConnectorSettings, frozen=True):
+    """The offload settings of one engine replica: those of the chart, under their fields' names.
+
+    Declared here are those of which the connector takes less than the chart, which knows YAML's booleans, or more.
+    """
 
     num_cpu_blocks: Count | None = None  # chunks of the whole replica; this or cpu_bytes_to_use
     cpu_bytes_to_use: ByteCount | None = None  # bytes of the whole replica, all ranks together
-    blocks_per_chunk: Count = _CHART.blocks_per_chunk  # device blocks moved and keyed together
-    # on: the KV of generated tokens is stored too, so a chat's next turn loads the whole conversation. off: of prompts.
-    # auto: as on, until clients are seen to send fewer than three in ten answers back as they were (plan/answers.py).
     generated_tokens: AutoOnOff = "auto"
-    # eager: a block is copied to the CPU tier when it has been computed. auto: once that tier is full, when the device
-    # is about to give it up, so that both hold different chunks; eager with shared tiers, which receive what the CPU
-    # tier does, and if a chunk is not one block of a model with one KV group. late: as auto, with shared tiers too.
-    storing: Storing = _CHART.storing
-    # prefix: of the requests that wait in vLLM's queue, those with the most tokens on the device and in the CPU tier
-    # are admitted first, and no request is overtaken for longer than queue_overtake_seconds. arrival: in vLLM's order.
-    # Requests of different priorities are never compared, and models with several KV groups keep vLLM's order.
-    queue_order: QueueOrder = _CHART.queue_order
-    queue_overtake_seconds: Positive = _CHART.queue_overtake_seconds
-    # on: where a step itself can use what it loads, the load goes layer by layer under its forward (vLLM 0.23).
     layerwise_loads: OnOff = "off"
-    # on: while the shared tier is measured to be slower than computing, a prompt is computed from its front while the
-    # end of its prefix is loaded, until both meet.
     compute_while_loading: OnOff = "off"
-    eviction_policy: EvictionPolicy = _CHART.eviction_policy
     batch_memcpy: AutoOnOff = "auto"
-    transport: Transport = _CHART.transport  # by platform; naming one is for tests on the ACL emulator
-    acl_library_path: str | None = None  # None: libascendcl.so, where CANN's set_env.sh put it
     cuda_library_path: str | None = None  # None: libcuda.so.1 of the driver
-    max_copy_descriptors: Count = _CHART.max_copy_descriptors  # pieces of one batched call to an NPU or GPU
     # CUDA: which path pieces of which size take, as bench-copy prints it; None: as measured on one H200.
     copy_table: CopyTable | None = None
-    # Bounds on promotion (shared tier -> CPU tier), as fractions of the CPU tier: in flight at once, so that
-    # stores always find room (vllm#49902), and per request, so that one long prompt cannot evict its own head.
-    promotion_in_flight_fraction: Share = _CHART.promotion_in_flight_fraction
-    promotion_per_request_fraction: Share = _CHART.promotion_per_request_fraction
-    # Rows for chunks that are promoted while their requests still wait for their turn; 0: none is promoted before.
-    promotion_ahead_fraction: Portion = _CHART.promotion_ahead_fraction
-    # over all lookups and loads of one request; then it recomputes
-    request_wait_seconds: Positive = _CHART.request_wait_seconds
-    # Part of the namespace where it is set: another one after a change of weights in place, and no old block is hit.
-    weights_version: str | None = None
-    # Loads are made only while they beat recomputing, from rates measured while serving. A number here replaces the
-    # measured prefill rate, for tests and for fleets whose rate is known.
-    prefill_tokens_per_second: Positive | None = None
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:

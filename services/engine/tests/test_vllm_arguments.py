@@ -2,10 +2,12 @@ import dataclasses
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.limits import TierLimits
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_engine.errors import SettingsError
@@ -70,7 +72,25 @@ def test_binding_of_cpus_is_vllm_ascends_own_argument(machine: Machine, binding:
     assert argument_value(arguments({**TREE, "cpuBinding": binding}, machine), "--additional-config") == given
 
 
+def given(settings: msgspec.Struct) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(settings).items() if value is not None}
+
+
 def test_the_whole_command_line_of_a_cpu_engine() -> None:
+    # Only what is set: a new setting of the connector does not belong here.
+    tier = {"type": "nvme", "path": "/kv", "max_bytes": 4294967296, "mode": "auto", "page_cache": "auto"}
+    transfer = {
+        "kv_connector": "SpillwayConnector",
+        "kv_connector_module_path": "spillway_connector.engine.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "SpillwayOffloadingSpec",
+            "spec_module_path": "spillway_connector.engine.spec",
+            **given(ConnectorConfig(num_cpu_blocks=96)),
+            "secondary_tiers": [{**tier, **given(TierLimits())}],
+        },
+    }
     assert arguments(TREE) == [
         "--model", "/models/x",
         "--served-model-name", "m",
@@ -91,16 +111,7 @@ def test_the_whole_command_line_of_a_cpu_engine() -> None:
         "--kv-events-config",
         '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://[::ffff:127.0.0.1]:8200",'
         '"replay_endpoint":"tcp://[::ffff:127.0.0.1]:8300","topic":"kv-events"}',
-        "--kv-transfer-config",
-        '{"kv_connector":"SpillwayConnector","kv_connector_module_path":"spillway_connector.engine.connector",'
-        '"kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":{'
-        '"spec_name":"SpillwayOffloadingSpec","spec_module_path":"spillway_connector.engine.spec","num_cpu_blocks":96,'
-        '"blocks_per_chunk":1,"generated_tokens":"auto","storing":"auto","queue_order":"prefix","queue_overtake_seconds":4,"layerwise_loads":"off","compute_while_loading":"off","eviction_policy":"lru","batch_memcpy":"auto","transport":"auto","max_copy_descriptors":4096,'
-        '"promotion_in_flight_fraction":0.5,"promotion_per_request_fraction":0.75,"promotion_ahead_fraction":0.25,"request_wait_seconds":3,'
-        '"secondary_tiers":['
-        '{"type":"nvme","path":"/kv","max_bytes":4294967296,"mode":"auto","page_cache":"auto","io_threads":8,'
-        '"lookup_timeout_seconds":0.2,"load_timeout_seconds":2,"store_timeout_seconds":10,'
-        '"load_queue_bytes_max":8589934592,"store_queue_bytes_max":8589934592,"store_queue_seconds_max":5}]}}',
+        "--kv-transfer-config", json.dumps(transfer, separators=(",", ":")),
         "--max-num-seqs", "8",
     ]  # fmt: skip
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from msgspec import structs
 
-Section = TypeVar("Section", bound=msgspec.Struct)
+from spillway_settings.keys import Section, keyed
 
 _CHART_KEYS = {"cpu_bytes_to_use": "cpuBytes"}  # vLLM gave the field its name
 
@@ -24,28 +23,8 @@ def chart_key(field: str) -> str:
 
 
 def camel_case_keys(section: type[Section]) -> type[Section]:
-    """A class decorator: the same fields, inherited ones included, under camelCase keys; no other key is accepted.
-
-    msgspec applies `rename` to the fields that a struct declares itself, so the result declares all of them again.
-    """
-    declared = [(field.name, field.type, _default(field)) for field in structs.fields(section)]
-    return msgspec.defstruct(  # type: ignore[return-value]  # typed as Struct; it is a subclass of its bases
-        section.__name__,
-        declared,
-        bases=(section,),
-        module=section.__module__,
-        rename=chart_key,
-        frozen=True,
-        forbid_unknown_fields=True,
-    )
-
-
-def _default(field: structs.FieldInfo) -> Any:
-    if field.default is not msgspec.NODEFAULT:
-        return msgspec.field(default=field.default)
-    if field.default_factory is not msgspec.NODEFAULT:
-        return msgspec.field(default_factory=field.default_factory)
-    return msgspec.field()
+    """A class decorator: the same fields, inherited ones included, under camelCase keys; no other key is accepted."""
+    return keyed(section, chart_key)
 
 
 def settings_tree(settings: msgspec.Struct) -> dict[str, Any]:

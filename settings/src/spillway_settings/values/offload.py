@@ -85,24 +85,32 @@ class Encryption(Section, frozen=True):
     key_secret_key: SecretEntry = "key"
 
 
-class SharedTier(Section, frozen=True):
-    type: Literal["none", "nvme", "redis"] = "none"
-    nvme: NvmeTier = NvmeTier()
-    redis: RedisTier = RedisTier()
-    encryption: Encryption = Encryption()
+class TransferSettings(Section, frozen=True):
+    """The settings of `offload.sharedTier` that the connector has without a declaration of its own (TierLimits)."""
+
+    # Twice what keeps a disk busy: half of them may be reading while the others verify and copy; of writes the same.
+    # Each has a buffer of one chunk.
     io_threads: Annotated[int, Meta(ge=1, le=256)] = 8
     lookup_timeout_seconds: Seconds = 0.2
     load_timeout_seconds: Seconds = 2
     store_timeout_seconds: Seconds = 10
     load_queue_bytes_max: Size = "8GiB"
+    # Six steps of 8,192 tokens of a 14B model, 1.3 GB each. It costs no memory (rows are pinned, not copied, so the CPU
+    # tier bounds it, too), and at less than 1.7 GB/s store_queue_seconds_max drops stores before this does.
     store_queue_bytes_max: Size = "8GiB"
     store_queue_seconds_max: Seconds = 5
 
 
-class Offload(Section, frozen=True):
-    enabled: bool = True
-    num_cpu_blocks: Count | None = 2048
-    cpu_bytes: Size | None = None
+class SharedTier(TransferSettings, frozen=True):
+    type: Literal["none", "nvme", "redis"] = "none"
+    nvme: NvmeTier = NvmeTier()
+    redis: RedisTier = RedisTier()
+    encryption: Encryption = Encryption()
+
+
+class ConnectorSettings(Section, frozen=True):
+    """The settings of `offload` that the connector has without a declaration of its own (ConnectorConfig)."""
+
     blocks_per_chunk: Count = 1
     generated_tokens: AutoOnOff = "auto"
     layerwise_loads: OnOff = "off"
@@ -113,7 +121,6 @@ class Offload(Section, frozen=True):
     eviction_policy: EvictionPolicy = "lru"
     batch_memcpy: AutoOnOff = "auto"
     max_copy_descriptors: Count = 4096
-    copy_table: CopyTable | None = None
     transport: Transport = "auto"
     acl_library_path: Annotated[str, Meta(min_length=1, description="the path of a library")] | None = None
     weights_version: Annotated[str, Meta(min_length=1, description="a version of the weights")] | None = None
@@ -122,5 +129,12 @@ class Offload(Section, frozen=True):
     promotion_in_flight_fraction: Share = 0.5
     promotion_per_request_fraction: Share = 0.75
     promotion_ahead_fraction: Portion = 0.25
+
+
+class Offload(ConnectorSettings, frozen=True):
+    enabled: bool = True
+    num_cpu_blocks: Count | None = 2048
+    cpu_bytes: Size | None = None
+    copy_table: CopyTable | None = None
     shared_tier: SharedTier = SharedTier()
     extra_tiers: list[Anything] = []

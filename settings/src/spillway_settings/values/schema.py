@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 import msgspec
+import yaml
 from msgspec import inspect as types
 
 from spillway_settings.typed import LARGEST
@@ -63,6 +64,8 @@ def values_schema(values_text: str) -> Schema:
     defaults = Values()
     root = _section(Values, "", comments, defaults)
     engine = _section(Engine, "engine", comments, defaults.engine)
+    root["properties"]["engine"] = engine
+    _put_in_order(root, yaml.safe_load(values_text))
     root["properties"]["engine"] = {"$ref": "#/definitions/engine"}
     root["properties"]["global"] = {"type": "object", "description": "Of a parent chart."}
     return {
@@ -118,6 +121,15 @@ def _section(
         schema["description"] = comments[path]
     schema |= {"additionalProperties": False, "patternProperties": {OWN_KEYS: {}}, "properties": properties}
     return {**schema, "required": required} if required else schema
+
+
+def _put_in_order(section: Schema, values: Mapping[str, Any]) -> None:
+    """The settings in the order of values.yaml, which is that of its explanations."""
+    properties: Schema = section["properties"]
+    for key in [*(key for key in values if key in properties), *(key for key in properties if key not in values)]:
+        properties[key] = setting = properties.pop(key)
+        if "properties" in setting and isinstance(values.get(key), Mapping):
+            _put_in_order(setting, values[key])
 
 
 def _setting(node: types.Type, path: str, comments: Mapping[str, str], default: Any) -> Schema:

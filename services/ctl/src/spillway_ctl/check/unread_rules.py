@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number, shown
 from spillway_ctl.check.group import Release
+from spillway_settings.values.release import Values
 
 _ABSENT = object()
 
@@ -18,11 +20,37 @@ def unread_findings(release: Release) -> Iterator[Finding]:
     groups = {group.key: msgspec.to_builtins(group.engine) for group in release.groups}
     seen: set[str] = set()
     for rule in facts("unread-settings.yaml"):
-        for setting, default in rule["settings"].items():
+        for setting, default in settings_of(rule).items():
             for finding in _of_setting(release, groups, rule, setting, default):
                 if finding.setting not in seen:
                     seen.add(finding.setting)
                     yield finding
+
+
+def settings_of(rule: dict[str, Any]) -> dict[str, Any]:
+    """Setting -> its default: what the entries of the rule stand for."""
+    found: dict[str, Any] = {}
+    for entry in rule["settings"]:
+        section, are_direct = entry.removesuffix(".*"), entry.endswith(".*")
+        found |= dict(_defaults(_default(section), section, are_direct))
+    return {setting: default for setting, default in found.items() if setting != rule["readBy"]}
+
+
+def _default(path: str) -> Any:
+    here: Any = Values()
+    for key in path.split("."):
+        here = next(getattr(here, field.name) for field in structs.fields(here) if field.encode_name == key)
+    return here
+
+
+def _defaults(default: Any, path: str, are_direct: bool) -> Iterator[tuple[str, Any]]:
+    if not isinstance(default, msgspec.Struct):
+        yield path, msgspec.to_builtins(default)
+        return
+    for field in structs.fields(default):
+        value = getattr(default, field.name)
+        if not (are_direct and isinstance(value, msgspec.Struct)):
+            yield from _defaults(value, f"{path}.{field.encode_name}", are_direct)
 
 
 def _of_setting(
