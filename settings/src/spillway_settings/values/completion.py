@@ -19,13 +19,14 @@ def with_missing_settings(text: str) -> str:
     Raises ValueError: a setting without a comment in the model, or in a section that is no block of lines.
     """
     lines = text.splitlines(keepends=True)
-    for at, line in reversed(list(_missing(yaml.compose(text, Loader=yaml.SafeLoader), Values(), ""))):
+    missing = list(_missing(yaml.compose(text, Loader=yaml.SafeLoader), Values(), ""))
+    for at, line in sorted(reversed(missing), key=lambda found: -found[0]):
         lines.insert(at, line)
     return "".join(lines)
 
 
 def _missing(node: yaml.Node | None, section: msgspec.Struct, path: str) -> Iterator[tuple[int, str]]:
-    """Where each new line goes, from the top down."""
+    """Where each new line goes; of those at one place, in their order."""
     if not isinstance(node, yaml.MappingNode):
         return
     given = {key.value: value for key, value in node.value}
@@ -54,6 +55,9 @@ def _last_line(node: yaml.Node) -> int:
 
 
 def _comment(section: type, name: str) -> str | None:
-    """What stands behind the field in the source of the model."""
-    found = re.search(rf"^    {name}: (?:.*\n)*?.*?  # (.+)$", inspect.getsource(section), re.MULTILINE)
-    return found[1] if found and not re.search(r"\n    \w+: ", found[0]) else None
+    """What stands behind the field in the source of the model, or of the section that it is inherited from."""
+    for own in section.__mro__:
+        if name in own.__dict__.get("__annotations__", {}):
+            found = re.search(rf"^    {name}: (?:.*\n)*?.*?  # (.+)$", inspect.getsource(own), re.MULTILINE)
+            return found[1] if found and not re.search(r"\n    \w+: ", found[0]) else None
+    return None
