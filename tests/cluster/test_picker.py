@@ -70,7 +70,7 @@ async def engines_of(picker: str, prompts: list[str]) -> list[str]:
 
 
 def test_a_proxy_reaches_the_pods_that_are_picked(namespace: Kubernetes, case: Row) -> None:
-    """endpoint picker: a real Envoy reaches the pods that it is told, one prefix the same pod each time"""
+    """endpoint picker: a real Envoy reaches the pods that are picked, one prefix the same pod each time"""
     (gateway,) = namespace.wait_for_pods("gateway", 1)
     engines = {name_of(pod) for pod in namespace.wait_for_pods("engine", 2)}
     prompts = [f"document {number}: " + "the house by the water " * 60 for number in range(PROMPTS)]
