@@ -194,6 +194,8 @@ def _refused(argument: str, names: SettingNames, places: SecretPlaces) -> tuple[
     if meant in WHY_FIXED:
         why, _, remedy = WHY_FIXED[meant].partition("; ")
         return f"{name} {why}", remedy
+    if re.fullmatch(r"""(["']).*\1""", argument.partition("=")[2]):
+        return f"{name} has quotes around its value, which no shell takes away here", "write the value without them"
     if re.search(r"\s", argument.partition("=")[0]):
         return f"{name} and what follows are one word to vLLM, which knows none such", TWO_ENTRIES
     return None

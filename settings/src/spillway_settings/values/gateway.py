@@ -48,6 +48,7 @@ from spillway_settings.wire import RETENTION_SECONDS_MAX
 
 RETENTION_TIER_SHARE_MAX = 0.5  # the rest of a tier is there for what is not retained
 PROCESSES_MAX = 16  # behind one port
+NODE_PORTS = (30000, 32767)  # of an API server that was given no other range
 
 
 class GatewayService(Section, frozen=True):
@@ -324,7 +325,7 @@ class ParentReference(Section, frozen=True):
     name: ObjectName
     group: ObjectName | UnsetType = UNSET
     kind: (
-        Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9-]*$", description="a kind, such as Gateway or Service")]
+        Annotated[str, Meta(pattern=r"^[A-Z][A-Za-z0-9]*$", description="a kind, such as Gateway or Service")]
         | UnsetType
     ) = UNSET
     namespace: ObjectName | UnsetType = UNSET

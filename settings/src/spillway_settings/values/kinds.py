@@ -15,9 +15,11 @@ SECONDS_MAX = 1_000_000_000
 BLANKS = "\\s\u00a0\u2000-\u200b\u3000\ufeff"
 DNS_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 DNS_NAME = rf"{DNS_LABEL}(\.{DNS_LABEL})*"
+HOST_LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+HOST_NAME = rf"{HOST_LABEL}(\.{HOST_LABEL})*"
 LABEL_VALUE = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 REGISTRY_HOST = r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
-FOLDER_PARTS = r"(/([^/.\s]([^/]*[^/\s])?|\.[^/.\s]([^/]*[^/\s])?|\.\.[^/]*[^/\s]))+/?"
+FOLDER_PARTS = r"(/([^/.\s$]([^/$]*[^/\s$])?|\.[^/.\s$]([^/$]*[^/\s$])?|\.\.[^/$]*[^/\s$]))+/?"
 IP4_PART = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 
 
@@ -140,7 +142,7 @@ Host = Annotated[
     str,
     Meta(
         max_length=253,
-        pattern=rf"^((\*\.)?{DNS_NAME})?$",
+        pattern=rf"^((\*\.)?{HOST_NAME})?$",
         description="a DNS name in small letters, without a scheme, port or path",
     ),
 ]
@@ -149,7 +151,7 @@ GivenHost = Annotated[
     Meta(
         min_length=1,
         max_length=253,
-        pattern=rf"^(\*\.)?{DNS_NAME}$",
+        pattern=rf"^(\*\.)?{HOST_NAME}$",
         description="a DNS name in small letters, without a scheme, port or path",
     ),
 ]
@@ -158,7 +160,7 @@ Domain = Annotated[
     Meta(
         min_length=1,
         max_length=253,
-        pattern=f"^{DNS_NAME}$",
+        pattern=f"^{HOST_NAME}$",
         description="a domain in small letters, such as cluster.local",
     ),
 ]
@@ -202,14 +204,14 @@ Folder = Annotated[
     str,
     Meta(
         pattern=f"^{FOLDER_PARTS}$",
-        description="an absolute folder below /, without .. in it and without blanks at the ends of its names",
+        description="an absolute folder below /, without .. and $ in it and without blanks at the ends of its names",
     ),
 ]
 OptionalFolder = Annotated[
     str,
     Meta(
         pattern=f"^({FOLDER_PARTS})?$",
-        description="an absolute folder below /, without .. in it and without blanks at the ends of its names",
+        description="an absolute folder below /, without .. and $ in it and without blanks at the ends of its names",
     ),
 ]
 ServerFolder = Annotated[

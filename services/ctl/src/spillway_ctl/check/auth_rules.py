@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from spillway_ctl.check.finding import Finding, quoted, shown_url
 from spillway_ctl.check.group import Release
-from spillway_ctl.check.shared_rules import login
+from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases
 
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
@@ -127,6 +127,13 @@ def _shared_limits(release: Release) -> Iterator[Finding]:
             f"{at}.url",
             f"{shown} is a socket in the pod, but nothing brings it",
             "mount its folder with gateway.extraVolumes and extraVolumeMounts",
+        )
+    yield from many_databases(f"{at}.url", url)
+    if is_own_pod(url) and not values.gateway.sidecars and not values.gateway.init_containers:
+        yield Finding(
+            f"{at}.url",
+            f"{shown} is the gateway's own pod, in which nothing else runs",
+            "write the name of Redis's Service, such as redis://redis.cache.svc:6379/0",
         )
     if url and not values.gateway.auth.keys_secret.name:
         yield Finding(

@@ -31,7 +31,7 @@ settings. Nothing is rendered and no cluster is asked. Files are merged as Helm 
 """
 _EPILOG = """\
 exit status:
-  0    the values are right
+  0    the values are right; what most clusters or servers would refuse is printed as a note
   1    they cannot work; each mistake is one sentence
   2    the command is wrong, or a file cannot be read
 
@@ -108,7 +108,7 @@ def check(given: argparse.Namespace, out: TextIO | None = None) -> int:
         found = [msgspec.structs.replace(finding, setting=f"{given.part}.{finding.setting}") for finding in found]
         unjudged = {f"{given.part}.{path}": version for path, version in unjudged.items()}
     print(_document(found, unjudged) if given.json else _text(found, unjudged), file=out, flush=True)
-    return REFUSED if found else OK
+    return REFUSED if any(not finding.is_note for finding in found) else OK
 
 
 def rendered_values(text: str) -> dict[str, Any]:
@@ -170,9 +170,11 @@ def _document(found: Iterable[Finding], unjudged: Mapping[str, str]) -> str:
 
 
 def _text(found: list[Finding], unjudged: Mapping[str, str]) -> str:
-    verdict = ["These values cannot work:"] if found else ["These values are right."]
+    mistakes = [finding for finding in found if not finding.is_note]
+    notes = [f"Note: {finding.sentence}" for finding in found if finding.is_note]
+    verdict = ["These values cannot work:"] if mistakes else ["These values are right."]
     open_questions = [
         f"Not judged by vLLM: {path}.extraArgs; add --vllm {version}=FOLDER with the vLLM of {path}.image.vllm"
         for path, version in unjudged.items()
     ]
-    return "\n".join([*verdict, *(f"- {finding.sentence}" for finding in found), *open_questions])
+    return "\n".join([*verdict, *(f"- {finding.sentence}" for finding in mistakes), *notes, *open_questions])

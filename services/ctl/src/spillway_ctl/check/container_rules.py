@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,6 +48,10 @@ _SYSTEM = frozenset(
     ]
 )
 _READ_ONLY = (FOLDERS["config"], FOLDERS["valkey"], FOLDERS["secrets"])
+_IMAGE = re.compile(
+    r"([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*(/[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9+.-]+:[0-9a-fA-F]{32,})?"
+)
 _MEMORY_BYTES_LEAST = 1 << 20
 # Without what the image has there, nothing in it starts.
 _OF_THE_IMAGE = (
@@ -230,6 +235,15 @@ def _own(at: str, kind: str, container: Mapping[str, Any], release: Release) -> 
             yield Finding(f"{at}.ports", f"the name {name} is there twice", "give each port its own")
         names |= {name} if name else set()
     yield from _probes(at, container, names)
+    variables = [variable["name"] for variable in container.get("env") or ()]
+    for name in sorted({name for name in variables if variables.count(name) > 1}):
+        yield Finding(f"{at}.env", f"{name} is listed twice", "remove one")
+    if (image := container["image"]) and _IMAGE.fullmatch(image) is None:
+        yield Finding(
+            f"{at}.image",
+            f"{quoted(image)} given, HOST[:PORT]/NAME:TAG without a scheme, with NAME in small letters, needed",
+            "correct it",
+        )
     is_privileged = bool((container.get("securityContext") or {}).get("privileged"))
     mounts = container.get("volumeMounts") or ()
     yield from distinct_folders(f"{at}.volumeMounts", mounts)
@@ -259,6 +273,13 @@ def _probes(at: str, container: Mapping[str, Any], names: set[str]) -> Iterator[
 
 def _resources(at: str, resources: Mapping[str, Any]) -> Iterator[Finding]:
     limits = resources.get("limits") or {}
+    for name, given in limits.items():
+        if "/" in name and amount(given).denominator != 1:
+            yield Finding(
+                f"{at}.resources.limits.{name}",
+                f"{number(given)} given, a whole number needed, as no device is shared",
+                "write one",
+            )
     memory = limits.get("memory")
     if memory is not None and amount(memory) < _MEMORY_BYTES_LEAST:
         yield Finding(

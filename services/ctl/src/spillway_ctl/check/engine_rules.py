@@ -9,7 +9,7 @@ from spillway_connector.setting_names import SettingNames
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number, on_off
 from spillway_ctl.check.group import Group, Release, driver_mounts
-from spillway_ctl.check.shared_rules import replica_bounds
+from spillway_ctl.check.shared_rules import is_own_pod, replica_bounds
 from spillway_engine.argument_verdicts import ArgumentVerdict
 from spillway_engine.extra_arguments import OF_THE_CHART, refused_arguments
 from spillway_settings.shared_names import VARIABLES
@@ -152,6 +152,12 @@ def _scaling(group: Group, release: Release) -> Iterator[Finding]:
             f"{path}.prometheusAddress",
             f"it ends in {page[0]}, to which KEDA would append /api/v1/query",
             f"remove {page[0]}",
+        )
+    if scaling.enabled and is_own_pod(scaling.prometheus_address):
+        yield Finding(
+            f"{path}.prometheusAddress",
+            "it is the own pod of KEDA's operator, which asks there, and no Prometheus is in it",
+            "write the name of Prometheus' Service, such as http://prometheus-operated.monitoring.svc:9090",
         )
     if scaling.enabled and "keda.sh/v1alpha1/ScaledObject" not in release.cluster.kinds:
         yield Finding(

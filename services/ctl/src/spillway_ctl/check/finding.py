@@ -33,11 +33,13 @@ class Finding(msgspec.Struct, frozen=True):
         setting: its path in values.yaml, such as `engine.offload.cpuBytes`.
         problem: what was given and what is needed.
         remedy: what to change.
+        is_note: whether the values may be right all the same: a cluster or a server can be set up for it.
     """
 
     setting: str
     problem: str
     remedy: str
+    is_note: bool = False
 
     @property
     def sentence(self) -> str:

@@ -18,7 +18,7 @@ from spillway_ctl.check.finding import (
     size,
 )
 from spillway_ctl.check.group import Release
-from spillway_ctl.check.shared_rules import replica_bounds
+from spillway_ctl.check.shared_rules import is_own_pod, replica_bounds
 from spillway_settings.shared_names import VARIABLES
 
 _PROCESS_BYTES, _TOKENIZER_BYTES = 256 << 20, 192 << 20  # of a tokenizer of 150,000 tokens about 120, its cache 64
@@ -32,6 +32,7 @@ _READ_ONLY_SOURCES = {"configMap", "secret", "projected", "downwardAPI"}
 
 def gateway_findings(release: Release) -> Iterator[Finding]:
     yield from _scaling(release)
+    yield from _behavior(release)
     yield from _memory(release)
     yield from _times(release)
     yield from _retries(release)
@@ -57,6 +58,32 @@ def _scaling(release: Release) -> Iterator[Finding]:
             "null given, but gateway.autoscaling.cpuPercent is a share of it",
             'set it, e.g. "1"',
         )
+
+
+def _behavior(release: Release) -> Iterator[Finding]:
+    """Bounds that Kubernetes has for HPA behaviour, and its published types have not."""
+    given = release.values.gateway.autoscaling.behavior
+    for direction in ("scaleUp", "scaleDown"):
+        at, rules = f"gateway.autoscaling.behavior.{direction}", given.get(direction) or {}
+        window = rules.get("stabilizationWindowSeconds")
+        bounds = [] if window is None else [(f"{at}.stabilizationWindowSeconds", window, 0, 3600)]
+        if (select := rules.get("selectPolicy")) not in (None, "Max", "Min", "Disabled"):
+            yield Finding(
+                f"{at}.selectPolicy", f"{quoted(select)} given, Max, Min or Disabled needed", "write one of these"
+            )
+        for index, policy in enumerate(rules.get("policies") or ()):
+            here = f"{at}.policies[{index}]"
+            if policy.get("type") not in ("Pods", "Percent"):
+                yield Finding(
+                    f"{here}.type", f"{quoted(policy.get('type'))} given, Pods or Percent needed", "write one of these"
+                )
+            bounds.append((f"{here}.value", policy.get("value"), 1, 2_147_483_647))
+            bounds.append((f"{here}.periodSeconds", policy.get("periodSeconds"), 1, 1800))
+        for setting, value, low, high in bounds:
+            if value is not None and not low <= value <= high:
+                yield Finding(
+                    setting, f"{number(value)} given, a whole number from {low} to {high} needed", "correct it"
+                )
 
 
 def _memory(release: Release) -> Iterator[Finding]:
@@ -314,6 +341,19 @@ def _traces(release: Release) -> Iterator[Finding]:
             "gateway.tracing.otlpEndpoint",
             f"{quoted(shown_url(endpoint))} is no address with its path",
             "write http://collector:4318/v1/traces, or null for no traces",
+        )
+    elif endpoint and (other := re.search(r"/v1/(metrics|logs)/?$", endpoint)):
+        yield Finding(
+            "gateway.tracing.otlpEndpoint",
+            f"it ends in {other[0]}, where a collector takes {other[1]} and refuses traces",
+            "write /v1/traces in its place",
+        )
+    elif endpoint and is_own_pod(endpoint) and not release.values.gateway.sidecars:
+        yield Finding(
+            "gateway.tracing.otlpEndpoint",
+            f"{shown_url(endpoint)} is the gateway's own pod, in which no collector is, unless one is injected",
+            "write the name of the collector's Service, such as http://collector.monitoring.svc:4318/v1/traces",
+            is_note=True,
         )
     policy, url = release.values.network_policy, release.values.gateway.auth.shared_limits.url
     if policy.enabled and policy.restrict_egress and not policy.gateway_egress:

@@ -8,7 +8,7 @@ from typing import Any
 
 from spillway_ctl.check.finding import Finding, milli_cores, number, quoted, size
 from spillway_ctl.check.group import Group, Release
-from spillway_ctl.check.shared_rules import distinct_folders
+from spillway_ctl.check.shared_rules import distinct_folders, labels_of
 from spillway_settings.byte_sizes import parse_byte_count
 from spillway_settings.shared_names import FOLDERS
 
@@ -91,6 +91,9 @@ def _volumes(path: str, section: Any) -> Iterator[Finding]:
 
 
 def _tolerations(path: str, section: Any, release: Release) -> Iterator[Finding]:
+    yield from labels_of(section.tolerations, f"{path}.tolerations")
+    yield from labels_of(section.affinity, f"{path}.affinity")
+    yield from labels_of(getattr(section, "topology_spread_constraints", ()), f"{path}.topologySpreadConstraints")
     for index, toleration in enumerate(section.tolerations):
         at = f"{path}.tolerations[{index}]"
         operator, value = toleration.get("operator") or "Equal", toleration.get("value")

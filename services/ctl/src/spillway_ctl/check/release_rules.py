@@ -291,7 +291,8 @@ def _looks_like_a_key(path: str, name: str) -> Iterator[Finding]:
     run = max(re.findall("[A-Za-z0-9]+", name), key=len, default="")
     digits = sum(letter.isdigit() for letter in run)
     is_hex = len(run) >= 32 and digits > 0 and re.fullmatch("[0-9A-Fa-f]+", run) is not None
-    has_prefix = len(run) >= 16 and digits >= 3 and _KEY_PREFIX.match(name) is not None
+    is_long = len(run) >= 30 or (len(run) >= 16 and digits >= 3)
+    has_prefix = is_long and _KEY_PREFIX.match(name) is not None
     if is_hex or has_prefix or _UUID.fullmatch(name) or (len(run) >= 40 and digits >= 6):
         yield Finding(
             path,

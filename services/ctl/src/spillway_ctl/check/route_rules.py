@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from ipaddress import ip_network
 from typing import Any
 
 from spillway_ctl.check.finding import Finding, number, quoted
 from spillway_ctl.check.group import Release
+from spillway_settings.values.gateway import NODE_PORTS, GatewayService
 
 _ADDRESS = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+")
 # Annotations by which controllers learn that the gateway speaks TLS.
@@ -15,6 +17,16 @@ _SPEAKS_TLS = re.compile(
     r"(?i)backend-?(protocol|ssl|tls|config)|app-?protocol|serversscheme|serverstransport|server-ssl|secure-backend"
     r"|passthrough"
 )
+# Type of a filter of HTTPRoute -> its only other field.
+_ROUTE_FILTERS = {
+    "RequestHeaderModifier": "requestHeaderModifier",
+    "ResponseHeaderModifier": "responseHeaderModifier",
+    "RequestMirror": "requestMirror",
+    "URLRewrite": "urlRewrite",
+    "ExtensionRef": "extensionRef",
+    "CORS": "cors",
+    "ExternalAuth": "externalAuth",
+}
 _NEEDED_BY_ACTION = {
     "replace": ("targetLabel",),
     "hashmod": ("targetLabel", "modulus"),
@@ -64,6 +76,7 @@ def _service(release: Release) -> Iterator[Finding]:
                     f"{value} needs type: NodePort or LoadBalancer; it is ClusterIP",
                     "set that type, or remove it",
                 )
+    yield from _node_port(service)
     balanced: dict[str, str] = {
         "loadBalancerClass": service.load_balancer_class,
         "loadBalancerSourceRanges": ", ".join(service.load_balancer_source_ranges),
@@ -84,6 +97,18 @@ def _service(release: Release) -> Iterator[Finding]:
         )
 
 
+def _node_port(service: GatewayService) -> Iterator[Finding]:
+    low, high = NODE_PORTS
+    if service.node_port is not None and not low <= service.node_port <= high:
+        yield Finding(
+            "gateway.service.nodePort",
+            f"{service.node_port} given, but Kubernetes has {low} to {high} for these, unless its API server was given "
+            "another service-node-port-range",
+            f"choose one of {low} to {high}, or null for any",
+            is_note=True,
+        )
+
+
 def _ingress(release: Release) -> Iterator[Finding]:
     gateway, ingress = release.values.gateway, release.values.gateway.ingress
     if not ingress.enabled:
@@ -95,12 +120,25 @@ def _ingress(release: Release) -> Iterator[Finding]:
         if (host, path) in seen:
             yield Finding("gateway.ingress", f"{host}{path} is there twice", "remove one")
         seen.add((host, path))
+        if ingress.path_type == "Exact" and path.endswith("/"):
+            yield Finding(
+                "gateway.ingress.pathType",
+                f"Exact given with path {path}, at which the gateway has nothing: every request would be 404",
+                "set Prefix",
+            )
         if _ADDRESS.fullmatch(host):
             yield Finding(
                 "gateway.ingress",
                 f"{host} is an address, and an Ingress takes names alone",
                 "write a DNS name, or leave host empty for all",
             )
+    if ingress.class_name and "kubernetes.io/ingress.class" in ingress.annotations:
+        yield Finding(
+            "gateway.ingress.annotations",
+            f"kubernetes.io/ingress.class given beside className: {ingress.class_name}, and Kubernetes takes one of "
+            "them",
+            "remove the annotation",
+        )
     annotations = {**ingress.annotations, **gateway.service.annotations}
     if gateway.tls.secret.name and not any(_SPEAKS_TLS.search(key) for key in annotations):
         yield Finding(
@@ -137,12 +175,33 @@ def _http_route(release: Release) -> Iterator[Finding]:
                 f"{host} is an address, and a route takes names alone",
                 "write a DNS name, or none for all",
             )
+    for index, given in enumerate(route.filters):
+        yield from _route_filter(f"gateway.httpRoute.filters[{index}]", given)
     seconds, longest = route.request_timeout_seconds, gateway.timeouts.plain_seconds
     if route.enabled and 0 < seconds < longest:
         yield Finding(
             "gateway.httpRoute.requestTimeoutSeconds",
             f"{seconds} ends answers that gateway.timeouts.plainSeconds: {number(longest)} still waits for",
             "set the first to 0 (no bound) or raise it, or lower the second",
+        )
+
+
+def _route_filter(at: str, given: dict[str, Any]) -> Iterator[Finding]:
+    kind, bodies = given["type"], [key for key in given if key != "type"]
+    body = _ROUTE_FILTERS.get(kind)
+    if kind == "RequestRedirect":
+        yield Finding(
+            f"{at}.type",
+            "RequestRedirect given, but this route leads to the gateway, and a route that redirects leads nowhere else",
+            "remove it, and make that HTTPRoute an entry of extraObjects",
+        )
+    elif body is None:
+        yield Finding(f"{at}.type", f"{quoted(kind)} given, {', '.join(_ROUTE_FILTERS)} needed", "write one of these")
+    elif bodies != [body]:
+        yield Finding(
+            at,
+            f"{' and '.join(bodies) or 'nothing'} given beside type: {kind}, {body} needed",
+            f"write {{type: {kind}, {body}: ...}}",
         )
 
 
@@ -171,12 +230,24 @@ def _policies(release: Release) -> Iterator[Finding]:
                     "an empty peer given",
                     "name podSelector, namespaceSelector or ipBlock, or {podSelector: {}} for every pod here",
                 )
-            elif peer.get("ipBlock") and len(peer) > 1:
+            elif peer.get("ipBlock"):
+                yield from _block(f"networkPolicy.{at}[{index}].ipBlock", peer["ipBlock"])
+            if peer.get("ipBlock") and len(peer) > 1:
                 yield Finding(
                     f"networkPolicy.{at}[{index}]",
                     "ipBlock stands alone in a peer",
                     "make the selectors another entry",
                 )
+
+
+def _block(at: str, block: dict[str, Any]) -> Iterator[Finding]:
+    whole = ip_network(block["cidr"], strict=False)
+    for index, text in enumerate(block.get("except") or ()):
+        part = ip_network(text, strict=False)
+        if part.version != whole.version or part == whole or not part.subnet_of(whole):  # type: ignore[arg-type]
+            yield Finding(
+                f"{at}.except[{index}]", f"{text} is no part of cidr: {block['cidr']}", "write a smaller network in it"
+            )
 
 
 def _monitoring(release: Release) -> Iterator[Finding]:

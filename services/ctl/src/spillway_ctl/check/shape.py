@@ -35,6 +35,17 @@ _PRESETS = {
     **dict.fromkeys(("ascend", "npu", "910b", "910c"), "mindcluster"),
     "none": "cpu",
 }
+# What others call a word of a setting.
+_SYNONYMS = {
+    **dict.fromkeys(("half", "fp16", "f16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "single"), "float32"),
+    **dict.fromkeys(("pvc", "persistentvolumeclaim", "claim"), "existingClaim"),
+    **dict.fromkeys(("s3", "disk", "ssd", "file", "filesystem"), "nvme"),
+    "valkey": "redis",
+    "k8s": "kubernetes",
+    "host": "hostPath",
+}
 _WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
 
@@ -93,13 +104,19 @@ def _findings(error: ValidationError, values: Mapping[str, Any]) -> Iterator[Fin
         yield nameless
         return
     where = path or "the values"
-    if error.validator == "oneOf" and (names := _alternatives(error.validator_value)):
+    if (
+        error.validator == "oneOf"
+        and isinstance(error.instance, Mapping)
+        and (names := _alternatives(error.validator_value))
+    ):
         several = [name for name in names if error.instance.get(name) is not None]
         yield Finding(
             where,
             f"{' and '.join(several) or 'none of them'} given, exactly one of {', '.join(names)} needed",
             "keep one" if several else "add one",
         )
+    elif error.validator == "oneOf" and not isinstance(error.instance, Mapping):
+        return  # its type is said already
     elif error.validator in ("anyOf", "oneOf") and error.context:
         nearest = max(error.context, key=lambda inner: len(inner.absolute_path))
         yield from _findings(nearest, values)
@@ -164,16 +181,18 @@ def needed(node: Mapping[str, Any], instance: Any = None) -> str:
     if "$ref" in node:
         return needed(schema()["definitions"][node["$ref"].rsplit("/", 1)[1]], instance)
     if "enum" in node:
-        words = list(dict.fromkeys(quoted(word) if word == "" else number(word) for word in node["enum"]))
+        # A bare on or off is a boolean in YAML, and is taken for the word.
+        said = [word for word in node["enum"] if not (isinstance(word, bool) and "off" in node["enum"])]
+        words = list(dict.fromkeys(quoted(word) if word == "" else number(word) for word in said))
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
     kinds = [node["type"]] if isinstance(node.get("type"), str) else list(node.get("type", []))
-    texts = [_bounded(kind, node) for kind in kinds]
+    texts = [_bounded(kind, node, instance) for kind in kinds]
     if not texts:
         return "another value"
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
-def _bounded(kind: str, node: Mapping[str, Any]) -> str:
+def _bounded(kind: str, node: Mapping[str, Any], instance: Any) -> str:
     noun = _NOUNS[kind]
     if kind == "object" and (keys := node.get("description", "").partition("keys are each ")[2]):
         return f"a map whose keys are each {keys}"
@@ -194,6 +213,8 @@ def _bounded(kind: str, node: Mapping[str, Any]) -> str:
         if "maxLength" in node:
             return f"text of at most {node['maxLength']} characters"
         return "some text" if node.get("minLength") else noun
+    if kind == "array" and isinstance(instance, list) and len(instance) < node.get("minItems", 0):
+        return f"{noun} of at least {node['minItems']}"
     if kind == "array" and "maxItems" in node:
         return f"{noun} of at most {node['maxItems']}"
     return noun
@@ -220,8 +241,8 @@ def _remedy(error: ValidationError, path: str) -> str:
             return "write one text" + (", and further names as model.aliases" if path.endswith("servedName") else "")
         if isinstance(value, str) and {"integer", "number"} & set(kinds):
             return "write the number alone, without quotes or a unit"
-        if isinstance(value, str) and kinds == ["boolean"] and value.lower() in _WORDS:
-            return f"write {_WORDS[value.lower()]}, without quotes"
+        if isinstance(value, str | int) and kinds == ["boolean"] and str(value).lower() in _WORDS:
+            return f"write {_WORDS[str(value).lower()]}, without quotes"
         if "object" in kinds:
             return f"write a map: {_example(path, node)}"
         if "array" in kinds:
@@ -231,8 +252,10 @@ def _remedy(error: ValidationError, path: str) -> str:
     if error.validator == "enum" and isinstance(value, str):
         if path.endswith("accelerator.preset") and value.lower() in _PRESETS:
             return f"set it to {_PRESETS[value.lower()]}"
+        if (meant := _SYNONYMS.get(value.lower())) in node["enum"]:
+            return f"write {meant}"
         for word in node["enum"]:
-            if isinstance(word, str) and value and (word.lower() == value.lower() or word.startswith(value.lower())):
+            if isinstance(word, str) and value and (_plain(word) == _plain(value) or word.startswith(value.lower())):
                 return f"write {word}"
         if value.lower() in _WORDS and _WORDS[value.lower()] in map(number, node["enum"]):
             return f"write {_WORDS[value.lower()]}, without quotes"
@@ -253,19 +276,23 @@ def _remedy(error: ValidationError, path: str) -> str:
     return "correct it"
 
 
+def _plain(word: str) -> str:
+    return re.sub("[^a-z0-9]", "", word.lower())
+
+
 def _meant(text: str, form: str, path: str) -> str | None:
     """The text without a scheme, capitals, a path or a unit, if that is of the form."""
     bare = re.sub(r"^[a-z]+://", "", text)
-    host = bare.split("/", maxsplit=1)[0]
-    is_plain = not re.search(r"[/:]", text)
+    host = re.sub(":[0-9]+$", "", bare.split("/", maxsplit=1)[0])
+    is_plain = not re.search(r"[/:*]", text)
     candidates = (
         bare,
-        bare.rstrip("/."),
+        *([] if path.endswith(".file") else [bare.rstrip("/.")]),
         bare.lower(),
         *([bare.upper()] if path.startswith("gateway.cors.methods") else []),
         bare.removeprefix("CAP_"),
         *([host, host.lower()] if "." in host else []),
-        *([re.sub("[^a-z0-9-]", "-", text.lower())] if is_plain else []),
+        *([re.sub("[^a-z0-9.-]", "-", text.lower()), re.sub("[^a-z0-9-]", "-", text.lower())] if is_plain else []),
         *re.findall(r"^([0-9.]+[KMGTPE]i?)[bB]$", text),  # a quantity of Kubernetes has no B
         *re.findall(r"^([0-9.]+) [a-z]+$", text),
     )

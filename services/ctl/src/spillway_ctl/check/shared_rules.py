@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from spillway_ctl.check.finding import Finding
+from spillway_ctl.check.finding import Finding, quoted
+from spillway_settings.values.kinds import DNS_LABEL, LABEL_VALUE
+
+_OWN_POD = re.compile(r"[a-z-]+://(?:localhost|127\.[0-9.]+|0\.0\.0\.0|\[::1?\])(?=[:/,]|$)")
+_DATABASES = 16  # of a Redis that nobody configured
+_LABEL_KEY = re.compile(rf"({DNS_LABEL}(\.{DNS_LABEL})*/)?{LABEL_VALUE}")
 
 
 class Scaling(Protocol):
@@ -43,6 +49,54 @@ def login(at: str, secret: Login) -> Iterator[Finding]:
             f"{secret.username_key}, but existingSecret.name is empty",
             "name the Secret, or remove usernameKey",
         )
+
+
+def is_own_pod(url: str) -> bool:
+    """Whether the address is that of whoever reads it."""
+    return _OWN_POD.match(url) is not None
+
+
+def many_databases(at: str, url: str) -> Iterator[Finding]:
+    found = re.search(r"(?:/|[?&]db=)([0-9]+)$", url)
+    if found is not None and int(found[1]) >= _DATABASES:
+        yield Finding(
+            at,
+            f"database {found[1]} given, but a Redis has 0 to {_DATABASES - 1} unless its setting databases says more",
+            "write one of these, or raise databases there",
+            is_note=True,
+        )
+
+
+def labels_of(value: Any, path: str) -> Iterator[Finding]:
+    """Labels that selectors and tolerations of Kubernetes name: their keys and values have a form."""
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from labels_of(entry, f"{path}[{index}]")
+    if not isinstance(value, Mapping):
+        return
+    selected = value.get("matchLabels") or {}
+    named = [(f"{path}.{key}", value.get(key)) for key in ("key", "topologyKey")]
+    named += [(f"{path}.matchLabels", key) for key in selected]
+    for at, key in named:
+        if key and _LABEL_KEY.fullmatch(str(key)) is None:
+            yield Finding(
+                at, f"{quoted(key)} given, a label's key, such as team or example.com/team, needed", "correct it"
+            )
+    texts = [(f"{path}.matchLabels.{key}", text) for key, text in selected.items()]
+    if value.get("operator") in (None, "Equal", "In", "NotIn") and ("key" in value):
+        texts += [(f"{path}.value", value.get("value"))]
+        texts += [(f"{path}.values[{index}]", text) for index, text in enumerate(value.get("values") or ())]
+    for at, text in texts:
+        if text and re.fullmatch(LABEL_VALUE, str(text)) is None:
+            yield Finding(
+                at,
+                f"{quoted(text)} given, a label's value (at most 63 letters, digits, dashes, dots and underscores) "
+                "needed",
+                "correct it",
+            )
+    for key, inner in value.items():
+        if key != "matchLabels":
+            yield from labels_of(inner, f"{path}.{key}")
 
 
 def distinct_folders(at: str, mounts: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from spillway_ctl.check.engine_rules import is_secret_entry
 from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, quoted, shown_url, size
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
-from spillway_ctl.check.shared_rules import login
+from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
 _HOSTS = f"{_HOST}(,{_HOST})*"
@@ -21,7 +21,6 @@ _SYSTEM_FOLDER = re.compile(
     r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
 )
-_LOOPBACK = re.compile(r"rediss?(?:-sentinel|-cluster)?://(?:localhost|127\.[0-9.]+|\[::1\])(?=[:/,]|$)")
 _KEY_ITSELF = re.compile(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})")
 _PUBLIC_NAME = re.compile(r"[A-Za-z0-9._-]*")
 
@@ -223,7 +222,7 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
             "redis-cluster://host:6379,host:6379 (rediss for TLS) or unix:///path?db=0",
         )
     is_alone = not group.engine.sidecars and not group.engine.init_containers and not group.engine.host_network
-    if is_alone and _LOOPBACK.match(url):
+    if is_alone and is_own_pod(url):
         yield Finding(
             f"{at}.url",
             f"{shown_url(url)} is the engine's own pod, in which nothing else runs",
@@ -242,6 +241,7 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
                 f"port {port} given, 1 to 65535 needed",
                 "correct it (Redis has 6379, Sentinel 26379)",
             )
+    yield from many_databases(f"{at}.url", url)
     if (redis.tls.ca_secret.name or redis.tls.client_secret.name) and not group.redis_url.startswith("rediss"):
         yield Finding(
             f"{at}.tls",

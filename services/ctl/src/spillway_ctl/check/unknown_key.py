@@ -49,6 +49,27 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "shmSize": "engine.memory.sharedMemory",
         "gpuMemoryUtilization": 'engine.extraArgs: ["--gpu-memory-utilization=0.9"]',
         "gpu": "engine.accelerator",
+        "requestGPU": "engine.accelerator.count",
+        "requestCPU": "engine.cpu.request",
+        "requestMemory": "engine.memory.limit",
+        "limitMemory": "engine.memory.limit",
+        "vllmConfig": "engine.model, engine.tensorParallelSize and engine.extraArgs",
+        "lmcacheConfig": "engine.offload",
+        "modelSpec": "engine.model, or engines for several models",
+        "modelURL": "engine.model.path",
+        "hf_token": "engine.model.hubTokenSecret",
+        "pvcStorage": "engine.model.cache, or engine.model.volume",
+        "storageUri": "engine.model.path",
+        "model.storageUri": "engine.model.path",
+        "model.hubToken": "engine.model.hubTokenSecret, the name of a Secret that holds it",
+        "minReplicas": "engine.autoscaling.minReplicas",
+        "maxReplicas": "engine.autoscaling.maxReplicas",
+        "scaleMetric": "engine.autoscaling.trigger",
+        "terminationGracePeriodSeconds": "engine.lifecycle, from which it is computed",
+        "platform": "engine.accelerator.preset",
+        "lora.enabled": "engine.lora.adapters, which turn LoRA on",
+        "gateway": "gateway, at the left margin",
+        "offload.sharedTier.volume": "engine.offload.sharedTier.nvme.volume",
         "persistence": "engine.model.cache, or engine.offload.sharedTier.nvme.volume for KV",
         "podDisruptionBudget.minAvailable": "engine.podDisruptionBudget.maxUnavailable, pods that may be away",
         "autoscaling.targetCPUUtilizationPercentage": "engine.autoscaling.waitingPerReplica",
@@ -67,6 +88,12 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "logLevel": "gateway.log.level",
         "tls.enabled": "gateway.tls.secret, whose name turns TLS on",
         "podDisruptionBudget.minAvailable": "gateway.podDisruptionBudget.maxUnavailable, pods that may be away",
+        "auth.keys": "gateway.auth.keysSecret, the name of a Secret that holds them",
+        "tls.secretName": "gateway.tls.secret.name",
+        "ingress.hostname": "gateway.ingress.host",
+        "ingress.extraHosts": "gateway.ingress.hosts",
+        "terminationGracePeriodSeconds": "gateway.lifecycle, from which it is computed",
+        "engine": "engine, at the left margin",
         "tracing.enabled": "gateway.tracing.otlpEndpoint, which turns traces on",
     },
     "redis": {
@@ -74,13 +101,15 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "resources": "redis.memory and redis.cpu",
         "auth": "redis.existingSecret",
         **dict.fromkeys(
-            ("architecture", "master", "replica", "sentinel", "cluster", "persistence"),
+            ("architecture", "master", "replica", "replicas", "sentinel", "cluster", "persistence"),
             "a Redis of your own by engine.offload.sharedTier.redis.url, as this one is a single cache for trials",
         ),
     },
     "checks": {"enabled": "checks.hook"},
     "monitoring": {
-        f"{kind}.interval": f"monitoring.{kind}.intervalSeconds" for kind in ("podMonitor", "serviceMonitor")
+        f"{kind}.{key}": f"monitoring.{kind}.{ours}"
+        for kind in ("podMonitor", "serviceMonitor")
+        for key, ours in {"interval": "intervalSeconds", "additionalLabels": "labels"}.items()
     },
     "image": dict.fromkeys(
         ("repository", "tag", "digest", "name"), "engine.image, gateway.image, redis.image or checks.image"
@@ -108,6 +137,14 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "servingEngineSpec": "engine, or engines for several models",
         "routerSpec": "gateway",
         "model": "engine.model",
+        "logLevel": "gateway.log.level",
+        "cacheserverSpec": "engine.offload.sharedTier",
+        "modelArtifacts": "engine.model",
+        "predictor": "engine",
+        "inferencePool": "gateway.picker",
+        "inferenceExtension": "gateway",
+        "valkey": "redis",
+        **dict.fromkeys(("decode", "prefill"), "engine, as an entry of engines"),
     },
 }
 _CLOSE = 0.72  # of difflib: rarely another word
