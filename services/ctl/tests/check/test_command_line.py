@@ -82,6 +82,18 @@ def test_kinds_and_fields_that_the_cluster_lacks(check):
     assert "this cluster has no monitoring.coreos.com/v1/PodMonitor" in out and "came with 1.35" in out
 
 
+def test_a_note_refuses_nothing(check):
+    values = "gateway: {service: {type: NodePort, nodePort: 80}}"
+
+    status, out, _ = check("-", given=values)
+    assert status == 0
+    assert out.startswith("These values are right.\nNote: gateway.service.nodePort: 80 given, but Kubernetes has 30000")
+    assert json.loads(check("-", "--json", given=values)[1])["findings"][0]["is_note"] is True
+
+    status, out, _ = check("-", given=f"{values}\nengine: {{replicas: many}}".replace("80", "30080"))
+    assert status == 1 and "Note" not in out
+
+
 def test_whole_values_say_by_their_absence_what_null_removed(check):
     given = yaml.safe_dump({"engine": {"offload": {"cpuBytes": "100GiB"}}})
 

@@ -23,7 +23,7 @@ MISTAKES = {
     "engine: {extraArgs: [--seed, 8]}": "engine.extraArgs[1]: 8 given, text needed; write it in quotes",
     # Quoted numbers and words.
     'engine: {port: "8100"}': "write the number alone, without quotes or a unit",
-    'engine: {offload: {generatedTokens: "yes"}}': '"yes" given, auto, on, off, true or false needed; write true',
+    'engine: {offload: {generatedTokens: "yes"}}': '"yes" given, auto, on or off needed; write on',
     'engine: {offload: {enabled: "true"}}': "write true, without quotes",
     'checks: {hook: "false"}': "write false, without quotes",
     # Units.

@@ -252,11 +252,18 @@ def _remedy(error: ValidationError, path: str) -> str:
     if error.validator == "enum" and isinstance(value, str):
         if path.endswith("accelerator.preset") and value.lower() in _PRESETS:
             return f"set it to {_PRESETS[value.lower()]}"
-        if (meant := _SYNONYMS.get(value.lower())) in node["enum"]:
+        if (meant := _SYNONYMS.get(value.lower(), "")) and meant in node["enum"]:
             return f"write {meant}"
         for word in node["enum"]:
-            if isinstance(word, str) and value and (_plain(word) == _plain(value) or word.startswith(value.lower())):
+            if (
+                isinstance(word, str)
+                and value == value.strip()
+                and _plain(value)
+                and (_plain(word) == _plain(value) or word.startswith(value.lower()))
+            ):
                 return f"write {word}"
+        if value.lower() in _WORDS and "on" in node["enum"]:
+            return f"write {'on' if _WORDS[value.lower()] == 'true' else 'off'}"
         if value.lower() in _WORDS and _WORDS[value.lower()] in map(number, node["enum"]):
             return f"write {_WORDS[value.lower()]}, without quotes"
         if value == value.strip() and value.isascii():
