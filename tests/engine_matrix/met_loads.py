@@ -58,4 +58,4 @@ def _wait_until_ready(meetings: Any, keys: Sequence[bytes]) -> None:
             raise TimeoutError(f"{len(keys)} chunks were not loaded")
         time.sleep(0.001)
         manager._process_finished_jobs()
-    manager.memo.fresh = False
+    manager.end_lookups()

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from spillway_connector.plan.load_cost import RateMeter
-from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo
+from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo, Step
 from spillway_connector.plan.waiting import WaitingChunks
 
 
 def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     """The same mock. hit, miss: what its `lookup` returns for a chunk that is there, or not; anything else: pending."""
-    memo: PrefixMemo[Any, None] = PrefixMemo(ChangeLog(), ChangeLog(), lambda request_id: None)
+    memo: PrefixMemo[Any, None] = PrefixMemo(ChangeLog(), ChangeLog(), lambda request_id, step: None)
 
     def look_up(keys: Sequence[Any], context: Any) -> tuple[int | None, int]:
         found, pending = 0, False
@@ -31,12 +31,12 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
             found += 1
         return None if pending else found, found
 
-    def find_prefix(keys: Sequence[Any], context: Any) -> PrefixAnswer[Any, None]:
+    def find_prefix(keys: Sequence[Any], context: Any, step: Step[None]) -> PrefixAnswer[Any, None]:
         chunks, expected = look_up(keys, context)
-        return memo.record(keys, chunks, -math.inf, None, ready=chunks or 0, expected=expected)
+        return memo.record(keys, chunks, -math.inf, None, step, ready=chunks or 0, expected=expected)
 
     manager.memo = memo
-    manager.begin_step = lambda: memo.begin_step(0.0, None)
+    manager.step = memo.begin_step(0.0, None)
     manager.find_prefix = find_prefix
     manager.lookup_prefix = lambda keys, context: look_up(keys, context)[0]
     manager.may_begin_load = lambda prefix: False

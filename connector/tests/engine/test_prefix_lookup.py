@@ -328,7 +328,7 @@ def test_a_request_that_may_meet_its_load_is_no_probe(stack: Stack):
     keys, context = prompt_keys(1), stack.requests["r1"]
     stack.manager._gates[stack.tier].load_rate.add(4096, 0.2, now=0.0)
     stack.tier.set_held(keys, True)
-    stack.manager.never_probing.add("r1")
+    stack.manager.forbid_probing("r1")
     assert stack.manager.lookup_prefix(keys, context) == 0
     assert not stack.tier.loads
     assert stack.manager.lookup_prefix(keys, stack.requests["r2"]) is None, "another one probes"

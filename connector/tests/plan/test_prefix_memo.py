@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo, PresenceIndex
+from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo, PresenceIndex, Step
 
 # --- ChangeLog ------------------------------------------------------------------------------------------------------
 
@@ -147,6 +147,7 @@ class World:
     """
 
     memo: PrefixMemo[int, Condition] = field(init=False)
+    step: Step[Condition] = field(init=False)
     chunk_log: ChangeLog[int] = field(default_factory=lambda: ChangeLog(4))
     request_log: ChangeLog[str] = field(default_factory=lambda: ChangeLog(4))
     ready: set[int] = field(default_factory=set)
@@ -160,7 +161,7 @@ class World:
     def __post_init__(self) -> None:
         self.memo = PrefixMemo(self.chunk_log, self.request_log, self.condition_of)
 
-    def condition_of(self, request_id: str) -> Condition:
+    def condition_of(self, request_id: str, step: Step[Condition] | None = None) -> Condition:
         return self.general if self.general.passes else Condition(request_id in self.probing)
 
     def compute(self, request_id: str, keys: list[int]) -> int | None:
@@ -174,10 +175,10 @@ class World:
         expires = self.expired_at.setdefault(request_id, self.valid_until)
         valid_until = expires if self.now < expires else 1e9
         chunks = self.compute(request_id, keys)
-        return self.memo.record(keys, chunks, valid_until, self.condition_of(request_id))
+        return self.memo.record(keys, chunks, valid_until, self.condition_of(request_id), self.step)
 
     def begin_step(self) -> None:
-        self.memo.begin_step(self.now, self.general)
+        self.step = self.memo.begin_step(self.now, self.general)
 
     def apply(self, action: str, number: int) -> None:
         if action == "chunk":
@@ -239,7 +240,7 @@ def test_a_current_answer_is_what_a_new_lookup_would_return(prompts, schedule, d
                 continue  # not asked in this step
             answer = answers.get(request_id)
             quick = answer is not None and answer.stamp == world.memo.stamp and world.now < answer.valid_until
-            current = answer is not None and world.memo.is_current(answer, request_id)
+            current = answer is not None and world.memo.is_current(answer, request_id, world.step)
             assert current or not quick, "the comparison alone never accepts more than the check"
             if answer is None or not current:
                 answer = answers[request_id] = world.answer(request_id, keys)
@@ -259,7 +260,7 @@ def test_an_answer_outlives_what_does_not_concern_it(keys, schedule):
         if action == "r":
             world.request_log.add(["r1", "r2"][number % 2 :][:1])
         world.begin_step()
-        assert world.memo.is_current(answer, "r0")
+        assert world.memo.is_current(answer, "r0", world.step)
         assert answer.stamp == world.memo.stamp, "from here on one comparison suffices"
 
 
@@ -270,32 +271,32 @@ def test_changes_that_a_lookup_makes_itself_do_not_outdate_its_answer():
     world.chunk_log.add([1])
     answer = world.answer("r0", [1])
     world.begin_step()
-    assert world.memo.is_current(answer, "r0")
+    assert world.memo.is_current(answer, "r0", world.step)
 
 
 @pytest.mark.parametrize("condition", [True, None])
 def test_without_a_change_the_stamp_stays(condition):
-    memo: PrefixMemo[int, bool] = PrefixMemo(ChangeLog(), ChangeLog(), lambda _: True)
-    memo.begin_step(0.0, True)
-    answer = memo.record([1, 2], 2, 10.0, condition)
+    memo: PrefixMemo[int, bool] = PrefixMemo(ChangeLog(), ChangeLog(), lambda *_: True)
+    step = memo.begin_step(0.0, True)
+    answer = memo.record([1, 2], 2, 10.0, condition, step)
     for second in range(1, 10):
-        memo.begin_step(float(second), True)
+        step = memo.begin_step(float(second), True)
         assert answer.stamp == memo.stamp
-        assert memo.is_current(answer, "r")
-    memo.begin_step(10.0, True)
-    assert not memo.is_current(answer, "r"), "valid_until has come"
+        assert memo.is_current(answer, "r", step)
+    step = memo.begin_step(10.0, True)
+    assert not memo.is_current(answer, "r", step), "valid_until has come"
 
 
 def test_another_general_condition_outdates_an_answer_that_rests_on_it():
     general = [True]
-    memo: PrefixMemo[int, bool] = PrefixMemo(ChangeLog(), ChangeLog(), lambda _: general[0])
-    memo.begin_step(0.0, True)
-    resting, free = memo.record([1], 1, 10.0, True), memo.record([1], 1, 10.0, None)
+    memo: PrefixMemo[int, bool] = PrefixMemo(ChangeLog(), ChangeLog(), lambda *_: general[0])
+    step = memo.begin_step(0.0, True)
+    resting, free = memo.record([1], 1, 10.0, True, step), memo.record([1], 1, 10.0, None, step)
     general[0] = False
-    memo.begin_step(0.0, False)
+    step = memo.begin_step(0.0, False)
     assert resting.stamp != memo.stamp
-    assert not memo.is_current(resting, "r")
-    assert memo.is_current(free, "r")
+    assert not memo.is_current(resting, "r", step)
+    assert memo.is_current(free, "r", step)
 
 
 def test_a_condition_of_its_own_is_asked_for_at_every_step():
@@ -303,30 +304,30 @@ def test_a_condition_of_its_own_is_asked_for_at_every_step():
     asked = []
     own = [True]
 
-    def condition_of(request_id: str) -> bool:
+    def condition_of(request_id: str, step: Step[bool]) -> bool:
         asked.append(request_id)
         return own[0]
 
     memo: PrefixMemo[int, bool] = PrefixMemo(ChangeLog(), ChangeLog(), condition_of)
-    memo.begin_step(0.0, False)
-    answer = memo.record([1], None, 10.0, True)
+    step = memo.begin_step(0.0, False)
+    answer = memo.record([1], None, 10.0, True, step)
     for _ in range(3):
-        memo.begin_step(1.0, False)
-        assert memo.is_current(answer, "probe")
+        step = memo.begin_step(1.0, False)
+        assert memo.is_current(answer, "probe", step)
     assert asked == ["probe"] * 3
     own[0] = False
-    assert not memo.is_current(answer, "probe")
+    assert not memo.is_current(answer, "probe", step)
 
 
 def test_requests_that_wait_since_the_same_step_share_what_has_changed():
     chunk_log: ChangeLog[int] = ChangeLog()
-    memo: PrefixMemo[int, bool] = PrefixMemo(chunk_log, ChangeLog(), lambda _: True)
-    memo.begin_step(0.0, True)
-    answers = [memo.record([number], 0, 10.0, True) for number in range(50)]
+    memo: PrefixMemo[int, bool] = PrefixMemo(chunk_log, ChangeLog(), lambda *_: True)
+    step = memo.begin_step(0.0, True)
+    answers = [memo.record([number], 0, 10.0, True, step) for number in range(50)]
     chunk_log.add([1000])
-    memo.begin_step(0.0, True)
+    step = memo.begin_step(0.0, True)
     read = []
     since = chunk_log.since
     chunk_log.since = lambda position: read.append(position) or since(position)  # type: ignore[method-assign]
-    assert all(memo.is_current(answer, f"r{number}") for number, answer in enumerate(answers))
+    assert all(memo.is_current(answer, f"r{number}", step) for number, answer in enumerate(answers))
     assert len(read) == 1

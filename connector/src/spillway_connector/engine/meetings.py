@@ -7,10 +7,10 @@ in the device's prefix cache, and vLLM admits it again at once with those as its
 the same path as any other request. What is lost in between (a block of the device's cache, a row) is computed.
 
 A preemption in the middle of a prefill discards nothing else: no token has been sampled, and a step that was sent with
-the request writes to blocks that every later load waits for. A tier that stalls is never met, and computing goes on;
-what that costs is one wait of HOLD_SECONDS_MAX.
+the request writes to blocks that every later load waits for. If the tier stalls, the prompt is computed to its end,
+and has lost one wait of HOLD_SECONDS_MAX at most.
 
-How a generation of vLLM bounds a step and takes a request out of the batch is its room's affair (SchedulerControl).
+Each generation of vLLM bounds a step and preempts a request in its own way (SchedulerControl).
 """
 
 from __future__ import annotations
@@ -50,8 +50,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Meeting:
-    """keys: of the request's chunks up to the last one stored. begin: the first that is computed. loaded_from: chunks
-    from here on are in the CPU tier. asked_from: chunks from here on are, or are being read."""
+    """A prefix that is computed from its first chunk onwards and loaded from its last stored chunk backwards.
+
+    Attributes:
+        keys: The request's chunks, up to the last stored one.
+        begin: The position of the first chunk that is computed.
+        loaded_from: All chunks from this position on are in the CPU tier.
+        asked_from: All chunks from this position on are in the CPU tier or are being read.
+        job_chunks: The size of the last load job.
+        no_more: No further chunk will be loaded, because rows are short or a chunk was lost.
+    """
 
     request: Request
     context: ReqContext
@@ -59,15 +67,21 @@ class Meeting:
     begin: int
     loaded_from: int
     asked_from: int
-    job_chunks: int = 0  # of the last job
+    job_chunks: int = 0
     job_begun_at: float = 0.0
-    no_more: bool = False  # of the prefix is to be loaded: rows are short, or a chunk was lost
+    no_more: bool = False
     hold_until: float | None = None
 
 
 @dataclass(slots=True)
 class _Jump:
-    """A request that waits to be admitted again, what vLLM had counted as cached before, and what it loads then."""
+    """A preempted request that waits to be admitted again.
+
+    Attributes:
+        local_tokens: What vLLM had counted as cached on the device before.
+        external_tokens: What vLLM had counted as loaded before.
+        loaded_tokens: What the request loads when it is admitted again.
+    """
 
     request: Request
     local_tokens: int
@@ -80,23 +94,26 @@ class SchedulerControl(ABC):
 
     @abstractmethod
     def bounded(self, scheduler: Scheduler, tokens: Mapping[str, int]) -> AbstractContextManager[None]:
-        """While it lasts, a step that is scheduled computes at most so many tokens of these requests, by id. It is
-        entered where there are some, and leaves the scheduler as it was."""
+        """Return a context within which a step computes at most these numbers of tokens, by request id.
+
+        The caller names at least one request. Leaving the context restores the scheduler.
+        """
 
     @abstractmethod
     def has_room(self, scheduler: Scheduler) -> bool:
-        """Whether the device has blocks for the rest of every prompt that is being computed, and vLLM would give them
-        to one of these prompts that was preempted."""
+        """Whether the device has blocks for the rest of every prompt that is being computed, and vLLM would give blocks
+        to such a prompt after a preemption."""
 
     @abstractmethod
     def preempt(self, scheduler: Scheduler, request: Request) -> None:
-        """Take a running request that has sampled nothing out of the batch; it is first in the queue."""
+        """Preempt a running request that has sampled nothing, and put it first in the queue."""
 
 
 class Meetings:
     """The meetings of one engine. EngineCore process, scheduler thread; no method blocks.
 
-    jumps: how many requests have met their load so far.
+    Attributes:
+        jumps: The number of requests that have met their load so far.
     """
 
     def __init__(
@@ -115,33 +132,39 @@ class Meetings:
         self._chunk_tokens = chunk_tokens
         self._steered = False  # vLLM's scheduler asks before each step
         self._asked_at: dict[str, float] = {}  # requests whose prefix is being looked up
+        self._candidates: set[str] = set()  # requests that may meet their load
         self._judged: set[str] = set()
         self._meetings: dict[str, Meeting] = {}
         self._jumped: dict[str, _Jump] = {}
 
     @property
     def idle(self) -> bool:
-        return not (self._asked_at or self._judged or self._meetings or self._jumped or self._manager.never_probing)
+        return not (self._asked_at or self._judged or self._meetings or self._jumped or self._candidates)
 
     # -- a waiting request
 
     def consider(self, request: Request) -> None:
-        """Before the request is looked up: whether it may meet its load instead of waiting for all of it."""
+        """Decide before the lookup whether the request may be computed while it is loaded."""
         if request.request_id in self._judged or not self._steered or not _is_plain(request):
             return
         rates = self._manager.rates()
         if rates is None or not self._manager.is_slower_than_computing():
             return
         if meeting_pays(0, request.num_tokens // self._chunk_tokens, rates):
-            self._manager.never_probing.add(request.request_id)
+            self._candidates.add(request.request_id)
+            self._manager.forbid_probing(request.request_id)
 
     def keeps_waiting(
         self, request: Request, context: ReqContext, keys: list[OffloadKey], computed_tokens: int
     ) -> bool:
-        """After its lookup, which found `computed_tokens` on the device and in the CPU tier: whether vLLM is to ask
-        again before it computes the rest. keys: of all its whole chunks."""
+        """Decide after the lookup whether vLLM is to ask again before it computes the rest of the prompt.
+
+        Args:
+            keys: The keys of all whole chunks of the request.
+            computed_tokens: What the lookup has found, on the device and in the CPU tier.
+        """
         request_id = request.request_id
-        if request_id not in self._manager.never_probing or request_id in self._judged:
+        if request_id not in self._candidates or request_id in self._judged:
             return False
         now = self._clock()
         begin = computed_tokens // self._chunk_tokens
@@ -164,21 +187,22 @@ class Meetings:
         return True  # its first step must not go too far: `schedule` bounds it
 
     def finished(self, request_id: str) -> None:
-        """What is being read for it may end in the CPU tier."""
+        """Forget a request that has ended. What is being read for it may still reach the CPU tier."""
         if request_id in self._meetings:
             self._abandon(request_id)
         self._jumped.pop(request_id, None)
         self._asked_at.pop(request_id, None)
         self._judged.discard(request_id)
-        self._manager.never_probing.discard(request_id)
+        self._candidates.discard(request_id)
+        self._manager.allow_probing(request_id)
 
     def end_all(self) -> None:
-        """The CPU tier was reset: requests are computed to their end."""
+        """Abandon all meetings after a reset of the CPU tier. Their requests are computed to the end."""
         for request_id in list(self._meetings):
             self._abandon(request_id)
 
     def admitted(self, request_id: str, loaded_tokens: int) -> None:
-        """vLLM has given the request blocks for so many tokens that are to be loaded."""
+        """Record that vLLM has allocated blocks for so many tokens that the request will load."""
         if (jump := self._jumped.get(request_id)) is not None:
             jump.loaded_tokens = loaded_tokens
 
@@ -189,7 +213,7 @@ class Meetings:
     # -- a step
 
     def schedule(self, scheduler: Scheduler, step: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-        """vLLM's `schedule`, which is `step`, behind what is due of the meetings."""
+        """Advance the meetings, then call `step`, which is vLLM's `schedule`."""
         self._steered = True
         if not self._meetings and not self._jumped:
             return step()
@@ -205,7 +229,7 @@ class Meetings:
         return output
 
     def _steer(self, scheduler: Scheduler, meeting: Meeting) -> int | None:
-        """Let the request jump or wait, or return how many tokens its next step may compute; None: any number."""
+        """Advance one meeting. Returns how many tokens the request's next step may compute; None means any number."""
         request, chunk_tokens = meeting.request, self._chunk_tokens
         running = request.status is RequestStatus.RUNNING
         waiting = request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -215,8 +239,8 @@ class Meetings:
         if rates is None or first >= end or not (running or waiting) or not _is_in_prefill(request):
             self._abandon(request.request_id)
             return None
-        if not self._manager.memo.fresh:
-            self._manager.begin_step()
+        if self._manager.step is None:
+            self._manager.begin_step()  # takes in what has been loaded since the last step
         self._take_in(meeting, first)
         if meeting.loaded_from <= first and running:
             self._end(scheduler, meeting, first)
@@ -237,7 +261,7 @@ class Meetings:
         return step_tokens_max(meet * chunk_tokens - position, chunk_tokens, rates)
 
     def _unseen_seconds(self, meeting: Meeting, coming: int, rates: Rates) -> float:
-        """How long the tier has loaded what it has not reported yet, at its rate; nothing once it was late."""
+        """Estimate how long the tier has been loading what it has not reported yet; 0 if it has been late before."""
         if meeting.hold_until is not None:
             return 0.0
         seen = (meeting.job_chunks - coming) / rates.loaded
@@ -248,17 +272,17 @@ class Meetings:
         return sum(key not in ready for key in keys)
 
     def _take_in(self, meeting: Meeting, first: int) -> None:
-        """What was loaded since. first: chunks before it are computed."""
+        """Update the meeting from the CPU tier. All chunks before `first` are computed."""
         cpu_tier, keys = self._manager.primary_tier, meeting.keys
         while meeting.loaded_from > first and keys[meeting.loaded_from - 1] in cpu_tier.ready:
             meeting.loaded_from -= 1
         meeting.asked_from = min(meeting.asked_from, meeting.loaded_from)
         if meeting.asked_from < meeting.loaded_from and keys[meeting.loaded_from - 1] not in cpu_tier.resident:
-            # It failed to arrive. Computing will pass it, and what lies behind it can still be used.
+            # This chunk did not arrive. It will be computed, and the chunks after it can still be used.
             meeting.no_more, meeting.asked_from = True, meeting.loaded_from
 
     def _promote(self, meeting: Meeting, meet: int, rates: Rates) -> None:
-        """Have the next chunks loaded, the last of them first, as far as `meet`."""
+        """Load the next chunks, from the last one backwards, as far as `meet`."""
         begin = max(meet, meeting.asked_from - job_chunks_max(rates), 0)
         wanted = meeting.keys[begin : meeting.asked_from][::-1]
         if not wanted:
@@ -269,7 +293,7 @@ class Meetings:
         meeting.job_chunks, meeting.job_begun_at = coming, self._clock()
 
     def _holds(self, meeting: Meeting, loading_seconds: float, busy_seconds: float) -> bool:
-        """Whether the request waits for what is nearly loaded. Once, and not longer than was expected then."""
+        """Whether the request waits for chunks that are nearly loaded. It does so once, until a fixed time."""
         now = self._clock()
         if meeting.hold_until is None:
             if loading_seconds > busy_seconds + HOLD_SECONDS_MAX:
@@ -278,12 +302,12 @@ class Meetings:
         return now < meeting.hold_until
 
     def _end(self, scheduler: Scheduler, meeting: Meeting, first: int) -> None:
-        """All of the prefix that is not computed is in the CPU tier."""
+        """Preempt the request: everything that is not computed yet is in the CPU tier."""
         request = meeting.request
         if not self._manager.primary_tier.ready.issuperset(meeting.keys[first:]):
             self._abandon(request.request_id)  # some of it was evicted since
             return
-        # Where blocks are short, or nothing is admitted, vLLM would not take the request back at once.
+        # If blocks are short, or nothing is admitted, vLLM would not take the request back at once.
         if scheduler.pause_state is not PauseState.UNPAUSED or not self._control.has_room(scheduler):
             return
         del self._meetings[request.request_id]
@@ -320,7 +344,7 @@ def _is_plain(request: Request) -> bool:
 
 
 def _is_in_prefill(request: Request) -> bool:
-    """No token has been sampled, or is about to be by a step that was sent."""
+    """Whether no token has been sampled, and no step under way will sample one."""
     return not request.num_output_tokens and not request.num_output_placeholders
 
 
@@ -330,7 +354,7 @@ class _HasMeetings(Protocol):
 
 
 def meeting_schedule(original: Any) -> Callable[..., SchedulerOutput]:
-    """For Scheduler.schedule: asks the connector's meetings before each step."""
+    """Wrap Scheduler.schedule so that it advances the connector's meetings before each step."""
 
     def schedule(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
         connector = own_connector(self, ConnectorBase)

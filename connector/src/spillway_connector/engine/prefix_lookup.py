@@ -1,4 +1,4 @@
-"""Lookups of whole prefixes: what the CPU tier holds, what the shared tier is asked for, how much is promoted."""
+"""Looks up whole prefixes in the CPU tier and the shared tiers, and promotes what the shared tiers hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.prefix_tier import PrefixTier
 from spillway_connector.plan.load_cost import LoadGate, LoadPolicy, RateMeter
 from spillway_connector.plan.meeting import Rates
-from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo
+from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo, Step
 from spillway_connector.transfer.jobs import ARRIVALS_REPORTED_FROM
 from spillway_connector.transfer.lookups import Lookup
 from spillway_connector.transfer.stats import MissReason
@@ -40,12 +40,13 @@ class ChunkState(Enum):
 
 
 class TierState(NamedTuple):
-    """The condition of an answer that the shared tier has a part in."""
+    """The state of the shared tier on which an answer rests."""
 
     passes: bool  # loading beats recomputing, or this request probes the tier
     open: bool  # the tier accepts lookups
 
 
+_NO_TIER = TierState(passes=False, open=False)
 Prefix = PrefixAnswer[OffloadKey, TierState]
 
 
@@ -60,7 +61,7 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _Wait:
-    """What one request has cost the tiers so far, over all its lookups."""
+    """The waiting time and rows of one request, over all its lookups."""
 
     deadline: float | None = None  # from the first answer that made it wait
     rows_promoted: int = 0
@@ -77,7 +78,7 @@ class _Bounds:
 
 @dataclass(slots=True)
 class Promotion:
-    """Chunks of one request that one tier is to load, with their rows."""
+    """The chunks that one tier is to load for one request, and their rows."""
 
     context: ReqContext
     keys: list[OffloadKey] = field(default_factory=list)
@@ -87,12 +88,15 @@ class Promotion:
 class PrefixLookupManager(OffloadingManager):
     """The lookups of a tiering manager: one chunk (`look_up`) or a whole prefix, bounded in time and rows.
 
-    Upstream answers one chunk at a time and promotes each hit. Here a request's waiting has one deadline over all its
-    lookups (vllm#49829, #53087), promotions are bounded in flight and per request (vllm#49902) and made only while
-    they beat recomputing. A whole prefix is asked about at once, and again only when something changed that the last
-    answer rests on.
+    vLLM's manager answers for one chunk at a time and promotes each hit. This one differs in four ways. A request
+    waits until one deadline, over all its lookups (vllm#49829, #53087). Promotions are bounded, in flight and per
+    request (vllm#49902). A chunk is promoted only while loading is faster than computing. A lookup answers for a whole
+    prefix, and is repeated only after a change that concerns its answer.
 
-    EngineCore process, scheduler thread; no method blocks. chunk_tokens, chunk_bytes: of one chunk, all ranks together.
+    EngineCore process, scheduler thread; no method blocks.
+
+    Attributes:
+        step: What the lookups of the present step have in common; None before the first one.
     """
 
     def __init__(
@@ -123,10 +127,10 @@ class PrefixLookupManager(OffloadingManager):
         only = secondary_tiers[0] if len(secondary_tiers) == 1 else None
         self._prefix_tier = only if isinstance(only, PrefixTier) else None
         answered: ChangeLog[str] = ChangeLog() if self._prefix_tier is None else self._prefix_tier.answered_requests
-        self._tier_state = TierState(passes=False, open=False)  # for requests in general
         self.memo: PrefixMemo[OffloadKey, TierState] = PrefixMemo(
             primary_tier.changed_chunks, answered, self._condition_of
         )
+        self.step: Step[TierState] | None = None
         self._wait_seconds = config.request_wait_seconds
         self._clock = clock
         self._bounds = _Bounds(
@@ -135,29 +139,28 @@ class PrefixLookupManager(OffloadingManager):
         )
         self.loads_begin_early = False  # set by the scheduler half
         self.ahead_rows_max = int(num_rows * config.promotion_ahead_fraction) if self._prefix_tier is not None else 0
-        # Requests whose prefix may be computed and loaded at the same time, which measures a slow tier as a probe does.
-        self.never_probing: set[str] = set()
+        self._never_probing: set[str] = set()
 
     @abstractmethod
     def _process_finished_jobs(self) -> None:
-        """Take in what the tiers have done."""
+        """Process the jobs that the tiers have finished."""
 
     @abstractmethod
     def _submit_promotion(self, tier: SecondaryTierManager, promotion: Promotion) -> None:
-        """Have the tier load the chunks into their rows."""
+        """Submit a job that loads the chunks into their rows."""
 
     @abstractmethod
     def _holds(self, tier: SecondaryTierManager, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """The tier's own answer about one chunk; None: it is still looking."""
+        """Ask the tier whether it holds one chunk. Returns None while it is still looking."""
 
     def _maybe_process_finished_jobs(self) -> None:
-        """Once a step."""
+        """Process finished jobs, unless this step has done so."""
         if not self._processed_jobs_this_step:
             self._processed_jobs_this_step = True
             self._process_finished_jobs()
 
     def look_up(self, key: OffloadKey, req_context: ReqContext) -> ChunkState:
-        """The state of one chunk; begins its promotion. At the request's deadline nothing is waited for any more."""
+        """Return the state of one chunk, and begin its promotion. After its deadline a request waits for nothing."""
         self._maybe_process_finished_jobs()
         if key in self.primary_tier.ready:
             return ChunkState.READY
@@ -171,48 +174,76 @@ class PrefixLookupManager(OffloadingManager):
         return answer
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
-        """The number of leading chunks in the CPU tier; None while more are on their way: ask again.
+        """Count the leading chunks in the CPU tier; None while more are on their way, so that vLLM asks again.
 
-        The same as :meth:`look_up` of each key in order, up to the first that is absent.
+        The result is that of :meth:`look_up` for each key in order, up to the first absent one.
         """
         if not keys:
             return 0
-        if not self.memo.fresh:
-            self.begin_step()
+        step = self.step or self.begin_step()
         answers = self._wait_of(req_context).answers
         answer = answers.get(keys[0])
-        if answer is None or len(answer.keys) != len(keys) or not self.memo.is_current(answer, req_context.req_id):
-            answer = self.find_prefix(keys, req_context)
+        if (
+            answer is None
+            or len(answer.keys) != len(keys)
+            or not self.memo.is_current(answer, req_context.req_id, step)
+        ):
+            answer = self.find_prefix(keys, req_context, step)
             if len(answers) >= _ANSWERS_MAX:
                 answers.clear()
             answers[keys[0]] = answer
         return answer.chunks
 
-    def find_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Prefix:
-        """A new answer of :meth:`lookup_prefix` for at least one key, for the caller to keep; see PrefixMemo."""
-        memo = self.memo
-        if not memo.fresh:
-            self.begin_step()
-        chunks, valid_until, condition, ready, expected = self._answer(keys, req_context, self._wait_of(req_context))
+    def find_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, step: Step[TierState]) -> Prefix:
+        """Look up a prefix of at least one key. The caller keeps the answer while PrefixMemo finds it current."""
+        chunks, valid_until, condition, ready, expected = self._answer(
+            keys, req_context, self._wait_of(req_context), step
+        )
         if self._promotions:
             self._flush_promotions()  # now, not at the end of the step: the I/O threads can start
-        return memo.record(keys, chunks, valid_until, condition, ready=ready, expected=expected)
+        return self.memo.record(keys, chunks, valid_until, condition, step, ready=ready, expected=expected)
 
-    def begin_step(self) -> None:
-        """Read the clock and everything that the answers of this step have in common; needed while `memo` is stale."""
+    def begin_step(self) -> Step[TierState]:
+        """Process finished jobs, then read the clock and the tier's state once for all lookups of a scheduler step.
+
+        Called by the first lookup of a step, which finds :attr:`step` None.
+        """
         self._maybe_process_finished_jobs()
-        tier, state = self._prefix_tier, self._tier_state
-        if tier is not None:
-            pays, open_now = self._gates[tier].pays(self.prefill_rate), tier.open
-            if state.passes is not pays or state.open is not open_now:
-                self._tier_state = state = TierState(pays, open_now)
-        self.memo.begin_step(self._clock(), state)
+        tier = self._prefix_tier
+        state = _NO_TIER if tier is None else TierState(self._gates[tier].pays(self.prefill_rate), tier.open)
+        self.step = self.memo.begin_step(self._clock(), state)
+        return self.step
+
+    def end_lookups(self) -> None:
+        """The CPU tier has changed: the next lookup begins a new :attr:`step`, even within vLLM's step."""
+        self.step = None
+
+    def _end_step(self) -> None:
+        """The part of `on_schedule_end` that comes before the shared tiers'."""
+        if not self._processed_jobs_this_step:
+            self._process_finished_jobs()
+        self._processed_jobs_this_step = False
+        if self._promotions:
+            self._flush_promotions()
+        self.end_lookups()
+
+    def forbid_probing(self, request_id: str) -> None:
+        """The request may compute and load its prefix at the same time, which measures a slow tier as a probe does."""
+        self._never_probing.add(request_id)
+
+    def allow_probing(self, request_id: str) -> None:
+        """The request has ended."""
+        self._never_probing.discard(request_id)
+
+    def may_probe(self, request_id: str) -> bool:
+        """Whether the request may load from a slow tier in order to measure it."""
+        return request_id not in self._never_probing
 
     def may_begin_load(self, prefix: Prefix) -> bool:
         """Whether the load of a prefix may start before all of its chunks have been promoted.
 
-        Copying the chunks that are ready while the rest is read hides the copies behind the reads. Until the last one
-        arrives the request holds device blocks that others could use, so the rest must be near.
+        Chunks that are ready are copied while the tier reads the others, so the reads hide the copies. But until the
+        last chunk arrives, the request holds device blocks that others could use, so the wait must be short.
         """
         rate = None if self._prefix_tier is None else self._gates[self._prefix_tier].load_rate.per_second
         missing = prefix.expected - prefix.ready
@@ -238,8 +269,14 @@ class PrefixLookupManager(OffloadingManager):
         return tier is not None and tier.open and not self._gates[tier].pays(self.prefill_rate)
 
     def stored_chunks(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
-        """How many of the keys are in the CPU tier or the shared one, from the first on, whatever a load would cost;
-        None: it is being looked up, ask again. Raises AssertionError without a single shared tier."""
+        """Count the leading keys that are in the CPU tier or in the shared tier, whatever a load would cost.
+
+        Returns:
+            The count, or None while the shared tier is still looking.
+
+        Raises:
+            AssertionError: There is no shared tier, or there are several.
+        """
         tier = self._prefix_tier
         assert tier is not None
         resident = self.primary_tier.resident
@@ -252,9 +289,14 @@ class PrefixLookupManager(OffloadingManager):
         return keys.index(missing[len(found) - 1]) if found[-1] is Lookup.MISS else len(keys)
 
     def promote_meanwhile(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Have the shared tier fill rows with those of `keys` that have none, in this order, for a request that goes on
-        meanwhile. Returns how many of the keys are in the CPU tier or on their way, from the first on: fewer if
-        rows are short. Raises AssertionError without a single shared tier."""
+        """Promote the keys that have no row, in this order, for a request that is computed meanwhile.
+
+        Returns:
+            How many leading keys are in the CPU tier or on their way; not all of them if rows are short.
+
+        Raises:
+            AssertionError: There is no shared tier, or there are several.
+        """
         tier = self._prefix_tier
         assert tier is not None
         resident = self.primary_tier.resident
@@ -265,13 +307,13 @@ class PrefixLookupManager(OffloadingManager):
         return len(keys) if promoted == len(missing) else keys.index(missing[promoted])
 
     def now(self) -> float:
-        """The time of the clock that everything here goes by."""
+        """Read the manager's clock."""
         return self._clock()
 
     @property
     def step_time(self) -> float:
-        """The time that this step's answers rest on; before the first lookup of a step, the clock's."""
-        return self.memo.now if self.memo.fresh else self._clock()
+        """The time of the present step; before its first lookup, that of the clock."""
+        return self._clock() if self.step is None else self.step.now
 
     def _wait_of(self, req_context: ReqContext) -> _Wait:
         wait = self._bounds.waits.get(req_context.req_id)
@@ -279,18 +321,18 @@ class PrefixLookupManager(OffloadingManager):
             wait = self._bounds.waits[req_context.req_id] = _Wait()
         return wait
 
-    def _condition_of(self, request_id: str) -> TierState:
-        state = self._tier_state
-        if state.passes or self._prefix_tier is None or request_id in self.never_probing:
+    def _condition_of(self, request_id: str, step: Step[TierState]) -> TierState:
+        state = step.condition
+        if state.passes or self._prefix_tier is None or request_id in self._never_probing:
             return state
-        passes = self._gates[self._prefix_tier].passes(request_id, self.prefill_rate, self.memo.now)
+        passes = self._gates[self._prefix_tier].passes(request_id, self.prefill_rate, step.now)
         return TierState(passes, state.open)
 
     def _answer(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, step: Step[TierState]
     ) -> tuple[int | None, float, TierState | None, int, int]:
-        """PrefixAnswer's chunks, valid_until, condition, ready and expected."""
-        now = self.memo.now
+        """Return `chunks`, `valid_until`, `condition`, `ready` and `expected` of a PrefixAnswer."""
+        now = step.now
         ready = self.primary_tier.ready
         if ready.issuperset(keys):
             return len(keys), math.inf, None, len(keys), len(keys)
@@ -305,7 +347,7 @@ class PrefixLookupManager(OffloadingManager):
         if missing and len(missing) < len(keys) and not wait.rows_promoted:
             # The tier's oldest chunks may be this request's: they must not make room for its others.
             self.primary_tier.touch(keys, req_context)
-        asked = self._ask_for(missing, req_context, wait) if missing else _Asked(None, math.inf, None, True)
+        asked = self._ask_for(missing, req_context, wait, step) if missing else _Asked(None, math.inf, None, True)
         if asked.stop == keys[first]:
             return first, asked.valid_until, asked.condition, first, first
         if wait.deadline is None:
@@ -315,8 +357,10 @@ class PrefixLookupManager(OffloadingManager):
             expected = len(keys) if asked.stop is None else keys.index(asked.stop)
         return None, min(asked.valid_until, wait.deadline), asked.condition, first, expected
 
-    def _ask_for(self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait) -> _Asked:
-        """Have the chunks looked up and promoted, up to the first that no tier can give."""
+    def _ask_for(
+        self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, step: Step[TierState]
+    ) -> _Asked:
+        """Look the chunks up and promote them, up to the first one that no tier can provide."""
         tier = self._prefix_tier
         if tier is None:  # several tiers, or one of vLLM's own: chunk by chunk, and the answer is not kept
             absent = ChunkState.ABSENT
@@ -324,7 +368,7 @@ class PrefixLookupManager(OffloadingManager):
             return _Asked(stop, -math.inf, None, complete=False)
         if not self._may_load(tier, req_context):
             return _Asked(missing[0], math.inf, None, complete=True)
-        condition = self._condition_of(req_context.req_id)
+        condition = self._condition_of(req_context.req_id, step)
         if not condition.passes:
             self._count_not_worth(tier.tier_type)
             return _Asked(missing[0], math.inf, condition, complete=True)
@@ -341,7 +385,7 @@ class PrefixLookupManager(OffloadingManager):
         return _Asked(stop, valid_until, condition, complete=len(hits) == len(found) - (stop is not None))
 
     def _promote(self, tier: SecondaryTierManager, keys: list[OffloadKey], req_context: ReqContext, wait: _Wait) -> int:
-        """Allocate rows for `keys`, from the first on as far as the bounds allow, and queue their loads; how many."""
+        """Allocate rows for leading `keys`, as far as the bounds allow, and queue their loads. Returns how many."""
         bounds = self._bounds
         room = min(
             bounds.in_flight_rows_max - bounds.rows_in_flight, bounds.request_rows_max - wait.rows_promoted, len(keys)
@@ -366,10 +410,17 @@ class PrefixLookupManager(OffloadingManager):
     def promote_ahead(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, asker: ReqContext, rows_max: int
     ) -> tuple[list[OffloadKey], bool]:
-        """Begin to promote a prefix that no scheduler has asked about yet: at most `rows_max` chunks of it, in order.
+        """Begin to promote a prefix that vLLM has not asked about yet, unless the tier is slower than computing.
 
-        asker: whom the shared tier counts the waiting to, so that the request has all of its own left. Returns the
-        chunks whose promotion begins now, and whether there may be more. Nothing is asked of a tier that does not pay.
+        Args:
+            keys: The chunks of the prefix, in order.
+            req_context: The request for which they are promoted.
+            asker: The name under which the shared tier looks them up. It differs from the request, so that the time
+                of this lookup does not count against the request's deadline.
+            rows_max: The most chunks to promote.
+
+        Returns:
+            The chunks whose promotion begins now, and whether there may be more.
         """
         self._maybe_process_finished_jobs()
         tier = self._prefix_tier
@@ -392,22 +443,22 @@ class PrefixLookupManager(OffloadingManager):
         return missing[:promoted], promoted > 0 and (hits > promoted or found[-1] is Lookup.PENDING)
 
     def forget_ahead(self, asker: ReqContext) -> None:
-        """Nothing is asked for it any more."""
+        """End the lookups of an `asker` of :meth:`promote_ahead`."""
         if self._prefix_tier is not None:
             self._prefix_tier.on_request_finished(asker)
 
     def rows_being_loaded(self) -> int:
-        """From shared tiers, by all promotions that have not ended yet."""
+        """Count the rows that promotions under way are filling."""
         self._maybe_process_finished_jobs()
         return self._bounds.rows_in_flight
 
     def chunks_loaded_in(self, seconds: float) -> int:
-        """As the shared tier's loads are measured; 0 before the first."""
+        """Estimate how many chunks the shared tier loads in this time by its measured rate, or 0 without one."""
         rate = None if self._prefix_tier is None else self._gates[self._prefix_tier].load_rate.per_second
         return 0 if rate is None else int(rate * seconds / self._chunk_bytes)
 
     def _flush_promotions(self) -> None:
-        """Submit one job for each tier and request."""
+        """Submit the queued promotions, one job for each tier and request."""
         for tier, by_request in self._promotions.items():
             for promotion in by_request.values():
                 self._submit_promotion(tier, promotion)

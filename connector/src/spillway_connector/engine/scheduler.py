@@ -1,7 +1,6 @@
-"""The scheduler half: upstream's, with failures carried through and without its endless waits and its asserts.
+"""The scheduler half of the connector: vLLM's, except that it handles failed jobs and never waits without a bound.
 
-Upstream's class has the same name and the same duties in every generation; what it calls things differs, and each
-generation's room completes this class.
+vLLM's class has the same duties in every generation, but its names differ. Each generation's room completes this class.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU ti
 class SchedulerHalf(ResettableHalf):
     """Overrides upstream's scheduler half. EngineCore process, scheduler thread; no method blocks.
 
-    Every override keeps the contract of vLLM's KVConnectorBase_V1 except where its docstring names the difference.
+    Every override keeps the contract of vLLM's KVConnectorBase_V1 unless its docstring names a difference.
     """
 
     stores_adapters_alone = False  # nothing of requests without a LoRA adapter
@@ -66,11 +65,15 @@ class SchedulerHalf(ResettableHalf):
         one_prefix: bool,
         loading: set[OffloadKey] | None,
     ) -> None:
-        """The constructor's second half, behind upstream's.
+        """Complete the construction after vLLM's constructor.
 
-        chunk_tokens: by KV group. one_prefix: whether one lookup of a prefix answers for the model: it has one group,
-        which attention reads whole. loading: upstream's set of the chunks that a load is bringing to the device; None
-        where the device has no prefix cache.
+        Args:
+            chunk_tokens: The tokens of a chunk, by KV group.
+            blocks_per_chunk: The device blocks of a chunk.
+            one_prefix: Whether one lookup of a prefix answers for the model: it has one KV group, all of which
+                attention reads.
+            loading: vLLM's set of the chunks that are being loaded to the device; None if the device has no prefix
+                cache.
         """
         self._chunk_tokens = chunk_tokens[0]
         self._largest_chunk_tokens = max(chunk_tokens)
@@ -101,65 +104,67 @@ class SchedulerHalf(ResettableHalf):
         self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
 
     def begin_late_stores(self, tokens_per_step: int) -> None:
-        """Once the CPU tier is full, what the device holds is stored when it is about to give it up. Only if
-        :attr:`may_store_late`. tokens_per_step: that one step computes at most."""
+        """Store the device's blocks only when they are about to be evicted, once the CPU tier is full.
+
+        The caller checks :attr:`may_store_late`. A step computes at most `tokens_per_step`.
+        """
         manager, window = self.manager, LeavingWindow(-(-tokens_per_step // self._block_tokens))
         late = LateStores(manager, window, ranks=self.config.num_workers, shared=bool(manager.secondary_tiers))
         self.late_stores = manager.late_stores = manager.primary_tier.duplicates = late
 
     def settle(self, seconds: float) -> Unsettled:
-        """See engine/settling.py. For so long the engine steps without requests, if anything is left."""
+        """Let the engine step without requests for so long, while anything is left (engine/settling.py)."""
         unsettled = self._unsettled()
         self._settle_until = time.monotonic() + seconds
         return Unsettled(unsettled, self.manager.settled_chunks, self.manager.chunk_bytes)
 
     @property
     def settling(self) -> bool:
-        """Whether the engine is to step on without requests."""
+        """Whether the engine is to step without requests."""
         return bool(self._settle_until) and time.monotonic() < self._settle_until and self._unsettled() > 0
 
     def _unsettled(self) -> int:
-        """Chunks that no shared tier holds, and those under way to it; 0 without a shared tier."""
+        """Count the chunks that no shared tier holds, and those on their way to one; 0 without a shared tier."""
         if not self.manager.secondary_tiers:
             return 0
         late = self.late_stores
         return self._storing() + (0 if late is None else late.alone)
 
     def _storing(self) -> int:
-        """Chunks on their way from the device to the shared tiers."""
+        """Count the chunks on their way from the device to the shared tiers."""
         copying = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
         late = 0 if self.late_stores is None else self.late_stores.copying
         return copying + late + self.manager.stores_under_way()
 
     def _room_to_settle(self) -> int | None:
-        """Chunks whose store may begin now although the device keeps them; None: the engine does not settle."""
+        """Count the chunks that may be stored now though the device keeps them; None if the engine does not settle."""
         if not self.settling:
             return None
         chunks = min(IN_FLIGHT_BYTES_MAX // self.manager.chunk_bytes, self.manager.cpu_rows // _SETTLING_ROWS_PART)
         return max(1, chunks) - self._storing()
 
     def known_state(self, request_id: str) -> RequestFields | None:
-        """The state of a request that vLLM has announced and that has not ended."""
+        """Return the state of a request that vLLM has announced and that has not ended, or None."""
         status = self._req_status.get(request_id)
         return status if isinstance(status, RequestFields) else None
 
     @abstractmethod
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
-        """A new request's, of this generation's class, with its context; the manager knows the request."""
+        """Make the state of a new request, of this generation's class, and announce the request to the manager."""
 
     @abstractmethod
     def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The answer about a request that asked to skip the prefix cache."""
+        """Answer for a request that asked to skip the prefix cache."""
 
     @abstractmethod
     def _ask(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
     ) -> tuple[int | None, bool]:
-        """Upstream's answer, which calls `_lookup`."""
+        """Return vLLM's answer, which calls `_lookup`."""
 
     @abstractmethod
     def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
-        """Upstream's search over the KV groups, which asks the manager about each."""
+        """Run vLLM's search over the KV groups, which asks the manager about each."""
 
     @abstractmethod
     def _touch_chunks(self, req_status: RequestFields) -> None:
@@ -167,11 +172,11 @@ class SchedulerHalf(ResettableHalf):
 
     @abstractmethod
     def _store_job(self, request_id: str, device: LoadStoreSpec, rows: LoadStoreSpec) -> Any:
-        """A store as the metadata holds it."""
+        """Make the metadata of a store."""
 
     @abstractmethod
     def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
-        """(source, destination) of a load of this step."""
+        """Return source and destination of a load of this step."""
 
     @override
     def on_new_request(self, request: Request) -> None:
@@ -194,7 +199,7 @@ class SchedulerHalf(ResettableHalf):
         self.waiting.add(request.request_id, status)
 
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
-        """See engine/hints.py. The request is in no queue, and perhaps never will be."""
+        """Take a hint (engine/hints.py). Its request is in no queue, and may never come."""
         self.ahead.expect(self._state_of(request, session_of(request.kv_transfer_params)), hashing_seconds)
 
     @override
@@ -223,20 +228,18 @@ class SchedulerHalf(ResettableHalf):
         prefix = status.prefix
         if prefix is not None and (matched := prefix.matched) is not None and max_num_new_tokens is None:
             manager = self.manager
-            memo = manager.memo
-            if not memo.fresh:
-                manager.begin_step()
+            memo, step = manager.memo, manager.step or manager.begin_step()
             if (
                 # Most of the time one comparison: is_current's first two, without the call.
                 (
-                    (prefix.stamp == memo.stamp and memo.now < prefix.valid_until)
-                    or memo.is_current(prefix, request.request_id)
+                    (prefix.stamp == memo.stamp and step.now < prefix.valid_until)
+                    or memo.is_current(prefix, request.request_id, step)
                 )
                 and prefix.computed_tokens == num_computed_tokens
                 and prefix.total_tokens == request.num_tokens
                 and (not self._being_loaded or matched[0] is None)
             ):
-                if prefix.chunks and memo.now - status.touched_at >= _TOUCH_SECONDS:
+                if prefix.chunks and step.now - status.touched_at >= _TOUCH_SECONDS:
                     self._touch(status)
                 return matched
         if request.request_id in self._recompute_only:
@@ -278,15 +281,14 @@ class SchedulerHalf(ResettableHalf):
             return 0
         first = computed // chunk_tokens
         manager, prefix = self.manager, req_status.prefix
-        if not manager.memo.fresh:
-            manager.begin_step()
+        step = manager.step or manager.begin_step()
         if (
             prefix is None
             or prefix.computed_tokens != computed
             or prefix.total_tokens != total
-            or not manager.memo.is_current(prefix, req_status.req_context.req_id)
+            or not manager.memo.is_current(prefix, req_status.req_context.req_id, step)
         ):
-            prefix = manager.find_prefix(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context)
+            prefix = manager.find_prefix(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context, step)
             req_status.prefix, prefix.computed_tokens, prefix.total_tokens = prefix, computed, total
         chunks = prefix.chunks
         if chunks is None and manager.loads_begin_early and manager.may_begin_load(prefix):
@@ -304,8 +306,10 @@ class SchedulerHalf(ResettableHalf):
         return found
 
     def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
-        """A hit in the device's prefix cache, which never covers the last token: of a prompt that ends on a block
-        boundary it lacks one block. Loading that one costs an engine step, and often a wait for its own store.
+        """Whether the device's prefix cache holds the whole prompt but the last block.
+
+        A hit on the device never covers the last token, so a prompt that ends on a block boundary lacks one block. To
+        load it costs an engine step, and often a wait until it has been stored.
         """
         computed = req_status.num_locally_computed_tokens
         return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens

@@ -165,15 +165,6 @@ class TieringManager(PrefixLookupManager):
         assert isinstance(pinned, CPULoadStoreSpec)
         tier.submit_store(self._begin_job(keys, pinned.block_ids.tolist(), False, context))
 
-    def _end_step(self) -> None:
-        """The part of `on_schedule_end` before the tiers'."""
-        if not self._processed_jobs_this_step:
-            self._process_finished_jobs()
-        self._processed_jobs_this_step = False
-        if self._promotions:
-            self._flush_promotions()
-        self.memo.fresh = False
-
     def weights_changed(self) -> None:
         """The shared tiers hold KV of other weights from now on: they are neither read nor written again. What became
         of the other weights' answers says nothing either."""
@@ -232,7 +223,7 @@ class TieringManager(PrefixLookupManager):
             chunks = len(arrived) + self._early_chunks.pop(result.job_id, 0)
             gate, now = self._gates[tier], self._clock()
             gate.load_rate.add(chunks * self._chunk_bytes, result.seconds, now)
-            if job.req_context.req_id in self.never_probing:
+            if not self.may_probe(job.req_context.req_id):
                 gate.measured(now)
             self._unreported = True
         if reset_rows is not None:
@@ -284,7 +275,7 @@ class TieringManager(PrefixLookupManager):
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """vLLM's contract, except that chunks given to :meth:`fail_store` count as failed."""
-        self.memo.fresh = False  # the next lookup sees the change, even within the same step
+        self.end_lookups()
         failed = self._failed_stores.intersection(keys)
         if failed:
             self._failed_stores -= failed
@@ -339,7 +330,7 @@ class TieringManager(PrefixLookupManager):
                 self._reset_rows[job_id] = self.primary_tier.rows_of(job.keys)
         self._failed_stores.clear()
         self._bounds.waits.clear()
-        self.memo.fresh = False
+        self.end_lookups()
         self.primary_tier.reset_cache()
         self._resets["done"] += 1
         self._unreported = True

@@ -1,4 +1,4 @@
-"""How long the answer to a lookup stays valid: everything that is kept between two lookups is kept here.
+"""Keeps the answers of lookups, and tells how long they stay valid.
 
 Three mechanisms, from the shared tier to the waiting request:
 
@@ -12,7 +12,6 @@ Pure: no I/O, no lock, no clock; the time is an argument. Everything here belong
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -96,7 +95,7 @@ class PresenceIndex:
         return None if expiry is None or now >= abs(expiry) else expiry > 0
 
     def get_many(self, keys: Iterable[bytes]) -> list[float | None]:
-        """Per key: None, or when its answer expires, negative where the answer is "absent"; the caller compares."""
+        """Per key: None, or when its answer expires, negative if the answer is "absent"; the caller compares."""
         shards = self._shards
         return [shards[hash(key) % _SHARDS].get(key) for key in keys]
 
@@ -110,11 +109,11 @@ class PresenceIndex:
         return -self._shards[hash(key) % _SHARDS][key]
 
     def put(self, key: bytes, present: bool, now: float) -> None:
-        """The answer for one key, as of ``now``."""
+        """Record the answer for one key, as of ``now``."""
         self.put_many((key,), present, now)
 
     def put_many(self, keys: Collection[bytes], present: bool, now: float) -> None:
-        """The same answer for all of ``keys``, as of ``now``."""
+        """Record the same answer for all of ``keys``, as of ``now``."""
         shards, order = self._shards, self._order
         expiry = now + self._present_seconds if present else -(now + self._absent_seconds)
         for key in keys:
@@ -151,44 +150,60 @@ class PrefixAnswer(Generic[_Key, _Condition]):
     matched: tuple[int | None, bool] | None = None
 
 
+class Step(NamedTuple, Generic[_Condition]):
+    """What all answers of one scheduler step have in common. :meth:`PrefixMemo.begin_step` makes it."""
+
+    now: float
+    condition: _Condition  # of requests in general
+
+
 class _Changed(NamedTuple, Generic[_Key]):
     chunks: frozenset[_Key]
     requests: frozenset[str]
 
 
 class PrefixMemo(Generic[_Key, _Condition]):
-    """One reading of the clock and of all that answers rest on, for a whole scheduler step.
+    """Tells whether an answer about a prefix is still current, in most cases by comparing two integers.
 
-    chunk_log: chunks whose state in the CPU tier has changed. request_log: requests with an answer of the shared tier.
-    condition_of: the condition that holds for one request (by its id); the general one, or one of its own, which may
-    change by the passing of time.
-
-    now: of this step. stamp: version of everything but the clock; as long as it stays the same, and `now` is before
-    `valid_until`, an answer with this stamp is current. fresh: `now` and `condition` are of this step.
+    Attributes:
+        stamp: The version of everything but the clock. An answer with this stamp is current until its `valid_until`.
     """
 
     def __init__(
-        self, chunk_log: ChangeLog[_Key], request_log: ChangeLog[str], condition_of: Callable[[str], _Condition]
+        self,
+        chunk_log: ChangeLog[_Key],
+        request_log: ChangeLog[str],
+        condition_of: Callable[[str, Step[_Condition]], _Condition],
     ) -> None:
+        """
+        Args:
+            chunk_log: The chunks whose state in the CPU tier has changed.
+            request_log: The requests for which the shared tier has an answer.
+            condition_of: Returns the condition of one request in a step: the general one, or one of its own, which
+                may change as time passes.
+        """
         self._chunk_log = chunk_log
         self._request_log = request_log
         self._condition_of = condition_of
-        self.now = -math.inf
         self.stamp = 0
-        self.fresh = False
-        self.condition: _Condition | None = None  # of requests in general
+        self._condition: _Condition | None = None  # of requests in general
         self._positions = chunk_log.position, request_log.position
         # By earlier positions; requests that wait since the same step share one entry. None: perhaps all have changed.
         self._changed_since: dict[tuple[int, int], _Changed[_Key] | None] = {}
 
-    def begin_step(self, now: float, condition: _Condition) -> None:
-        """Take in the time and the general condition of a step, and what has changed since the last one."""
-        if condition is not self.condition and condition != self.condition:
-            self.condition = condition
-            self.stamp += 1
-        self.now = now
+    def begin_step(self, now: float, condition: _Condition) -> Step[_Condition]:
+        """Return a step with this time and general condition, and read what has changed since the last one.
+
+        Equal conditions of consecutive steps are one object.
+        """
+        if condition is not self._condition:
+            if self._condition is None or condition != self._condition:
+                self._condition = condition
+                self.stamp += 1
+            else:
+                condition = self._condition
         self._read_positions()
-        self.fresh = True
+        return Step(now, condition)
 
     def record(
         self,
@@ -196,31 +211,32 @@ class PrefixMemo(Generic[_Key, _Condition]):
         chunks: int | None,
         valid_until: float,
         condition: _Condition | None,
+        step: Step[_Condition],
         *,
         ready: int = 0,
         expected: int = 0,
     ) -> PrefixAnswer[_Key, _Condition]:
-        """An answer just made, as of the state that making it left behind. See PrefixAnswer."""
+        """Return a PrefixAnswer that rests on the present state, which includes what the lookup itself has changed."""
         self._read_positions()
-        stamp = self.stamp if condition is None or condition is self.condition else _NEVER_CURRENT
+        stamp = self.stamp if condition is None or condition is step.condition else _NEVER_CURRENT
         return PrefixAnswer(keys, chunks, valid_until, condition, self._positions, stamp, ready, expected)
 
-    def is_current(self, answer: PrefixAnswer[_Key, _Condition], request_id: str) -> bool:
-        """Whether `answer` is still what a lookup would return now.
+    def is_current(self, answer: PrefixAnswer[_Key, _Condition], request_id: str, step: Step[_Condition]) -> bool:
+        """Whether a lookup in this step would return `answer` again.
 
-        Callers that ask often may first compare ``answer.stamp == memo.stamp and memo.now < answer.valid_until``.
+        Callers that ask often may first compare ``answer.stamp == memo.stamp and step.now < answer.valid_until``.
         """
-        if self.now >= answer.valid_until:
+        if step.now >= answer.valid_until:
             return False
         if answer.stamp == self.stamp:
             return True
         if answer.positions != self._positions and not self._untouched(answer, request_id):
             return False
-        if answer.condition is not None and answer.condition is not self.condition:
-            condition = self._condition_of(request_id)
+        if answer.condition is not None and answer.condition is not step.condition:
+            condition = self._condition_of(request_id, step)
             if answer.condition != condition:
                 return False
-            if condition is not self.condition:
+            if condition is not step.condition:
                 return True  # the request's own condition: checked at every step
             answer.condition = condition
         answer.stamp = self.stamp
@@ -234,7 +250,7 @@ class PrefixMemo(Generic[_Key, _Condition]):
             self._changed_since.clear()
 
     def _untouched(self, answer: PrefixAnswer[_Key, _Condition], request_id: str) -> bool:
-        """Whether no change since the answer's positions concerns it; if so, it moves on to the present ones."""
+        """Whether no change since the answer's positions concerns it. If so, move it to the present positions."""
         since = answer.positions
         if since in self._changed_since:
             changed = self._changed_since[since]
