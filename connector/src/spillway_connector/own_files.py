@@ -37,7 +37,7 @@ _KINDS = {
     stat.S_IFDIR: "a directory",
 }
 # By device number: whom a file that this process makes belongs to, and which write permissions of others it shows.
-# They differ from what was asked for where a server maps users (root_squash) or the file system has no modes (SMB).
+# They differ from what was asked for if a server maps users (root_squash) or the file system has no modes (SMB).
 _MADE_HERE: dict[int, tuple[int, int]] = {}
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -53,7 +53,7 @@ class NotOwn(OSError):
 def folder_of(path: AnyPath, depth: int) -> Iterator[tuple[int, str]]:
     """The folder that ``path`` lies in, as a descriptor for ``dir_fd``, and its name there.
 
-    Raises NotOwn where a link is in the place of a folder, OSError.
+    Raises NotOwn if a link is in the place of a folder, OSError.
     """
     base, *names = os.fspath(path).rsplit("/", depth)
     if len(names) < depth:  # relative to the working directory
@@ -269,7 +269,7 @@ def _open_folder(path: AnyPath, name: str, inside: int) -> int:
 
 
 def _kind_at(folder: int, name: str) -> str | None:
-    """What has that name, where it is no regular file."""
+    """What has that name, if it is no regular file."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode))
     except OSError:

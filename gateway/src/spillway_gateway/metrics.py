@@ -119,7 +119,7 @@ class GatewayMetrics:
         )
         self._predicted_tokens = Counter(
             "spillway_gateway_predicted_cached_tokens",
-            "Prompt tokens expected to be cached for the chosen engine, by tier, where the reply reported the actual "
+            "Prompt tokens expected to be cached for the chosen engine, by tier, if the reply reported the actual "
             "number.",
             ("model", "tier"),
             registry=self.registry,

@@ -72,7 +72,7 @@ def adapter_state(request: LoRARequest) -> bytes | None:
 
 
 def _local_folder(request: LoRARequest) -> Path | None:
-    """Where vLLM finds the files (lora/utils.py: get_adapter_absolute_path), without asking a hub."""
+    """Return the folder that vLLM reads (lora/utils.py: get_adapter_absolute_path), without asking a hub."""
     if getattr(request, "tensorizer_config_dict", None):  # gone in vLLM 0.32
         return None
     path = Path(request.lora_path).expanduser()
@@ -121,7 +121,7 @@ class AdapterRegistry:
 
     @contextmanager
     def loading(self, request: LoRARequest) -> Iterator[None]:
-        """Around the RPC by which all workers load an adapter; where it fails they keep what they have."""
+        """Surround the RPC by which all workers load an adapter. If it fails, they keep what they have."""
         before = self._state_of(request)
         yield
         after = self._state_of(request)
@@ -136,7 +136,7 @@ class AdapterRegistry:
                 self._begin(request, None, loaded=False)
 
     def loaded_by_workers(self, loads: Mapping[int, AbstractSet[bytes | None]]) -> None:
-        """What the ranks loaded within a step, by id; several states where they disagree."""
+        """What the ranks loaded within a step, by id; several states if they disagree."""
         with self._lock:
             for lora_int_id, states in loads.items():
                 state = next(iter(states)) if len(states) == 1 else None
@@ -198,7 +198,7 @@ class AdapterRegistry:
 
 
 class FirstLoad:
-    """A vLLM request with the block hashes that it has where its adapter's weights were the first under their name."""
+    """A vLLM request with the block hashes that it has if its adapter's weights were the first under their name."""
 
     def __init__(self, request: Any) -> None:
         self._request = request

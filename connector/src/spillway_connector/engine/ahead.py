@@ -1,17 +1,17 @@
 """Promotion while a request waits for its turn, so that its prefix is in the CPU tier when the turn comes.
 
-vLLM asks the connector about a waiting request only when it could schedule it: with all sequences taken, or the head of
-the queue waiting for device blocks, those behind are not looked up, and the load begins when the slot is free already.
-Here every request that was added and not asked about is known from its arrival on, and at the end of a step the first
-of them are looked up and promoted.
+vLLM asks the connector about a waiting request only when it could schedule it. While all sequences are taken, or the
+head of the queue waits for device blocks, the requests behind it are not looked up, so their loads begin only when a
+sequence is free. This module knows each request from its arrival on. At the end of each step it looks up and promotes
+the first requests that vLLM has not asked about yet.
 
-It never holds up others for long: one piece is loaded at a time, of _PIECE_SECONDS, and only while no request whose
-turn has come loads. It keeps at most a fraction of the CPU tier's rows, the least recently used of the others being
-evicted for them as at the turn itself. Loads that turn out to be useless have a budget (plan/ahead.py).
+Promotion ahead never delays other requests for long. It loads one piece of _PIECE_SECONDS at a time, and only while no
+request whose turn has come is loading. It takes at most a fraction of the CPU tier's rows, for which the least recently
+used chunks are evicted, as for any promotion. Useless loads have a budget (plan/ahead.py).
 
-A hint (engine/hints.py) is a request that may come: it is looked at after those that have, keeps at most half of the
-rows, and is used when the turn of a request with its beginning comes. After HINT_SECONDS it is given up, and what it
-brought is the first to be evicted; one that finds nothing to promote is given up at once.
+A hint (engine/hints.py) announces a request that may come. Hints are served after requests, and take at most half of
+the rows. A hint ends when the turn of a request with its prefix comes. After HINT_SECONDS it is given up, and its
+chunks are the first to be evicted. A hint that finds nothing to promote is given up at once.
 
 EngineCore process, scheduler thread; no method blocks.
 """
@@ -58,11 +58,10 @@ class _Waiting:
 
 
 class AheadPromotions:
-    """The promotions for one engine's waiting requests.
+    """Promotes the prefixes of one engine's waiting requests.
 
-    rows_max: how many rows of the CPU tier chunks may have whose requests wait; 0: switched off.
-
-    waiting: requests that were added and not asked about, by id, in order of arrival.
+    Attributes:
+        waiting: The requests that vLLM has not asked about yet, by id, in order of arrival.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class AheadPromotions:
         rows_max: int,
         blocks_per_chunk: int,
     ) -> None:
+        """rows_max: The rows of the CPU tier that chunks of waiting requests may take; 0 switches this off."""
         self.waiting: dict[str, _Waiting] = {}
         self._manager = manager
         self._owner = owner
@@ -87,13 +87,13 @@ class AheadPromotions:
         self._budget = WasteBudget()
 
     def add(self, request_id: str, status: RequestFields) -> None:
-        """A request has come; its turn may be now, or much later."""
+        """Take a new request, whose turn may be now or much later."""
         if self._rows_max:
             waiting = _Waiting(status, ReqContext(req_id=f"ahead of {request_id}"))
             self.waiting[request_id] = self._due[request_id] = waiting
 
     def turn_came(self, status: RequestFields) -> None:
-        """vLLM asks about the request, for the first time."""
+        """Settle the promotion of a request that vLLM asks about for the first time."""
         request_id = status.req.request_id
         waiting = self.waiting.pop(request_id)
         if self._hints:
@@ -106,7 +106,7 @@ class AheadPromotions:
         self._close(waiting, used, AheadOutcome.EVICTED)
 
     def hint_refused(self) -> HintOutcome | None:
-        """Why no hint is taken now; None: one is."""
+        """Return why a hint would be refused now, or None if it would be accepted."""
         if not self._rows_max:
             return HintOutcome.OFF
         self._give_up_old_hints()  # an idle engine takes no step in which it could
@@ -115,7 +115,7 @@ class AheadPromotions:
         return HintOutcome.BUSY if full or now < self._hashes_due_at or not self._budget.allows(now) else None
 
     def expect(self, status: RequestFields, hashing_seconds: float) -> None:
-        """A request with this prefix may come."""
+        """Take a hint: a request with this prefix may come."""
         now = self._manager.now()
         self._hashes_due_at = now + hashing_seconds / _HASHING_SHARE_MAX
         name = status.req.request_id
@@ -123,7 +123,7 @@ class AheadPromotions:
         self._hints[name] = self._due_hints[name] = hint
 
     def _use_hints(self, status: RequestFields) -> None:
-        """Hints of the prefix of a request whose turn has come were right."""
+        """Count the hints that were right, because the turn of a request with their prefix has come."""
         status.update_offload_keys()
         asked = frozenset(status.group_states[0].offload_keys)
         resident = self._manager.primary_tier.resident
@@ -148,14 +148,14 @@ class AheadPromotions:
         self._hint_rows -= len(hint.promoted)
 
     def ended(self, request_id: str) -> None:
-        """The request is over; where it never had a turn, what was promoted for it was of no use."""
+        """Forget a request that has ended. If its turn never came, its promoted chunks count as unused."""
         waiting = self.waiting.pop(request_id, None)
         self._due.pop(request_id, None)
         if waiting is not None:
             self._close(waiting, 0, AheadOutcome.UNUSED)
 
     def end_step(self) -> None:
-        """Promote the next piece for those that this step left waiting."""
+        """Promote the next chunks of requests that still wait after this step."""
         if self._hints:
             self._give_up_old_hints()
         if (
@@ -193,7 +193,7 @@ class AheadPromotions:
                 del (self._due_hints if is_hint else self._due)[request_id]
 
     def _keys_of(self, status: RequestFields) -> list[OffloadKey]:
-        """The request's chunks behind those that the device has; none if it would load none."""
+        """Return the request's chunks after those that the device holds; none if the request would load nothing."""
         request = status.req
         if request.skip_reading_prefix_cache or (
             status.has_adapter and (status.adapter is None or status.adapter.key is None)
@@ -207,7 +207,7 @@ class AheadPromotions:
         return keys[cached:]
 
     def _cached_hashes(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many blocks of the prefix the device's prefix cache has at the moment."""
+        """Count the blocks of the prefix that the device's prefix cache holds now."""
         device = self._owner.device_blocks
         if device is None:
             return 0

@@ -107,7 +107,7 @@ class ConnectorBase(OffloadingConnector):
         if self._vllm_config.lora_config is not None and self._vllm_config.device_config.device_type == "cpu":
             # vLLM gives tokens without an adapter the index -1, which its CPU kernels read as the last adapter's.
             logger.warning(
-                "LoRA on a CPU: vLLM computes requests of the base model with an adapter's weights where a batch holds "
+                "LoRA on a CPU: vLLM computes requests of the base model with an adapter's weights if a batch holds "
                 "requests of both, so their KV is not offloaded; serve the base model by engines without LoRA"
             )
             half.stores_adapters_alone = True
@@ -180,7 +180,7 @@ class ConnectorBase(OffloadingConnector):
 
     @override
     def reset_cache(self) -> bool:
-        """False, and nothing is reset, where vLLM could not reset the device's prefix cache; upstream always resets."""
+        """Unlike vLLM's, reset nothing and return False if vLLM could not reset the device's prefix cache."""
         return self._half.reset_with_device()
 
     @override

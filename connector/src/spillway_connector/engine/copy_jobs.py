@@ -30,7 +30,7 @@ SubmitStores = Callable[[int, Sequence[Sides]], bool]  # the same for the stores
 
 @dataclass(frozen=True, slots=True)
 class EndedCopy:
-    """size_bytes, seconds: of a complete copy, where the transport measured them."""
+    """size_bytes, seconds: The figures of a complete copy, if the transport measured them."""
 
     job_id: int
     success: bool

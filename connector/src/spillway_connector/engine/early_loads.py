@@ -1,8 +1,8 @@
-"""A load that starts before all of its chunks are in the CPU tier: which can be copied now, and which never will be.
+"""A load that starts before all of its chunks are in the CPU tier.
 
-While the shared tier is still being read, rows that are filled can be copied to the device already; the load's job is
-then sent to the workers in pieces. The contract of a load holds: each piece consists of rows that are ready and pinned,
-the end is reported once, and a chunk that does not arrive is reported like one whose copy failed, and recomputed.
+While the shared tier is still being read, filled rows are already copied to the device: the load's job is sent to the
+workers in pieces. The contract of a load holds. Each piece consists of rows that are ready and pinned, the end is
+reported once, and a chunk that does not arrive is reported like one whose copy failed, so it is recomputed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class EarlyLoad:
     def __init__(
         self, context: ReqContext, keys: Sequence[OffloadKey], blocks: Sequence[int], first_block: int
     ) -> None:
-        """first_block: the logical index of the first of `blocks` within the request."""
-        assert len(keys) == len(blocks), "a load begins early only where a chunk is one block"
+        """first_block: The index within the request of the first of `blocks`."""
+        assert len(keys) == len(blocks), "a load begins early only if a chunk is one block"
         self.context = context
         self.keys, self.blocks, self.first_block = keys, blocks, first_block
         self._waiting = dict(zip(keys, range(len(keys)), strict=True))  # positions of those not sent yet
@@ -51,7 +51,7 @@ class EarlyLoad:
         self.closed = False  # the last piece has been sent
 
     def abandon(self, *, needed: bool) -> None:
-        """Send no further chunk. needed: the request still runs, and recomputes them. Idempotent."""
+        """Send no further chunk. Idempotent. `needed` tells whether the request still runs and recomputes them."""
         lost = list(self._waiting.values())
         if self._ending is not None:
             lost += self._ending.lost
@@ -59,9 +59,11 @@ class EarlyLoad:
         self._ending = Due([], lost if needed else [], last=True)
 
     def due(self, ready: AbstractSet[OffloadKey], resident: AbstractSet[OffloadKey]) -> Due | None:
-        """The next piece; None: nothing yet. Each position is returned once.
+        """Return the next piece, or None if there is none yet. Each position is returned once.
 
-        ready: chunks that may be read. resident: those and the ones that are still being written.
+        Args:
+            ready: The chunks that may be read.
+            resident: These, and the chunks that are still being written.
         """
         if self.closed:
             return None
@@ -71,7 +73,7 @@ class EarlyLoad:
         waiting = self._waiting
         lost: list[int] = []
         if not resident >= waiting.keys():
-            # Chunks behind one that was lost cannot be used.
+            # Chunks after a lost one cannot be used.
             end = min(position for key, position in waiting.items() if key not in resident)
             lost = [position for position in waiting.values() if position >= end]
             for position in lost:

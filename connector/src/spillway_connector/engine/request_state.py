@@ -25,7 +25,7 @@ class RequestFields(RequestOffloadState):
     touched_at = float("-inf")  # time.monotonic seconds
     counted_keys: Sequence[int] | None = None  # of each KV group, by manager.count_request
     prefix: Prefix | None = None  # the last answer, of models with one KV group
-    max_load_tokens: int | None = None  # of the request, where this vLLM has such a bound
+    max_load_tokens: int | None = None  # of the request, if this vLLM has such a bound
     has_adapter = False  # LoRA
     adapter: AdapterInstance | None = None
     identified = True  # the adapter's digest is known, and the keys are complete

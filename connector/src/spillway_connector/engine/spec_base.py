@@ -173,7 +173,7 @@ class SpecBase(OffloadingSpec):
         return self._manager
 
     def _create_tiers(self, view: memoryview) -> list[SecondaryTierManager]:
-        """None of them where the model's weights cannot be distinguished from others': the engine serves without."""
+        """Empty if the model's weights cannot be distinguished from others'. The engine then serves without them."""
         tiers: list[SecondaryTierManager] = []
         try:
             for config in self.secondary_tier_configs:

@@ -38,7 +38,7 @@ class StageFacts:
 def agree(own: StageFacts, num_stages: int, rows: Path) -> StageFacts:
     """The same answer in every process of a replica. rows: the CPU tier's file, which the workers have made.
 
-    Collective among the workers: each must call it. Raises ConfigError in the scheduler's process where the workers
+    Collective among the workers: each must call it. Raises ConfigError in the scheduler's process if the workers
     have left nothing.
     """
     if num_stages == 1:

@@ -1,8 +1,8 @@
 """What a request's `kv_transfer_params` may say: known members of a known form.
 
-Clients write them, also where no schema looks: `vllm_xargs: {"kv_transfer_params": ...}` may hold a string or a list.
-vLLM's scheduler and the connector halves read them on the scheduler's thread, where an exception ends the engine, so
-anything else is dropped before they do.
+Clients write them, and no schema checks all of them: `vllm_xargs: {"kv_transfer_params": ...}` may hold a string or a
+list. vLLM's scheduler and the connector halves read them on the scheduler's thread, where an exception ends the engine,
+so anything else is dropped before.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from spillway_connector.identity.model import (
 LOCAL_FORMATS = SAFETENSORS_FIRST | {"pt", "npcache", "sharded_state", "runai_streamer_sharded", "gguf"}
 # Fields of a model's configuration that name another model whose weights its class loads (vLLM: models/ultravox.py).
 SECONDARY_FIELDS = frozenset({"text_model_id", "audio_model_id"})
-# Fields of that form in models that vLLM does not bring: they count where what they name is there.
+# Fields of that form in models that vLLM does not bring: they count if what they name is there.
 _NAMES_A_MODEL = re.compile(r"model_(id|name|path|name_or_path)$")
 _REMEDY = (
     "load the model from a folder or a hub's cache, name the weights' version (weights_version: a text that changes "

@@ -2,7 +2,7 @@
 
 Which files vLLM opens depends on the load format and on the model's class: subfolders, further shards, projectors
 beside a GGUF file, `.pt` beside safetensors. So every file of the model's folder counts, but for what is known to
-change no KV. Where an operator names the version of the weights, that name and a sample of every tensor replace the
+change no KV. If an operator names the version of the weights, that name and a sample of every tensor replace the
 digest of all bytes.
 """
 
@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = (
     # Other frameworks' weights, which vLLM cannot read.
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.mlmodel", "*.tflite"),
 )
-# These formats load safetensors where there are any, and no model of vLLM opens PyTorch's files of this name then
+# These formats load safetensors if there are any, and no model of vLLM opens PyTorch's files of this name then
 # (test_weights_identity.py reads its sources).
 SAFETENSORS_FIRST = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer", "bitsandbytes"}
@@ -163,7 +163,7 @@ def adapter_digest(folder: Path) -> bytes:
 
 
 def cache_folders_of(folder: Path) -> tuple[Path, ...]:
-    """Where digests of a folder's files are cached: beside them or, where that is read-only, in the user's cache."""
+    """The folders that may cache digests of a folder's files: the folder itself, then the user's cache."""
     beside = folder if folder.is_dir() else folder.parent
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(caches):  # a user without a home

@@ -1,6 +1,6 @@
 """Memory that a tier reads into and writes from.
 
-Page aligned, which direct I/O needs, and on huge pages where the kernel has them. A block layer request is a list of
+Page aligned, which direct I/O needs, and on huge pages if the kernel has them. A block layer request is a list of
 physically contiguous segments, and drivers bound their number (virtio: 254). With 4 KiB pages 3 MiB are 768 segments
 and so several requests; with huge pages three segments and one request. Measured: see docs/benchmarks.md.
 """
@@ -18,7 +18,7 @@ HUGE_PAGE_BYTES = 2 << 20
 def transfer_buffer(size: int) -> memoryview:
     """``size`` bytes of private memory, flat and writable, with all pages allocated.
 
-    A size that is not a multiple of 2 MiB may take up to that much more. Where the kernel has no huge pages to give
+    A size that is not a multiple of 2 MiB may take up to that much more. If the kernel has no huge pages to give
     (none configured, or memory too fragmented) it is ordinary memory.
     """
     whole_bytes = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES

@@ -11,7 +11,7 @@ Layout, little-endian; the fixed part is 192 bytes, then zero padding up to ``he
         32    64  key, zero padded
         96     2  key_bytes
         98     2  part index
-       100     2  part count: 1 where the frame is the whole block, more where a block is stored as several values
+       100     2  part count: 1 if the frame is the whole block, more if a block is stored as several values
        102     2  zero
        104     8  payload_bytes, of this part
        112    16  xxh3_128 of the payload, canonical (big-endian) form

@@ -92,7 +92,7 @@ class StoredFrame:
 
     @property
     def age_reference_s(self) -> float | None:
-        """When its age begins: at its last use, or at its creation where uses are not recorded."""
+        """When its age begins: at its last use, or at its creation if uses are not recorded."""
         return self.used_s if self.used_s is not None else self.created_s
 
 

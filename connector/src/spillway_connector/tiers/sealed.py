@@ -1,7 +1,7 @@
 """Encryption at rest: a wrapper around any tier that seals payloads with AES-GCM before they leave this process.
 
 A sealed payload, which is what the wrapped tier stores in its frame; the ciphertext comes first so that it lies page
-aligned where the payload did:
+aligned if the payload did:
 
     ciphertext (payload_bytes) | tag (16) | nonce (12) | key check (4)
 
@@ -258,7 +258,7 @@ class SealedTier:
 
     @staticmethod
     def of(tier: Tier, namespace: SealedNamespace, payload_bytes: int, key: SealKey) -> SealedTier:
-        """As the constructor; one that follows sessions where ``tier`` does."""
+        """Wrap ``tier`` as the constructor does; the result follows sessions if ``tier`` does."""
         kind = SealedSessionTier if isinstance(tier, SessionTier) else SealedTier
         return kind(tier, namespace, payload_bytes, key)
 

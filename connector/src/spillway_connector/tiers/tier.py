@@ -75,7 +75,7 @@ class Tier(Protocol):
     @property
     def store_id(self) -> bytes | None:
         """8 bytes that are the same in every process whose entries this tier can read, and in no other; see
-        namespace.py. None until the store has been prepared, or where it has no name."""
+        namespace.py. None until the store has been prepared, or if it has no name."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class Tier(Protocol):
         ...
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """The block, where it can be copied from memory now; None: :meth:`load` it. Renews the entry's age. May block.
+        """The block, if it can be copied from memory now; None: :meth:`load` it. Renews the entry's age. May block.
 
         Raises what load raises, but TierCorrupt.
         """
@@ -143,7 +143,7 @@ class Tier(Protocol):
         """Write a frame around ``source`` (flat, ``payload_bytes`` long) unless the key is there already.
 
         All or nothing: readers never see a part. tenant: 8 bytes, written into the frame and counted against the
-        tenant's quota where the tier has one. Reading needs the key alone, which contains the tenant's salt.
+        tenant's quota if the tier has one. Reading needs the key alone, which contains the tenant's salt.
         Raises TierRefused, TierUnreachable, TierTimeout.
         """
         ...
@@ -204,7 +204,7 @@ class SessionTier(Tier, Protocol):
     ) -> StoreOutcome:
         """What :meth:`store` does, for a chunk of a session (SessionUse.session).
 
-        own_room: where room is short, only in place of a chunk of the same tenant that is used later; NOT_ADMITTED
-        where there is none.
+        own_room: if room is short, only in place of a chunk of the same tenant that is used later; NOT_ADMITTED
+        if there is none.
         """
         ...

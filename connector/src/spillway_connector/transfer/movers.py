@@ -42,7 +42,7 @@ from spillway_connector.transfer.stats import Operation, SkipReason
 _log = logging.getLogger(__name__)
 
 LOST_THREADS_MAX = 4  # lost at a time, in multiples of the threads; each keeps a bounce buffer until its call ends
-FAIR_SHARE = 0.5  # of a job's time: where the tier had less for an item, this process may have caused the timeout
+FAIR_SHARE = 0.5  # of a job's time: if the tier had less for an item, this process may have caused the timeout
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
 _LEFT = {StoreOutcome.PENDING: SkipReason.PENDING, StoreOutcome.NOT_ADMITTED: SkipReason.ADMISSION}
 _LOCAL_REASONS = (RefusedReason.RESOURCES, RefusedReason.CLOSED, RefusedReason.QUEUE_AGE, RefusedReason.BREAKER_OPEN)
@@ -200,7 +200,7 @@ class Movers:
     def kept_waiting(self, job: TransferJob, begun_at: float | None) -> bool:
         """Whether an item that is not done at its job's deadline waited here, and not for the tier.
 
-        So it is where the tier has answered others since the job came, and had too little time for this one. begun_at:
+        It is so if the tier has answered others since the job came, and had too little time for this one. begun_at:
         when a worker took the item; None: none has.
         """
         if self._answered_at[job.operation] <= job.queued_at:
@@ -384,7 +384,7 @@ class Movers:
     def _judge(self, item: TransferItem, error: Exception, begun_at: float) -> None:
         """Record a failure of the tier, unless this process caused it.
 
-        Raises TierRefused(QUEUE_AGE) where the item waited too long for a thread.
+        Raises TierRefused(QUEUE_AGE) if the item waited too long for a thread.
         """
         if isinstance(error, TierTimeout) and self.kept_waiting(item.job, begun_at):
             raise TierRefused(RefusedReason.QUEUE_AGE, "its deadline passed soon after a thread took it") from error

@@ -44,7 +44,7 @@ class SharedTier:
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
     padding is not. ``tier`` is closed by close(). ``room_bytes``: what it has room for, if that is known.
-    ``announcements``: given where anybody hears them. ``answered_requests``: requests whose lookup may return something
+    ``announcements``: given if anybody hears them. ``answered_requests``: requests whose lookup may return something
     else than PENDING now. ``counters``: for the scheduler thread.
     """
 

@@ -295,7 +295,7 @@ class ModelFleet:
     ) -> Lease:
         """Decide and count in one step. adapter: the LoRA adapter that the engine must have, or be able to load.
 
-        Raises NoEngineReady, naming the engines and what they answered, and ModelNotFound where none has the adapter
+        Raises NoEngineReady, naming the engines and what they answered, and ModelNotFound if none has the adapter
         any more.
         """
         lease = self.choose_unless_held(prompt, tried, only, session, adapter, turn=ColdTurn(urgent=True))

@@ -174,7 +174,7 @@ class LocalEngines:
         return any(engine in served.fleet.engines for served in self._served.values())
 
     def _admission(self, fleet: ModelFleet) -> Admission:
-        """Capacity in proportion to the ready engines; without any, requests wait for one where the model is scaled to
+        """Capacity in proportion to the ready engines; without any, requests wait for one if the model is scaled to
         zero, and else pass, so that routing refuses them."""
         each = self._config.admission.requests_per_engine_max
         engines = fleet.engines.values()

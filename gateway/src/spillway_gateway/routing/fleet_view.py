@@ -82,7 +82,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     busy_share: float = 0.0  # of prefill, over the last seconds; may exceed 1
     cpu_link_tokens: int = 0  # being loaded from the CPU tier by requests without a first byte
     shared_link_tokens: int = 0  # the same for the shared tier
-    store_wait_ms: float = 0.0  # of loads of all engines ahead at the shared tier's store, where that is the limit
+    store_wait_ms: float = 0.0  # of loads of all engines ahead at the shared tier's store, if that is the limit
     shared_busy_share: float = 0.0  # like busy_share, of the link or store that loads from the shared tier go through
     kv_usage: float = 0.0  # share of the device's KV cache taken by running requests; an estimate, may be outside 0..1
     kv_token_ms: float = 0.0  # time for which an average request takes one token's share of that cache; 0: unknown

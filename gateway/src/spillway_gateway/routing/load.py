@@ -5,7 +5,7 @@
 queue: uncached tokens already sent and not answered, less what the oldest of these prompts has computed by now, at the
 engine's prefill rate, plus a share per running request.
 link: tokens that other requests are loading from the same tier, at that tier's rate: on the engine's link, and at the
-store behind the shared tier where its rate is configured. Both queues drain at the same time, so a request that loads
+store behind the shared tier if its rate is configured. Both queues drain at the same time, so a request that loads
 waits for the longer of the two, and one that loads nothing waits for the first alone.
 displaced: the delay that this prompt causes to later requests. In an M/G/1 queue (Poisson arrivals, one server) a busy
 period that begins with x seconds of work lasts x / (1 - rho) seconds on average, where rho is the share of time for
@@ -26,7 +26,7 @@ A prefix that another engine computes at the moment, for a prompt of the same bu
 second time: a quarter of that work counts (REPEATED_SHARE). Otherwise each engine of an idle fleet would compute it,
 for prompts that differ in a few hundred tokens. So the first prompts of a burst go to one engine, and the next ones to
 another when the first one's queue is longer by a quarter of the prefix: none is later by more than that.
-adapter: what the engine takes to load the request's LoRA adapter, where it does not have it. So an engine that has it
+adapter: what the engine takes to load the request's LoRA adapter, if it does not have it. So an engine that has it
 is preferred until its queue is longer than such a load.
 Every term is a time, so there are no weights to tune, except that quarter.
 """

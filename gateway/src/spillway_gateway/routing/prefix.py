@@ -40,7 +40,7 @@ class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
     """A prompt as routing sees it: keys of its full blocks, in order, and its size in tokens.
 
     spread_key: for rendezvous hashing. other_keys: by tokens per block, keys for engines with another block size.
-    tokens: kept where an engine may be sent them (upstream/promotion_hints.py). text_tokens: None if the keys are of
+    tokens: kept if an engine may be sent them (upstream/promotion_hints.py). text_tokens: None if the keys are of
     token ids. Of a prompt matched by its text, the tokens that this text counts as; 0 if its size says nothing about
     the prompt's: it was cut, holds media, or is one of several.
     """

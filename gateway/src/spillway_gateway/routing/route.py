@@ -179,7 +179,7 @@ def _pick_unknown(
     request: RouteRequest, candidates: tuple[Candidate, ...], cheapest_ms: float, bounded_load_factor: float
 ) -> tuple[Candidate, RouteReason]:
     """No engine holds any of the prompt. The hash decides only among engines of equal cost, so no request waits for the
-    sake of its hash, and replicas of the gateway agree where they see equal load."""
+    sake of its hash, and replicas of the gateway agree if they see equal load."""
     tied = {
         candidate.engine.name: candidate for candidate in candidates if candidate.cost.total_ms <= cheapest_ms + TIE_MS
     }

@@ -193,8 +193,10 @@ class PromptTokenizer:
             yield text[begin:]
 
     def _pieces_of(self, segment: str) -> Iterator[str]:
-        """Cut where that changes no token. Ends early if there is no such place, with a piece cut at STEP_CHARS, whose
-        last tokens may differ from the text's."""
+        """Cut the segment at places that change no token.
+
+        If there is no such place, the last piece is cut at STEP_CHARS, and its last tokens may differ from the text's.
+        """
         begin = 0
         while len(segment) - begin > 2 * STEP_CHARS:
             end = self._cut_of(segment, begin + STEP_CHARS)

@@ -1,4 +1,4 @@
-"""Names and values of span attributes: OpenTelemetry's semantic conventions for HTTP and generative AI where they have
+"""Names and values of span attributes: OpenTelemetry's semantic conventions for HTTP and generative AI if they have
 one, `spillway.` otherwise. No text of prompts or replies, and no tenant.
 """
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from spillway_engine.extra_arguments import argument_name, argument_value
 
 _GIB = 1 << 30
-# vLLM's own default, which it takes from shared memory where the cache's type is shm.
+# vLLM's own default, which it takes from shared memory if the cache's type is shm.
 DEFAULT_IMAGE_CACHE_GIB = 4.0
 
 

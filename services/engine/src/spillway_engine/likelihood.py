@@ -84,7 +84,7 @@ class Expected:
 
 
 def shuffled(text: str) -> str:
-    """The same words in another order, the same one each time; characters where there are few words, as in Chinese."""
+    """The same words in another order, the same one each time; characters if there are few words, as in Chinese."""
     words = text.split()
     units, space = (words, " ") if len(words) >= WORDS_MIN else (list(text.strip()), "")
     random.Random(0).shuffle(units)  # noqa: S311  a fixed order, no secret

@@ -50,7 +50,7 @@ def check_lora(lora: LoraSettings, served_name: str, names: SettingNames) -> Non
             raise SettingsError(f"{given} is no absolute folder; give the folder in which adapters lie by their names")
         if not lora.runtime_updating:
             raise SettingsError(
-                f"{names.name('lora.resolverFolder')}: vLLM loads adapters by name only where they may change while it "
+                f"{names.name('lora.resolverFolder')}: vLLM loads adapters by name only if they may change while it "
                 f"runs; set {names.name('lora.runtimeUpdating')}: true"
             )
     if lora.max_in_memory is not None and lora.max_in_memory < lora.max_active:

@@ -164,7 +164,7 @@ def _cpu_chunks(settings: EngineSettings, row_bytes: int) -> int:
 
 
 def _index_bytes(settings: EngineSettings, row_bytes: int) -> int:
-    """0 without slabs, and where only the file system bounds them: its size is not known here."""
+    """0 without slabs, and if only the file system bounds them, because its size is not known here."""
     tier = settings.offload.shared_tier
     if not settings.offload.enabled or tier.type != "nvme" or tier.nvme.mode == "files" or not tier.nvme.max_bytes:
         return 0

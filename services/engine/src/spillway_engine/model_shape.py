@@ -23,7 +23,7 @@ KV_DTYPE_BYTES = {
 }
 # Of a layer's number of experts in a config.json, as vLLM reads it (transformers_utils/model_arch_config_convertor.py).
 EXPERT_NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-# What a config.json leaves out where it is transformers' default: the layers with a window, and Gemma 3's heads.
+# What a config.json leaves out if it is transformers' default: the layers with a window, and Gemma 3's heads.
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"sliding_window_pattern": 2},
     "gemma3_text": {
@@ -61,7 +61,7 @@ class ModelShape:
         """Layers of one KV group: what a device block, and so a row of the CPU tier, holds.
 
         vLLM makes groups of one size out of layers of two kinds (v1/core/kv_cache_utils.py:
-        _get_kv_cache_groups_uniform_page_size): of the smaller kind's, or of the larger's where it is less than half as
+        _get_kv_cache_groups_uniform_page_size): of the smaller kind's, or of the larger's if it is less than half as
         large again.
         """
         kinds = self._layers_by_kind

@@ -2,7 +2,7 @@
 
 Log-probabilities of fixed text are measured through the server's own application (tokenizer, scheduler, kernels,
 sampler) and compared with a reference, or with bounds that no healthy model breaks. A greedy answer is no measure:
-where two tokens are nearly as likely, rounding decides between them, and a healthy engine answers otherwise.
+if two tokens are nearly as likely, rounding decides between them, and a healthy engine answers otherwise.
 
 vLLM reads no prefix cache for a request with `prompt_logprobs`, and a cache salt of its own keeps every request from
 meeting the KV of another one.

@@ -88,7 +88,7 @@ class EngineSettings(CamelSection, frozen=True):
     # Hosts that vLLM fetches media of prompts from; empty: any host.
     allowed_media_domains: tuple[MediaDomain, ...] = ()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    # Where driver, CANN or torch_npu do not fit the image's vllm-ascend.
+    # For a driver, CANN or torch_npu that does not fit the image's vllm-ascend.
     version_check: Literal["refuse", "warn"] = "refuse"
     cpu_binding: Literal["on", "off"] | None = None  # of vllm-ascend; None: it decides
     kv_events: KvEventsSettings = KvEventsSettings()
@@ -214,7 +214,7 @@ def _check_data_parallel(settings: EngineSettings) -> None:
     for key in _changes_of_steps(offload):
         raise SettingsError(
             f"{names.given(key, 'on')} changes the steps of one rank, but the ranks of {given} step together "
-            f"where the model is a mixture of experts; set {names.given(key, 'off')} or {one}"
+            f"if the model is a mixture of experts; set {names.given(key, 'off')} or {one}"
         )
     if settings.kv_transfer is not None:
         raise SettingsError(

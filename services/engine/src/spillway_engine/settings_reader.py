@@ -61,7 +61,7 @@ def read_settings(kind: type[Settings], tree: object, names: SettingNames = PLAI
 
 
 def _native_key(path: str, names: SettingNames) -> str | None:
-    """What to write instead of a key of vLLM's own offload connectors, where the one at `path` is such a key."""
+    """What to write instead of a key of vLLM's own offload connectors, if the one at `path` is such a key."""
     section, _, key = path.rpartition(".")
     return (
         native_key_answer(key, lambda field: names.name(f"offload.{chart_key(field)}"))
@@ -92,7 +92,7 @@ def _placed(tree: Mapping[str, Any], path: list[str], value: Any, override: str)
 
 
 def _as_meant(node: types.Type, value: Any) -> Any:
-    """What YAML guesses, undone where the type says otherwise: text may look like a number (`extraArgs: [--seed, 8]`),
+    """What YAML guesses, undone if the type says otherwise: text may look like a number (`extraArgs: [--seed, 8]`),
     `on` and `off` are words, and a section whose keys are all commented out is empty and not null."""
     if isinstance(node, types.Metadata):
         return _as_meant(node.type, value)

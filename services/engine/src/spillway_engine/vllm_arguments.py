@@ -115,7 +115,7 @@ def cpu_thread_environment(settings: EngineSettings, machine: Machine) -> dict[s
     none on two cores. A 2,048-token prompt of SmolLM2-135M in bfloat16 on two cores, another engine idle beside it,
     medians of 7: auto 4.3 s, unbound threads 2.4 s, bound to both cores 2.2 s.
 
-    `auto` also wants a NUMA node for each worker, and vLLM a list of cores for each where it is not `auto`. Workers of
+    `auto` also wants a NUMA node for each worker, and vLLM a list of cores for each if it is not `auto`. Workers of
     one engine core compute at the same time, so they share its cores out; on a small machine every data parallel rank
     has all of them, elsewhere a part of its own.
     """
@@ -133,7 +133,7 @@ def cpu_thread_environment(settings: EngineSettings, machine: Machine) -> dict[s
 
 
 def _shares(cores: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """As many consecutive runs of equal length; all cores in each where there are fewer than parts."""
+    """As many consecutive runs of equal length; all cores in each if there are fewer than parts."""
     length = len(cores) // parts
     return [cores[at * length : (at + 1) * length] if length else cores for at in range(parts)]
 

@@ -47,7 +47,7 @@ class CudaPaths:
 
 
 def choose_cuda_paths(table: CopyTable, mode: str, batch_version: int | None) -> CudaPaths:
-    """mode: batch_memcpy's auto, on or off. Raises ConfigError for `on` where the driver has no batched copy."""
+    """mode: batch_memcpy's auto, on or off. Raises ConfigError for `on` if the driver has no batched copy."""
     if mode == "off":
         return CudaPaths(table, batch=False, staged=False, reason="batch_memcpy: off")
     if batch_version is None:

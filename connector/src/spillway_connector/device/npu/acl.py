@@ -121,7 +121,7 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What to copy where: addresses and lengths, shape (n,) int64 each, contiguous."""
+    """What to copy and to where: addresses and lengths, shape (n,) int64 each, contiguous."""
 
     targets: Addresses
     sources: Addresses
@@ -279,7 +279,7 @@ class Acl:
         self._call("aclrtDestroyStream", stream)
 
     def discard_stream(self, stream: int) -> None:
-        """Abort queued work where the runtime can, and destroy the stream; otherwise wait for it."""
+        """Abort queued work if the runtime can, else wait for it, and destroy the stream."""
         if self.has("aclrtStreamAbort"):
             try:
                 self._call("aclrtStreamAbort", stream)

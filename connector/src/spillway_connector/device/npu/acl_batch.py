@@ -44,7 +44,7 @@ class CopyPath:
 def choose_copy_path(acl: Acl, mode: str, device: int) -> CopyPath:
     """mode: batch_memcpy's auto, on or off. The calling thread has set `device`.
 
-    Raises ConfigError for `on` where a batch cannot work: the symbol is missing, the version too old, or the
+    Raises ConfigError for `on` if a batch cannot work: the symbol is missing, the version too old, or the
     device refuses.
     """
     if mode == "off":

@@ -27,7 +27,7 @@ from spillway_connector.errors import DeviceCopyError
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.0005  # between queries where the runtime cannot wait for an event with a deadline
+_POLL_SECONDS = 0.0005  # between queries if the runtime cannot wait for an event with a deadline
 
 
 class NpuCopier(StreamCopier):

@@ -72,7 +72,7 @@ def with_header(frame: StoredFrame, header: FrameHeader | Damage, *, namespace: 
 
 
 class FramePayloads:
-    """Reads whole frames and proves them, with direct I/O where the file system takes it: what is on the disk is to be
+    """Reads whole frames and proves them, with direct I/O if the file system takes it: what is on the disk is to be
     proven, and engines need the page cache. Keeps one buffer, as large as needed. Not safe from several threads."""
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ def supports_direct(directory: Path, depth: int = 1) -> bool:
 
 
 def enable_direct(descriptor: int) -> None:
-    """Use direct I/O from now on, where the file system takes it."""
+    """Use direct I/O from now on, if the file system takes it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
@@ -151,9 +151,9 @@ class _Turns:
 class FrameFiles:
     """Reads and writes files of the form: header page, payload, zero padding to a whole page.
 
-    payload_bytes: of every frame. direct: use O_DIRECT; set by the tier where supports_direct is true, and cleared for
+    payload_bytes: of every frame. direct: use O_DIRECT; set by the tier if supports_direct is true, and cleared for
     good by the first EINVAL. page_cache: beside it, leave frames in the page cache while memory is idle, and read those
-    that lie there; set by the tier where supports_page_cache is true. wall_clock: of the frames' ages.
+    that lie there; set by the tier if supports_page_cache is true. wall_clock: of the frames' ages.
     transfers_at_once: of each direction, for any number of threads. Safe from several threads.
     """
 
@@ -313,7 +313,7 @@ class FrameFiles:
                 views[0] = views[0][moved:]
 
     def direct_flag(self, payload: memoryview) -> int:
-        """O_DIRECT where the file system takes it and ``payload`` lies on a page boundary, else 0."""
+        """O_DIRECT if the file system takes it and ``payload`` lies on a page boundary, else 0."""
         aligned = np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES == 0 if payload.nbytes else False
         return os.O_DIRECT if self.direct and aligned else 0
 

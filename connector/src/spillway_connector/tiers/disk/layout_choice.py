@@ -34,7 +34,7 @@ def suitable_mode(root: Path, mounts: Path = _MOUNTS) -> Choice:
     """The layout that ``auto`` selects for ``root``, which need not exist yet. Raises nothing.
 
     Files on shared file systems, without access to the directory, which may be unreachable and block. Elsewhere a
-    directory that holds frames keeps their layout; a new one gets slabs where the file system is known to belong to one
+    directory that holds frames keeps their layout; a new one gets slabs if the file system is known to belong to one
     node, files otherwise.
     """
     mountinfo = _read(mounts)

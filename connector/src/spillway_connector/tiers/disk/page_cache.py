@@ -45,7 +45,7 @@ def is_cached(descriptor: int, offset: int, size: int) -> bool:
 
 
 def read_cached(descriptor: int, offset: int, views: Sequence[memoryview]) -> bool:
-    """Fill ``views`` from the page cache; False, and they are undefined, where a page is missing.
+    """Fill ``views`` from the page cache; False, and they are undefined, if a page is missing.
 
     Does not wait for the disk. To be called right after :func:`is_cached` has said yes.
     """

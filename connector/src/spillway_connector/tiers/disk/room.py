@@ -19,6 +19,6 @@ def file_system_share(root: Path, used_bytes: int) -> int:
 
 
 def limit_bytes(root: Path, used_bytes: int, max_bytes: int | None) -> int:
-    """The smaller of the configured bound ``max_bytes``, where there is one, and the file system share. OSError."""
+    """The smaller of the configured bound ``max_bytes``, if there is one, and the file system share. OSError."""
     share_bytes = file_system_share(root, used_bytes)
     return share_bytes if max_bytes is None else min(max_bytes, share_bytes)

@@ -49,7 +49,7 @@ def folders_in(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
 
 
 def make_root(root: Path) -> None:
-    """Make the directory, but not the one it lies in: where that is missing, nothing is mounted or the path is wrong.
+    """Make the directory, but not the one it lies in: if that is missing, nothing is mounted or the path is wrong.
 
     Raises TierUnreachable(ROOT_MISSING), OSError.
     """
@@ -116,7 +116,7 @@ class NamespaceDocument:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Check the document where the directory cannot be written to; damage is logged.
+        """Check the document if the directory cannot be written to; damage is logged.
 
         Raises TierRefused(NAMESPACE), OSError.
         """

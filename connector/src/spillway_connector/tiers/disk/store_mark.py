@@ -24,7 +24,7 @@ _MARK = re.compile(rb"[0-9a-f]{32}")
 
 
 class StoreMark:
-    """``value``: 32 hex digits, drawn once for the directory; None before :meth:`share`, or where neither reading nor
+    """``value``: 32 hex digits, drawn once for the directory; None before :meth:`share`, or if neither reading nor
     writing it succeeded."""
 
     def __init__(self, root: Path) -> None:

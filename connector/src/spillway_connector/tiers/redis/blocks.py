@@ -15,7 +15,7 @@ class StoredBlock:
     """One block, described from its headers; its payload was not read.
 
     payload_bytes: of all stripes together, 0 if it is unknown. ttl_ms: None if it never expires.
-    damage: why the headers cannot be trusted. Where the commit record is damaged, tenant, payload, time and stripes are
+    damage: why the headers cannot be trusted. If the commit record is damaged, tenant, payload, time and stripes are
     those of an empty block; after such a block is removed, its other stripes expire.
     """
 

@@ -11,7 +11,7 @@ from spillway_connector.tiers.redis.client.errors import ProtocolError, shown
 
 
 def read_info(connection: RedisConnection, section: bytes, deadline: float) -> dict[str, Any]:
-    """The fields of one section. Raises TierRefused, for one where the login may not ask."""
+    """The fields of one section. Raises TierRefused, for example if the login may not ask."""
     reply = connection.command(b"INFO", section, deadline=deadline)
     if not isinstance(reply, bytes):
         raise ProtocolError(f"{connection.endpoint}: INFO was answered with {shown(reply)}")

@@ -44,7 +44,7 @@ _RELEASE_RULES = (
 def findings(given: Mapping[str, Any], cluster: Cluster) -> list[Finding]:
     """Everything that is wrong with the values; empty: they are right.
 
-    Where keys, types or sizes are wrong, these are all there is: nothing can be concluded from such values.
+    If keys, types or sizes are wrong, only these are yielded: nothing can be concluded from such values.
 
     Args:
         given: what was written over the chart's defaults; null removes a default.

@@ -195,7 +195,7 @@ def _resolver(group: Group) -> Iterator[Finding]:
     if not lora.runtime_updating:
         yield Finding(
             f"{path}.resolverFolder",
-            "vLLM loads adapters by name only where they may change at run time",
+            "vLLM loads adapters by name only if they may change at run time",
             "set lora.runtimeUpdating: true",
         )
     if not lora.resolver_names:
@@ -313,7 +313,7 @@ def _data_parallel(group: Group) -> Iterator[Finding]:
         if on_off(getattr(engine.offload, field)) == "on":
             yield Finding(
                 f"{path}.offload.{key}",
-                f"on changes the steps of one rank, but the ranks of dataParallelSize: {cores} step together where the "
+                f"on changes the steps of one rank, but the ranks of dataParallelSize: {cores} step together if the "
                 "model is a mixture of experts",
                 "set it to off, or dataParallelSize: 1",
             )

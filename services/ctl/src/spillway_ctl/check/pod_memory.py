@@ -129,7 +129,7 @@ def _dtypes(engine: Engine, checkpoint: str, on_cpu: bool) -> tuple[str, str]:
     """The dtypes of the weights and of the KV cache."""
     dtype = str(engine.model.dtype)
     if dtype == "auto":
-        # A CPU engine takes bfloat16 where the core has it: reckon with the larger.
+        # A CPU engine takes bfloat16 if the core has it: reckon with the larger.
         dtype = "float32" if on_cpu else checkpoint if checkpoint in ("bfloat16", "float16") else "bfloat16"
     kv_dtype = str(engine.model.kv_cache_dtype)
     return dtype, dtype if kv_dtype == "auto" else kv_dtype
@@ -194,7 +194,7 @@ def _tier_fitting(key: str, row: int, free: int) -> str:
 
 
 def _index(engine: Engine, row: int) -> int:
-    """What an engine core's copies of the index of slabs take, where the values bound the tier."""
+    """What an engine core's copies of the index of slabs take, if the values bound the tier."""
     tier = engine.offload.shared_tier
     if not engine.offload.enabled or tier.type != "nvme" or tier.nvme.mode == "files":
         return 0

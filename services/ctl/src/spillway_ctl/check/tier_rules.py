@@ -92,7 +92,7 @@ def _key_id(group: Group, at: str) -> Iterator[Finding]:
             "dashes and underscores, never the key itself) needed",
             "correct it",
         )
-    # A key that is named but not used would store blocks in the clear where the operator expects them sealed.
+    # A key that is named but not used would store blocks in the clear although the operator expects them sealed.
     if not encryption.enabled and (key_id or encryption.key_secret_name):
         given = f"keyId: {key_id if is_public else '***'}" if key_id else f"keySecretName: {encryption.key_secret_name}"
         yield Finding(

@@ -62,7 +62,7 @@ def global_settings(given: Mapping[str, Any], cluster: Cluster) -> Iterator[Find
 
 
 def missing_defaults(tree: Mapping[str, Any]) -> Iterator[Finding]:
-    """What null took away although nothing stands in for it, where the schema lets null be."""
+    """What null took away without a replacement, if the schema allows null."""
     for path, keys in needed_settings().items():
         section: Any = tree
         for step in filter(None, path.split(".")):

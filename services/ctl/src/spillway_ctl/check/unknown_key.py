@@ -148,7 +148,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     },
 }
 _CLOSE = 0.72  # of difflib: rarely another word
-_SETTINGS_OF_A_LEVEL = 0.5  # so many of a map's keys are settings at the root where it is a wrapper chart's level
+_SETTINGS_OF_A_LEVEL = 0.5  # so many of a map's keys are settings at the root if it is a wrapper chart's level
 _KEYS_SHOWN = 12
 
 

@@ -2,7 +2,7 @@
 
 Runs the probe, then three engines one after the other: without offload, with batched copies, and with a copy call for
 each piece. Each answers the same prompts twice and holds the same conversations. Writes one JSON file; the exit status
-is 0 where its verdict is `passed`, 1 where it is `failed`, 2 where nothing could be run.
+is 0 if its verdict is `passed`, 1 if it is `failed`, 2 if nothing could be run.
 """
 
 from __future__ import annotations

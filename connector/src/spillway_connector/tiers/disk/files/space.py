@@ -161,7 +161,7 @@ class Space:
                 clear_the_place(path, FRAME_DEPTH)
 
     def remove_unused(self, path: str, mtime_ns: int, reason: EvictionReason, deadline: float) -> int | None:
-        """Remove a frame unless it was used since ``mtime_ns``: then None. Returns its bytes, 0 where it had gone."""
+        """Remove a frame unless it was used since ``mtime_ns``: then None. Returns its bytes, 0 if it had gone."""
         with self._ledger.locked(deadline) as balance:
             return self._unlink_unused(balance, path, mtime_ns, reason)
 

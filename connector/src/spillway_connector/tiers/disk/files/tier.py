@@ -3,7 +3,7 @@
     ROOT/space.ledger                         how full the directory is (ledger.py)
     ROOT/clock.<boot>                         clock of the frames' ages on one node (clock.py)
     ROOT/store                                which directory this is (store_mark.py)
-    ROOT/tenants/<tenant>/                    frames by tenant, where there are quotas (quota.py)
+    ROOT/tenants/<tenant>/                    frames by tenant, if there are quotas (quota.py)
     ROOT/<namespace hex>/namespace.json       the namespace document in full
     ROOT/<namespace hex>/partial/             files being written
     ROOT/<namespace hex>/ab/cd/<key hex>.kv   frames; ab and cd are the key's first two bytes
@@ -56,7 +56,7 @@ from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 SCAN_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
-SCAN_SECONDS_MIN = 30.0  # scans come sooner where frames expire sooner, but not sooner than this
+SCAN_SECONDS_MIN = 30.0  # frames that expire sooner are scanned sooner, but not sooner than this
 MAINTENANCE_DEADLINE_SECONDS = 60.0
 IDLE_SECONDS = 10.0  # between maintenance rounds while no stores arrive
 _LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another process evicts its last frame
@@ -274,7 +274,7 @@ class FileTier:
         self._maintenance.start()
 
     def _prepare_for_reading(self, deadline: float) -> None:
-        """Prepare; where only writing is refused (a read-only mount) reading continues."""
+        """Prepare. If only writing is refused (a read-only mount), reading continues."""
         try:
             self.prepare(deadline)
         except TierRefused as refused:

@@ -36,7 +36,7 @@ def place(offset: int, item_bytes: int) -> int:
 
 
 class ChangeLog:
-    """The ring at ``path``. writable: whether it is made where it is missing."""
+    """The ring at ``path``. writable: whether it is made if it is missing."""
 
     def __init__(self, path: Path, shape: PoolShape, *, writable: bool, owners_checked: bool = True) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class ChangeLog:
             self._descriptor = None
 
     def renew(self) -> None:
-        """Under the root's lock: make the ring again where it was removed or damaged."""
+        """Under the root's lock: make the ring again if it was removed or damaged."""
         if not self._writable:
             return
         try:

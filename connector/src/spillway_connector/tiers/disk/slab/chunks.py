@@ -69,7 +69,7 @@ class Chunks:
     def read(self, slot: int, epoch: int, target: memoryview, deadline: float) -> memoryview:
         """One frame into ``target``; returns its header page, valid until this thread's next call. Not verified.
 
-        Raises TierCorrupt (SHORT, LENGTH) where the file has another size, OSError (FileNotFoundError: the chunk has
+        Raises TierCorrupt (SHORT, LENGTH) if the file has another size, OSError (FileNotFoundError: the chunk has
         gone), TierTimeout.
         """
         file = self._file(self._shape.chunk_of(slot), epoch, self._files.direct_flag(target))
@@ -78,7 +78,7 @@ class Chunks:
         return self._files.read_at(file.descriptor, offset, target, deadline)
 
     def cached(self, slot: int, epoch: int) -> CachedFrame | None:
-        """The frame in a slot, where all of it lies in the page cache now. Raises as :meth:`read` does."""
+        """The frame in a slot, if all of it lies in the page cache now. Raises as :meth:`read` does."""
         file = self._file(self._shape.chunk_of(slot), epoch, 0)
         self._check_size(file, slot)
         offset = self._shape.offset_of(slot)
@@ -165,7 +165,7 @@ class Chunks:
 
 
 def chunks_on_disk(folder: Path) -> dict[int, tuple[int, int]]:
-    """Epoch and size of every chunk in ``folder``, the newest where there are two. Raises OSError.
+    """Epoch and size of every chunk in ``folder``, the newest if there are two. Raises OSError.
 
     What has the name of a chunk and is no file, or one with a second name, is none.
     """

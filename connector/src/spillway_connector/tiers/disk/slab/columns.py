@@ -177,7 +177,7 @@ class Columns:
         return self._places[name][2][0]
 
     def fresh(self, name: str, position: int) -> int:
-        """One element as it is in the file: others count hits without the lock. As in the copy, where it fails."""
+        """One element as the file has it, because others count hits without the lock; else as the copy has it."""
         view = self._places[name][2]
         with suppress(OSError):
             found = self.in_file(name, position)

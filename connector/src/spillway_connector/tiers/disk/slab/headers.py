@@ -103,7 +103,7 @@ class HeaderTable:
         return self._open() is not None
 
     def read_chunk(self, chunk: int) -> npt.NDArray[np.uint8]:
-        """The headers of a chunk, (slots, 192), zeros where a record is absent or damaged. Raises OSError."""
+        """The headers of a chunk, (slots, 192), zeros if a record is absent or damaged. Raises OSError."""
         descriptor = self._open()
         raw = np.zeros((self._shape.slots_per_chunk, RECORD_BYTES), np.uint8)
         view, at = memoryview(raw.reshape(-1).data), 0

@@ -113,7 +113,7 @@ class SlabInspector:
         return frames, stored_bytes, disk_bytes
 
     def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:
-        """An index holds half of a namespace's digest: where no document has the rest, headers are read in any case."""
+        """An index holds half of a namespace's digest: if no document has the rest, headers are read in any case."""
         names = {found.digest[:8]: found.digest for found in namespaces_below(self._root)}
         for folder in self._pools():
             found = self._walk(folder, names, namespace_prefix)

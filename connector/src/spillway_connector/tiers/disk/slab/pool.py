@@ -107,7 +107,7 @@ class SlabPool:
             self._prepare_lock.release()
 
     def readable(self, deadline: float) -> Pool | None:
-        """Like :meth:`writable`, but where only writing is refused (a read-only mount) readers go on; None: no pool."""
+        """Like :meth:`writable`, but if only writing is refused (a read-only mount), readers go on; None: no pool."""
         if self._clock() >= self._read_only_until:
             try:
                 return self.writable(deadline)
@@ -242,7 +242,7 @@ class SlabPool:
         return index
 
     def _enlarged(self, index: SlabIndex, wanted: PoolShape | None, room: Room) -> SlabIndex:
-        """The index, or one of more chunks in its place where the bound has been raised a good deal."""
+        """The index, or one of more chunks in its place if the bound has been raised a good deal."""
         chunks = 0 if wanted is None else min(wanted.slots // index.shape.slots_per_chunk, 999_999)
         if chunks <= index.shape.chunks * 5 // 4:
             return index

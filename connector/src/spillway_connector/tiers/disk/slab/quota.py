@@ -19,7 +19,7 @@ from spillway_connector.tiers.disk.slab.policy import FREE, tenant_victim
 
 Evict = Callable[[SlabIndex, int], None]
 Choose = Callable[[SlabIndex, int], int | None]
-"""Which entry of a tenant leaves for its next one; None where it has none."""
+"""Which entry of a tenant leaves for its next one; None if it has none."""
 
 
 def oldest_of(index: SlabIndex, tenant: int) -> int | None:

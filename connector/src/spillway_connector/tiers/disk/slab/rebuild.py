@@ -1,6 +1,6 @@
 """Rebuilding an index from the frames' headers, when the index file is lost, damaged or of an older version.
 
-The header table has them side by side (headers.py); where it is lost as well, they are read from the slots.
+The header table has them side by side (headers.py); if it is lost as well, they are read from the slots.
 
 Headers are not verified here; each frame is verified in full when it is loaded, like any other.
 """
@@ -51,7 +51,7 @@ def plan_from_chunks(slot_bytes: int, chunks: dict[int, tuple[int, int]], wanted
 
 
 def rebuild(folder: Path, shape: PoolShape, now_s: int) -> SlabIndex:
-    """A new index in ``folder`` of all frames in its chunks; where two hold one key the younger counts.
+    """A new index in ``folder`` of all frames in its chunks; if two hold one key, the younger counts.
 
     now_s: of the clock of ages; no entry becomes younger. The index does not have its name yet, its header table does.
     Raises OSError.
@@ -120,7 +120,7 @@ def _found(headers: npt.NDArray[np.uint8], first_slot: int, slot_bytes: int) -> 
 
 
 def _headers(path: Path, shape: PoolShape) -> npt.NDArray[np.uint8]:
-    """The first 192 bytes of every slot of a chunk, (slots, 192), zeros where the file has ended.
+    """The first 192 bytes of every slot of a chunk, (slots, 192), zeros after the end of the file.
 
     The kernel is advised well ahead which pages will be read, so the disk serves many at once while two threads collect
     them; more threads would only contend for the GIL.

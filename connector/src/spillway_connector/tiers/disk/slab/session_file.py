@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 USES_MAX = 1024  # noted and not taken in yet; the oldest are lost
 USES_AT_ONCE = 64  # taken in at once, each in a millisecond at most: bounds the time the lock is held
-OFF_SECONDS = 60  # without sessions, where their file cannot be made or changed
+OFF_SECONDS = 60  # without sessions, if their file cannot be made or changed
 
 
 def create_sessions(folder: Path, shape: PoolShape) -> None:

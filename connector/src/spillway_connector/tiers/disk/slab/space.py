@@ -212,7 +212,7 @@ class SlabSpace:
     def drop_stalest(self, than_s: int | None, also: Pool | None = None) -> int:
         """Drop the chunk that has gone unused for longest, if its last use was before ``than_s``; None: in any case.
 
-        Of other pools, and of ``also`` where that is given. Returns its bytes, 0 for none. Under the lock.
+        The chunk is one of other pools, or of ``also`` if given. Returns its bytes, 0 for none. Under the lock.
         """
         pools = [] if also is None else [also]
         for folder in pool_folders(self._root):

@@ -96,7 +96,7 @@ class SlabTier:
     file system can give. ttl_seconds: how long an entry stays without being used, by the node's clock (clock.py); None
     for ever. tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the
     tenant's oldest entries are evicted. transfers_at_once: concurrent reads, and as many writes, for any number of
-    threads. page_cache: leave frames in the page cache while memory is idle, where the kernel can tell what lies there
+    threads. page_cache: leave frames in the page cache while memory is idle, if the kernel can tell what lies there
     (Linux 6.5); without, all transfers are direct. The directory is not touched before the first operation.
     """
 
@@ -203,7 +203,7 @@ class SlabTier:
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
         """From the copy of the index. A pool that another process replaced a moment ago is seen late.
 
-        None before the directory has been prepared, and where so much was changed that all of the index has to be read.
+        None before the directory has been prepared, and if so much was changed that all of the index has to be read.
         """
         pool = self._pool.last_used()
         if self._closed or pool is None:

@@ -21,7 +21,7 @@ from spillway_connector.tiers.tier import Clock
 
 REPLY_BYTES_MAX = 4 * 1024 * 1024  # that redis-py's parser may take in for one exchange; values do not pass through it
 STRETCH_BYTES = 1024 * 1024  # of one read within a value: who gets it then finds it in the processor's caches
-BULK_BYTES = 512 * 1024  # where at least so many are missing from a value, a wait ends once they are there
+BULK_BYTES = 512 * 1024  # if at least so many are missing from a value, a wait ends once they are there
 _STEP_BYTES = 512  # of one read while the length of a value is expected: the start of the value in it is copied
 _LINE_BYTES_MAX = 64 * 1024
 _POLL_SECONDS_MAX = 86_400.0  # poll(2) takes milliseconds in 31 bits
@@ -30,7 +30,7 @@ _CONNECT_DEADLINE: ContextVar[float] = ContextVar("connect_deadline")
 
 
 class connect_by:
-    """Within it, what redis-py connects, and whom it asks where to, ends at ``deadline``.
+    """Return a context in which redis-py's connecting, and its name lookups, end at ``deadline``.
 
     Used like a function; as a generator it would take 1 us more for each use of a connection.
     """
@@ -116,7 +116,7 @@ class DeadlineSocket:
                 rest[0] = rest[0].behind(sent)
 
     def bulk_length(self) -> int | None:
-        """The length of the bulk string that comes next; None, and nothing is consumed, where another reply comes."""
+        """The length of the bulk string that comes next; None, and nothing is consumed, if another reply comes."""
         while (end := self.unread.find(b"\r\n")) < 0:
             if len(self.unread) > _LINE_BYTES_MAX or self.unread[:1] not in (bytearray(), b"$"):
                 return None
@@ -243,8 +243,9 @@ class DeadlineSocket:
         self._in_bulk = wanted
 
     def _wait(self, error: Exception, event: int, doing: str) -> None:
-        """Wait until what failed with ``error`` may be tried again; ``event``: where it does not say for what.
+        """Wait until the operation that failed with ``error`` may be tried again.
 
+        If the error does not tell what to wait for, wait for ``event``.
         TLS may have to read in order to write, and the reverse.
         """
         if isinstance(error, ssl.SSLWantReadError):

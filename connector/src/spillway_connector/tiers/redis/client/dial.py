@@ -88,7 +88,7 @@ def _race(
 
 
 def _begin(attempts: selectors.BaseSelector, address: SocketAddress) -> int:
-    """Begin to connect. Returns the error number where that fails at once, else 0."""
+    """Begin to connect. Returns the error number if that fails at once, else 0."""
     family, kind, protocol, where = address
     try:
         plain = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)

@@ -43,7 +43,7 @@ class RedisEndpoint:
 
     seeds: for Sentinel the sentinels, for Cluster some of its nodes; ``host`` and ``port`` are the first of them.
     password_file: read for every connection, so that a rotated password needs no restart; overrides ``password``.
-    tls_certificate_file, tls_key_file: the client's, where the server requests a certificate.
+    tls_certificate_file, tls_key_file: the client's, if the server requests a certificate.
     """
 
     host: str = "127.0.0.1"

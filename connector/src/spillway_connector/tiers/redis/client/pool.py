@@ -58,7 +58,7 @@ class RedisPool(ConnectionPool):
         """Run ``operation`` on a pooled connection; once more on a fresh one if an idle one turns out to be stale.
 
         All operations here are idempotent. At most two attempts, within the one deadline.
-        connect_deadline: for establishing a connection, where time is to be left for another server.
+        connect_deadline: for establishing a connection, if time is to be left for another server.
         brief: it moves few bytes.
         """
         slot = self._slot(brief, deadline)
@@ -138,7 +138,7 @@ class RedisPool(ConnectionPool):
 
 
 class SentinelPool(RedisPool, SentinelConnectionPool):
-    """The same to the primary. Where the sentinels name another one, connections to the former are closed.
+    """The same to the primary. If the sentinels name another one, connections to the former are closed.
 
     It takes ``service_name`` and ``sentinel_manager``, whose ``discover_master`` it calls to connect.
     """

@@ -19,7 +19,7 @@ from spillway_connector.tiers.redis.client.endpoint import Address
 from spillway_connector.tiers.tier import Clock
 
 NAMES_MAX = 1024  # kept at once; a cluster has as many nodes
-PATIENCE_SECONDS = 0.05  # for a fresh result where an older one is at hand
+PATIENCE_SECONDS = 0.05  # for a fresh result if an older one is at hand
 
 SocketAddress = tuple[int, int, int, Any]
 """Family, kind, protocol and address, as ``socket.socket`` and ``connect`` take them."""
@@ -132,7 +132,7 @@ def _system_lookup(host: str, port: int, flags: int = 0) -> list[SocketAddress]:
 
 
 def _numeric(address: Address) -> list[SocketAddress]:
-    """The address where ``host`` is one already, without a name server."""
+    """The address itself, if ``host`` is one; no name server is asked."""
     try:
         return _system_lookup(address.host, address.port, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
     except (OSError, UnicodeError):

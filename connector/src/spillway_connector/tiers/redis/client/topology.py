@@ -55,7 +55,7 @@ class ServerMap(ABC):
 
     @abstractmethod
     def locate(self, name: bytes, deadline: float) -> Route:
-        """The server that has the key ``name``, as far as known; discovers first where nothing is known."""
+        """The server that has the key ``name``, as far as known; discovers first if nothing is known."""
 
     @abstractmethod
     def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
@@ -193,7 +193,7 @@ class SentinelMap(_DiscoveredMap[Address]):
         try:
             reply = self._command(sentinel.without_login(), question, deadline)
         except TierRefused as refused:
-            # Sentinels seldom have a login. Where they do, it is the one of the servers that they watch.
+            # Sentinels seldom have a login. If they do, it is that of the servers that they watch.
             if refused.reason != RefusedReason.AUTHENTICATION:
                 raise
             reply = self._command(sentinel, question, deadline)
