@@ -70,7 +70,7 @@ class NvmeTierConfig(NvmeStore, frozen=True):
 
 
 class RedisTls(Section, frozen=True):
-    """For rediss:// and its like. In kv_connector_extra_config each key begins with `tls_`."""
+    """Files for rediss:// and its like. In kv_connector_extra_config each key begins with `tls_`."""
 
     ca_file: str | None = None  # None: the system's authorities
     certificate_file: str | None = None  # with key_file, where the server asks clients for one

@@ -235,7 +235,7 @@ _requests_of = threading.local()  # .adapters: of the engine that makes a reques
 
 
 def reporting_add_lora(add_lora: Any) -> Callable[..., bool]:
-    """For EngineCore.add_lora: tells the engine's connector of each adapter that an RPC loads."""
+    """Wrap EngineCore.add_lora so that it tells the engine's connector of each adapter that an RPC loads."""
 
     def reporting(self: Any, lora_request: LoRARequest) -> bool:
         connector = own_connector(getattr(self, "scheduler", None), AdapterListener)  # type: ignore[type-abstract]
@@ -248,7 +248,7 @@ def reporting_add_lora(add_lora: Any) -> Callable[..., bool]:
 
 
 def tagging_preprocess(preprocess: Any) -> Callable[..., Any]:
-    """For EngineCore.preprocess_add_request: gives each request the instance of its adapter."""
+    """Wrap EngineCore.preprocess_add_request so that each request gets the instance of its adapter."""
 
     def tagging(self: Any, request: Any) -> Any:
         connector = own_connector(getattr(self, "scheduler", None), AdapterListener)  # type: ignore[type-abstract]
@@ -266,7 +266,7 @@ def tagging_preprocess(preprocess: Any) -> Callable[..., Any]:
 
 
 def numbered_extra_keys(extra_keys: Any) -> Callable[[Any], list[Any]]:
-    """For kv_cache_utils._gen_lora_extra_hash_keys: adds how often the weights of an adapter's name were replaced."""
+    """Wrap kv_cache_utils._gen_lora_extra_hash_keys: add how often an adapter's weights were replaced."""
 
     def numbered(request: Any) -> list[Any]:
         keys: list[Any] = extra_keys(request)
@@ -306,7 +306,7 @@ class AdapterLoads:
 
 
 def watched_load(load_adapter: Any) -> Callable[..., Any]:
-    """For WorkerLoRAManager._load_adapter: notes each load for the rank's next report."""
+    """Wrap WorkerLoRAManager._load_adapter so that it notes each load for the rank's next report."""
 
     def watched(self: Any, lora_request: LoRARequest) -> Any:
         _, loads = AdapterLoads._of_engine.get(id(self.lora_config), (None, None))

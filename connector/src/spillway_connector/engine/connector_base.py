@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 def filtering_preprocess(preprocess: Any) -> Callable[..., Any]:
-    """For EngineCore.preprocess_add_request of engines with Spillway's connector."""
+    """Wrap EngineCore.preprocess_add_request of engines with Spillway's connector."""
     return filtering_transfer_params(ConnectorBase, preprocess)
 
 
 def ordering_enqueue(enqueue: Any) -> Callable[..., None]:
-    """For Scheduler._enqueue_waiting_request of engines with Spillway's connector."""
+    """Wrap Scheduler._enqueue_waiting_request of engines with Spillway's connector."""
     return ordering_queue(enqueue, ConnectorBase)
 
 
@@ -54,7 +54,7 @@ class ConnectorBase(OffloadingConnector):
     adapters: AdapterRegistry  # in the scheduler's process
 
     def _check(self, seams: Seams, vllm_config: VllmConfig) -> None:
-        """Before anything is built. Raises UnsupportedEngine or ConfigError."""
+        """Check the configuration before anything is built. Raises UnsupportedEngine or ConfigError."""
         join_engine_logging()
         require(seams)
         assert vllm_config.kv_transfer_config is not None

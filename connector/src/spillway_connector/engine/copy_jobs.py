@@ -48,8 +48,12 @@ class Received:
 
 @dataclass(slots=True)
 class StepReport:
-    """For the scheduler. failed: completed jobs that moved nothing, or only part of it, and loads that failed within
-    their step, whose other copies may still be moving."""
+    """A report for the scheduler.
+
+    Attributes:
+        failed: Completed jobs that moved nothing, or only part of it, and loads that failed within their step, whose
+            other copies may still be moving.
+    """
 
     completed: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)

@@ -21,7 +21,7 @@ SUPPORTED = "vLLM 0.23.0 (vllm-ascend 0.23.0.post1), 0.30.0, 0.32.0 or 0.33.0"
 
 
 class Generation(Enum):
-    """By the name of its room."""
+    """The generations of vLLM, each by the name of its room."""
 
     V023 = "v023"  # 0.23
     V030 = "v030"  # 0.30 to 0.33

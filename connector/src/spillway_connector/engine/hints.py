@@ -31,7 +31,7 @@ class HintListener(Protocol):
     """A connector that promotes prefixes ahead."""
 
     def hint_refused(self) -> HintOutcome | None:
-        """Why no hint is taken now; None: one is."""
+        """Return why a hint would be refused now, or None if it would be accepted."""
         ...
 
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
@@ -40,12 +40,12 @@ class HintListener(Protocol):
 
 
 def promote_utility(_: None) -> Callable[..., str]:
-    """For EngineCore, which has no such utility."""
+    """Make the function that is added to EngineCore, which has no such utility."""
     return _promote
 
 
 def _promote(core: Any, token_ids: Sequence[int], cache_salt: str | None) -> str:
-    """A HintOutcome's value."""
+    """Take one hint. Returns the value of a HintOutcome."""
     connector = own_connector(core.scheduler, HintListener)  # type: ignore[type-abstract]
     if connector is None or core.request_block_hasher is None:
         return HintOutcome.OFF.value

@@ -117,7 +117,7 @@ def replace_on(thing: object, function: str, replacement: Callable[..., Any]) ->
 
 @contextmanager
 def replaced_on(thing: object, function: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """As `replace_on`, until the context is left."""
+    """Call `replace_on`, and undo it when the context is left."""
     replace_on(thing, function, replacement)
     try:
         yield

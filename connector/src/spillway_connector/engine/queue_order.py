@@ -132,7 +132,7 @@ class OrderedQueue(RequestQueue):
 
     @abstractmethod
     def candidates(self) -> list[Request]:
-        """Those of the highest priority at the queue's head, in its order; there is one."""
+        """Return the requests of the highest priority at the queue's head, in its order; there is at least one."""
 
     @abstractmethod
     def _take(self, request: Request) -> None:

@@ -223,7 +223,7 @@ class ResetListener(Protocol):
 
 
 def forcing_reset(original: Any) -> Callable[..., bool]:
-    """For Scheduler.reset_prefix_cache: lets the connector give up its loads before a reset that preempts requests."""
+    """Wrap Scheduler.reset_prefix_cache: the connector gives up its loads before a reset that preempts requests."""
 
     def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         connector = own_connector(self, ResetListener) if reset_running_requests else None  # type: ignore[type-abstract]

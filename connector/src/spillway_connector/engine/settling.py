@@ -34,7 +34,7 @@ class SettlingConnector(Protocol):
 
 
 def settle_utility(_: None) -> Callable[..., list[int]]:
-    """For EngineCore, which has no such utility."""
+    """Make the function that is added to EngineCore, which has no such utility."""
     return _settle
 
 

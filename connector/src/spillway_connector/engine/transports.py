@@ -67,7 +67,7 @@ def open_transport(config: ConnectorConfig, region: HostRegion) -> OpenTransport
 
 
 def transport_name(transport: OpenTransport) -> str:
-    """As the setting `transport` names it."""
+    """Name the transport as the setting `transport` does."""
     if transport.device is None:
         return "cpu"
     return "npu" if isinstance(transport.device, NpuTransport) else "cuda"

@@ -37,16 +37,16 @@ class WaitingRequests:
         return self._manager.primary_tier.waiting
 
     def add(self, request_id: str, status: RequestFields) -> None:
-        """A request has come; its turn may be now, or much later."""
+        """Take a new request, whose turn may be now or much later."""
         self._arrived[request_id] = status
 
     def leave(self, request_id: str) -> None:
-        """The request has been admitted or has ended."""
+        """Forget a request that has been admitted or has ended."""
         if self._arrived.pop(request_id, None) is None:
             self.chunks.end(request_id)
 
     def end_step(self, preempted: Iterable[str], states: Mapping[str, Any]) -> None:
-        """Before the step's stores are given rows. preempted: requests that this step has preempted."""
+        """Called before the step's stores get rows. preempted: requests that this step has preempted."""
         self.chunks.end_old(self._manager.now())
         for request_id in preempted:
             status = states.get(request_id)

@@ -69,7 +69,7 @@ def may_change_weights(method: str | Callable[..., Any]) -> bool:
 
 
 def watched_sleep(sleep: Any) -> Callable[..., Any]:
-    """For EngineCore.sleep: reports a sleep that drops the weights."""
+    """Wrap EngineCore.sleep so that it reports a sleep that drops the weights."""
 
     def watched(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         if level >= _LEVEL_WITHOUT_WEIGHTS:
@@ -80,7 +80,7 @@ def watched_sleep(sleep: Any) -> Callable[..., Any]:
 
 
 def watched_collective_rpc(collective_rpc: Any) -> Callable[..., Any]:
-    """For EngineCore.collective_rpc: reports an RPC that may change the weights."""
+    """Wrap EngineCore.collective_rpc so that it reports an RPC that may change the weights."""
 
     def watched(self: Any, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if may_change_weights(method):

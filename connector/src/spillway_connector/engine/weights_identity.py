@@ -122,7 +122,7 @@ class _Places:
         )
 
     def identities_of(self, names: Mapping[str, str]) -> dict[str, str]:
-        """By the field that names them. Raises WeightsUnknown."""
+        """Return the identity of each named model, by the field that names it. Raises WeightsUnknown."""
         return {field: self.identity_of(name) for field, name in names.items()}
 
 

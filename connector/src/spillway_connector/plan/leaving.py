@@ -31,7 +31,7 @@ class LeavingWindow:
 
     @property
     def next_step_blocks(self) -> int:
-        """Those that the next step may take."""
+        """The number of blocks that the next step may take."""
         return max(self._least, int(self._most_taken))
 
     @property

@@ -51,7 +51,7 @@ class RateMeter:
 
     @property
     def per_second(self) -> float | None:
-        """None before the first measurement, unless pinned."""
+        """The measured rate; None before the first measurement, unless it is pinned."""
         if self._pinned is not None:
             return self._pinned
         # Both sums decay alike, so their ratio survives a long pause; below this they are rounding errors.

@@ -100,7 +100,7 @@ class PresenceIndex:
         return [shards[hash(key) % _SHARDS].get(key) for key in keys]
 
     def present_of(self, keys: Collection[bytes], now: float) -> set[bytes]:
-        """Those of ``keys`` whose valid answer at ``now`` is "present"."""
+        """Return those of ``keys`` whose valid answer at ``now`` is "present"."""
         expiries = self.get_many(keys)
         return {key for key, expiry in zip(keys, expiries, strict=True) if expiry is not None and expiry > now}
 

@@ -25,7 +25,7 @@ _HASH_BYTES = 32  # of a key that is used: a block hash is uniform as it is
 
 
 class FrequencySketch:
-    """For one thread. Keys are block hashes of at least 32 bytes, or anything shorter, which is hashed first."""
+    """A counter for one thread. Keys are block hashes of 32 bytes or more; anything shorter is hashed first."""
 
     def __init__(self, counters_per_row: int = COUNTERS_PER_ROW, adds_max: int = ADDS_MAX) -> None:
         if counters_per_row & (counters_per_row - 1) or counters_per_row < 1:
@@ -48,7 +48,7 @@ class FrequencySketch:
             self._count(keys, 1)
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """As :meth:`add`, but counted at the next estimate: without one it costs nothing.
+        """Like :meth:`add`, but counted at the next estimate: without one it costs nothing.
 
         At most ``NOTED_MAX`` keys are kept for it, or the last request's.
         """

@@ -223,7 +223,7 @@ class SealedTier:
         return self.tier.has_local_index
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """As the wrapped tier: keys are not sealed."""
+        """Like the wrapped tier, because keys are not sealed."""
         return self.tier.contains_now(keys)
 
     def prepare(self, deadline: float) -> None:

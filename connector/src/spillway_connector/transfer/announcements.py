@@ -124,7 +124,7 @@ class Announcements:
         return self._clock() - self._said_at >= JOIN_SECONDS
 
     def _take_pending(self, store_id: bytes) -> list[Announcement]:
-        """In order, each run of stored or removed chunks as one announcement."""
+        """Return the announcements in order. Each run of stored or removed chunks is one announcement."""
         runs: list[tuple[bool, list[bytes]]] = []
         for key, gone in islice(self._pending.items(), TAKEN_KEYS_MAX):
             if not runs or runs[-1][0] is not gone:

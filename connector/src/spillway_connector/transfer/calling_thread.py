@@ -56,7 +56,7 @@ class CallingThread:
 
 
 def unexpected(error: Exception) -> TierError:
-    """For a tier that broke its contract: a refusal, which counts for the breaker, with the exception as its cause."""
+    """Make a refusal of a tier that broke its contract. It counts for the breaker, and the exception is its cause."""
     failure = TierRefused(RefusedReason.OTHER, f"the tier raised {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -55,7 +55,7 @@ _FIRST_ASKED, _ASKED_GROWTH = 1, 256
 
 
 class Answers(NamedTuple):
-    """For a batch of keys, in order, up to and including the first MISS, where a prefix ends."""
+    """The answers for a batch of keys, in order, up to and including the first MISS, where a prefix ends."""
 
     found: list[Lookup]
     valid_until: float  # from then on PENDING and MISS may change by the passing of time alone
@@ -449,7 +449,7 @@ class TierLookups:
 
 
 def _unknown(keys: Sequence[bytes], expiries: list[float | None], now: float) -> Sequence[bytes]:
-    """Those without a valid answer, before the first that is known to be absent."""
+    """Return the keys without a valid answer, up to the first that is known to be absent."""
     known = len(keys) - expiries.count(None)
     head = expiries[:known]
     if None not in head and (not known or min(cast(list[float], head)) > now):

@@ -371,7 +371,7 @@ class SharedTier:
             self._jobs.end_if_done(job)
 
     def _requested_once(self, keys: list[bytes]) -> set[bytes]:
-        """Those requested only once so far: a tier short of room does not admit them."""
+        """Return the keys that were requested only once so far. A tier that is short of room does not admit them."""
         frequent = (self._frequency.estimate(keys) >= _SEEN_BEFORE).tolist()
         return {key for key, seen in zip(keys, frequent, strict=True) if not seen}
 

@@ -63,7 +63,7 @@ def settle(estimated_prompt_tokens: int, counted_prompt_tokens: int | None, repl
 
 
 def give_back(estimated_prompt_tokens: int) -> Settlement:
-    """For a request that was sent to no engine."""
+    """Settle a request that was sent to no engine."""
     return Settlement(-1, -estimated_prompt_tokens, 0)
 
 

@@ -325,7 +325,7 @@ class BoundedConnection(HttpToolsProtocol):
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """As uvicorn's, with a deadline in place of its keep-alive timer."""
+        """Like uvicorn's, with a deadline in place of its keep-alive timer."""
         self.server_state.total_requests += 1
         if self._reserved_bytes:
             self.release_body_bytes()

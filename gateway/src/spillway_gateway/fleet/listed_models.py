@@ -59,7 +59,7 @@ class ListedModels:
 
 
 def read_listed_models(body: bytes) -> ListedModels | None:
-    """None if the page has no list of models."""
+    """Read the models of the page; None if it has no list."""
     try:
         return ListedModels(body, _cards.decode(body).data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

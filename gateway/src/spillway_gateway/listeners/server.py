@@ -189,7 +189,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """In place of uvicorn's handlers, which close the listening socket at the first signal."""
+        """Install handlers in place of uvicorn's, which close the listening socket at the first signal."""
         assert self._loop is not None
         signals = (signal.SIGTERM, signal.SIGINT)
         try:

@@ -8,7 +8,7 @@ from spillway_gateway.metrics import GatewayMetrics
 
 
 class Processes(NamedTuple):
-    """Those that accept clients now, and how often one was started again."""
+    """The processes that accept clients now, and how often one was started again."""
 
     serving: int
     restarts_total: int

@@ -101,7 +101,7 @@ class Fronts:
         return [process.pid for process in self._sessions.values()]
 
     def counts(self) -> list[FamilySamples]:
-        """As last sent by each."""
+        """The counts that each front has sent last."""
         return [session.counts for session in self._sessions]
 
     async def count(self) -> None:

@@ -71,7 +71,7 @@ class StatePublisher:
             self.publish_changes()
 
     def everything(self) -> Iterator[Message]:
-        """For a front that has just been started."""
+        """The messages for a front that has just been started."""
         yield self.state()
         for model, engine in self._engines():
             body = self._listed.get(engine.serial)

@@ -23,7 +23,7 @@ ListObjectives = Callable[[KubernetesDiscovery], Awaitable[Mapping[str, int]]]
 
 
 async def listed(config: KubernetesDiscovery) -> Mapping[str, int]:
-    """As list_objectives(), which blocks, on a thread."""
+    """Call list_objectives(), which blocks, on a thread."""
 
     def list_now() -> Mapping[str, int]:
         # Imported here: it takes long enough to delay every stream of the gateway.

@@ -108,7 +108,7 @@ class HotPrefixes:
             self._bytes -= len(oldest.ids or b"")
 
     def hottest(self, count: int, now: float) -> list[HotPrefix]:
-        """Those that save most tokens: requests times length, without what another of them begins with."""
+        """Return the prefixes that save most tokens: requests times length, without what another one covers."""
         hot = [
             HotPrefix(
                 key, entry.blocks, len(entry.ids) // TOKEN_BYTES, PromptTokens(entry.ids, entry.cache_salt), requests

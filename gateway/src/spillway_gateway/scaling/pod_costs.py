@@ -32,7 +32,7 @@ Annotate = Callable[[KubernetesDiscovery, str, Mapping[str, str]], Awaitable[boo
 
 
 async def annotate(config: KubernetesDiscovery, pod: str, annotations: Mapping[str, str]) -> bool:
-    """As annotate_pod(), which blocks, on a thread."""
+    """Call annotate_pod(), which blocks, on a thread."""
 
     def write() -> bool:
         # Imported here: it takes long enough to delay every stream of the gateway.

@@ -176,7 +176,7 @@ def may_be_sent_again(
     again: bool,
     begun: bool,
 ) -> bool:
-    """As Place.ended. lease: on the engine that was chosen last."""
+    """End as Place.ended does. lease: on the engine that was chosen last."""
     if lease is not None and lease.engine.was_to_end:
         return True
     alone = lease is not None and fleet.served_alone(lease)

@@ -102,7 +102,7 @@ class ConnectionPool:
         return await asyncio.shield(self._tls)  # the end of one request must not cancel it for others
 
     def release(self, engine: Engine, connection: EngineConnection) -> None:
-        """After an exchange: keep the connection if it can be reused, else close it."""
+        """Keep the connection after an exchange if it can be reused, else close it."""
         self._in_use -= 1
         if connection.reusable:
             connection.idle_since = self._clock()

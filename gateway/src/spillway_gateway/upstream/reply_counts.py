@@ -47,7 +47,7 @@ class ReplyCounts:
 
     @property
     def reported(self) -> Usage | None:
-        """As the engine counts, as far as that is possible; None if it said nothing."""
+        """The usage that the engine has reported; None if it has reported none."""
         return self._usage
 
     @property

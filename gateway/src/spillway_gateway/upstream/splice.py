@@ -79,7 +79,7 @@ def _behind_blanks(body: Body, at: int) -> int:
 
 
 def opening_of(body: Body, bytes_max: int) -> Opening | None:
-    """None if the first bytes of the body do not show it."""
+    """Find where the object begins, in the first bytes of the body; None if they do not show it."""
     match = _opening(body, 0, bytes_max)
     return None if match is None else Opening(body.index(b"{") + 1, match[1] == b"}")
 

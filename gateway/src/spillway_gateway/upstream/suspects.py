@@ -55,7 +55,7 @@ async def fingerprint_of(request: OutboundRequest) -> Fingerprint:
 
 
 class Suspects:
-    """Those of all processes of a gateway. On the event loop.
+    """The suspects of all processes of a gateway. Runs on the event loop.
 
     seconds: for which a suspect is refused at most, limits.suspectSeconds. on_added: of each new one, with the
     monotonic time until which it is refused.
@@ -103,7 +103,7 @@ class Suspects:
             self._forget_length(oldest)
 
     async def refused_seconds(self, request: OutboundRequest) -> float:
-        """For how long the request is still refused; 0: it is no suspect now."""
+        """Return for how many seconds the request is still refused; 0 if it is no suspect now."""
         if len(request.body) not in self._lengths:  # nearly always
             return 0.0
         fingerprint = await fingerprint_of(request)
@@ -116,7 +116,7 @@ class Suspects:
         return until - self._clock()
 
     def all(self) -> list[tuple[Fingerprint, float]]:
-        """With the times until which they are refused."""
+        """Return the suspects with the times until which they are refused."""
         return list(self._until.items())
 
     def _unexpired(self, times: OrderedDict[Fingerprint, float], fingerprint: Fingerprint) -> bool:
@@ -184,7 +184,7 @@ class EngineLooks:
 
 
 class EndedEngines:
-    """Those that ended while they had one request."""
+    """Counts the engines that ended while they had one request."""
 
     __slots__ = ("_count", "_model", "_request", "_services")
 

@@ -58,7 +58,7 @@ class Exposition:
         ]
 
     def total(self, name: str, **labels: str) -> float | None:
-        """None if there is no such series."""
+        """Return the sum of the matching series; None if there is none."""
         found = self.series(name, **labels)
         return sum(value for _, value in found) if found else None
 
@@ -126,7 +126,7 @@ class EngineReading:
         return [self.name] if self.ranks == 1 else [f"{self.name}/dp{rank}" for rank in range(self.ranks)]
 
     def held(self, setting: str, process: str = "") -> dict[str, str]:
-        """By process: the value of a setting as that process holds it. `process`: only processes of this name.
+        """Return the value of a setting in each process that reports it. `process`: only processes of this name.
 
         Processes of data parallel ranks have the same names, so the rank is added: `worker-0 of rank 1`.
         """
@@ -159,7 +159,7 @@ def by_process(values: Mapping[str, str | None], prefix: str = "") -> str:
 
 
 def at(tree: Any, *path: str) -> Any:
-    """None if the tree lacks it."""
+    """Return the value at a path of mappings; None if the tree lacks it."""
     for name in path:
         if not isinstance(tree, Mapping):
             return None

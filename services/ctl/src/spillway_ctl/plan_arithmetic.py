@@ -38,7 +38,7 @@ def break_even_bytes_per_second(bytes_per_token: int, prefill_tokens_per_second:
 
 
 def first_token(prompt_tokens: int, bytes_per_token: int, chunk_tokens: int, rates: Rates) -> FirstToken:
-    """For an engine that does nothing else."""
+    """Estimate the time to the first token on an engine that does nothing else."""
     prefill, copy, read = (
         rates.prefill_tokens_per_second,
         rates.device_copy_bytes_per_second,

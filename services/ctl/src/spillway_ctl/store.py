@@ -54,7 +54,7 @@ class Store(Protocol):
     def extent(self) -> Extent: ...
 
     def namespaces(self) -> Iterator[StoredNamespace]:
-        """Those whose document or folder is there; blocks may lie in others."""
+        """The namespaces whose document or folder is there; blocks may lie in others."""
         ...
 
     def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:

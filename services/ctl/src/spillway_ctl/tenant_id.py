@@ -41,7 +41,7 @@ def _variable(option: str, name: str) -> str:
 
 
 def _secret(path: Path) -> bytes:
-    """As the gateway reads it: blanks at both ends are no part of it."""
+    """Read the secret as the gateway does, without blanks at both ends."""
     try:
         secret = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).strip()
     except OSError as error:

@@ -31,7 +31,7 @@ _TORCH_NPU = re.compile(r"^torch[-_]npu\s*==\s*([\w.+]+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class AscendVersions:
-    """As their own files have them; None: not found."""
+    """The versions as their own files have them; None: not found."""
 
     vllm_ascend: str | None
     driver: str | None

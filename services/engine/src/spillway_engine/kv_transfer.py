@@ -33,7 +33,7 @@ class KvTransferSettings(CamelSection, frozen=True):
     extra_config: dict[str, Any] = msgspec.field(default_factory=dict)  # passed on unread
 
     def configuration(self) -> dict[str, Any]:
-        """As vLLM's --kv-transfer-config has it."""
+        """The form that vLLM's --kv-transfer-config takes."""
         given: dict[str, Any] = {"kv_connector": self.connector, "kv_role": self.role}
         if self.module_path is not None:
             given["kv_connector_module_path"] = self.module_path

@@ -160,7 +160,7 @@ def vector_problem(first: Sequence[float], second: Sequence[float]) -> str | Non
 
 
 def summary(measured: Measured, expected: Expected) -> str:
-    """For the log of a healthy start."""
+    """Describe a healthy start for the log."""
     texts = (*measured.plain, *measured.words)
     parts = [
         f"mean negative log-likelihood {_means(texts)} (shuffled: {_means(measured.shuffled)})",

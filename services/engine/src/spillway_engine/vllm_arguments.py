@@ -71,7 +71,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
 
 
 def lora_arguments(settings: EngineSettings) -> list[str]:
-    """None without adapters: vLLM's kernels for adapters cost memory and time."""
+    """The arguments of LoRA; none without adapters, because vLLM's kernels for adapters cost memory and time."""
     lora = settings.lora
     if not lora.enabled:
         return []
@@ -133,7 +133,7 @@ def cpu_thread_environment(settings: EngineSettings, machine: Machine) -> dict[s
 
 
 def _shares(cores: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """As many consecutive runs of equal length; all cores in each if there are fewer than parts."""
+    """Split the cores into consecutive runs of equal length; all cores in each if there are fewer than parts."""
     length = len(cores) // parts
     return [cores[at * length : (at + 1) * length] if length else cores for at in range(parts)]
 

@@ -49,7 +49,7 @@ class Component:
 def plan_components(
     settings: StackSettings, model: PreparedModel, folder: StateFolder, valkey_binary: Path
 ) -> list[Component]:
-    """In start order: Valkey, engines, gateway."""
+    """The components in start order: Valkey, engines, gateway."""
     components = [_valkey(settings, folder, valkey_binary)]
     components += [_engine(settings, folder, index) for index in range(settings.engines)]
     if settings.gateway:

@@ -192,7 +192,7 @@ class CudaDriver:
             self._call("cuDevicePrimaryCtxRelease", device)
 
     def set_device(self, device: int) -> None:
-        """For the calling thread: streams, events and memory belong to the device's context."""
+        """Set the device for the calling thread: streams, events and memory belong to the device's context."""
         if not self._context:
             self.open_device(device)
         self._call("cuCtxSetCurrent", self._context, details=f"device {device}")
@@ -239,7 +239,7 @@ class CudaDriver:
             self._call("cuStreamDestroy", stream)
 
     def discard_stream(self, stream: int) -> None:
-        """For a context in error, where nothing runs any more: the driver has no call that stops a copy."""
+        """Destroy the stream of a context with an error, in which nothing runs any more: no call stops a copy."""
         self._call("cuStreamDestroy", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:

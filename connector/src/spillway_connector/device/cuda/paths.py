@@ -23,7 +23,7 @@ class CudaPaths:
 
     @property
     def name(self) -> str:
-        """For logs and metrics: the way large pieces go."""
+        """The path of large pieces, for logs and metrics."""
         return BATCH if self.batch else LOOP
 
     def choose(self, direction: Direction, pieces: int, total_bytes: int) -> str:

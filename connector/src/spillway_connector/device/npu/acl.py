@@ -203,7 +203,7 @@ class Acl:
     # -- versions
 
     def cann_version(self) -> str | None:
-        """As the installation writes it ("9.1.0", "8.5.0.alpha001"); None when no query answers.
+        """The version as the installation writes it ("9.1.0", "8.5.0.alpha001"); None when no query answers.
 
         aclrtGetVersion does not help: it is the version of the interface, 1.17 in both 9.0 and 9.1.
         """
@@ -235,7 +235,7 @@ class Acl:
     # -- device and memory
 
     def set_device(self, device: int) -> None:
-        """For the calling thread; streams and events belong to the device that was set when they were made."""
+        """Set the device of the calling thread, to which the streams and events that it makes belong."""
         self._call("aclrtSetDevice", device, details=f"device {device}")
 
     def host_register_pinned(self, address: int, size_bytes: int) -> None:

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_engine(engine: dict[str, Any], prompt_tokens: int) -> dict[str, Any] | None:
-    """In a process of its own, as after a restart. None if it failed."""
+    """Run the engine in a process of its own, as after a restart. Returns None if it failed."""
     environment = {**os.environ, _CHILD: json.dumps({"engine": engine, "tokens": prompt_tokens})}
     command = [sys.executable, "-m", "spillway_connector.engine.stock.check"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)

@@ -163,7 +163,7 @@ class StockTier(SecondaryTierManager):
 
     @override
     def has_pending_work(self) -> bool:
-        """Also while a lookup is open: its answer or deadline counts for the breaker, request or no request."""
+        """Whether a job or a lookup is open. A lookup counts for the breaker even after its request has ended."""
         return self._shared.has_work()
 
     @override

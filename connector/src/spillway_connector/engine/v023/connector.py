@@ -66,7 +66,7 @@ class SpillwayConnector(ConnectorBase):
     @property
     @override
     def prefer_cross_layer_blocks(self) -> bool:
-        """As upstream, except that a layer's blocks lie together where it is loaded on its own."""
+        """Like vLLM's, except that a layer's blocks lie together if the layer is loaded on its own."""
         return not self._layerwise
 
     @override

@@ -22,7 +22,7 @@ Handle = Callable[[Any, Iterable[Request], set[int], bool], Affected | None]
 
 
 def handling_invalid_blocks(original: Any, handle: Handle) -> Callable[..., Affected]:
-    """For Scheduler._update_requests_with_invalid_blocks: asks `handle` first.
+    """Wrap Scheduler._update_requests_with_invalid_blocks so that it asks `handle` first.
 
     Args:
         original: vLLM's method.
@@ -47,7 +47,7 @@ def handling_invalid_blocks(original: Any, handle: Handle) -> Callable[..., Affe
 
 
 def full_recompute(original: Any) -> Callable[..., Affected]:
-    """For Scheduler._update_requests_with_invalid_blocks."""
+    """Wrap Scheduler._update_requests_with_invalid_blocks."""
     return handling_invalid_blocks(original, _full_recompute)
 
 

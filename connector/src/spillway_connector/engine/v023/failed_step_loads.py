@@ -19,7 +19,7 @@ from spillway_connector.engine.v023.failed_loads import Affected, handling_inval
 
 
 def step_retreat(original: Any) -> Callable[..., Affected]:
-    """For Scheduler._update_requests_with_invalid_blocks."""
+    """Wrap Scheduler._update_requests_with_invalid_blocks."""
     return handling_invalid_blocks(original, _step_retreat)
 
 

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 def holding_allocate(original: Any) -> Callable[..., None]:
-    """For KVCacheCoordinator.allocate_new_computed_blocks."""
+    """Wrap KVCacheCoordinator.allocate_new_computed_blocks."""
 
     def allocate(
         self: Any,

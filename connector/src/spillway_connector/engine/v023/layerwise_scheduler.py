@@ -55,7 +55,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """As SchedulerHalf's; (n, False) where the request's step is to load these n tokens itself."""
+        """Like SchedulerHalf's; (n, False) if the request's step is to load these n tokens itself."""
         self._asked_in_step = None
         tokens, later = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         if not later or not tokens or request.pooling_params is not None:

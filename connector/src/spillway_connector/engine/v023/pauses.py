@@ -30,7 +30,7 @@ class CopyingConnector(Protocol):
 
 
 def waiting_has_requests(original: Any) -> Callable[[Any], bool]:
-    """For Scheduler.has_requests: a paused engine steps on while its connector copies, and any while it settles."""
+    """Wrap Scheduler.has_requests: an engine steps while it is paused and its connector copies, or while it settles."""
 
     def has_requests(self: Any) -> bool:
         if original(self):
@@ -44,7 +44,7 @@ def waiting_has_requests(original: Any) -> Callable[[Any], bool]:
 
 
 def answering_notify(_: Any) -> Callable[[Any], None]:
-    """For EngineCoreProc._notify_idle_state_callbacks: what fails is the answer to the pause's caller."""
+    """Wrap EngineCoreProc._notify_idle_state_callbacks so that a failure is the answer to the pause's caller."""
 
     def notify(self: Any) -> None:
         while self._idle_state_callbacks:

@@ -17,7 +17,7 @@ class SchedulerControlV023(SchedulerControl):
     @contextmanager
     @override
     def bounded(self, scheduler: Scheduler, tokens: Mapping[str, int]) -> Iterator[None]:
-        """By the bound that holds for every long prompt of the step: vLLM 0.23 has none for a single one."""
+        """Set the bound of all long prompts of the step, because vLLM 0.23 has none for a single prompt."""
         config = scheduler.scheduler_config
         before = config.long_prefill_token_threshold  # 0: none
         config.long_prefill_token_threshold = min(*tokens.values(), before or max(tokens.values()))

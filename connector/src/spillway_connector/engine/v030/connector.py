@@ -87,7 +87,7 @@ class SpillwayConnector(ConnectorBase):
         return report if report is not None else SpillwayWorkerMetadata()
 
     def _queue_stores(self) -> None:
-        """In every step once: 0.30 skips wait_for_save in steps without a forward pass, and metadata may be gone."""
+        """Called once in every step: without a forward pass 0.30 skips wait_for_save, and metadata may be gone."""
         if self.has_connector_metadata():
             assert self.connector_worker is not None
             assert isinstance(self._connector_metadata, OffloadingConnectorMetadata)

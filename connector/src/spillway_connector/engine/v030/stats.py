@@ -33,7 +33,7 @@ def add_samples(stats: OffloadingConnectorStats, samples: Samples) -> None:
 
 
 def connector_stats(samples: Samples) -> OffloadingConnectorStats | None:
-    """None if there is nothing to report."""
+    """Return the statistics, or None if there is nothing to report."""
     if not samples:
         return None
     stats = OffloadingConnectorStats()

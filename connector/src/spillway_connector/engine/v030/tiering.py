@@ -102,7 +102,7 @@ class SpillwayTieringManager(TieringManager):
 
     @override
     def _may_load(self, tier: SecondaryTierManager, req_context: ReqContext) -> bool:
-        """As the request's `kv_load_tiers` says."""
+        """Whether the request's `kv_load_tiers` allows the tier."""
         return req_context.load_tier_filter.allows(tier.medium, tier.locality)
 
     @override

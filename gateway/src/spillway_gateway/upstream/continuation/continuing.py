@@ -80,7 +80,7 @@ class Continuing:
 
     @property
     def tokens(self) -> int:
-        """Those of the answer that the client has."""
+        """The number of tokens of the answer that the client has."""
         return len(self._sent.tokens)
 
     @property
@@ -154,7 +154,7 @@ class Continuing:
         return any(engine.routable and name not in left_out for name, engine in self._fleet.engines.items())
 
     def prompt(self) -> PromptBlocks:
-        """For the choice of an engine: the request's own blocks, and the answer's tokens as work."""
+        """The prompt for the choice of an engine: the request's own blocks, and the answer's tokens as work."""
         prompt = self._request.prompt
         return msgspec.structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + self.tokens)
 

@@ -99,7 +99,7 @@ def bytes_text(size_bytes: int) -> str:
 
 
 def quantity(size_bytes: int) -> str:
-    """As Kubernetes writes it, rounded up to a MiB."""
+    """Write the size as Kubernetes does, rounded up to a MiB."""
     return f"{-(-size_bytes // (1 << 20))}Mi"
 
 

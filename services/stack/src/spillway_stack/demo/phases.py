@@ -13,7 +13,7 @@ COMPUTED, DEVICE, CPU, MIXED = "none", "device", "cpu", "mixed"
 
 
 class Phase(enum.Enum):
-    """In the order of the table."""
+    """The phases in the order of the table."""
 
     COLD = "cold"
     DEVICE_HIT = "device hit"

@@ -296,7 +296,7 @@ class SlabInspector:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[IndexReader | None]:
-    """As open_index. An OSError of opening or reading becomes TierError."""
+    """Like open_index, but an OSError of opening or reading becomes TierError."""
     try:
         with open_index(folder) as index:
             yield index

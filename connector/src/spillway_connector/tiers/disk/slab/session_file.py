@@ -67,7 +67,7 @@ def create_sessions(folder: Path, shape: PoolShape) -> None:
 
 
 def remove_sessions(folder: Path) -> None:
-    """For an index whose slots were numbered anew. Raises OSError."""
+    """Remove the file, because the index has numbered its slots anew. Raises OSError."""
     clear_the_place(folder / SESSIONS_NAME, POOL_DEPTH)
     unlink_own(folder / SESSIONS_NAME, POOL_DEPTH, missing_ok=True)
 

@@ -106,7 +106,7 @@ class RedisPool(ConnectionPool):
             self._available_connections.append(connection)
 
     def close(self) -> None:
-        """Also ends the waits of other threads at once."""
+        """Close, which ends the waits of other threads at once."""
         with self._lock:
             self._closed = True
             self.disconnect(inuse_connections=False)

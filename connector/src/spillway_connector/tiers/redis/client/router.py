@@ -90,7 +90,7 @@ class RedisRouter:
         return [self.run_at(server, operation, deadline) for server in self.servers(deadline)]
 
     def close(self) -> None:
-        """Also ends the waits of other threads at once. Twice is harmless."""
+        """Close, which ends the waits of other threads at once. Twice is harmless."""
         self._map.close()
 
     def _pipeline(self, route: Route, commands: list[tuple[bytes, ...]], deadline: float) -> list[Reply | TierError]:

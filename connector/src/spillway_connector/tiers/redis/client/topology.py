@@ -75,7 +75,7 @@ class ServerMap(ABC):
             return self._pools[server]
 
     def close(self) -> None:
-        """Also ends the waits of other threads at once. Twice is harmless."""
+        """Close, which ends the waits of other threads at once. Twice is harmless."""
         with self._lock:
             self._closed = True
             pools = list(self._pools.values())

@@ -33,7 +33,7 @@ _encode = cast("Callable[[tuple[bytes, ...]], bytes]", pack_command)
 
 
 class ValueConnection(Connection):
-    """For one thread at a time. Every command raises TierRefused, TierUnreachable, TierTimeout.
+    """A connection for one thread at a time. Every command raises TierRefused, TierUnreachable, TierTimeout.
 
     An error other than TierMiss and an error reply closes the connection, because a reply may be under way; so does
     TierCorrupt, unless the whole reply was read. ``answered``: whether any byte of the reply to the last command came.
