@@ -70,10 +70,8 @@ class SchedulerHalf(ResettableHalf):
         Args:
             chunk_tokens: The tokens of a chunk, by KV group.
             blocks_per_chunk: The device blocks of a chunk.
-            one_prefix: Whether one lookup of a prefix answers for the model: it has one KV group, all of which
-                attention reads.
-            loading: vLLM's set of the chunks that are being loaded to the device; None if the device has no prefix
-                cache.
+            one_prefix: Whether one lookup of a prefix answers for the model: attention reads all of its one KV group.
+            loading: vLLM's set of chunks that are being loaded to the device; None without a prefix cache there.
         """
         self._chunk_tokens = chunk_tokens[0]
         self._largest_chunk_tokens = max(chunk_tokens)
@@ -306,11 +304,9 @@ class SchedulerHalf(ResettableHalf):
         return found
 
     def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
-        """Whether the device's prefix cache holds the whole prompt but the last block.
+        """Whether the device's prefix cache holds all of the prompt but its last block, which it never covers whole.
 
-        A hit on the device never covers the last token, so a prompt that ends on a block boundary lacks one block. To
-        load it costs an engine step, and often a wait until it has been stored.
-        """
+        To load that block costs an engine step, and often a wait until it has been stored."""
         computed = req_status.num_locally_computed_tokens
         return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
 
