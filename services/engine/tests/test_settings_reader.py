@@ -83,7 +83,7 @@ def test_on_and_off_are_words(word) -> None:
             "offload.promotionPerRequestFraction=1.5",
             "Fraction: 1.5 given, a number above 0 and at most 1 needed",
         ),
-        ("offload.requestWaitSeconds=0", "offload.requestWaitSeconds: 0 given, a finite number above 0 needed"),
+        ("offload.requestWaitSeconds=0", "offload.requestWaitSeconds: 0 given, a number above 0 and at most"),
         ("kvEvents.port=8100", "kvEvents.port: 8100 is also port"),
         ("port=70000", "port: 70000 given, a whole number from 1 to 65535 needed"),
         ("blockSize=100", "blockSize: 100 is not a multiple of 16"),
