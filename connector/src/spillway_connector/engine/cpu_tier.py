@@ -30,9 +30,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 
 from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.patching import replace_on
 from spillway_connector.engine.tenancy import session_of_context
 from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
@@ -412,14 +412,46 @@ class LruRows(CpuTier):
         return victims
 
 
+class _HoldingArc(ARCCachePolicy):
+    """vLLM's ARC, by which what clients asked to retain leaves last.
+
+    Args:
+        rows: Of the tier.
+        held: The chunks that are held now.
+    """
+
+    def __init__(self, rows: int, held: Callable[[], AbstractSet[OffloadKey]]) -> None:
+        super().__init__(cache_capacity=rows)
+        self._held = held
+
+    @override
+    def evict(self, n: int, protected: set[OffloadKey]) -> Any:  # this generation's class of entries
+        """What ARC evicts without the held chunks; if that is not enough, all others of both of its lists first."""
+        held = self._held()
+        if not held:
+            return super().evict(n, protected)
+        others = protected.union(held)
+        found = super().evict(n, others)
+        if found is not None:
+            return found
+        free = [key for key, chunk in chain(self.t1.items(), self.t2.items()) if not chunk.ref_cnt]
+        if sum(key not in protected for key in free) < n:
+            return None
+        target, self.target_t1_size = self.target_t1_size, 0.0  # or what was used once would stay
+        try:
+            first = super().evict(min(n, sum(key not in others for key in free)), others) or []
+            return [*first, *(super().evict(n - len(first), protected) or ())]
+        finally:
+            self.target_t1_size = target
+
+
 class ArcRows(CpuTier, CPUOffloadingManager):
     """Upstream's ARC, with the two sets beside it; what clients asked to retain leaves last."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
         CPUOffloadingManager.__init__(self, num_rows, cache_policy="arc", enable_events=enable_events)
         CpuTier.__init__(self, num_rows, region, enable_events)
-        evict = self._policy.evict
-        replace_on(self._policy, "evict", lambda count, kept: self._evict_held_last(evict, count, kept))
+        self._policy = _HoldingArc(num_rows, self._held)
         self._resident: set[OffloadKey] = set()
         self.resident = self._resident
 
@@ -427,25 +459,9 @@ class ArcRows(CpuTier, CPUOffloadingManager):
     def _row_of(self, status: Any) -> int:
         """status: what upstream's policy keeps of a chunk."""
 
-    def _evict_held_last(self, evict: Callable[[int, set[OffloadKey]], Any], count: int, kept: set[OffloadKey]) -> Any:
-        """What ARC evicts without the held chunks; if that is not enough, all others of both of its lists first."""
+    def _held(self) -> AbstractSet[OffloadKey]:
         self._holds.expire(self._clock())
-        if not self._holds:
-            return evict(count, kept)
-        others = kept.union(self._holds.keys)
-        found = evict(count, others)
-        if found is not None:
-            return found
-        policy: Any = self._policy
-        free = [key for key, chunk in chain(policy.t1.items(), policy.t2.items()) if not chunk.ref_cnt]
-        if sum(key not in kept for key in free) < count:
-            return None
-        target, policy.target_t1_size = policy.target_t1_size, 0.0  # or what was used once would stay
-        try:
-            found = evict(min(count, sum(key not in others for key in free)), others)
-            return found + evict(count - len(found), kept)
-        finally:
-            policy.target_t1_size = target
+        return self._holds.keys
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:

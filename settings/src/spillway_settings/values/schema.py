@@ -6,6 +6,7 @@ where the installation can do without the setting. Keys that begin with `x-` are
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from importlib import resources
@@ -76,6 +77,7 @@ def values_schema(values_text: str) -> Schema:
     }
 
 
+@functools.cache
 def needed_settings() -> dict[str, list[str]]:
     """Section -> the keys that no installation can do without, which Helm's null removes."""
     needed: dict[str, list[str]] = {}

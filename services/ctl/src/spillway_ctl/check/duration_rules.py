@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -92,14 +93,19 @@ def _milliseconds(release: Release) -> Iterator[Finding]:
                 )
 
 
-def _durations(section: Any, default: Any, path: str) -> Iterator[tuple[str, float, float]]:
+def _durations(section: msgspec.Struct, default: msgspec.Struct, path: str) -> Iterator[tuple[str, float, float]]:
     """(setting, seconds, its default) of every duration that has a default."""
-    for field in msgspec.structs.fields(section):
+    for field in _fields(type(section)):
         value, ours, at = getattr(section, field.name), getattr(default, field.name), f"{path}.{field.encode_name}"
         if isinstance(value, msgspec.Struct) and isinstance(ours, msgspec.Struct):
             yield from _durations(value, ours, at)
         elif re.search(r"_seconds(_max)?$", field.name) and isinstance(value, int | float) and ours:
             yield at, value, ours
+
+
+@functools.cache  # msgspec evaluates a struct's annotations each time
+def _fields(section: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(section)
 
 
 def _as_time(seconds: float) -> str:

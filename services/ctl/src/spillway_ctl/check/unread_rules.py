@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,12 +20,18 @@ _ABSENT = object()
 def unread_findings(release: Release) -> Iterator[Finding]:
     groups = {group.key: msgspec.to_builtins(group.engine) for group in release.groups}
     seen: set[str] = set()
-    for rule in facts("unread-settings.yaml"):
-        for setting, default in settings_of(rule).items():
+    for rule, settings in _rules():
+        for setting, default in settings.items():
             for finding in _of_setting(release, groups, rule, setting, default):
                 if finding.setting not in seen:
                     seen.add(finding.setting)
                     yield finding
+
+
+@functools.cache  # the model's defaults are read from its annotations, which takes 0.2 s
+def _rules() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each rule with the settings that its entries stand for, and their defaults."""
+    return [(rule, settings_of(rule)) for rule in facts("unread-settings.yaml")]
 
 
 def settings_of(rule: dict[str, Any]) -> dict[str, Any]:
