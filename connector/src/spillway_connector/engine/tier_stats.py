@@ -46,6 +46,11 @@ _GAUGES = (
     (metrics.TIER_READY, "ready"),
     (metrics.TIER_WEIGHTS_CHANGED, "weights_changed"),
 )
+REPORTED = (
+    *(metric for metric, _ in (*_FREQUENT_COUNTS, *_FREQUENT_TOTALS, *_RARE_COUNTS, *_GAUGES)),
+    metrics.TIER_BREAKER_OPEN,
+)
+"""The metrics of which a TierReport adds samples."""
 
 
 class TierReport:
