@@ -69,7 +69,7 @@ def test_a_session_is_expected_the_later_the_longer_it_is_overdue():
 def test_an_idle_session_is_never_expected_in_the_past_nor_sooner_than_before(due, late, now, waits, other):
     expected = expected_at(due, due + late, now)
     assert expected >= max(due, now)
-    assert expected_at(due, due + late, now + waits) >= expected, "waiting makes nobody expected sooner"
+    assert expected_at(due, due + late, now + waits) >= expected, "a session is not expected sooner because time passes"
     assert expected_at(due, math.inf, due + waits) < math.inf, "one that cannot be late is expected"
     if max(due, due + other) < now <= due + late:
         later = expected_at(due + other, due + other + late, now)

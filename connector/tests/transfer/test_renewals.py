@@ -52,7 +52,7 @@ class Engine:
         self.renew()
 
     def renew(self) -> None:
-        """As the lookup thread does when nobody asks for anything."""
+        """Renew all pages, as the lookup thread does between lookups."""
         while self.renewals.waiting:
             self.renewals.renew_page(FOREVER)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 
 PROMPT = {"model": "fake", "prompt": list(range(200))}
-
-
-@pytest.fixture
-async def api() -> AsyncIterator[FakeKubernetes]:
-    made = FakeKubernetes()
-    await made.start()
-    yield made
-    await made.stop()
 
 
 def settings(api: FakeKubernetes, **sections: Any) -> dict[str, Any]:

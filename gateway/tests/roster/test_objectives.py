@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -23,14 +22,6 @@ from spillway_gateway.roster.objectives import Objectives
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import running_gateway, until
-
-
-@pytest.fixture
-async def api() -> AsyncIterator[FakeKubernetes]:
-    made = FakeKubernetes()
-    await made.start()
-    yield made
-    await made.stop()
 
 
 def fleet_in(config: KubernetesDiscovery | None) -> ModelFleet:

@@ -67,7 +67,7 @@ class Holds(Generic[_Key]):
         self.keys: KeysView[_Key] = self._spans.keys()  # held, or until a moment ago
 
     def resize(self, chunks: int, now: float) -> None:
-        """The tier has room for so many chunks from now on. Tenants' shares count anew with their next requests."""
+        """The tier has room for so many chunks from now on. Tenants' shares follow with their next requests."""
         self._chunks, self._chunks_max = chunks, int(chunks * TOTAL_SHARE_MAX)
         while len(self._spans) > self._chunks_max:
             self._give_up_one(self._giving(next(iter(self._tenants.values())), now), now)

@@ -227,7 +227,7 @@ Registry = Annotated[
     str,
     Meta(
         pattern=f"^({REGISTRY_HOST})?$",
-        description="a host, with a port and a path where it has them, without a scheme and without a slash at the end",
+        description="a host, perhaps with a port and a path, without a scheme and without a slash at the end",
     ),
 ]
 Repository = Annotated[

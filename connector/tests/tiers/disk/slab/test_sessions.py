@@ -381,4 +381,4 @@ def test_what_is_renewed_outlives_others_and_the_end_of_its_session(node: Node) 
     for seed in range(200, 200 + 5 * FRAMES):
         node.store(other, seed)
         assert node.store(other, seed) is StoreOutcome.PRESENT, "asked for again"
-    assert tier.contains(keys, NEVER) == [False] * 4, "what nobody renews any more leaves in its turn"
+    assert tier.contains(keys, NEVER) == [False] * 4, "chunks that are no longer renewed leave in their turn"
