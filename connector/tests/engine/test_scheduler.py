@@ -23,6 +23,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.settling import HAND_OVER_SECONDS
 from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
 from spillway_connector.plan.answers import COUNTED_MIN, AnswerReuse
 from spillway_connector.plan.sessions import SessionHint
@@ -204,6 +205,18 @@ def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_an
     keys = held[1][2]
     assert len(keys) == 3, "the answer is not part of the prompt"
     assert held == 2 * [(0.1, 3600.0, keys[:2]), (0.1, 300.0, keys)], "a mark holds the whole chunk that it is in"
+
+
+@pytest.mark.parametrize("params", [None, {"spillway_hand_over": True}])
+def test_after_a_request_that_another_engine_goes_on_with_the_engine_settles(scheduler, monkeypatch, params):
+    settled: list[float] = []
+    monkeypatch.setattr(scheduler, "settle", settled.append)
+    request = FakeRequest("first leg")
+    request.kv_transfer_params = params
+    scheduler.on_new_request(request)
+    assert not settled
+    scheduler.request_finished(request)
+    assert settled == ([HAND_OVER_SECONDS] if params else [])
 
 
 def test_a_request_that_names_no_session_belongs_to_the_conversation_that_it_goes_on_with(scheduler):

@@ -33,6 +33,7 @@ from spillway_connector.testing.generation import (
 BLOCK_TOKENS = 16
 KNOWN = {
     "spillway_session": {"id": "8f0c", "ended": True, "return_seconds": 30},
+    "spillway_hand_over": True,
     "max_offload_tokens": 0,
     "max_load_tokens": 64,
     "kv_load_tiers": [{"medium": "cpu"}, {"medium": "storage", "locality": "remote"}],
@@ -147,6 +148,7 @@ def test_a_known_member_counts_and_others_do_not(name: str):
         {"kv_load_tiers": [{"medium": "cpu"}] * 1_000},
         {"kv_load_tiers": [{"medium": "c" * 1_000}]},
         {"spillway_session": {"id": "s" * 1_000}},
+        {"spillway_hand_over": 1},
     ],
     ids=lambda params: json.dumps(params)[:40],
 )

@@ -179,9 +179,9 @@ class Used:
             self.shared.step_end()  # sends what held() has asked
             assert self.shared.wait_for_progress(REAL_SECONDS), "the tier never answered"
 
-    def store(self, rows: list[int]) -> None:
+    def store(self, rows: list[int], *, hand_over: bool = False) -> None:
         self.jobs += 1
-        self.shared.submit_store(self.jobs, [key_of(row) for row in rows], rows)
+        self.shared.submit_store(self.jobs, [key_of(row) for row in rows], rows, hand_over=hand_over)
         self.hear()
 
     def load(self, rows: list[int]) -> None:
@@ -221,6 +221,25 @@ def test_a_store_is_announced_before_it_ends_and_by_one_engine(use: Callable[...
     assert one.present == {0, 1}
     one.until(lambda: not one.shared.has_work())
     assert (one.present, two.present) == ({0, 1}, set())
+
+
+def test_what_another_engine_is_to_load_is_announced_when_it_can(use: Callable[..., Used]) -> None:
+    one, two = use(), use()
+    one.store([0, 1], hand_over=True)
+    assert one.present == set(), "a load would find nothing yet"
+    one.until(lambda: not one.shared.has_work())
+    assert one.present == {0, 1}
+    two.load([0, 1])
+    one.store([0, 1, 2], hand_over=True)
+    one.until(lambda: not one.shared.has_work())
+    assert one.present == {0, 1, 2}
+
+
+def test_a_store_that_fails_before_it_was_announced_is_never_announced(use: Callable[..., Used]) -> None:
+    one = use(lambda tier: RefusingTier(tier, RefusedReason.OTHER, [Operation.STORE]))
+    one.store([0], hand_over=True)
+    one.until(lambda: not one.shared.has_work())
+    assert one.present == set()
 
 
 def test_lookups_announce_what_is_there_and_the_first_that_is_not(use: Callable[..., Used]) -> None:

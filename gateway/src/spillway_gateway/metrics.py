@@ -16,6 +16,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_HAND_OVER_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 
 
@@ -84,6 +85,19 @@ class GatewayMetrics:
             "spillway_gateway_not_continued_answers",
             "Answers that broke after the first byte while continuation was on and ended, by what prevented it.",
             ("model", "why"),
+            registry=self.registry,
+        )
+        self._legs = Counter(
+            "spillway_gateway_legs",
+            "Requests of models whose engines have roles, by whether they took one leg or two, and why.",
+            ("model", "decision", "reason"),
+            registry=self.registry,
+        )
+        self._hand_over = Histogram(
+            "spillway_gateway_hand_over_seconds",
+            "From the end of a first leg until the second one's engine was chosen.",
+            ("model",),
+            buckets=_HAND_OVER_BUCKETS,
             registry=self.registry,
         )
         self._promotion_hints = Counter(
@@ -187,6 +201,8 @@ class GatewayMetrics:
         self.broken = cache(self._broken.labels)
         self.continued = cache(self._continued.labels)
         self.not_continued = cache(self._not_continued.labels)
+        self.legs = cache(self._legs.labels)
+        self.hand_over = cache(self._hand_over.labels)
         self.promotion_hint = cache(self._promotion_hints.labels)
         self.session = cache(self._sessions.labels)
         self.pause = cache(self._pause.labels)

@@ -20,6 +20,7 @@ from spillway_gateway.processes.messages import (
     from_front,
     from_router,
 )
+from spillway_gateway.routing.fleet_view import Leg
 
 ROUTE = messages.Route(
     7,
@@ -39,6 +40,7 @@ ROUTE = messages.Route(
     None,
     True,
     False,
+    Leg.OPEN,
 )
 SAID = [
     ROUTE,

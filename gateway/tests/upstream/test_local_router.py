@@ -14,6 +14,7 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.fleet.sessions import SessionKey
+from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.prefix import PromptBlocks, token_block_keys
 from spillway_gateway.upstream.local_router import LocalRouter
 
@@ -39,7 +40,7 @@ async def test_a_session_counts_what_its_engine_has_to_compute() -> None:
             request_id=b"r",
         )
         place = await router.enter(fleet, cast(Any, request))
-        await place.choose(prompt, frozenset())
+        await place.choose(prompt, frozenset(), Leg.WHOLE)
 
     for session in sessions:
         digest = session.digest if session is not None else None

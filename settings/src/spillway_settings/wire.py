@@ -38,6 +38,9 @@ RETENTION_SHARE = "share"
 RETENTION_MARKS_MAX = 4
 RETENTION_SECONDS_MAX = 7 * 86_400
 
+# That another engine is to go on with the prompt (true): its chunks are announced once they can be loaded.
+HAND_OVER_MEMBER = "spillway_hand_over"
+
 _STORE_MEDIUM = re.compile(r"[a-z]{1,16}/[0-9a-f]{16}")
 
 

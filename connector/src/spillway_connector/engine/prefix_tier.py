@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spillway_connector.config import NvmeTierConfig, parse_tier
 from spillway_connector.engine.open_tier import open_tier
-from spillway_connector.engine.tenancy import session_of_context, tenant_of_context
+from spillway_connector.engine.tenancy import hands_over, session_of_context, tenant_of_context
 from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
@@ -141,7 +141,14 @@ class SharedTierBase(PrefixTier):
     def _store(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int], req_context: ReqContext) -> None:
         named = session_of_context(req_context)
         session = None if named is None else named[1]
-        self._shared.submit_store(job_id, list(keys), rows, tenant=tenant_of_context(req_context), session=session)
+        self._shared.submit_store(
+            job_id,
+            list(keys),
+            rows,
+            tenant=tenant_of_context(req_context),
+            session=session,
+            hand_over=hands_over(req_context),
+        )
 
     def _load(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int]) -> None:
         self._shared.submit_load(job_id, list(keys), rows)

@@ -31,10 +31,10 @@ from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetad
 from spillway_connector.engine.queue_order import QueueOrder
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
-from spillway_connector.engine.settling import IN_FLIGHT_BYTES_MAX, Unsettled
+from spillway_connector.engine.settling import HAND_OVER_SECONDS, IN_FLIGHT_BYTES_MAX, Unsettled
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
-from spillway_connector.engine.tenancy import session_of
+from spillway_connector.engine.tenancy import hands_over, session_of
 from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.engine.waiting import WaitingRequests
 from spillway_connector.engine.written_blocks import written_blocks
@@ -125,8 +125,7 @@ class SchedulerHalf(ResettableHalf):
         """Count the chunks that no shared tier holds, and those on their way to one; 0 without a shared tier."""
         if not self.manager.secondary_tiers:
             return 0
-        late = self.late_stores
-        return self._storing() + (0 if late is None else late.alone)
+        return self._storing() + (0 if self.late_stores is None else self.late_stores.alone)
 
     def _storing(self) -> int:
         """Count the chunks on their way from the device to the shared tiers."""
@@ -469,6 +468,8 @@ class SchedulerHalf(ResettableHalf):
         if self.late_stores is not None and request.request_id in self._req_status:
             self.late_stores.ending(self._req_status[request.request_id].group_states[0].offload_keys)
         status = self._req_status.get(request.request_id)
+        if status is not None and hands_over(status.req_context):
+            self.settle(HAND_OVER_SECONDS)
         if self._early_loads and status is not None:
             for job_id in status.transfer_jobs & self._early_loads.keys():
                 self._early_loads[job_id].abandon(needed=False)

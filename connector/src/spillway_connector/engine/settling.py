@@ -1,9 +1,10 @@
 """Stores of an engine without work: `EngineCore.spillway_settle(seconds)`.
 
 The engine service calls it when the last request of a drain has ended, and when an engine has been idle for a while,
-again and again until nothing is left. For so many seconds the engine core then steps without requests: copies that the
-last steps began are reported and offered to the shared tiers, and chunks that the device alone holds are stored. A
-request that comes meanwhile is scheduled like any other.
+again and again until nothing is left; the end of a request that another engine goes on with has the same effect. For so
+many seconds the engine core then steps without requests: copies that the last steps began are reported and offered to
+the shared tiers, and chunks that the device alone holds are stored. A request that comes meanwhile is scheduled like
+any other.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from spillway_connector.engine.own_connector import own_connector
 
+HAND_OVER_SECONDS = 2.0  # after a request that another engine goes on with, until its chunks are stored and announced
 IN_FLIGHT_BYTES_MAX = 256 << 20  # between the device and the shared tiers at once, so that no store waits for seconds
 
 

@@ -19,6 +19,7 @@ from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.tiers.tier import NO_TENANT, TENANT_BYTES
 from spillway_settings.tenant_salts import account_of
 from spillway_settings.wire import (
+    HAND_OVER_MEMBER,
     RETENTION_MARKS,
     RETENTION_MARKS_MAX,
     RETENTION_MEMBER,
@@ -36,11 +37,15 @@ _SESSION_NAME_CHARS_MAX = 64
 
 @dataclass
 class TenantContext(ReqContext):
-    """vLLM's offloading context of a request, with its tenant, its session and what it asks to retain."""
+    """vLLM's offloading context of a request, with its tenant, its session and what it asks to retain.
+
+    hand_over: another engine goes on with the prompt.
+    """
 
     tenant: bytes = NO_TENANT
     session: SessionHint | None = None
     retention: RetentionHint | None = None
+    hand_over: bool = False
 
 
 UNKNOWN_REQUEST = ReqContext(req_id="")  # the last user of a chunk is not known: no shared tier gets the chunk
@@ -99,6 +104,16 @@ def _mark(given: object) -> RetentionMark | None:
     if not _is_number(seconds, RETENTION_SECONDS_MAX) or not (tokens is None or (type(tokens) is int and tokens >= 0)):
         return None
     return RetentionMark(tokens, float(seconds))
+
+
+def is_handed_over(params: object) -> bool:
+    """Whether a request's kv_transfer_params say that another engine goes on with the prompt."""
+    return isinstance(params, Mapping) and params.get(HAND_OVER_MEMBER) is True
+
+
+def hands_over(context: ReqContext) -> bool:
+    """Whether another engine goes on with the request's prompt."""
+    return isinstance(context, TenantContext) and context.hand_over
 
 
 def session_of_context(context: ReqContext) -> tuple[bytes, SessionHint] | None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spillway_connector.engine.own_connector import is_among_others, own_connector
-from spillway_connector.engine.tenancy import retention_of, session_of
-from spillway_settings.wire import RETENTION_MEMBER, SESSION_MEMBER
+from spillway_connector.engine.tenancy import is_handed_over, retention_of, session_of
+from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER
 
 _TOKENS_MAX = 2**31  # vLLM counts tokens in 32 bits
 _LOAD_TIERS_MAX = 8  # vLLM 0.32 knows two media in two places
@@ -39,6 +39,10 @@ def _is_retention(value: object) -> bool:
     return retention_of({RETENTION_MEMBER: value}) is not None
 
 
+def _is_hand_over(value: object) -> bool:
+    return is_handed_over({HAND_OVER_MEMBER: value})
+
+
 def _is_list_of_tiers(value: object) -> bool:
     return isinstance(value, list) and len(value) <= _LOAD_TIERS_MAX and all(map(_is_tier, value))
 
@@ -53,6 +57,7 @@ def _is_tier(value: object) -> bool:
 _FORMS: Mapping[str, Callable[[object], bool]] = {
     SESSION_MEMBER: _is_session,
     RETENTION_MEMBER: _is_retention,
+    HAND_OVER_MEMBER: _is_hand_over,
     "max_offload_tokens": _is_token_count,
     "max_load_tokens": _is_token_count,  # vLLM 0.32
     "kv_load_tiers": _is_list_of_tiers,  # vLLM 0.32

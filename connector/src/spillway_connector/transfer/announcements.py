@@ -1,7 +1,9 @@
 """What an engine tells whoever routes requests about a shared tier: who can load from it, and which chunks are there.
 
 A chunk is announced once, by the engine that stores it, when the store begins: an engine without requests takes no step
-and could not announce its end. A store that fails is taken back. Removals are seen lazily, whoever made them (another
+and could not announce its end. A store that fails is taken back. Chunks of a request that another engine goes on with
+are announced when their stores have ended, for which the engine steps on (engine/scheduler.py): a load that comes too
+early would find none of them. Removals are seen lazily, whoever made them (another
 engine's eviction, a quota, a server's maxmemory, a purge): a lookup or load that misses announces the first chunk that
 is gone, where a prefix ends. A chunk that a lookup finds is announced by the engine that found it, at most once in
 REPEAT_SECONDS: so a gateway that has just started, or has missed events, learns of what is in use.
@@ -68,7 +70,7 @@ class Announcements:
         self._said_at = float("-inf")
 
     def storing(self, keys: Iterable[bytes]) -> None:
-        """This process has begun to store them."""
+        """This process has begun to store them, or has stored them."""
         now = self._clock()
         for key in keys:
             self._say_present(key, now)

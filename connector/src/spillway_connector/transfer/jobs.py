@@ -134,6 +134,7 @@ class TransferJob:
     deadline: float
     tenant: bytes = NO_TENANT
     session: bytes | None = None  # of a store: see SessionTier.store_of_session
+    hand_over: bool = False  # of a store: announced when it has ended
     own_room: frozenset[bytes] = frozenset()  # keys that are stored in place of the same tenant's alone
     keys: list[bytes] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)

@@ -169,6 +169,8 @@ class OpenJobs:
         if moved:
             job.done += moved
             self._presence.put_many(moved, True, self._clock())
+            if job.hand_over and self._announcements is not None:
+                self._announcements.storing(moved)
         for index, reason in job.left.items():
             self.skip(job, (job.keys[index],), reason)
             if reason is SkipReason.ADMISSION and self._announcements is not None:

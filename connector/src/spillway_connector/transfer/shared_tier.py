@@ -197,14 +197,19 @@ class SharedTier:
         row_indices: Sequence[int],
         tenant: bytes = NO_TENANT,
         session: SessionHint | None = None,
+        *,
+        hand_over: bool = False,
     ) -> None:
         """Write the rows to the tier for ``tenant``; they must stay unchanged until the job is reported.
 
-        session: of the request whose chunks these are. Keys that are there already, or on their way by another job,
-        count as done; so do those that a tier under pressure does not admit, and all once the weights have changed.
-        With the breaker open or too many bytes in hand the rest is dropped and counted: no request waits for a store.
+        session: of the request whose chunks these are. hand_over: another engine is to load them as soon as they are
+        announced, so they are announced when the store has ended. Keys that are there already, or on their way by
+        another job, count as done; so do those that a tier under pressure does not admit, and all once the weights have
+        changed. With the breaker open or too many bytes in hand the rest is dropped and counted: no request waits for a
+        store.
         """
         job = self._open(job_id, Operation.STORE, keys, row_indices, tenant)
+        job.hand_over = hand_over
         if session is not None and self._session_tier is not None:
             job.session = session_tag(session)
         if self._closed:
@@ -213,12 +218,12 @@ class SharedTier:
             self._jobs.skip(job, keys, SkipReason.WEIGHTS_CHANGED)
         else:
             known = self._presence.present_of(keys, job.queued_at)
+            if known and self._announcements is not None:
+                self._announcements.found(known)
             if not self._jobs.storing.isdisjoint(keys):
                 known |= self._jobs.storing.intersection(keys)
             wanted, rows = list(keys), list(row_indices)
             if known:
-                if self._announcements is not None:
-                    self._announcements.found(known)
                 self._jobs.skip(job, known, SkipReason.PRESENT)
                 wanted, rows = _those_not_in(known, wanted, rows)
             if self._tier.under_pressure:
@@ -241,7 +246,7 @@ class SharedTier:
                     self._jobs.refuse(job, wanted[room:], RefusedReason.QUEUE_FULL, message)
                     wanted, rows = wanted[:room], rows[:room]
                 self._jobs.storing.update(wanted)
-                if self._announcements is not None:
+                if self._announcements is not None and not hand_over:
                     self._announcements.storing(wanted)
                 self._jobs.start(job, wanted, rows)
         self._jobs.end_if_done(job)

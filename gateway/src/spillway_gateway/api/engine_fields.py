@@ -16,11 +16,12 @@ from msgspec import UNSET
 
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.splice import MemberValue
-from spillway_settings.wire import RETENTION_MEMBER, SESSION_MEMBER
+from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER
 
 TRANSFER_PARAMS = "kv_transfer_params"
 # What vLLM's scheduler and connectors read out of a request's extra arguments.
-OWN_MEMBERS = frozenset({SESSION_MEMBER, RETENTION_MEMBER})  # of kv_transfer_params: the gateway alone says them
+# Of kv_transfer_params: the gateway alone says them.
+OWN_MEMBERS = frozenset({SESSION_MEMBER, RETENTION_MEMBER, HAND_OVER_MEMBER})
 STEERING_ARGUMENTS = frozenset({TRANSFER_PARAMS, "ec_transfer_params", "kv_cache_report_mode"})
 
 

@@ -41,6 +41,7 @@ from spillway_gateway.roster.served import ServedModel, named_model
 from spillway_gateway.tokens.estimates import holds_media
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 from spillway_gateway.upstream.exchange import ClientDisconnected
+from spillway_gateway.upstream.first_leg import why_one_leg
 from spillway_gateway.upstream.forward import Headers, header
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.relay import Relay
@@ -222,6 +223,14 @@ class InferenceEndpoint:
             choices=parsed.choices,
             reply_tokens_max=parsed.reply_tokens_max,
             retained_token_hours=None if retained is None else retained.token_hours,
+            one_leg=why_one_leg(
+                served.fleet,
+                prompt,
+                body,
+                known=route.two_legs,
+                single=not parsed.other_tokens and given.kv_transfer_params is msgspec.UNSET,
+                proxied=client.engine_connections is not None,
+            ),
         )
         return outbound, served
 

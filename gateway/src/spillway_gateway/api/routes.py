@@ -39,7 +39,8 @@ class ApiRoute:
     """body: the fields that are read of a JSON body; None for a form. parse: reads them. set_text: replaces the text
     of a top-level field. keeps_responses: the engine stores replies, and serves them again by id.
     takes_transfer_params: the engine reads kv_transfer_params of the body. salted_since: the first vLLM whose code
-    hashes the salt, if salting is FIELD."""
+    hashes the salt, if salting is FIELD. two_legs: a prompt may be computed on another engine than its answer; the body
+    has the members of upstream/first_leg.py."""
 
     path: str
     body: type | None
@@ -51,6 +52,7 @@ class ApiRoute:
     keeps_responses: bool = False
     takes_transfer_params: bool = False
     salted_since: Version = OLDEST
+    two_legs: bool = False
 
     def salting_of(self, parsed: ParsedBody, vllm: Version, tokens_max: int | None) -> Salting:
         """How one request is salted by engines of this vLLM or newer, which take prompts of up to `tokens_max`."""
@@ -68,10 +70,10 @@ class ApiRoute:
 
 
 ROUTES = (
-    ApiRoute("/v1/chat/completions", ChatBody, parse_chat, takes_transfer_params=True),
+    ApiRoute("/v1/chat/completions", ChatBody, parse_chat, takes_transfer_params=True, two_legs=True),
     ApiRoute("/v1/chat/completions/batch", ChatBatchBody, parse_chat_batch),
     ApiRoute("/v1/chat/completions/render", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
-    ApiRoute("/v1/completions", CompletionBody, parse_completion, takes_transfer_params=True),
+    ApiRoute("/v1/completions", CompletionBody, parse_completion, takes_transfer_params=True, two_legs=True),
     ApiRoute("/v1/completions/render", AnyBody, parse_unrouted, salting=Salting.NEEDLESS),
     ApiRoute(
         "/v1/responses",
@@ -88,6 +90,7 @@ ROUTES = (
         Dialect.ANTHROPIC,
         takes_transfer_params=True,
         salted_since=SALTS_ALL,
+        two_legs=True,
     ),
     ApiRoute("/v1/messages/count_tokens", AnyBody, parse_unrouted, Dialect.ANTHROPIC, Salting.NEEDLESS),
     ApiRoute("/inference/v1/generate", GenerateBody, parse_generate, takes_transfer_params=True),

@@ -36,6 +36,7 @@ def ranks_of(engine: EngineConfig) -> tuple[EngineConfig, ...]:
             _offset(engine.kv_events, rank),
             _offset(engine.kv_replay, rank),
             engine.data_parallel_ranks,
+            engine.role,
             process=engine.name,
             rank=rank,
         )

@@ -26,6 +26,7 @@ from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shar
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
 from spillway_gateway.errors import ConfigError
 from spillway_settings.byte_sizes import parse_byte_count
+from spillway_settings.roles import EngineRole, missing_role
 from spillway_settings.typed import (
     LARGEST,
     CamelSection,
@@ -94,6 +95,7 @@ class EngineConfig(CamelSection, frozen=True):
     kv_events: Text | None = None  # ZMQ PUB address of the engine
     kv_replay: Text | None = None  # ZMQ ROUTER address of the engine
     data_parallel_ranks: Ranks = 1  # vLLM's --data-parallel-size; the addresses above are those of rank 0
+    role: EngineRole = EngineRole.BOTH
 
 
 def rank_name(engine: str, rank: int) -> str:
@@ -156,6 +158,14 @@ class RoutingConfig(values.Routing, frozen=True):
     """Prices used until an engine's own are measured; see routing/load.py for the sum."""
 
 
+class DisaggregationConfig(values.Disaggregation, frozen=True):
+    """When a prompt is computed on another engine than its answer; see routing/legs.py."""
+
+    @property
+    def is_off(self) -> bool:
+        return self.mode in ("off", False)  # YAML's own word for false
+
+
 class RetentionConfig(values.Retention, frozen=True):
     """What clients may ask the tiers to keep; see api/retention.py. A tenant's keys entry may say otherwise."""
 
@@ -216,6 +226,7 @@ class GatewayConfig(CamelSection, frozen=True):
     health: HealthConfig = HealthConfig()
     limits: LimitsConfig = LimitsConfig()
     routing: RoutingConfig = RoutingConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
     retention: RetentionConfig = RetentionConfig()
     breaker: BreakerConfig = BreakerConfig()
     auth: AuthConfig = AuthConfig()
@@ -284,6 +295,9 @@ def _check(config: GatewayConfig) -> None:
             _check_engine(model.name, engine)
         if model.discovery is not None:
             check_discovery(model.name, model.discovery)
+        _check_roles(model)
+    if config.disaggregation.mode not in ("auto", "always", "off", False):
+        raise ConfigError(f"disaggregation.mode: {config.disaggregation.mode!r} given; auto, always or off needed")
     _check_listeners(config.listen)
     _check_picker(config)
     check_tracing(config.tracing)
@@ -380,6 +394,20 @@ def _check_names(config: GatewayConfig) -> None:
                 if name in engines:
                     raise ConfigError(f"models: two engines are named {name!r}; give each a name of its own")
                 engines[name] = model.name
+
+
+def _check_roles(model: ModelConfig) -> None:
+    """An engine of another role is of use to those that can load what it stores, which its KV events tell."""
+    roles = [engine.role for engine in model.engines]
+    lack = missing_role(roles)
+    if lack is not None:
+        raise ConfigError(f"models: {model.name!r} {lack}")
+    for engine in model.engines if any(role is not EngineRole.BOTH for role in roles) else ():
+        if engine.kv_events is None:
+            raise ConfigError(
+                f"models: engine {engine.name!r} of {model.name!r}: no kvEvents given, but engines of the model have "
+                "roles, which need to know what lies in their shared tier; set kvEvents, or remove the roles"
+            )
 
 
 def _check_engine(model: str, engine: EngineConfig) -> None:

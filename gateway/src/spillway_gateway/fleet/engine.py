@@ -137,6 +137,8 @@ class Engine:
         self._resident_at_reading = 0
         self.traffic = TierTraffic()  # for the operations page; routing does not read it
         self.reports_cached_tokens = False  # in its replies' usage, wherever the number is not 0
+        self.token_ms = 0.0  # between two tokens of its answers, between the last two readings; 0: there were none
+        self._token_intervals = self._token_seconds = 0.0  # at the last reading
         self.events_live = False  # KV events arrive, so the index does not depend on speculation
         self.on_state: list[Callable[[Engine], None]] = []
         self.failed_at: deque[float] = deque(maxlen=FAILURES_MAX)  # when it last failed requests, monotonic seconds
@@ -253,6 +255,9 @@ class Engine:
         if self._computed_tokens not in (None, reading.computed_tokens) and reading.computed_tokens is not None:
             self.progressed(self._clock())
         self._computed_tokens = reading.computed_tokens
+        tokens = reading.token_intervals - self._token_intervals
+        self.token_ms = 1000.0 * (reading.token_seconds - self._token_seconds) / tokens if tokens > 0 else 0.0
+        self._token_intervals, self._token_seconds = reading.token_intervals, reading.token_seconds
         self.foreign = foreign_work(reading, before, self.own_work())
         self._kv_usage = reading.kv_usage or 0.0
         self._kv_capacity_tokens = reading.kv_capacity_tokens or 0
@@ -334,4 +339,6 @@ class Engine:
             self.means.device_share,
             self.means.reload_token_ms,
             self.events_live,
+            self.config.role,
+            token_ms=self.token_ms,
         )

@@ -20,7 +20,7 @@ LINE_BYTES_MAX = 4096
 RANKS_MAX = 256
 _WANTED = re.compile(
     rb"^(?:vllm:(?:num_requests_(?:waiting|running)|kv_cache_usage_perc|external_prefix_cache_hits_total"
-    rb"|cache_config_info|(?:prompt|generation)_tokens_total)|spillway_(?:prefill_tokens_per_second|device_copy_(?:seconds|bytes)_total"
+    rb"|cache_config_info|(?:prompt|generation)_tokens_total|inter_token_latency_seconds_(?:sum|count))|spillway_(?:prefill_tokens_per_second|device_copy_(?:seconds|bytes)_total"
     rb"|tier_(?:load_bytes_per_second|read_bytes_total|written_bytes_total)))[{ ][^\n]*",
     re.MULTILINE,
 )
@@ -40,6 +40,8 @@ class EngineReading(NamedTuple):
     cpu_load_tokens_per_second: float | None = None
     shared_load_tokens_per_second: float | None = None
     computed_tokens: float | None = None  # of prompts and answers, since its start
+    token_intervals: float = 0.0  # between two tokens of an answer, since its start
+    token_seconds: float = 0.0  # all of them together
 
 
 def wanted_lines(page: bytes) -> Generator[None, None, bytes]:
@@ -104,6 +106,8 @@ def read_metrics(page: bytes) -> EngineReading:
         cpu_load_tokens_per_second=usable_rate(cpu),
         shared_load_tokens_per_second=usable_rate(shared),
         computed_tokens=sum(computed) if computed else None,
+        token_intervals=sum(_values(page, b"vllm:inter_token_latency_seconds_count")),
+        token_seconds=sum(_values(page, b"vllm:inter_token_latency_seconds_sum")),
     )
 
 

@@ -13,21 +13,29 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import structs
 
 from spillway_gateway.config.ranks import ranks_of
-from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
+from spillway_gateway.config.settings import (
+    BreakerConfig,
+    DisaggregationConfig,
+    EngineConfig,
+    ModelConfig,
+    RoutingConfig,
+)
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, being_computed, is_cold
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.expected_blocks import Expected
+from spillway_gateway.fleet.hand_over import HandOver, HandOverPrice
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_queue import ColdPrompt
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
 from spillway_gateway.fleet.steps import Steps
-from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, RouteRequest
+from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, Leg, RouteRequest, SplitTerms
 from spillway_gateway.routing.load import load_time_ms
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
+from spillway_settings.roles import EngineRole
 from spillway_settings.vllm_salts import OLDEST, Version
 
 FAILED_TOGETHER_SECONDS = 5.0
@@ -198,8 +206,12 @@ class ModelFleet:
         index: PrefixIndex,
         clock: Callable[[], float] = time.monotonic,
         breaker: BreakerConfig | None = None,
+        *,
+        disaggregation: DisaggregationConfig | None = None,
     ) -> None:
         self._breaker = breaker
+        self.disaggregation = disaggregation or DisaggregationConfig()
+        self._hand_over_price = HandOverPrice(self.disaggregation.hand_over_ms, clock)
         self.config = config
         self.name = config.name
         self.index = index
@@ -223,6 +235,11 @@ class ModelFleet:
         lengths = [engine.prompt_tokens_max for engine in self.engines.values()]
         known = [length for length in lengths if length is not None]
         return max(known) if known and len(known) == len(lengths) else None
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether a request may take two legs."""
+        return any(engine.config.role is not EngineRole.BOTH for engine in self.engines.values())
 
     def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
         """Add an engine to the choice and to the index."""
@@ -311,10 +328,12 @@ class ModelFleet:
         adapter: str | None = None,
         *,
         turn: ColdTurn,
+        leg: Leg = Leg.WHOLE,
     ) -> Lease | None:
-        """choose(), or None if the prompt has to wait for its turn: self.cold.wait(), in the end self.cold.leave()."""
+        """choose() for a part of the request, or None if the prompt has to wait for its turn: self.cold.wait(), in the
+        end self.cold.leave()."""
         now = self._clock()
-        decision = self._decide(prompt, tried, only, session, now=now, adapter=adapter)
+        decision = self._decide(prompt, tried, only, session, now=now, adapter=adapter, leg=leg)
         if decision is None and adapter is not None and not self.offers_adapter(adapter):
             raise ModelNotFound(f"The adapter {adapter!r} of the model {self.name!r} is loaded on no engine")
         if decision is None:
@@ -330,7 +349,7 @@ class ModelFleet:
             routed = RoutedBlocks(self.index, self._steps, engine.name, keys, held_seconds=None if live else seconds)
             routed.expect(now + seconds)
         lease = Lease(engine, decision, now, routed, self.cold.left, first_block=prompt.spread_key)
-        if session is not None:
+        if session is not None and (decision.legs is None or decision.legs.prefill is None):
             self.sessions.served(session, engine.name, now)
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
             engine.expect_adapter(adapter)
@@ -340,6 +359,17 @@ class ModelFleet:
         self.cold.leave(turn)
         self.cold.left(engine)
         return lease
+
+    def hand_over(self, prompt: PromptBlocks, engine: str, tell: Callable[[int], object]) -> HandOver:
+        """Follow how a prompt that another engine computes comes to lie where this one loads it. tell: as HandOver."""
+        blocks = min((prompt.prompt_tokens - 1) // prompt.tokens_per_block, len(prompt.keys))
+        return HandOver(
+            lambda: self.held(prompt).get(engine, NOTHING_HELD).total_tokens,
+            blocks * prompt.tokens_per_block,
+            tell,
+            self._hand_over_price,
+            clock=self._clock,
+        )
 
     def expected_choice(
         self, prompt: PromptBlocks, only: str | None = None, session: SessionKey | None = None
@@ -356,6 +386,7 @@ class ModelFleet:
         *,
         now: float,
         adapter: str | None,
+        leg: Leg = Leg.WHOLE,
     ) -> Decision | None:
         held = self.held(prompt)
         last = self.sessions.engine_of(session) if session is not None else None
@@ -368,12 +399,24 @@ class ModelFleet:
             last,
             prompt.text_tokens,
             *being_computed(prompt.spread_key, self.engines, tried, held),
+            leg=leg,
+            splitting=self._terms(prompt) if leg is Leg.OPEN and self.has_roles else None,
         )
         factor = self._routing.bounded_load_factor
         decision = plan_route(request, self._view(held, now, adapter, breakers=True), factor)
         if decision is None:  # every breaker is open: trying an engine is better than refusing
             decision = plan_route(request, self._view(held, now, adapter, breakers=False), factor)
         return decision
+
+    def _terms(self, prompt: PromptBlocks) -> SplitTerms:
+        asked = self.disaggregation
+        return SplitTerms(
+            asked.mode == "always",
+            asked.uncached_tokens_min,
+            self._hand_over_price.ms,
+            asked.token_ms_max,
+            prompt.tokens_per_block,
+        )
 
     def held(self, prompt: PromptBlocks) -> dict[str, HeldPrefix]:
         """What engines would use of what they hold, by engine."""
@@ -403,9 +446,12 @@ class ModelFleet:
             ahead = sum(engine.shared_link_tokens for engine in engines)
             store = StoreView(1000.0 * ahead / store_rate, self._store_busy.at(now))
         views = []
+        has_roles = self.has_roles
         for engine in engines:
             ejected = breakers and not engine.breaker.closed and not engine.breaker.allows(now)
             view = engine.view(held.get(engine.name, NOTHING_HELD), now, ejected=ejected, store=store)
+            if has_roles:
+                view = structs.replace(view, stores=self.index.stores_of(engine.name))
             if adapter is not None:
                 load_ms = self._adapter_load_ms(engine, adapter)
                 if load_ms is None:

@@ -120,6 +120,10 @@ class PrefixIndex:
         """What an engine can load of them."""
         return self._stores.reach_of(engine_name)
 
+    def stores_of(self, engine_name: str) -> frozenset[str]:
+        """The names of the stores that an engine loads from."""
+        return self._stores.names_of(engine_name)
+
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Start of the key chain for prompts with this salt and adapter."""
         return namespace_key(self._model, lora, cache_salt)

@@ -77,6 +77,10 @@ class SharedStores:
         for store in self._stores.values():
             self._leave(store, engine_name)
 
+    def names_of(self, engine_name: str) -> frozenset[str]:
+        """The stores that the engine loads from."""
+        return frozenset([store_id for store_id, store in self._stores.items() if engine_name in store.engines])
+
     def reach_of(self, engine_name: str) -> SharedReach:
         """The reach of one engine."""
         own = [store.blocks for store in self._stores.values() if engine_name in store.engines]

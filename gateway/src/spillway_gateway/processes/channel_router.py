@@ -14,7 +14,7 @@ from spillway_gateway.fleet.stored_responses import Owner
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.messages import EngineFault, Kind
 from spillway_gateway.processes.router_client import RouterClient
-from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.fleet_view import HeldPrefix, Leg
 from spillway_gateway.routing.prefix import PromptBlocks, PromptTokens
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import OutboundRequest
@@ -83,18 +83,19 @@ class ChannelPlace:
 
     async def enter(self) -> None:
         """Ask for the place and an engine at once."""
-        self._first = await self._route(self.request.prompt, frozenset(), first=True)
+        leg = Leg.OPEN if self.request.one_leg is None and not self.fleet.disaggregation.is_off else Leg.WHOLE
+        self._first = await self._route(self.request.prompt, frozenset(), leg, first=True)
 
-    async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> ChannelLease:
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> ChannelLease:
         first, self._first = self._first, None
         if first is not None and not tried and prompt is self.request.prompt:
             return first
         if first is not None:
             first.close()
         self.tell()
-        return await self._route(prompt, tried, first=False)
+        return await self._route(prompt, tried, leg, first=False)
 
-    async def _route(self, prompt: PromptBlocks, tried: frozenset[str], *, first: bool) -> ChannelLease:
+    async def _route(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg, *, first: bool) -> ChannelLease:
         request = self.request
         session = request.session
         asked = messages.Route(
@@ -113,8 +114,9 @@ class ChannelPlace:
             request.only_engine,
             session.digest if session is not None else None,
             request.adapter,
-            first and prompt.tokens is not None,
+            prompt.tokens is not None and (first or leg is Leg.OPEN),
             request.trace is not None,
+            leg,
         )
         routed = await self._client.ask(asked, messages.Routed)
         engine = self.fleet.engines.get(routed.engine)
@@ -129,6 +131,7 @@ class ChannelPlace:
             routed.candidates,
             routed.session,
             prompt.text_tokens,
+            routed.legs,
         )
         return ChannelLease(self, engine, decision, expected_prefill_seconds=routed.expected_prefill_seconds)
 

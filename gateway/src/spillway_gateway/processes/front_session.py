@@ -19,6 +19,7 @@ from spillway_gateway.app import Gateway
 from spillway_gateway.errors import GatewayError, ModelNotFound
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.hand_over import HandOver
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.fleet.stored_responses import Owner
@@ -28,6 +29,7 @@ from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import EngineFault, FamilySamples, Kind, Message, from_front
 from spillway_gateway.processes.routed_place import RoutedPlace
 from spillway_gateway.processes.state_publisher import StatePublisher
+from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.upstream.local_router import LocalRouter
 from spillway_gateway.upstream.router import Admitted
@@ -200,8 +202,22 @@ class FrontSession:
     def _choose(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> None:
         place.fleet.cold.leave(place.turn)
         place.turn = ColdTurn(urgent=asked.priority is Priority.HIGH)
+        if asked.leg is Leg.SECOND and place.hand_over is not None:
+            place.waiting = self._spawn(self._choose_after_hand_over(place, place.hand_over, asked, prompt))
+            return
+        place.end_hand_over()
         if not self._choose_unless_held(place, asked, prompt):
             place.waiting = self._spawn(self._choose_in_turn(place, asked, prompt))
+
+    async def _choose_after_hand_over(
+        self, place: RoutedPlace, hand_over: HandOver, asked: messages.Route, prompt: PromptBlocks
+    ) -> None:
+        place.close(None)  # the first leg
+        await hand_over.arrived(place.fleet.disaggregation.hand_over_seconds_max)
+        place.end_hand_over()
+        while not self._choose_unless_held(place, asked, prompt):
+            await place.fleet.cold.wait(place.turn)
+        place.waiting = None
 
     async def _choose_in_turn(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> None:
         await place.fleet.cold.wait(place.turn)
@@ -225,6 +241,8 @@ class FrontSession:
         decision = lease.decision
         self._router.decided(asked.model, asked.request_id, decision, asked.tried)
         self._publisher.publish_engine(lease.engine)
+        if decision.legs is not None and decision.legs.decode_engine is not None:
+            self._begin_hand_over(place, asked, prompt, decision.legs.decode_engine)
         held = decision.held
         self.send(
             messages.Routed(
@@ -238,9 +256,19 @@ class FrontSession:
                 decision.session,
                 lease.expected_prefill_seconds,
                 decision.candidates if asked.detailed else (),
+                decision.legs,
             )
         )
         return True
+
+    def _begin_hand_over(
+        self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks, decode_engine: str
+    ) -> None:
+        def tell(first: int) -> None:
+            if asked.hints and asked.adapter is None:
+                self.send(messages.Waiting(asked.number, decode_engine, first))
+
+        place.hand_over = place.fleet.hand_over(prompt, decode_engine, tell)
 
     def _ended(self, asked: messages.Ended) -> None:
         place = self._places.get(asked.number)

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from spillway_gateway.access.keys import Priority, Tenant
-from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.fleet_view import HeldPrefix, Leg
+from spillway_gateway.routing.legs import Legs
 from spillway_gateway.routing.route import Candidate, RouteReason, SessionOutcome
 
 FRAME_BYTES_MAX = 16 * 1024 * 1024
@@ -56,8 +57,8 @@ class Settle(Message, tag=3, frozen=True):
 
 class Route(Message, tag=4, frozen=True):
     """Choose an engine. first: enter the queue before; Left follows in every case. keys, other_keys: of blocks, eight
-    bytes each in the machine's order. hints: say which engine would be chosen while the request waits. detailed: the
-    answer has all candidates."""
+    bytes each in the machine's order. hints: say which engine would be chosen while the request waits, and what it
+    could load. detailed: the answer has all candidates."""
 
     number: int
     first: bool
@@ -76,6 +77,7 @@ class Route(Message, tag=4, frozen=True):
     adapter: str | None
     hints: bool
     detailed: bool
+    leg: Leg
 
 
 class Kind(IntEnum):
@@ -276,6 +278,7 @@ class Routed(Message, tag=70, frozen=True):
     session: SessionOutcome | None
     expected_prefill_seconds: float
     candidates: tuple[Candidate, ...] = ()
+    legs: Legs | None = None
 
     @property
     def held(self) -> HeldPrefix:
@@ -283,7 +286,8 @@ class Routed(Message, tag=70, frozen=True):
 
 
 class Waiting(Message, tag=71, frozen=True):
-    """The request waits; as things are it would go to this engine, which could load the first so many tokens."""
+    """The request waits, or its first leg is under way; as things are it would go to this engine, which could load the
+    first so many tokens."""
 
     number: int
     engine: str

@@ -58,7 +58,9 @@ class ReportedEngines:
             default_block_tokens=routing.default_block_tokens,
             clock=time.monotonic,
         )
-        fleet = ModelFleet(structs.replace(model, engines=()), routing, index)
+        fleet = ModelFleet(
+            structs.replace(model, engines=()), routing, index, disaggregation=self._config.disaggregation
+        )
         fleet.config = model
         return fleet
 

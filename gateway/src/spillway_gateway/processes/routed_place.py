@@ -9,6 +9,7 @@ from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.session_turns import Session
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.hand_over import HandOver
 from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.processes import messages
@@ -20,7 +21,7 @@ from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 class RoutedPlace:
     """One request of the front, in its model's queue or on an engine."""
 
-    __slots__ = ("_notice", "_whose", "admission", "fleet", "lease", "turn", "waiting")
+    __slots__ = ("_notice", "_whose", "admission", "fleet", "hand_over", "lease", "turn", "waiting")
 
     def __init__(self, notice: Callable[..., None], fleet: ModelFleet) -> None:
         """notice: tells the front, once, that an engine went down or ends."""
@@ -31,6 +32,7 @@ class RoutedPlace:
         self.waiting: asyncio.Task[None] | None = None
         self.lease: Lease | None = None
         self.turn = ColdTurn()  # of the last choice
+        self.hand_over: HandOver | None = None  # of a first leg
 
     def admitted(self, admission: Admission, asked: messages.Route) -> None:
         self.admission, self._whose = admission, (asked.tenant, asked.session)
@@ -40,7 +42,8 @@ class RoutedPlace:
         self.close(None)
         session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
         tried = frozenset(asked.tried)
-        lease = self.fleet.choose_unless_held(prompt, tried, asked.only, session, asked.adapter, turn=self.turn)
+        where = asked.only, session, asked.adapter
+        lease = self.fleet.choose_unless_held(prompt, tried, *where, turn=self.turn, leg=asked.leg)
         if lease is not None:
             self.lease = lease
             lease.engine.requests.add(self)
@@ -60,12 +63,19 @@ class RoutedPlace:
             self.lease.close(now)
             self.lease = None
 
+    def end_hand_over(self) -> None:
+        """Of a first leg, if there was one."""
+        if self.hand_over is not None:
+            self.hand_over.end()
+            self.hand_over = None
+
     def leave(self) -> None:
         """Release everything. May be called more than once."""
         if self.waiting is not None:
             self.waiting.cancel()
             self.waiting = None
         self.fleet.cold.leave(self.turn)
+        self.end_hand_over()
         self.close(None)
         if self.admission is not None:
             self.admission.leave(*self._whose)

@@ -107,7 +107,9 @@ class StatePublisher:
 def _engine(engine: Engine) -> EngineSummary:
     config = engine.config
     rank = config if isinstance(config, RankConfig) else None
-    plain = EngineConfig(config.name, config.url, config.kv_events, config.kv_replay, config.data_parallel_ranks)
+    plain = EngineConfig(
+        config.name, config.url, config.kv_events, config.kv_replay, config.data_parallel_ranks, config.role
+    )
     return EngineSummary(
         engine.serial,
         msgspec.json.encode(plain),

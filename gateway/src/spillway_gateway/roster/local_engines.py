@@ -77,7 +77,7 @@ class LocalEngines:
             default_block_tokens=config.routing.default_block_tokens,
             clock=time.monotonic,
         )
-        return ModelFleet(model, config.routing, index, breaker=config.breaker)
+        return ModelFleet(model, config.routing, index, breaker=config.breaker, disaggregation=config.disaggregation)
 
     def block_sizes(self, fleet: ModelFleet) -> BlockSizes:
         return fleet.index

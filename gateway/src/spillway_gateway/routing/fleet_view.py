@@ -9,9 +9,11 @@ not visit it.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 import msgspec
+
+from spillway_settings.roles import EngineRole
 
 
 class TierLabel(StrEnum):
@@ -89,6 +91,9 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     device_share: float = 0.0  # of the tokens that requests of this model found cached lately, those on a device
     reload_token_ms: float = 0.0  # load of one token, as requests of this model loaded lately; 0: none did
     events_live: bool = True  # `held` is what it announced; of another engine, what it may still hold is not all known
+    role: EngineRole = EngineRole.BOTH
+    stores: frozenset[str] = frozenset()  # shared ones that it loads from; of a model whose engines have roles
+    token_ms: float = 0.0  # between two tokens of its answers, lately; 0: there were none
     adapter_load_ms: float = 0.0  # until it can begin with the request's LoRA adapter; 0: it has it, or there is none
 
 
@@ -96,6 +101,24 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     """All engines of a model."""
 
     engines: tuple[EngineView, ...]
+
+
+class Leg(IntEnum):
+    """The part of a request that an engine is chosen for. OPEN: the whole of it, or the first of two legs."""
+
+    WHOLE = 0
+    OPEN = 1
+    SECOND = 2
+
+
+class SplitTerms(msgspec.Struct, frozen=True, gc=False):
+    """What is asked of two legs. always: no price is compared. token_ms_max: None: no bound."""
+
+    always: bool
+    uncached_tokens_min: int
+    hand_over_ms: float
+    token_ms_max: float | None
+    block_tokens: int
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
@@ -111,3 +134,5 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     # Of the prompt, what an engine computes at the moment for another one: from this token to that.
     computed_from: int = 0
     computed_to: int = 0
+    leg: Leg = Leg.WHOLE
+    splitting: SplitTerms | None = None  # of an OPEN one

@@ -10,7 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
-from spillway_gateway.routing.fleet_view import EngineView, FleetView, HeldPrefix, RouteRequest
+from spillway_gateway.routing.fleet_view import EngineView, FleetView, HeldPrefix, Leg, RouteRequest
+from spillway_gateway.routing.legs import Legs, plan_legs, serving
 from spillway_gateway.routing.load import Cost, cost_of, uncached_tokens
 from spillway_gateway.routing.rendezvous import load_bound, pick_bounded, weight
 
@@ -28,6 +29,7 @@ class RouteReason(StrEnum):
     RENDEZVOUS = "rendezvous"  # no engine holds any of it: by hash of the first block among equally cheap engines
     SESSION = "session"  # it served the request's session last, and the index knows of no better one
     RETRY = "retry"  # another engine failed before the first byte, or a proxy in front leaves some out
+    PREFILL = "prefill"  # it computes the prompt, and another engine answers
     PINNED = "pinned"  # it stores what the request asks for
 
 
@@ -57,6 +59,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     candidates: tuple[Candidate, ...]  # every engine that was considered, with its cost
     session: SessionOutcome | None = None
     text_tokens: int | None = None  # as in PromptBlocks
+    legs: Legs | None = None  # None: the whole request, without a choice
 
     def expected(self, prompt_tokens: int, cached_tokens: int) -> HeldPrefix | None:
         """What the prompt was to find, to compare with what it found; None if the two cannot be compared.
@@ -83,17 +86,38 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
     if not candidates:
         return None
     chosen, reason = pick(request, candidates, bounded_load_factor)
+    legs = _legs(request, view, chosen)
+    if legs is not None and legs.prefill is not None and legs.prefill_cost is not None:
+        chosen, reason = Candidate(legs.prefill, legs.prefill_cost), RouteReason.PREFILL
+        candidates = (*candidates, chosen)
     held = chosen.engine.held
     return Decision(
         engine_name=chosen.engine.name,
-        reason=RouteReason.PINNED if request.only else RouteReason.RETRY if request.tried else reason,
+        reason=_reason(request, reason),
         held=held,
         prompt_tokens=request.prompt_tokens,
         uncached_tokens=uncached_tokens(held, request.prompt_tokens),
         candidates=candidates,
-        session=_session_outcome(request, chosen.engine.name),
+        session=_session_outcome(request, chosen.engine.name) if reason is not RouteReason.PREFILL else None,
         text_tokens=request.text_tokens,
+        legs=legs,
     )
+
+
+def _reason(request: RouteRequest, reason: RouteReason) -> RouteReason:
+    if request.only:
+        return RouteReason.PINNED
+    return RouteReason.RETRY if request.tried and reason is not RouteReason.PREFILL else reason
+
+
+def _legs(request: RouteRequest, view: FleetView, whole: Candidate) -> Legs | None:
+    """None: it takes one leg, whatever the engines."""
+    if request.leg is not Leg.OPEN or request.splitting is None or request.only is not None:
+        return None
+    prompt = request.prompt_tokens, request.computed_from, request.computed_to
+    uncached = uncached_tokens(whole.engine.held, request.prompt_tokens)
+    usable = _untried(request, view)
+    return plan_legs(usable, whole.engine, whole.cost.total_ms, uncached, prompt=prompt, terms=request.splitting)
 
 
 def _session_outcome(request: RouteRequest, chosen: str) -> SessionOutcome | None:
@@ -105,9 +129,15 @@ def _session_outcome(request: RouteRequest, chosen: str) -> SessionOutcome | Non
 
 
 def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
-    """Filter: routable, not tried for this request, and the pinned engine if there is one."""
-    usable = [engine for engine in view.engines if engine.routable and engine.name not in request.tried]
-    return usable if request.only is None else [engine for engine in usable if engine.name == request.only]
+    """Filter: routable, not tried for this request, of a role for it, and the pinned engine if there is one."""
+    usable = _untried(request, view)
+    if request.only is not None:
+        return [engine for engine in usable if engine.name == request.only]
+    return serving(usable, request.leg)
+
+
+def _untried(request: RouteRequest, view: FleetView) -> list[EngineView]:
+    return [engine for engine in view.engines if engine.routable and engine.name not in request.tried]
 
 
 def score(request: RouteRequest, engines: list[EngineView]) -> tuple[Candidate, ...]:

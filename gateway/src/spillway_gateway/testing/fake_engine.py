@@ -40,7 +40,7 @@ from spillway_gateway.testing.faults import (
     Status,
 )
 from spillway_gateway.testing.kv_publisher import KvPublisher
-from spillway_settings.wire import PROMOTE_PATH
+from spillway_settings.wire import HAND_OVER_MEMBER, PROMOTE_PATH
 
 Tokenize = Callable[[dict[str, Any]], list[int]]
 Detokenize = Callable[[list[int]], str]
@@ -129,6 +129,7 @@ class FakeEngine:
         self.ready: tuple[int, dict[str, Any]] = (200, {"ready": True})
         self.health_status = 200
         self.fault: Fault | None = None
+        self.store: str | None = None  # in which it announces the prompts that are handed over
         self.hint_status: Callable[[Seen], int] = lambda seen: 202  # of the answer to a promotion hint
         self.write_bytes: int | None = None  # streams are written in pieces of so many bytes; None: event by event
         self.end_seconds = 0.0  # between [DONE] and the end of a stream
@@ -166,6 +167,11 @@ class FakeEngine:
 
     def response_id(self, tokens: list[int]) -> str:
         return f"resp_{self.name}_{hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}"
+
+    def announce_stored(self, store: str) -> None:
+        """All blocks so far lie in this store, and it loads from there. store: as in KV events."""
+        if self.publisher is not None:
+            self.publisher.stored(list(self.cached.values()), None, [], 0, medium=store)
 
     def prefill(self, tokens: list[int], salt: str | None = None, model: str | None = None) -> int:
         """Keep and announce the prompt's full blocks; returns how many tokens were found. model: as the request names
@@ -348,6 +354,8 @@ class _Connection(asyncio.Protocol):
             self._json(*refusal)
             return
         cached = self.engine.prefill(tokens, body.get("cache_salt"), body.get("model"))
+        if self.engine.store is not None and HAND_OVER_MEMBER in (body.get("kv_transfer_params") or {}):
+            self.engine.announce_stored(self.engine.store)
         text = "".join(self.engine.words_for(tokens))
         if path in POOLING_PATHS:
             self._json(200, pooling_reply(path, body, self.engine.model, len(tokens)))

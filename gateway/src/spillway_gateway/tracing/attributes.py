@@ -23,6 +23,7 @@ REQUEST_ID = "spillway.request_id"
 ENGINE = "spillway.engine"
 RETRY = "spillway.retry"
 PROMOTION_ENGINE = "spillway.promotion_engine"
+LEG = "spillway.leg"
 CONTINUED_TOKENS = "spillway.continued_tokens"
 
 _OPERATIONS = {
@@ -51,8 +52,15 @@ def route_attributes(decision: Decision) -> Attributes:
     """Attributes of a decision's span."""
     held = decision.held
     session: Attributes = {} if decision.session is None else {"spillway.session": decision.session.value}
+    legs: Attributes = {}
+    if decision.legs is not None:
+        legs = {"spillway.legs": decision.legs.decision, "spillway.legs.reason": decision.legs.reason.value}
+        if decision.legs.two_legs_ms is not None:
+            legs["spillway.legs.one_leg_ms"] = decision.legs.one_leg_ms
+            legs["spillway.legs.two_legs_ms"] = decision.legs.two_legs_ms
     return {
         **session,
+        **legs,
         ENGINE: decision.engine_name,
         "spillway.route.reason": decision.reason.value,
         "spillway.prompt_tokens": decision.prompt_tokens,

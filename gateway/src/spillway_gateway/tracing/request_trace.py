@@ -3,7 +3,7 @@
     POST /v1/chat/completions       from the client's head to the last byte (server)
       admission                     waiting for room
       route                         the decision, with what each engine would have cost as events
-      chat MODEL                    one per engine tried (client); parent of the engine's span
+      chat MODEL                    one per engine tried and per leg (client); parent of the engine's span
         first byte                  from the request's departure to the reply's first body byte
 
 Contexts are passed explicitly: a task may serve many requests, and a request may move between tasks.
@@ -85,10 +85,18 @@ class RequestTrace:
         span.end()
 
     def attempt(
-        self, model: str, engine: Engine, headers: Headers, *, again: bool, continues_after: int | None = None
+        self,
+        model: str,
+        engine: Engine,
+        headers: Headers,
+        *,
+        again: bool,
+        continues_after: int | None = None,
+        leg: str | None = None,
     ) -> AttemptTrace | None:
         """The request is sent to an engine. None when it is not sampled. headers: the caller's. again: a retry.
-        continues_after: the answer goes on from another engine's, after so many tokens."""
+        continues_after: the answer goes on from another engine's, after so many tokens. leg: of two, prefill or
+        decode."""
         if not self.sampled:
             return None
         span = self._tracer.start_span(
@@ -106,6 +114,8 @@ class RequestTrace:
         )
         if continues_after is not None:
             span.set_attribute(names.CONTINUED_TOKENS, continues_after)
+        if leg is not None:
+            span.set_attribute(names.LEG, leg)
         return AttemptTrace(self._tracer, span, _with_context(headers, span.get_span_context()))
 
     def end(self, status: int, error: str | None, usage: Usage = NO_USAGE) -> None:

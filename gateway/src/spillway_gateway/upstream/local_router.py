@@ -13,11 +13,12 @@ from spillway_gateway.errors import ModelNotFound
 from spillway_gateway.fleet import model_fleet
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.hand_over import HandOver
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.recent import Recent
 from spillway_gateway.fleet.stored_responses import Owner, ResponseOwners
 from spillway_gateway.fleet.waiting_prompt import WaitingPrompt
-from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.fleet_view import HeldPrefix, Leg
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import OutboundRequest
@@ -65,6 +66,11 @@ class LocalRouter:
         """Note a decision for the live page, and in the log at debug level. tried: engines that failed before."""
         self._recent.decided(model, request_id, decision)
         log_decision(request_id, decision, tried)
+
+    def tell(self, engine: Engine, request: OutboundRequest, first: int) -> None:
+        """Tell an engine that the first so many tokens of a request's prompt are coming."""
+        if request.prompt.tokens is not None and request.adapter is None:
+            self._hints.tell(engine, request.prompt.tokens, first)
 
     # -- upstream.router.Router
 
@@ -124,7 +130,7 @@ class _LocalAdmitted:
 
 
 class _LocalPlace:
-    __slots__ = ("_admission", "_fleet", "_lease", "_request", "_router", "_suspects")
+    __slots__ = ("_admission", "_fleet", "_hand_over", "_lease", "_request", "_router", "_suspects")
 
     def __init__(
         self,
@@ -140,26 +146,42 @@ class _LocalPlace:
         self._fleet = fleet
         self._request = request
         self._lease: model_fleet.Lease | None = None  # the last one
+        self._hand_over: HandOver | None = None  # of a first leg
 
-    async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> Lease:
         request = self._request
+        if self._hand_over is not None and leg is Leg.SECOND:
+            await self._hand_over.arrived(self._fleet.disaggregation.hand_over_seconds_max)
+        self._end_hand_over()
         begun = prompt is not request.prompt  # the client has the beginning of its answer
         turn = ColdTurn(urgent=begun or request.priority is Priority.HIGH)
         where = request.only_engine, request.session, request.adapter
         try:
-            while (lease := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn)) is None:
+            while (lease := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn, leg=leg)) is None:
                 await self._fleet.cold.wait(turn)
         finally:
             self._fleet.cold.leave(turn)
         self._lease = lease
         self._admission.turns.charge(request.tenant, _digest_of(request), lease.decision.uncached_tokens)
         self._router.decided(self._fleet.name, request.request_id, lease.decision, tried)
+        legs = lease.decision.legs
+        if legs is not None and legs.decode_engine is not None:
+            second = self._fleet.engines[legs.decode_engine]
+            self._hand_over = self._fleet.hand_over(
+                prompt, second.name, lambda first: self._router.tell(second, request, first)
+            )
         return lease
+
+    def _end_hand_over(self) -> None:
+        if self._hand_over is not None:
+            self._hand_over.end()
+            self._hand_over = None
 
     async def ended(self, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
         return may_be_sent_again(self._fleet, self._lease, self._suspects, fingerprint, again=again, begun=begun)
 
     def leave(self) -> None:
+        self._end_hand_over()
         self._admission.leave(self._request.tenant, _digest_of(self._request))
 
 

@@ -15,6 +15,7 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.lifecycle import RunningRequest
 from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.legs import LegsReason
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.connections import Connections
@@ -74,7 +75,14 @@ class RequestTrace(Protocol):
     def routed(self, asked_ns: int, decision: Decision) -> None: ...
 
     def attempt(
-        self, model: str, engine: Engine, headers: Headers, *, again: bool, continues_after: int | None = None
+        self,
+        model: str,
+        engine: Engine,
+        headers: Headers,
+        *,
+        again: bool,
+        continues_after: int | None = None,
+        leg: str | None = None,
     ) -> AttemptTrace | None: ...
 
 
@@ -109,6 +117,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     for token ids, which the client did not. session: that it belongs to. adapter: the LoRA adapter that the body names.
     choices, reply_tokens_max: as in api/parsed_body.py. computes: False for what an engine has stored, whose tokens
     were counted when it was computed. retained_token_hours: what its prompt's retention costs; None: it has none.
+    one_leg: why it takes no two legs, whatever the engines; None: it may.
     """
 
     path: bytes
@@ -135,6 +144,7 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     reply_tokens_max: int | None = 0
     computes: bool = True
     retained_token_hours: float | None = None
+    one_leg: LegsReason | None = LegsReason.DIALECT
 
     @property
     def shown_id(self) -> str:

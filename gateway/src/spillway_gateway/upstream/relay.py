@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from http import HTTPStatus
 from time import perf_counter
 
 from spillway_gateway.errors import (
@@ -23,9 +24,12 @@ from spillway_gateway.errors import (
 )
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
+from spillway_gateway.routing.fleet_view import Leg
+from spillway_gateway.routing.legs import LegsReason
 from spillway_gateway.upstream.connections import Connection, Connections
 from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
+from spillway_gateway.upstream.first_leg import REPLY_BYTES_MAX, RequestLegs, first_leg
 from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect
@@ -57,6 +61,7 @@ class Relay:
         "_ended",
         "_exchange",
         "_fleet",
+        "_legs",
         "_request",
         "_services",
         "lease",
@@ -72,6 +77,7 @@ class Relay:
         self._client = client
         self._coalescer = WriteCoalescer.of_running_loop()
         self._dispatched = False
+        self._legs = RequestLegs(request, fleet, services.metrics)
         self._ended = EndedEngines(request, fleet.name, services)
         self._chosen_at = 0.0  # the last engine
         self._connections: Connections = client.engine_connections or services.pool
@@ -152,6 +158,9 @@ class Relay:
                 if exchange.state is State.BRIDGING:
                     services.metrics.not_continued(self._fleet.name, "no_engine").inc()
                 raise failure from None
+            if self._legs.leg is Leg.SECOND:
+                tried = await self._first_leg(lease, tried)
+                continue
             try:
                 await self._attempt(lease)
                 lease.close(time.monotonic())
@@ -199,6 +208,53 @@ class Relay:
             services.metrics.retry(lease.engine.name, failure.reason).inc()
             logger.warning("request %s: %s; trying another engine", self._request.shown_id, failure.message)
 
+    async def _first_leg(self, lease: Lease, tried: frozenset[str]) -> frozenset[str]:
+        """Have an engine compute the prompt, and return the engines that do not get the rest. If that fails, another
+        one gets the whole request."""
+        engine, now = lease.engine, time.monotonic
+        try:
+            why = await self._compute_prompt(lease)
+            if why is None:
+                lease.accepted(now())
+                lease.first_byte(now(), measures_prefill=True)
+                lease.succeeded()
+            elif why is LegsReason.PREFILL_LATE or self._attempt_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                lease.failed(now())
+                self._services.router.engine_failed(engine)
+            self._end_attempt(None if why is None else why.value)
+        except UpstreamError as error:
+            why = LegsReason.PREFILL_FAILED
+            self._engine_failed(lease, error)
+            self._end_attempt(error.reason)
+            logger.warning("request %s: its first leg failed on engine %s", self._request.shown_id, engine.name)
+            await self._ended.first_leg_failed(error, engine)
+        finally:
+            lease.close()
+            self._end_attempt("cancelled")  # no effect on an attempt that has ended
+        self._legs.prefilled(why)
+        return tried if why is None else tried | engine.same_process
+
+    async def _compute_prompt(self, lease: Lease) -> LegsReason | None:
+        """Why the first leg was of no use; None: the prompt is computed. Raises UpstreamError."""
+        engine, exchange = lease.engine, self._exchange
+        request = await first_leg(self._request)
+        exchange.ask(engine)
+        engine.requests.add(exchange)
+        try:
+            with exchange:
+                async with asyncio.timeout(self._fleet.disaggregation.prefill_seconds_max):
+                    connection = await self._ask(engine, request)
+                    self._attempt_status = connection.status
+                    await collect(connection, REPLY_BYTES_MAX)
+        except TimeoutError:
+            return LegsReason.PREFILL_LATE
+        finally:
+            engine.requests.discard(exchange)
+            if self._connection is not None:
+                self._connections.release(engine, self._connection)
+                self._connection = None
+        return None if connection.status == HTTPStatus.OK else LegsReason.PREFILL_REFUSED
+
     def _left_out(
         self, continuing: Continuing, failure: UpstreamError, engine: Engine, tried: frozenset[str]
     ) -> frozenset[str]:
@@ -222,10 +278,13 @@ class Relay:
         continuing = self._continuing if exchange.state is State.BRIDGING else None
         trace = request.trace
         asked_ns = time.time_ns() if trace is not None else 0
+        began = perf_counter()
         with exchange:
-            lease = await place.choose(continuing.prompt() if continuing is not None else request.prompt, tried)
+            prompt = continuing.prompt() if continuing is not None else request.prompt
+            lease = await place.choose(prompt, tried, self._legs.leg)
         self.lease = lease
         self._chosen_at = perf_counter()
+        leg = self._legs.chosen(lease, self._chosen_at - began)
         if lease.decision.session is not None:
             self._services.metrics.session(self._fleet.name, lease.decision.session.value).inc()
         if trace is not None:
@@ -237,6 +296,7 @@ class Relay:
                 request.headers,
                 again=bool(tried),
                 continues_after=continuing.tokens if continuing is not None else None,
+                leg=leg,
             )
         return lease
 

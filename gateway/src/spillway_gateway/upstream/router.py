@@ -14,7 +14,7 @@ from spillway_gateway.access.limits import Settlement
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.stored_responses import Owner
-from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.fleet_view import HeldPrefix, Leg
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 
@@ -54,9 +54,10 @@ class Lease(Protocol):
 class Place(Protocol):
     """A request's place among those that the engines of its model have room for."""
 
-    async def choose(self, prompt: PromptBlocks, tried: frozenset[str]) -> Lease:
-        """Route the request to an engine that was not tried yet, and count it there. Raises NoEngineReady, and
-        ModelNotFound if no engine has its adapter any more."""
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> Lease:
+        """Route a part of the request to an engine that was not tried yet, and count it there. Before a second leg,
+        wait until what the first one computed can be loaded. Raises NoEngineReady, and ModelNotFound if no engine has
+        its adapter any more."""
 
     async def ended(self, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
         """The engine that was chosen last has ended. Whether another one may get the request: always if that end was

@@ -19,7 +19,7 @@ from spillway_gateway.upstream.json_walk import JsonWalk, Member
 _blanks = re.compile(rb"[ \t\r\n]*+").match
 _opening = re.compile(rb"[ \t\r\n]*+\{[ \t\r\n]*+(?=([^ \t\r\n]))").match
 
-MemberValue = str | bool | Mapping[str, Any] | None  # None: no such member
+MemberValue = str | bool | int | Mapping[str, Any] | None  # None: no such member
 
 
 class Opening(NamedTuple):

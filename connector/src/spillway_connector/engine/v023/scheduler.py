@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
 from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.tenancy import TenantContext, retention_of, tenant_of
+from spillway_connector.engine.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 
@@ -58,8 +58,14 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         params = request.kv_transfer_params
         tenant = tenant_of(getattr(request, "cache_salt", None))
-        retention = retention_of(params)
-        context = TenantContext(request.request_id, params, tenant=tenant, session=session, retention=retention)
+        context = TenantContext(
+            request.request_id,
+            params,
+            tenant=tenant,
+            session=session,
+            retention=retention_of(params),
+            hand_over=is_handed_over(params),
+        )
         return RequestState(
             config=self.config,
             req=request,

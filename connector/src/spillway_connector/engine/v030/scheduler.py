@@ -38,7 +38,7 @@ from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.shared_tier_events import shared_tier_events
-from spillway_connector.engine.tenancy import TenantContext, retention_of, tenant_of
+from spillway_connector.engine.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 
@@ -79,8 +79,14 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         upstream = _create_req_context(request)
         fields = {field.name: getattr(upstream, field.name) for field in dataclasses.fields(upstream) if field.init}
-        retention = retention_of(request.kv_transfer_params)
-        context = TenantContext(**fields, tenant=tenant_of(request.cache_salt), session=session, retention=retention)
+        params = request.kv_transfer_params
+        context = TenantContext(
+            **fields,
+            tenant=tenant_of(request.cache_salt),
+            session=session,
+            retention=retention_of(params),
+            hand_over=is_handed_over(params),
+        )
         return RequestState(
             config=self.config,
             req=request,

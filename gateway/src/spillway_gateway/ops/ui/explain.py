@@ -14,6 +14,8 @@ def explain(decision: Decision) -> str:
     match decision.reason:
         case RouteReason.ONLY:
             return f"The only engine that could take it; {holds}."
+        case RouteReason.PREFILL:
+            return _by_legs(decision)
         case RouteReason.PINNED:
             return "It keeps what the request asks for."
         case RouteReason.RETRY:
@@ -26,6 +28,14 @@ def explain(decision: Decision) -> str:
             return f"Cheapest: {holds}{_against(chosen, others)}."
         case RouteReason.LOAD:
             return _by_load(decision, chosen, others)
+
+
+def _by_legs(decision: Decision) -> str:
+    legs = decision.legs
+    if legs is None or legs.two_legs_ms is None:
+        return "It computes the prompt, with which another engine goes on."
+    price = f"{legs.two_legs_ms:.1f} ms against {legs.one_leg_ms:.1f} ms on one engine"
+    return f"It computes the prompt, with which {legs.decode_engine} goes on; {price}."
 
 
 def _by_load(decision: Decision, chosen: Candidate | None, others: list[Candidate]) -> str:

@@ -1,0 +1,97 @@
+"""The hand-over between two legs: a prompt that one engine computes comes to lie where another one loads it.
+
+The first engine announces each chunk that has reached the shared tier. While it computes, the second one is told which
+prefix is coming, so that it loads chunk after chunk; when the first leg has ended, the second waits until the whole
+prompt can be loaded, for a bounded time. On the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+LOOK_SECONDS = 0.01
+TOLD_SHARE = 0.25  # of the prompt, that has arrived since the engine was told last
+MEASURED_SECONDS = 60.0  # for which the price of a hand-over is what the last ones took
+_NEWEST_WEIGHT = 0.3
+
+
+class HandOverPrice:
+    """What a hand-over takes, in milliseconds. clock: monotonic seconds."""
+
+    def __init__(self, default_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._default_ms = default_ms
+        self._clock = clock
+        self._mean_ms = default_ms
+        self._measured_at = float("-inf")
+
+    @property
+    def ms(self) -> float:
+        """As measured lately; else the default, so that one slow tier does not end all hand-overs."""
+        return self._mean_ms if self._is_current else self._default_ms
+
+    def measured(self, seconds: float) -> None:
+        """From the end of a first leg until its prompt could be loaded, or was given up."""
+        ms = 1000.0 * seconds
+        self._mean_ms = self._mean_ms + _NEWEST_WEIGHT * (ms - self._mean_ms) if self._is_current else ms
+        self._measured_at = self._clock()
+
+    @property
+    def _is_current(self) -> bool:
+        return self._clock() - self._measured_at < MEASURED_SECONDS
+
+
+class HandOver:
+    """One prompt's. Begins at once; end() must follow.
+
+    Args:
+        arrived_tokens: those of the prompt that the second engine could load or has.
+        wanted_tokens: those that it will be able to load.
+        tell: tells it that the first so many tokens are there.
+        price: is told what it took.
+        pause: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        arrived_tokens: Callable[[], int],
+        wanted_tokens: int,
+        tell: Callable[[int], object],
+        price: HandOverPrice,
+        *,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arrived_tokens = arrived_tokens
+        self._wanted_tokens = wanted_tokens
+        self._tell = tell
+        self._price = price
+        self._pause = pause
+        self._clock = clock
+        self._told = arrived_tokens()
+        self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        while (arrived := self._arrived_tokens()) < self._wanted_tokens:
+            if arrived - self._told >= TOLD_SHARE * self._wanted_tokens:
+                self._told = arrived
+                self._tell(arrived)
+            await self._pause(LOOK_SECONDS)
+
+    async def arrived(self, seconds_max: float) -> bool:
+        """The first leg has ended: wait until the prompt can be loaded. False: it cannot, after so many seconds."""
+        began = self._clock()
+        try:
+            async with asyncio.timeout(seconds_max):
+                await asyncio.shield(self._following)
+        except TimeoutError:
+            return False
+        finally:
+            self.end()
+            self._price.measured(self._clock() - began)
+        return True
+
+    def end(self) -> None:
+        """Nobody waits any more. May be called more than once."""
+        self._following.cancel()

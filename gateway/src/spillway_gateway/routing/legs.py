@@ -1,0 +1,138 @@
+"""Whether a request takes one leg or two: its prompt on one engine, and its answer on another one.
+
+The first leg computes the prompt on a prefill engine, whose chunks reach a shared tier; the second one loads them on a
+decode engine and answers. Both ways are priced as routing prices everything (load.py), in milliseconds until the first
+token:
+
+    one leg  = cost on the engine that would serve the whole request
+    two legs = cost on the prefill engine + hand-over + cost on the decode engine, which then has to load the prompt
+
+What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper where a
+decode engine is busy. `always` does not compare, and neither does `auto` if tokens of the decode engine's answers
+already take longer than the operator's bound. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from spillway_gateway.routing.fleet_view import EngineView, HeldPrefix, Leg, SplitTerms
+from spillway_gateway.routing.load import Cost, cost_of
+from spillway_settings.roles import EngineRole
+
+
+class LegsReason(StrEnum):
+    """Why a request took one leg or two. Values of the metric's label."""
+
+    # Two legs.
+    PRICE = "price"  # of one leg too, if that was no dearer
+    SLOW_ANSWERS = "slow_answers"  # the decode engine's answers are slower than the bound
+    ALWAYS = "always"
+    # One leg.
+    OFF = "off"
+    SHORT = "short"  # little of the prompt is to be computed
+    NO_PREFILL_ENGINE = "no_prefill_engine"  # none takes requests
+    NO_DECODE_ENGINE = "no_decode_engine"
+    NO_COMMON_STORE = "no_common_store"  # no decode engine loads what a prefill engine stores
+    PREFILL_FAILED = "prefill_failed"  # the first leg's engine did
+    PREFILL_REFUSED = "prefill_refused"  # it answered with an error
+    PREFILL_LATE = "prefill_late"
+    # One leg, whatever the engines.
+    DIALECT = "dialect"  # the route has no two legs
+    BODY = "body"  # asks for what a first leg does not serve
+    TEXT = "text"  # the prompt's tokens are not known
+    PROXY = "proxy"  # which sends a request to one engine
+
+
+class Legs(msgspec.Struct, frozen=True, gc=False):
+    """The decision. prefill: the first leg's engine, decode_engine: the expected one of the second; None: one leg.
+    two_legs_ms: None: not priced."""
+
+    reason: LegsReason
+    one_leg_ms: float
+    two_legs_ms: float | None = None
+    prefill: EngineView | None = None
+    prefill_cost: Cost | None = None
+    decode_engine: str | None = None
+
+    @property
+    def decision(self) -> str:
+        """Value of the metric's label."""
+        return "one" if self.prefill is None else "two"
+
+
+def plan_legs(
+    engines: Sequence[EngineView],
+    whole: EngineView,
+    one_leg_ms: float,
+    uncached_tokens: int,
+    *,
+    prompt: tuple[int, int, int],
+    terms: SplitTerms,
+) -> Legs | None:
+    """Decide. None: the engines have no roles.
+
+    Args:
+        engines: all that the request may be sent to.
+        whole: the one that would serve the whole request.
+        one_leg_ms: the cost there.
+        uncached_tokens: of the prompt, there.
+        prompt: the arguments of `cost_of` after the engine.
+        terms: what is asked of two legs.
+    """
+    if all(engine.role is EngineRole.BOTH for engine in engines):
+        return None
+    if uncached_tokens < terms.uncached_tokens_min:
+        return Legs(LegsReason.SHORT, one_leg_ms)
+    prefill, decode = _of(engines, EngineRole.PREFILL), _of(engines, EngineRole.DECODE)
+    if not prefill or not decode or whole.role is EngineRole.PREFILL:
+        return Legs(LegsReason.NO_PREFILL_ENGINE if not prefill else LegsReason.NO_DECODE_ENGINE, one_leg_ms)
+    best: tuple[float, EngineView, Cost, EngineView] | None = None
+    second_ms = {engine.name: _second_leg_ms(engine, prompt, terms.block_tokens) for engine in decode}
+    for first in prefill:
+        cost = cost_of(first, *prompt)
+        for second in decode:
+            if second is first or second.stores.isdisjoint(first.stores):
+                continue
+            price = cost.total_ms + terms.hand_over_ms + second_ms[second.name]
+            if best is None or price < best[0]:
+                best = price, first, cost, second
+    if best is None:
+        return Legs(LegsReason.NO_COMMON_STORE, one_leg_ms)
+    two_legs_ms, first, cost, second = best
+    if terms.always:
+        reason = LegsReason.ALWAYS
+    elif terms.token_ms_max is not None and whole.token_ms > terms.token_ms_max:
+        reason = LegsReason.SLOW_ANSWERS
+    elif two_legs_ms < one_leg_ms:
+        reason = LegsReason.PRICE
+    else:
+        return Legs(LegsReason.PRICE, one_leg_ms, two_legs_ms)
+    return Legs(reason, one_leg_ms, two_legs_ms, first, cost, second.name)
+
+
+def serving(engines: list[EngineView], leg: Leg) -> list[EngineView]:
+    """Those of usable engines that may answer: a prefill engine only if nothing else can, and a second leg goes to a
+    decode engine if there is one."""
+    if leg is Leg.SECOND and (decode := [engine for engine in engines if engine.role is EngineRole.DECODE]):
+        return decode
+    return [engine for engine in engines if engine.role is not EngineRole.PREFILL] or engines
+
+
+def _of(engines: Sequence[EngineView], role: EngineRole) -> list[EngineView]:
+    """Engines for a leg: those of its role, and without any those that take whole requests."""
+    return [engine for engine in engines if engine.role is role] or [
+        engine for engine in engines if engine.role is EngineRole.BOTH
+    ]
+
+
+def _second_leg_ms(engine: EngineView, prompt: tuple[int, int, int], block_tokens: int) -> float:
+    """Cost on an engine once all whole blocks but the one with the last token lie in a store that it loads from."""
+    held, prompt_tokens = engine.held, prompt[0]
+    loadable = (prompt_tokens - 1) // block_tokens * block_tokens
+    shared = max(held.shared_tokens, loadable - held.device_tokens - held.cpu_tokens)
+    after = msgspec.structs.replace(engine, held=HeldPrefix(held.device_tokens, held.cpu_tokens, shared))
+    return cost_of(after, prompt_tokens).total_ms

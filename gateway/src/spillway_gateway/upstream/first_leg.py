@@ -1,0 +1,143 @@
+"""The legs of a request, and the first of two as an engine gets it: the prompt, and one token of the answer.
+
+That token is discarded. The second leg's engine computes it again from the same prompt and by the same settings, so
+that text, ids, log-probabilities, stop strings and usage are those of one engine by construction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from spillway_gateway.fleet.model_fleet import ModelFleet
+from spillway_gateway.metrics import GatewayMetrics
+from spillway_gateway.routing.fleet_view import Leg
+from spillway_gateway.routing.legs import LegsReason
+from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.upstream.forward import Body
+from spillway_gateway.upstream.json_walk import JsonWalk, Member
+from spillway_gateway.upstream.outbound import OutboundRequest
+from spillway_gateway.upstream.router import Lease
+from spillway_gateway.upstream.splice import Edit, edited, insertion, opening_of
+from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER
+
+STEP_BYTES = 64 * 1024  # well under a millisecond of the event loop
+REPLY_BYTES_MAX = 64 * 1024  # of what is discarded
+_COMPUTED_ANEW = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
+_LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
+# How much is computed and how it is told, if the request says so.
+_VALUES: dict[str, int | bool | None] = {
+    _LENGTH: 1,
+    "max_completion_tokens": None,
+    "min_tokens": 0,
+    "n": 1,
+    "best_of": None,
+    "use_beam_search": False,
+    "stream": False,
+    "stream_options": None,
+    "logprobs": None,
+    "top_logprobs": None,
+    "return_token_ids": None,
+}
+
+
+def why_one_leg(
+    fleet: ModelFleet, prompt: PromptBlocks, body: Body, *, known: bool, single: bool, proxied: bool
+) -> LegsReason | None:
+    """Why a request takes one leg, whatever the engines; None: it may take two.
+
+    Args:
+        fleet: the engines of its model.
+        prompt: its blocks.
+        body: as engines get it.
+        known: the route's body has the members that a first leg changes.
+        single: it has one prompt, and does not say how its blocks are transferred.
+        proxied: a proxy sends it to one engine.
+    """
+    if not known or not fleet.has_roles:
+        return LegsReason.DIALECT
+    if proxied:
+        return LegsReason.PROXY
+    if not single or any(name in body for name in _COMPUTED_ANEW):
+        return LegsReason.BODY
+    if prompt.text_tokens is not None:
+        return LegsReason.TEXT
+    return None if prompt.keys else LegsReason.SHORT
+
+
+class RequestLegs:
+    """The legs of one request, counted once: when it is known to take one, or with its second one.
+
+    leg: what the next engine is chosen for; SECOND while the first one is under way.
+    """
+
+    __slots__ = ("_counted", "_metrics", "_model", "_one_leg", "_roles", "_two_because", "leg")
+
+    def __init__(self, request: OutboundRequest, fleet: ModelFleet, metrics: GatewayMetrics) -> None:
+        self._one_leg = request.one_leg
+        if self._one_leg is None and fleet.disaggregation.is_off:
+            self._one_leg = LegsReason.OFF
+        self._roles = fleet.has_roles
+        self._model = fleet.name
+        self._metrics = metrics
+        self._two_because = LegsReason.PRICE
+        self._counted = not self._roles
+        self.leg = Leg.OPEN if self._one_leg is None else Leg.WHOLE
+
+    def chosen(self, lease: Lease, seconds: float) -> str | None:
+        """An engine was chosen, which took so long. Returns for which of two legs."""
+        legs = lease.decision.legs
+        if legs is not None and legs.prefill is not None:
+            self.leg, self._two_because = Leg.SECOND, legs.reason
+            return "prefill"
+        second, self.leg = self.leg is Leg.SECOND, Leg.WHOLE
+        if second:
+            self._metrics.hand_over(self._model).observe(seconds)
+            self._count("two", self._two_because)
+            return "decode"
+        self._count("one", legs.reason if legs is not None else self._one_leg or LegsReason.OFF)
+        return None
+
+    def prefilled(self, why_not: LegsReason | None) -> None:
+        """The first leg has ended. why_not: it was of no use."""
+        if why_not is not None:
+            self.leg = Leg.WHOLE
+            self._count("one", why_not)
+
+    def _count(self, decision: str, reason: LegsReason) -> None:
+        if not self._counted:
+            self._counted = True
+            self._metrics.legs(self._model, decision, reason.value).inc()
+
+
+async def first_leg(request: OutboundRequest) -> OutboundRequest:
+    """The first leg of a request that may take two."""
+    return msgspec.structs.replace(request, body=await first_leg_body(request.body), stream=False)
+
+
+async def first_leg_body(body: Body) -> bytes:
+    """The body of the first leg; a long one is searched between other work. body: a JSON object."""
+    walk = JsonWalk(body, [*_VALUES, _PARAMS])
+    for _ in range(0, len(body), STEP_BYTES):
+        walk.advance(STEP_BYTES)
+        await asyncio.sleep(0)
+    values: dict[str, Any] = {**_VALUES, _PARAMS: _params(body, walk.members.get(_PARAMS, ()))}
+    edits = [
+        Edit(member.start, member.end, msgspec.json.encode(values[name]))
+        for name, members in walk.members.items()
+        for member in members
+    ]
+    opening = opening_of(body, len(body))
+    assert opening is not None
+    edits += [insertion(opening, name, values[name]) for name in (_LENGTH, _PARAMS) if name not in walk.members]
+    return edited(body, sorted(edits))
+
+
+def _params(body: Body, given: Sequence[Member]) -> dict[str, Any]:
+    """What the gateway has said of retention stays; a session is the second leg's to use and to end."""
+    said = msgspec.json.decode(body[given[-1].start : given[-1].end]) if given else None
+    kept = {RETENTION_MEMBER: said[RETENTION_MEMBER]} if isinstance(said, dict) and RETENTION_MEMBER in said else {}
+    return {**kept, HAND_OVER_MEMBER: True}

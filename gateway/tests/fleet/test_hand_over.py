@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import asyncio
+
+from spillway_gateway.fleet.hand_over import MEASURED_SECONDS, HandOver, HandOverPrice
+
+
+class Moving:
+    """A prompt that arrives when the test says so; time passes with each look."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.told: list[int] = []
+        self.now = 0.0
+        self.price = HandOverPrice(50.0, lambda: self.now)
+
+    async def pause(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def begin(self, wanted: int) -> HandOver:
+        return HandOver(
+            lambda: self.tokens, wanted, self.told.append, self.price, pause=self.pause, clock=lambda: self.now
+        )
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_second_engine_is_told_what_has_arrived_while_the_first_computes() -> None:
+    moving = Moving()
+    hand_over = moving.begin(1000)
+    for tokens in (100, 300, 400, 560, 999):
+        moving.tokens = tokens
+        await settle()
+    assert moving.told == [300, 560, 999], "a quarter of the prompt each"
+    moving.tokens = 1000
+    assert await hand_over.arrived(120.0)
+
+
+async def test_a_prompt_that_does_not_arrive_is_waited_for_no_longer_than_that() -> None:
+    moving = Moving()
+    hand_over = moving.begin(1000)
+    assert not await hand_over.arrived(0.0)
+    await settle()
+    before = moving.now
+    await settle()
+    assert moving.now == before, "nobody looks any more"
+
+
+async def test_the_price_is_what_the_last_ones_took_for_a_while() -> None:
+    moving = Moving()
+    assert moving.price.ms == 50.0
+    moving.price.measured(0.2)
+    assert moving.price.ms == 200.0
+    moving.price.measured(0.1)
+    assert 100.0 < moving.price.ms < 200.0
+    moving.now += MEASURED_SECONDS
+    assert moving.price.ms == 50.0
+
+
+async def test_a_cancelled_wait_ends_the_following() -> None:
+    moving = Moving()
+    waiting = asyncio.create_task(moving.begin(10).arrived(120.0))
+    await settle()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await settle()
+    before = moving.now
+    await settle()
+    assert moving.now == before

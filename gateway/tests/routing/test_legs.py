@@ -1,0 +1,130 @@
+"""One leg or two: the price decides, and what each engine is for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from spillway_gateway.routing.fleet_view import (
+    EngineRates,
+    EngineView,
+    FleetView,
+    HeldPrefix,
+    Leg,
+    RouteRequest,
+    SplitTerms,
+)
+from spillway_gateway.routing.legs import LegsReason
+from spillway_gateway.routing.route import Decision, RouteReason, plan_route
+from spillway_settings.roles import EngineRole
+
+RATES = EngineRates(5000.0, 100_000.0, 40_000.0, 10.0)
+FACTOR, BLOCK = 1.25, 128
+STORE = frozenset({"nvme/1"})
+TERMS = SplitTerms(always=False, uncached_tokens_min=1024, hand_over_ms=50.0, token_ms_max=None, block_tokens=BLOCK)
+
+
+def engine(name: str, role: str, *, queued: int = 0, busy: float = 0.0, held: int = 0, **fields: object) -> EngineView:
+    view = EngineView(name, True, 0, queued, RATES, HeldPrefix(held, 0, 0), busy, role=EngineRole(role), stores=STORE)
+    return structs.replace(view, **fields)
+
+
+def plan(*engines: EngineView, tokens: int = 8192, leg: Leg = Leg.OPEN, **terms: object) -> Decision:
+    request = RouteRequest(tokens, 7, leg=leg, splitting=structs.replace(TERMS, **terms))
+    decision = plan_route(request, FleetView(engines), FACTOR)
+    assert decision is not None
+    return decision
+
+
+def legs_of(decision: Decision) -> tuple[str, LegsReason]:
+    assert decision.legs is not None
+    return decision.legs.decision, decision.legs.reason
+
+
+views = st.builds(
+    engine,
+    st.uuids().map(str),
+    st.sampled_from(["both", "prefill", "decode"]),
+    queued=st.integers(0, 100_000),
+    busy=st.floats(0, 2),
+    held=st.integers(0, 8192),
+    kv_usage=st.floats(0, 1),
+    kv_token_ms=st.floats(0, 1),
+    running_requests=st.integers(0, 50),
+    routable=st.booleans(),
+    stores=st.sampled_from([frozenset(), STORE, frozenset({"nvme/2"})]),
+)
+
+
+@given(st.lists(views, min_size=1, max_size=6), st.integers(1, 30_000), st.floats(0, 500))
+def test_auto_never_takes_two_legs_that_cost_more(engines: list[EngineView], tokens: int, hand_over_ms: float) -> None:
+    terms = structs.replace(TERMS, hand_over_ms=hand_over_ms)
+    view = FleetView(tuple(engines))
+    decision = plan_route(RouteRequest(tokens, 7, leg=Leg.OPEN, splitting=terms), view, FACTOR)
+    whole = plan_route(RouteRequest(tokens, 7), view, FACTOR)
+    assert (decision is None) == (whole is None)
+    if decision is None or decision.legs is None or decision.legs.prefill is None:
+        assert whole is None or decision.engine_name == whole.engine_name
+        return
+    legs = decision.legs
+    price = min(each.cost.total_ms for each in whole.candidates if each.engine.name == whole.engine_name)
+    assert legs.two_legs_ms is not None and legs.two_legs_ms < legs.one_leg_ms == price
+    assert decision.reason is RouteReason.PREFILL and decision.engine_name == legs.prefill.name != legs.decode_engine
+    second = next(each for each in engines if each.name == legs.decode_engine)
+    assert not second.stores.isdisjoint(legs.prefill.stores) and second.routable and legs.prefill.routable
+    assert second.role is not EngineRole.PREFILL and legs.prefill.role is not EngineRole.DECODE
+
+
+def test_idle_engines_answer_alone_and_busy_decode_engines_have_prompts_computed_elsewhere() -> None:
+    idle = plan(engine("p", "prefill"), engine("d", "decode"))
+    assert legs_of(idle) == ("one", LegsReason.PRICE) and idle.engine_name == "d"
+    busy = plan(engine("p", "prefill"), engine("d", "decode", busy=0.8))
+    assert legs_of(busy) == ("two", LegsReason.PRICE) and busy.engine_name == "p"
+    assert busy.legs is not None and busy.legs.decode_engine == "d"
+    queue = plan(engine("p", "prefill", queued=200_000), engine("d", "decode", busy=0.8))
+    assert legs_of(queue) == ("one", LegsReason.PRICE)
+
+
+def test_slow_answers_and_always_need_no_lower_price() -> None:
+    slow = engine("d", "decode", token_ms=60.0)
+    assert legs_of(plan(engine("p", "prefill"), slow, token_ms_max=50.0)) == ("two", LegsReason.SLOW_ANSWERS)
+    assert legs_of(plan(engine("p", "prefill"), slow, token_ms_max=70.0)) == ("one", LegsReason.PRICE)
+    assert legs_of(plan(engine("p", "prefill"), slow, always=True)) == ("two", LegsReason.ALWAYS)
+
+
+@pytest.mark.parametrize(
+    ("engines", "tokens", "reason"),
+    [
+        ([engine("p", "prefill"), engine("d", "decode")], 1000, LegsReason.SHORT),
+        ([engine("p", "prefill"), engine("d", "decode", held=8000)], 8192, LegsReason.SHORT),
+        ([engine("p", "prefill", routable=False), engine("d", "decode")], 8192, LegsReason.NO_PREFILL_ENGINE),
+        ([engine("p", "prefill"), engine("d", "decode", routable=False)], 8192, LegsReason.NO_DECODE_ENGINE),
+        ([engine("p", "prefill"), engine("d", "decode", stores=frozenset())], 8192, LegsReason.NO_COMMON_STORE),
+    ],
+)
+def test_one_leg_has_a_reason(engines: list[EngineView], tokens: int, reason: LegsReason) -> None:
+    assert legs_of(plan(*engines, tokens=tokens, always=True)) == ("one", reason)
+
+
+def test_engines_without_roles_take_whole_requests_and_are_asked_nothing() -> None:
+    assert plan(engine("a", "both"), engine("b", "both"), always=True).legs is None
+
+
+def test_engines_of_both_roles_stand_in_for_either() -> None:
+    assert plan(engine("p", "prefill"), engine("b", "both"), always=True).legs.decode_engine == "b"
+    prompt = plan(engine("b", "both"), engine("d", "decode"), always=True)
+    assert (prompt.engine_name, prompt.legs.decode_engine) == ("b", "d")
+
+
+def test_a_prefill_engine_answers_only_if_nothing_else_can() -> None:
+    busy = engine("d", "decode", queued=1_000_000)
+    assert plan(engine("p", "prefill"), busy, leg=Leg.WHOLE).engine_name == "d"
+    assert plan(engine("p", "prefill"), structs.replace(busy, routable=False), leg=Leg.WHOLE).engine_name == "p"
+
+
+def test_a_second_leg_goes_to_a_decode_engine() -> None:
+    holder = engine("b", "both", held=8000)
+    assert plan(engine("p", "prefill", held=8000), holder, engine("d", "decode"), leg=Leg.SECOND).engine_name == "d"
+    assert plan(engine("p", "prefill", held=8000), holder, leg=Leg.SECOND).engine_name == "b"

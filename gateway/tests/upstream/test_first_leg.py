@@ -1,0 +1,247 @@
+"""A prompt that one engine computes and another one answers: over real HTTP, with engines that fail in either leg."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_gateway.testing.fake_engine import FakeEngine, Seen
+from spillway_gateway.testing.faults import DieInStream, Fault, Hang, HeadThenDie, HoldInStream, Status
+from spillway_gateway.testing.kv_publisher import KvPublisher
+from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
+from spillway_gateway.testing.running_fronts import running_fronts
+from spillway_gateway.upstream.first_leg import first_leg_body
+from spillway_settings.wire import PROMOTE_PATH
+
+BLOCK, STORE = 16, "nvme/0123456789abcdef"
+PROMPT = list(range(1000, 1000 + 6 * BLOCK + 5))
+ALWAYS = {"mode": "always", "uncachedTokensMin": 32}
+LONG_WAIT = {"handOverSecondsMax": 120}
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        yield session
+
+
+async def start(start_engine: Any, roles: dict[str, str], stores: dict[str, str] | None = None) -> list[FakeEngine]:
+    engines = []
+    for name in roles:
+        engine = await start_engine(name, block_tokens=BLOCK, publisher=KvPublisher())
+        engine.store = (stores or {}).get(name, STORE)
+        engine.prefill(list(range(BLOCK)))  # tells the gateway how long its blocks are
+        engine.announce_stored(engine.store)
+        engines.append(engine)
+    return engines
+
+
+def config_of(engines: list[FakeEngine], roles: dict[str, str], **disaggregation: Any) -> dict[str, Any]:
+    document = gateway_config(engines, disaggregation={**ALWAYS, **LONG_WAIT, **disaggregation})
+    for entry in document["models"][0]["engines"]:
+        entry["role"] = roles[entry["name"]]
+    return document
+
+
+@asynccontextmanager
+async def split(
+    start_engine: Any, *decode: str, stores: dict[str, str] | None = None, **disaggregation: Any
+) -> AsyncIterator[tuple[RunningGateway, FakeEngine, list[FakeEngine]]]:
+    """(gateway, prefill engine, decode engines) with a common store, unless stores say otherwise."""
+    roles = {"p": "prefill", **dict.fromkeys(decode or ("d",), "decode")}
+    engines = await start(start_engine, roles, stores)
+    async with running_gateway(config_of(engines, roles, **disaggregation)) as running:
+        index = running.gateway.fleets[0].index
+        await until(lambda: all(index.stores_of(name) for name in roles) and index.block_sizes == (BLOCK,))
+        yield running, engines[0], engines[1:]
+
+
+async def ask(client: aiohttp.ClientSession, url: str, **fields: Any) -> tuple[int, str, bytes]:
+    body = {"model": "fake", "prompt": PROMPT, **fields}
+    async with client.post(url + "/v1/completions", json=body) as reply:
+        return reply.status, reply.headers.get("x-spillway-engine", ""), await reply.read()
+
+
+def prompts(engine: FakeEngine) -> list[dict[str, Any]]:
+    return [json.loads(seen.body) for seen in engine.seen if seen.path != PROMOTE_PATH]
+
+
+def legs(running: RunningGateway) -> dict[tuple[str, str], float]:
+    counted = {}
+    for line in running.gateway.metrics.exposition().decode().splitlines():
+        if line.startswith("spillway_gateway_legs_total{"):
+            labels = dict(pair.split("=") for pair in line.partition("{")[2].partition("}")[0].split(","))
+            counted[labels["decision"].strip('"'), labels["reason"].strip('"')] = float(line.rpartition(" ")[2])
+    return counted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_is_computed_on_one_engine_and_answered_by_another(start_engine, client, stream):
+    async with split(start_engine) as (running, prefill, (decode,)):
+        status, engine, answer = await ask(client, running.url, stream=stream, max_tokens=7)
+
+        assert (status, engine) == (200, "d")
+        assert all(word.strip() in answer.decode() for word in decode.words_for(PROMPT)), "one engine's own answer"
+        (first,), (second,) = prompts(prefill), prompts(decode)
+        assert (first["max_tokens"], first["stream"] if stream else False) == (1, False)
+        assert first["kv_transfer_params"] == {"spillway_hand_over": True}
+        assert second == {"model": "fake", "prompt": PROMPT, "stream": stream, "max_tokens": 7}, "as the client sent it"
+        assert legs(running) == {("two", "always"): 1.0}
+        assert "spillway_gateway_hand_over_seconds_count" in running.gateway.metrics.exposition().decode()
+
+
+async def test_a_second_turn_with_a_short_rest_takes_one_leg(start_engine, client):
+    async with split(start_engine) as (running, prefill, (decode,)):
+        for _ in range(2):
+            await ask(client, running.url)
+        await until(lambda: legs(running) == {("two", "always"): 1.0, ("one", "short"): 1.0})
+        assert (len(prompts(prefill)), len(prompts(decode))) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Status(503), "prefill_refused"),
+        (Status(400), "prefill_refused"),
+        (HeadThenDie(), "prefill_failed"),
+        (DieInStream(0), "prefill_failed"),
+        (Hang(), "prefill_late"),
+    ],
+)
+async def test_whatever_a_prefill_engine_does_the_answer_comes(start_engine, client, fault: Fault, reason: str):
+    late = {"prefillSecondsMax": 0.2} if isinstance(fault, Hang) else {}
+    async with split(start_engine, **late) as (running, prefill, (decode,)):
+        prefill.fault = fault
+        status, engine, _ = await ask(client, running.url)
+
+        assert (status, engine) == (200, "d")
+        assert len(prompts(decode)) == 1
+        assert legs(running) == {("one", reason): 1.0}
+
+
+async def begin_first_leg(client: Any, running: RunningGateway, prefill: FakeEngine) -> tuple[asyncio.Task[Any], Seen]:
+    prefill.fault = HoldInStream(0, asyncio.Event())
+    asking = asyncio.create_task(ask(client, running.url))
+    await until(lambda: prefill.seen)
+    return asking, prefill.seen[0]
+
+
+async def test_a_killed_prefill_engine_costs_no_answer(start_engine, client):
+    async with split(start_engine) as (running, prefill, _):
+        asking, _ = await begin_first_leg(client, running, prefill)
+        await prefill.stop()
+        assert (await asking)[:2] == (200, "d")
+        assert legs(running) == {("one", "prefill_failed"): 1.0}
+        assert (await ask(client, running.url, prompt=PROMPT[5:]))[0] == 200
+
+
+async def test_a_prefill_engine_that_ends_gives_its_first_legs_up(start_engine, client):
+    async with split(start_engine) as (running, prefill, _):
+        asking, seen = await begin_first_leg(client, running, prefill)
+        running.engine("p").end_requests()
+        assert (await asking)[:2] == (200, "d")
+        await seen.cancelled.wait()
+        assert legs(running) == {("one", "prefill_failed"): 1.0}
+
+
+async def test_a_client_that_leaves_ends_the_first_leg(start_engine, client):
+    async with split(start_engine) as (running, prefill, (decode,)):
+        asking, seen = await begin_first_leg(client, running, prefill)
+        asking.cancel()
+        async with asyncio.timeout(120):
+            await seen.cancelled.wait()
+        await until(lambda: not any(engine.running_requests for engine in running.gateway.fleets[0].engines.values()))
+        assert prompts(decode) == []
+
+
+async def test_a_decode_engine_that_dies_is_replaced_by_another_one(start_engine, client):
+    async with split(start_engine, "d1", "d2") as (running, prefill, decode):
+        for engine in decode:
+            engine.fault = HoldInStream(0, asyncio.Event())
+        asking = asyncio.create_task(ask(client, running.url))
+        await until(lambda: any(prompts(engine) for engine in decode))
+        first = next(engine for engine in decode if prompts(engine))
+        other = next(engine for engine in decode if engine is not first)
+        other.fault = None
+        first.fault = None
+        for connection in list(first.connections):  # the process lives, so that the request is no suspect
+            connection.kill()
+        assert (await asking)[:2] == (200, other.name)
+        assert len(prompts(prefill)) == 1
+        assert legs(running) == {("two", "always"): 1.0}
+
+
+async def test_a_hand_over_that_does_not_come_is_waited_for_in_vain_and_not_for_long(start_engine, client):
+    async with split(start_engine, handOverSecondsMax=0.05) as (running, prefill, (decode,)):
+        prefill.store = None  # nothing is stored
+        assert (await ask(client, running.url))[:2] == (200, "d")
+        assert legs(running) == {("two", "always"): 1.0}
+        assert len(prompts(decode)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "reason"),
+    [
+        ({"mode": "off"}, {}, "off"),
+        ({"mode": "auto"}, {}, "price"),
+        ({"uncachedTokensMin": 4096}, {}, "short"),
+        ({"stores": {"d": "nvme/fedcba9876543210"}}, {}, "no_common_store"),
+        ({}, {"echo": True}, "body"),
+        ({}, {"kv_transfer_params": {"do_remote_prefill": True}}, "body"),
+        ({}, {"prompt": [PROMPT, PROMPT]}, "body"),
+    ],
+)
+async def test_one_leg_says_why(start_engine, client, settings, fields, reason):
+    async with split(start_engine, **settings) as (running, prefill, (decode,)):
+        assert (await ask(client, running.url, **fields))[:2] == (200, "d")
+        assert (len(prompts(prefill)), len(prompts(decode))) == (0, 1)
+        assert legs(running) == {("one", reason): 1.0}
+
+
+async def test_other_routes_take_one_leg_and_engines_without_roles_count_none(start_engine, client):
+    async with split(start_engine) as (running, prefill, _):
+        body = {"model": "fake", "input": "x" * 200}
+        async with client.post(running.url + "/v1/responses", json=body) as reply:
+            assert reply.status == 200
+        assert prompts(prefill) == [] and legs(running) == {("one", "dialect"): 1.0}
+    engine = await start_engine("plain")
+    async with running_gateway(gateway_config([engine])) as running:
+        assert (await ask(client, running.url))[0] == 200
+        assert legs(running) == {}
+
+
+async def test_several_processes_hand_over_as_one_does(start_engine, client):
+    roles = {"p": "prefill", "d": "decode"}
+    engines = await start(start_engine, roles)
+    async with running_fronts(config_of(engines, roles)) as fronts:
+        index = fronts.gateway.fleets[0].index
+        await until(lambda: all(index.stores_of(name) for name in roles))
+        assert (await ask(client, fronts.urls[0]))[:2] == (200, "d")
+        assert [len(prompts(engine)) for engine in engines] == [1, 1]
+        engines[0].fault = HeadThenDie()
+        assert (await ask(client, fronts.urls[1], prompt=PROMPT[5:]))[:2] == (200, "d")
+
+
+VALUES = st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2)
+NAMES = st.sampled_from(["prompt", "max_tokens", "max_completion_tokens", "stream", "stream_options", "n", "stop", "x"])
+
+
+@given(st.dictionaries(NAMES, VALUES))
+def test_a_first_leg_asks_for_one_token_of_the_same_prompt(body: dict[str, Any]) -> None:
+    sent = {**body, "kv_transfer_params": {"spillway_session": {"id": "a"}, "spillway_retention": {"share": 1}}}
+    leg = json.loads(asyncio.run(first_leg_body(json.dumps(sent).encode())))
+    same = {"prompt", "stop", "x"}
+    assert {name: value for name, value in leg.items() if name in same} == {
+        name: value for name, value in body.items() if name in same
+    }
+    assert leg["max_tokens"] == 1 and leg.keys() - body.keys() <= {"max_tokens", "kv_transfer_params"}
+    assert not leg.get("stream") and leg.get("stream_options") is leg.get("max_completion_tokens") is None
+    assert leg["kv_transfer_params"] == {"spillway_retention": {"share": 1}, "spillway_hand_over": True}

@@ -1,0 +1,25 @@
+"""Which part of requests an engine takes, and which engines can serve a model together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+
+
+class EngineRole(StrEnum):
+    """BOTH: whole requests. PREFILL: computes long prompts, with which another engine goes on. DECODE: goes on with
+    them, and takes whole requests."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def missing_role(roles: Collection[EngineRole]) -> str | None:
+    """What a model with engines of these roles lacks, as the end of a sentence; None: nothing."""
+    given = set(roles)
+    if given == {EngineRole.PREFILL}:
+        return "has prefill engines alone; give one of them the role decode or both"
+    if given == {EngineRole.DECODE}:
+        return "has decode engines alone; give one of them the role prefill or both"
+    return None
