@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -37,10 +38,16 @@ def megabytes(kind: type[Any], value: Any) -> Any:
 PortName = Annotated[str, Meta(pattern=r"^[a-z]+\Z", description="a port's name or its number")]
 
 
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
 class Inner(CamelSection, frozen=True):
     first_name: Text
     mode: Literal["files", "slab"] = "files"
     size: Megabytes | None = None
+    colour: Colour = Colour.RED
 
 
 class Outer(CamelSection, frozen=True):
@@ -67,6 +74,7 @@ class Outer(CamelSection, frozen=True):
         ({"inner": [{"firstName": "a", "mode": "slabs"}]}, "inner[0].mode: 'slabs' given, files or slab needed"),
         ({"inner": [{"firstName": "a", "mode": False}]}, "inner[0].mode: False given, files or slab needed"),
         ({"inner": [{"firstName": "a", "size": 5}]}, "inner[0].size: 5 is not a size; write for example 5MB"),
+        ({"inner": [{"firstName": "a", "colour": 1}]}, "inner[0].colour: 1 given, red or blue needed"),
         ({"inner": {}}, "inner: {} given, a list needed"),
         ({"inner": [{"firstName": "a", 1: 2}]}, "inner[0].1: unknown setting; did you mean "),
         ({"port": 0}, "port: 0 given, a whole number from 1 to 65535 needed"),

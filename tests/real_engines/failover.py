@@ -11,9 +11,10 @@ import httpx
 from stack_driver.deadlines import eventually
 from stack_driver.engine_metrics import Reading
 from stack_driver.engine_processes import engine_core, kill_group, vllm_group
+from stack_driver.other_gateway import other_gateway
 
 from .dialects import DIALECTS, PATHS, Crowd, Exchange, body_of
-from .fleet import Fleet, other_gateway, words
+from .fleet import Fleet, words
 
 PART = "failover"
 NAME = "gateway-without-comments"
@@ -31,7 +32,7 @@ KILLS: dict[str, Callable[[int], None]] = {
 
 def run(fleet: Fleet) -> None:
     # A comment would begin the reply before an engine is known, and its head would not name the engine.
-    with other_gateway(fleet, NAME, {"timeouts": {"keepAliveSeconds": 0}}) as url:
+    with other_gateway(fleet.stack, NAME, {"timeouts": {"keepAliveSeconds": 0}}) as url:
         for index, (how, kill) in enumerate(KILLS.items()):
             _killed(fleet, url, index, how, kill)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 from stack_driver.deadlines import eventually
 from stack_driver.engine_processes import engine_core, vllm_group
-from stack_driver.running_stack import RunningStack, free_base_port
+from stack_driver.running_stack import RunningStack
 
 from spillway_stack.bundled_model import SERVED_NAME, prepare
 from spillway_stack.processes import ProcessIdentity
@@ -88,34 +85,3 @@ def fleet(vllm: str, folder: Path, overrides: tuple[str, ...]) -> Iterator[Fleet
     finally:
         stack.close()
         shutil.rmtree(stack.local.folder.nvme, ignore_errors=True)
-
-
-@contextmanager
-def other_gateway(fleet: Fleet, name: str, sections: dict[str, Any]) -> Iterator[str]:
-    """Beside the stack's, over the same engines, with other settings: its address. Its log has its name."""
-    folder = fleet.stack.local.folder
-    config = yaml.safe_load((folder.config / "gateway.yaml").read_text())
-    port = free_base_port()
-    config["listen"]["port"] = port
-    (folder.config / f"{name}.yaml").write_text(yaml.safe_dump({**config, **sections}))
-    with folder.log_file(name).open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "spillway_gateway", "--config", str(folder.config / f"{name}.yaml")],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        eventually(f"{name} is ready", lambda: process.poll() is None and _is_ready(url))
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=10).status_code == 200
-    except httpx.HTTPError:
-        return False

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 import yaml
+from stack_driver.other_gateway import other_gateway
 
-from .fleet import Fleet, other_gateway
+from .fleet import Fleet
 
 PART = "tenants"
 TENANT_BYTES = 64 << 20  # ten blocks of the bundled model in float32, twenty in bfloat16
@@ -37,7 +38,7 @@ def run(fleet: Fleet) -> None:
     stack.store.clear()
     cores = fleet.cores()
     auth, keys = auth_of(stack.local.folder.config)
-    with other_gateway(fleet, "gateway-keys", {"auth": auth}) as url:
+    with other_gateway(fleet.stack, "gateway-keys", {"auth": auth}) as url:
 
         def ask(tenant: str, salt: str) -> None:
             prompt = stack.new_prompt(BLOCKS)

@@ -17,6 +17,22 @@ def document(**sections: Any) -> dict[str, Any]:
     return {"models": [{"name": "m", "engines": [ENGINE]}], **sections}
 
 
+def roles_of(*roles: str, events: bool = True) -> list[dict[str, Any]]:
+    """`models` with one whose engines have these roles."""
+    events_of = {"kvEvents": "tcp://h:2"} if events else {}
+    engines = [
+        {"name": f"e{at}", "url": f"http://h:{at + 1}", "role": role, **events_of} for at, role in enumerate(roles)
+    ]
+    return [{"name": "m", "engines": engines}]
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("both", "decode"), ("prefill", "both", "decode")])
+def test_engines_may_have_roles_that_make_up_whole_requests(roles: tuple[str, ...]) -> None:
+    config = parse_config(document(models=roles_of(*roles), disaggregation={"mode": False}))
+    assert [engine.role for engine in config.models[0].engines] == list(roles)
+    assert config.disaggregation.is_off, "YAML reads a plain off as false"
+
+
 def test_minimal_file_gets_the_defaults() -> None:
     config = parse_config(document())
 
@@ -47,6 +63,12 @@ def test_camel_case_keys_reach_their_fields() -> None:
         ({"listen": {"opsPort": 8000}}, "listen.opsPort: 8000 is listen.port too"),
         ({"listen": {"opsHost": "0.0.0.0"}}, "listen.opsHost: set without listen.opsPort"),
         ({"listen": {"tls": {"certFile": "c"}}}, "listen.tls.keyFile: missing"),
+        ({"disaggregation": {"mode": "sometimes"}}, "disaggregation.mode: 'sometimes' given, auto, always or off"),
+        ({"disaggregation": {"mode": True}}, "disaggregation.mode: True given, auto, always or off needed"),
+        ({"models": roles_of("prefill", "prefill")}, "'m' has prefill engines alone; give one of them the role decode"),
+        ({"models": roles_of("decode")}, "'m' has decode engines alone; give one of them the role prefill or both"),
+        ({"models": roles_of("prefill", "decode", events=False)}, "engine 'e0' of 'm': no kvEvents given"),
+        ({"models": roles_of("reader")}, "models[0].engines[0].role: 'reader' given, both, prefill or decode needed"),
         ({"auth": {"unsaltedRoutes": "maybe"}}, "auth.unsaltedRoutes: 'maybe' given"),
         ({"auth": {"keysFile": "k"}}, "auth: one of keysFile and saltSecretFile given"),
         ({"auth": {"saltSecretFile": "s"}}, "auth: one of keysFile and saltSecretFile given"),

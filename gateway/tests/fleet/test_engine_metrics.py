@@ -3,6 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_gateway.config.settings import EngineConfig, RoutingConfig
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.engine_metrics import (
     LINE_BYTES_MAX,
     SAMPLES_MAX,
@@ -76,7 +78,7 @@ def test_no_page_breaks_the_reader(lines: list[bytes], tail: bytes) -> None:
 
     assert reading.waiting_requests >= 0 and reading.running_requests >= 0
     assert reading.kv_usage is None or 0 <= reading.kv_usage <= 1
-    assert all(rate is None or 50 <= rate <= 1e7 for rate in reading[4:])
+    assert all(rate is None or 50 <= rate <= 1e7 for rate in reading[4:7])
 
 
 @given(st.text("abc:_", min_size=1, max_size=3), st.integers(0, 10**6))
@@ -126,3 +128,15 @@ def test_a_page_of_megabytes_is_searched_in_steps_and_its_samples_are_bounded() 
     assert wanted(page) == (b"", -(-len(page) // (STEP_BYTES // 13 * 13)))
     assert wanted(b"vllm:num_requests_waiting " + b"1" * LINE_BYTES_MAX)[0] == b""
     assert wanted(b"x" * (4 << 20))[0] == b""
+
+
+def test_the_time_between_two_tokens_is_that_of_the_answers_since_the_last_reading() -> None:
+    page = b"""vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"} %g
+vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} %g
+"""
+    engine = Engine("m", EngineConfig("a", "http://127.0.0.1:1"), RoutingConfig())
+    seen = []
+    for seconds, tokens in ((1.0, 100.0), (2.0, 110.0), (2.0, 110.0), (0.5, 10.0)):
+        engine.observed(read_metrics(page % (seconds, tokens)), engine.own_work())
+        seen.append(round(engine.token_ms, 6))
+    assert seen == [10.0, 100.0, 0.0, 0.0], "nothing was answered; and after a restart the next reading tells"

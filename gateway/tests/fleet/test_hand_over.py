@@ -10,7 +10,7 @@ class Moving:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.told: list[int] = []
+        self.hinted: list[int] = []
         self.now = 0.0
         self.price = HandOverPrice(50.0, lambda: self.now)
 
@@ -20,7 +20,7 @@ class Moving:
 
     def begin(self, wanted: int) -> HandOver:
         return HandOver(
-            lambda: self.tokens, wanted, self.told.append, self.price, pause=self.pause, clock=lambda: self.now
+            lambda: self.tokens, wanted, self.hinted.append, self.price, pause=self.pause, clock=lambda: self.now
         )
 
 
@@ -35,7 +35,7 @@ async def test_the_second_engine_is_told_what_has_arrived_while_the_first_comput
     for tokens in (100, 300, 400, 560, 999):
         moving.tokens = tokens
         await settle()
-    assert moving.told == [300, 560, 999], "a quarter of the prompt each"
+    assert moving.hinted == [300, 560, 999], "a quarter of the prompt each"
     moving.tokens = 1000
     assert await hand_over.arrived(120.0)
 

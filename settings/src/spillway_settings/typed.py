@@ -141,8 +141,9 @@ def _needed(node: types.Type) -> str:
         return str((node.extra_json_schema or {}).get("description") or _needed(node.type))
     if isinstance(node, types.IntType | types.FloatType):
         return _number(node)
-    if isinstance(node, types.LiteralType):
-        *first, last = map(str, node.values)
+    if isinstance(node, types.LiteralType | types.EnumType):
+        values = node.values if isinstance(node, types.LiteralType) else [one.value for one in node.cls]
+        *first, last = map(str, values)
         return f"{', '.join(first)} or {last}" if first else last
     if isinstance(node, types.StrType):
         return "a non-empty string" if node.min_length else "a string"

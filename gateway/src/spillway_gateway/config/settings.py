@@ -21,12 +21,13 @@ from msgspec import Meta
 
 from spillway_gateway.config import unique_yaml
 from spillway_gateway.config.cors import CorsConfig, check_cors
+from spillway_gateway.config.disaggregation import DisaggregationConfig, check_disaggregation, check_roles
 from spillway_gateway.config.discovery import DiscoveryConfig, Ranks, check_discovery, check_rank_ports
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
 from spillway_gateway.errors import ConfigError
 from spillway_settings.byte_sizes import parse_byte_count
-from spillway_settings.roles import EngineRole, missing_role
+from spillway_settings.roles import EngineRole
 from spillway_settings.typed import (
     LARGEST,
     CamelSection,
@@ -158,14 +159,6 @@ class RoutingConfig(values.Routing, frozen=True):
     """Prices used until an engine's own are measured; see routing/load.py for the sum."""
 
 
-class DisaggregationConfig(values.Disaggregation, frozen=True):
-    """When a prompt is computed on another engine than its answer; see routing/legs.py."""
-
-    @property
-    def is_off(self) -> bool:
-        return self.mode in ("off", False)  # YAML's own word for false
-
-
 class RetentionConfig(values.Retention, frozen=True):
     """What clients may ask the tiers to keep; see api/retention.py. A tenant's keys entry may say otherwise."""
 
@@ -295,9 +288,8 @@ def _check(config: GatewayConfig) -> None:
             _check_engine(model.name, engine)
         if model.discovery is not None:
             check_discovery(model.name, model.discovery)
-        _check_roles(model)
-    if config.disaggregation.mode not in ("auto", "always", "off", False):
-        raise ConfigError(f"disaggregation.mode: {config.disaggregation.mode!r} given; auto, always or off needed")
+        check_roles(model)
+    check_disaggregation(config.disaggregation)
     _check_listeners(config.listen)
     _check_picker(config)
     check_tracing(config.tracing)
@@ -394,20 +386,6 @@ def _check_names(config: GatewayConfig) -> None:
                 if name in engines:
                     raise ConfigError(f"models: two engines are named {name!r}; give each a name of its own")
                 engines[name] = model.name
-
-
-def _check_roles(model: ModelConfig) -> None:
-    """An engine of another role is of use to those that can load what it stores, which its KV events tell."""
-    roles = [engine.role for engine in model.engines]
-    lack = missing_role(roles)
-    if lack is not None:
-        raise ConfigError(f"models: {model.name!r} {lack}")
-    for engine in model.engines if any(role is not EngineRole.BOTH for role in roles) else ():
-        if engine.kv_events is None:
-            raise ConfigError(
-                f"models: engine {engine.name!r} of {model.name!r}: no kvEvents given, but engines of the model have "
-                "roles, which need to know what lies in their shared tier; set kvEvents, or remove the roles"
-            )
 
 
 def _check_engine(model: str, engine: EngineConfig) -> None:

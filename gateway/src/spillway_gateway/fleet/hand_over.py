@@ -1,6 +1,6 @@
 """The hand-over between two legs: a prompt that one engine computes comes to lie where another one loads it.
 
-The first engine announces each chunk that has reached the shared tier. While it computes, the second one is told which
+The first engine announces each chunk that has reached the shared tier. While it computes, the second one gets hints about which
 prefix is coming, so that it loads chunk after chunk; when the first leg has ended, the second waits until the whole
 prompt can be loaded, for a bounded time. On the event loop.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 LOOK_SECONDS = 0.01
-TOLD_SHARE = 0.25  # of the prompt, that has arrived since the engine was told last
+HINTED_SHARE = 0.25  # of the prompt, that has arrived since the last hint
 MEASURED_SECONDS = 60.0  # for which the price of a hand-over is what the last ones took
 _NEWEST_WEIGHT = 0.3
 
@@ -49,7 +49,7 @@ class HandOver:
         arrived_tokens: those of the prompt that the second engine could load or has.
         wanted_tokens: those that it will be able to load.
         tell: tells it that the first so many tokens are there.
-        price: is told what it took.
+        price: learns what it took.
         pause: waits for so many seconds.
     """
 
@@ -69,13 +69,13 @@ class HandOver:
         self._price = price
         self._pause = pause
         self._clock = clock
-        self._told = arrived_tokens()
+        self._hinted = arrived_tokens()
         self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         while (arrived := self._arrived_tokens()) < self._wanted_tokens:
-            if arrived - self._told >= TOLD_SHARE * self._wanted_tokens:
-                self._told = arrived
+            if arrived - self._hinted >= HINTED_SHARE * self._wanted_tokens:
+                self._hinted = arrived
                 self._tell(arrived)
             await self._pause(LOOK_SECONDS)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import structs
 
+from spillway_gateway.config.disaggregation import DisaggregationConfig
 from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import (
     BreakerConfig,
-    DisaggregationConfig,
     EngineConfig,
     ModelConfig,
     RoutingConfig,

@@ -64,7 +64,7 @@ class RoutedPlace:
             self.lease = None
 
     def end_hand_over(self) -> None:
-        """Of a first leg, if there was one."""
+        """End that of a first leg, if there was one."""
         if self.hand_over is not None:
             self.hand_over.end()
             self.hand_over = None

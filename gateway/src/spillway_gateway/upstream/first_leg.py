@@ -28,7 +28,7 @@ STEP_BYTES = 64 * 1024  # well under a millisecond of the event loop
 REPLY_BYTES_MAX = 64 * 1024  # of what is discarded
 _COMPUTED_ANEW = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
-# How much is computed and how it is told, if the request says so.
+# How much is computed and in which form, if the request says so.
 _VALUES: dict[str, int | bool | None] = {
     _LENGTH: 1,
     "max_completion_tokens": None,

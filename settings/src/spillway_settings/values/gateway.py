@@ -148,15 +148,6 @@ class Routing(Section, frozen=True):
     session_name_bytes_max: Annotated[int, Meta(ge=1, le=65536)] = 4096
 
 
-class Disaggregation(Section, frozen=True):
-    mode: Annotated[str | bool, Meta(extra_json_schema={"enum": ["auto", "always", "off", False]})] = "auto"
-    uncached_tokens_min: Count = 1024
-    token_ms_max: Positive | None = None
-    hand_over_ms: NotNegative = 50
-    hand_over_seconds_max: Seconds = 2
-    prefill_seconds_max: Seconds = 60
-
-
 class Retention(Section, frozen=True):
     seconds_max: Annotated[float, Meta(ge=0, le=RETENTION_SECONDS_MAX)] = 0
     tier_share: Annotated[float, Meta(ge=0, le=RETENTION_TIER_SHARE_MAX)] = 0.1
@@ -384,7 +375,6 @@ class Gateway(PodSettings, frozen=True):
     limits: Limits = Limits()
     connections: Connections = Connections()
     routing: Routing = Routing()
-    disaggregation: Disaggregation = Disaggregation()
     retention: Retention = Retention()
     continuation: Continuation = Continuation()
     breaker: Breaker = Breaker()
