@@ -1,7 +1,7 @@
 """The hand-over between two legs: a prompt that one engine computes comes to lie where another one loads it.
 
-The first engine announces each chunk that has reached the shared tier. While it computes, the second one gets hints about which
-prefix is coming, so that it loads chunk after chunk; when the first leg has ended, the second waits until the whole
+The first engine announces each chunk that has reached the shared tier. While it computes, the second one gets hints at
+what has arrived, so that it loads chunk after chunk; when the first leg has ended, the second waits until the whole
 prompt can be loaded, for a bounded time. On the event loop.
 """
 

@@ -225,6 +225,7 @@ class ModelFleet:
         self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
         self._oldest_vllm = OLDEST
         self.engines: dict[str, Engine] = {}
+        self.has_roles = False  # whether a request may take two legs
         for engine in config.engines:
             for each in ranks_of(engine):
                 self.add_engine(each)
@@ -236,15 +237,14 @@ class ModelFleet:
         known = [length for length in lengths if length is not None]
         return max(known) if known and len(known) == len(lengths) else None
 
-    @property
-    def has_roles(self) -> bool:
-        """Whether a request may take two legs."""
-        return any(engine.config.role is not EngineRole.BOTH for engine in self.engines.values())
+    def _look_at_roles(self) -> None:
+        self.has_roles = any(engine.config.role is not EngineRole.BOTH for engine in self.engines.values())
 
     def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
         """Add an engine to the choice and to the index."""
         engine = self._engine(config, instance=instance, newcomer=newcomer)
         self.engines[config.name] = engine
+        self._look_at_roles()
         self.index.add_engine(config.name)
         engine.on_state.append(lambda _: self.cold.changed())
         return engine
@@ -266,6 +266,7 @@ class ModelFleet:
         """Send no new request there; running ones keep their leases, counters and connections. The caller frees its
         entries in the index: index.retire_engine()."""
         engine = self.engines.pop(name)
+        self._look_at_roles()
         self.cold.changed()
         return engine
 
