@@ -46,6 +46,15 @@ def test_names_of_a_name_service_too() -> None:
         ({"kubernetes": {}}, "models[0].discovery.kubernetes.service: missing"),
         ({"kubernetes": {"service": "a.b"}}, "kubernetes.service: 'a.b' given, the plain name"),
         ({"kubernetes": {**KUBERNETES, "namespace": "a/b"}}, "kubernetes.namespace"),
+        ({"kubernetes": {**KUBERNETES, "role": "decode"}}, "kubernetes: has decode engines alone; give those of one"),
+        (
+            {"kubernetes": {**KUBERNETES, "role": "decode", "roleServices": {KUBERNETES["service"]: "prefill"}}},
+            "is kubernetes.service too; set its role by `role`",
+        ),
+        (
+            {"kubernetes": {"service": "s", "roleServices": {"p": "prefill"}}},
+            "kubernetes.kvEventsPort: missing, but engines have roles",
+        ),
         ({"kubernetes": {**KUBERNETES, "port": 0}}, "kubernetes.port: 0 given, a whole number from 1 to 65535 needed"),
         ({"kubernetes": {**KUBERNETES, "port": 1.5}}, "discovery.kubernetes.port: 1.5 given, a whole number"),
         ({"kubernetes": {**KUBERNETES, "port": "HTTP"}}, "kubernetes.port: 'HTTP' given, a port's name"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.discovery.endpoint_slices import EndpointSlice, Reduction, SliceTable, WatchEvent, engines_of
 from spillway_gateway.testing.fake_kubernetes import endpoint_slice, pod_endpoint
+from spillway_settings.roles import EngineRole
 
 PORTS = {"http": 8100, "kv-events": 8200, "kv-replay": 8300}
 CONFIG = KubernetesDiscovery("engines", kv_events_port="kv-events", kv_replay_port="kv-replay")
@@ -52,6 +53,16 @@ def test_conditions_decide_whether_new_requests_may_go_there(conditions: dict[st
     (engine,), _ = reduced(endpoint_slice("a", [pod_endpoint("p", "10.0.0.1", **conditions)], PORTS))
 
     assert engine.withheld == withheld
+
+
+def test_the_service_of_a_slice_says_what_its_engines_are_for() -> None:
+    config = msgspec.structs.replace(CONFIG, role=EngineRole.DECODE, role_services={"prompts": EngineRole.PREFILL})
+    found, _ = reduced(
+        endpoint_slice("a", [pod_endpoint("d-0", "10.0.0.1")], PORTS),
+        endpoint_slice("b", [pod_endpoint("p-0", "10.0.0.2")], PORTS, service="prompts"),
+        config=config,
+    )
+    assert {engine.config.name: engine.config.role for engine in found} == {"d-0": "decode", "p-0": "prefill"}
 
 
 def test_missing_conditions_and_target_are_no_fault() -> None:

@@ -28,6 +28,7 @@ from spillway_gateway.discovery.kubernetes_api import in_cluster_server
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint
 from spillway_gateway.testing.running import until
+from spillway_settings.roles import EngineRole
 
 PORTS = {"http": 8100}
 
@@ -115,6 +116,19 @@ async def test_what_is_there_is_listed_and_what_changes_is_watched(cluster: Clus
         await view.until_names()
     assert cluster.api.lists == 1
     assert view.status.error is None and not view.status.failures
+
+
+async def test_several_services_of_one_model_are_followed_as_one(cluster: Cluster) -> None:
+    cluster.pods(0)
+    config = replace(cluster.config, role=EngineRole.DECODE, role_services={"prompts": EngineRole.PREFILL})
+    async with followed(config) as view:
+        await view.until_names("vllm-0")
+        cluster.api.put(endpoint_slice("p", [pod_endpoint("x", "10.0.0.7")], PORTS, service="prompts"))
+        cluster.api.put(endpoint_slice("q", [pod_endpoint("y", "10.0.0.8")], PORTS, service="other-service"))
+        cluster.pods(0, 1)
+        await view.until_names("vllm-0", "vllm-1", "x")
+        assert [engine.config.role for engine in view.published[-1]] == ["decode", "decode", "prefill"]
+    assert cluster.api.lists == 1
 
 
 async def test_a_list_in_pages_is_one_list(cluster: Cluster) -> None:

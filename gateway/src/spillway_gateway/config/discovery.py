@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Meta
 
 from spillway_gateway.errors import ConfigError
+from spillway_settings.roles import EngineRole, missing_role
 from spillway_settings.typed import CamelSection, Count, Port, Positive, Text
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
@@ -20,13 +22,16 @@ PortName = Annotated[str, Meta(pattern=_NAME, description="a port's name in the 
 
 
 class KubernetesDiscovery(CamelSection, frozen=True):
-    """The EndpointSlices of one Service, followed by a watch. Ports by their name in the Service, or by number.
+    """The EndpointSlices of a model's Services, followed by a watch. Ports by their name in the Service, or by number.
 
     What the gateway needs to be allowed: get, list and watch of endpointslices (discovery.k8s.io) in the namespace, and
     with pod_deletion_cost_seconds patch of pods.
     """
 
     service: ObjectName
+    role: EngineRole = EngineRole.BOTH  # of its engines
+    # further Services of the model, each with its engines' role
+    role_services: dict[ObjectName, EngineRole] = msgspec.field(default_factory=dict)
     namespace: ObjectName | None = None  # None: the gateway's own, from namespace_file
     port: Port | PortName = "http"
     kv_events_port: Port | PortName | None = None
@@ -82,6 +87,17 @@ def check_discovery(model: str, discovery: DiscoveryConfig) -> None:
 
 def _check_kubernetes(where: str, given: KubernetesDiscovery) -> None:
     _check_ports(where, given)
+    roles = [given.role, *given.role_services.values()]
+    lack = missing_role(roles)
+    if lack is not None:
+        raise ConfigError(f"{where}: {lack.replace('one of them', 'those of one Service')}")
+    if given.service in given.role_services:
+        raise ConfigError(f"{where}.roleServices: {given.service!r} is kubernetes.service too; set its role by `role`")
+    if given.kv_events_port is None and any(role is not EngineRole.BOTH for role in roles):
+        raise ConfigError(
+            f"{where}.kvEventsPort: missing, but engines have roles, which rest on what is known of their shared tier; "
+            "set it, or remove the roles"
+        )
     if given.api_server is not None:
         parts = urlsplit(given.api_server)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:

@@ -17,6 +17,7 @@ import msgspec
 from spillway_gateway.config.discovery import KubernetesDiscovery
 from spillway_gateway.config.settings import EngineConfig
 from spillway_gateway.discovery.found import FoundEngine
+from spillway_settings.roles import EngineRole
 
 SERVICE_LABEL = "kubernetes.io/service-name"
 
@@ -51,6 +52,7 @@ class Port(msgspec.Struct, rename="camel", frozen=True):
 class Metadata(msgspec.Struct, rename="camel", frozen=True):
     name: str = ""
     resource_version: str = ""
+    labels: dict[str, str] | None = None
 
 
 class EndpointSlice(msgspec.Struct, rename="camel", frozen=True):
@@ -123,10 +125,11 @@ class _Entry(NamedTuple):
     kv_events: str
     kv_replay: str
     name: str
+    role: EngineRole
 
 
 def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> Reduction:
-    """The engines of a Service. The order of slices and of endpoints does not matter.
+    """The engines of a model's Services. The order of slices and of endpoints does not matter.
 
     An engine whose pod is not ready or terminating is withheld: it keeps its requests and gets no new ones. If a pod
     is listed more than once, one such entry is enough; its IPv4 address is taken if there is one.
@@ -139,6 +142,7 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
         port, kv_events_port, kv_replay_port = ports
         if port is None:
             continue
+        role = config.role_services.get((piece.metadata.labels or {}).get(SERVICE_LABEL, ""), config.role)
         for endpoint in piece.endpoints or ():
             if not endpoint.addresses or not endpoint.addresses[0]:
                 continue
@@ -154,6 +158,7 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
                 kv_events=f"tcp://{host}:{kv_events_port}" if kv_events_port is not None else "",
                 kv_replay=f"tcp://{host}:{kv_replay_port}" if kv_events_port and kv_replay_port is not None else "",
                 name=(target.name if target is not None else "") or endpoint.hostname or address,
+                role=role,
             )
             entries.setdefault(key, []).append(entry)
     by_name: dict[str, FoundEngine] = {}
@@ -169,7 +174,7 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
 def _engine(key: str, entries: list[_Entry], ranks: int) -> FoundEngine:
     best = min(entries)
     withheld = max(entry.withheld for entry in entries)
-    config = EngineConfig(best.name, best.url, best.kv_events or None, best.kv_replay or None, ranks)
+    config = EngineConfig(best.name, best.url, best.kv_events or None, best.kv_replay or None, ranks, best.role)
     return FoundEngine(config, f"{key} {best.address}", _TEXTS.get(withheld), withheld is _Withheld.TERMINATING)
 
 

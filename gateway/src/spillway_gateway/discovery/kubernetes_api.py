@@ -146,7 +146,7 @@ class KubernetesApi:
                         raise SourceFailed("stopped", "discovery ends")
                 return api.list_namespaced_endpoint_slice(
                     namespace,
-                    label_selector=f"{SERVICE_LABEL}={config.service}",
+                    label_selector=service_selector(config),
                     _preload_content=False,
                     _request_timeout=(config.timeout_seconds, config.timeout_seconds),
                     **parameters,
@@ -164,6 +164,13 @@ class KubernetesApi:
                 opened.settimeout(read_seconds)
                 if self._stopped:
                     _shut_down(opened)
+
+
+def service_selector(config: KubernetesDiscovery) -> str:
+    """The selector of the slices of all Services of the model."""
+    if not config.role_services:
+        return f"{SERVICE_LABEL}={config.service}"
+    return f"{SERVICE_LABEL} in ({','.join([config.service, *config.role_services])})"
 
 
 def annotate_pod(config: KubernetesDiscovery, pod: str, annotations: Mapping[str, str]) -> bool:

@@ -18,7 +18,8 @@ def describe(config: DiscoveryConfig) -> str:
     """Where the source looks, for people to read."""
     if config.kubernetes is not None:
         namespace = config.kubernetes.namespace or "the gateway's namespace"
-        return f"EndpointSlices of Service {config.kubernetes.service} in {namespace}"
+        services = ", ".join([config.kubernetes.service, *config.kubernetes.role_services])
+        return f"EndpointSlices of Service {services} in {namespace}"
     assert config.dns is not None
     return f"DNS name {config.dns.name}"
 

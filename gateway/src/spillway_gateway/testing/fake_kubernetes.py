@@ -57,7 +57,7 @@ def endpoint_slice(
 
 @dataclass(eq=False)
 class _Watch:
-    service: str
+    services: frozenset[str]
     lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)  # None: ends
     transport: asyncio.BaseTransport | None = None
 
@@ -136,7 +136,7 @@ class FakeKubernetes:
             self._slices[name] = stored
         self._history.append((self._version, kind, stored))
         for watch in self.watches:
-            if stored["metadata"]["labels"][SERVICE_LABEL] == watch.service:
+            if _service(stored) in watch.services:
                 watch.lines.put_nowait(_line(kind, stored))
 
     # -- faults ------------------------------------------------------------------------------------------------------
@@ -192,11 +192,12 @@ class FakeKubernetes:
             return await self._patch(request)
         if request.path.endswith("/inferenceobjectives"):
             return self._list_objectives()
-        service = request.query["labelSelector"].removeprefix(SERVICE_LABEL + "=")
+        selector = request.query["labelSelector"].removeprefix(SERVICE_LABEL)
+        services = frozenset(selector.removeprefix(" in ").strip("=()").split(","))
         if request.query.get("watch", "0").lower() not in ("0", "false"):  # as an API server reads a boolean
-            return await self._watch(request, service)
+            return await self._watch(request, services)
         self.lists += 1
-        names = sorted(name for name, piece in self._slices.items() if _service(piece) == service)
+        names = sorted(name for name, piece in self._slices.items() if _service(piece) in services)
         start = int(request.query.get("continue", "0"))
         end = start + min(self.page_items, int(request.query["limit"]))
         metadata = {"resourceVersion": str(self._version), **({"continue": str(end)} if end < len(names) else {})}
@@ -227,7 +228,7 @@ class FakeKubernetes:
         self.annotations[pod].update((await request.json())["metadata"]["annotations"])
         return web.json_response({"kind": "Pod", "metadata": {"name": pod, "annotations": self.annotations[pod]}})
 
-    async def _watch(self, request: web.Request, service: str) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, services: frozenset[str]) -> web.StreamResponse:
         version = int(request.query["resourceVersion"])
         if version < self._dropped:
             self.expired += 1
@@ -235,9 +236,9 @@ class FakeKubernetes:
         reply = web.StreamResponse(headers={"content-type": "application/json"})
         await reply.prepare(request)
         self.watch_versions.append(version)
-        watch = _Watch(service, transport=request.transport)
+        watch = _Watch(services, transport=request.transport)
         for at, kind, piece in self._history:
-            if at > version and _service(piece) == service:
+            if at > version and _service(piece) in services:
                 watch.lines.put_nowait(_line(kind, piece))
         self.watches.add(watch)
         try:
