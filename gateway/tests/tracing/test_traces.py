@@ -19,7 +19,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.testing.faults import Status
-from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway
+from spillway_gateway.testing.kv_publisher import KvPublisher
+from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 from spillway_gateway.tracing.attributes import operation_of
 
 CHAT = "/v1/chat/completions"
@@ -235,3 +236,28 @@ def test_settings_that_cannot_work_are_refused_by_name(tracing: dict[str, Any], 
 )
 def test_operations_have_their_conventional_names(path: str, operation: str) -> None:
     assert operation_of(path) == operation
+
+
+async def test_each_of_two_legs_is_a_span(start_engine: Any, collector: Collector) -> None:
+    block, store = 16, "nvme/0123456789abcdef"
+    engines = [await start_engine(name, block_tokens=block, publisher=KvPublisher()) for name in ("p", "d")]
+    for engine in engines:
+        engine.prefill(list(range(block)))
+        engine.store = store
+        engine.announce_stored(store)
+    settings = {"otlpEndpoint": collector.url, "exportSeconds": 60}
+    legs = {"mode": "always", "uncachedTokensMin": block, "handOverSecondsMax": 120}
+    document = gateway_config(engines, tracing=settings, disaggregation=legs)
+    for entry, role in zip(document["models"][0]["engines"], ("prefill", "decode"), strict=True):
+        entry["role"] = role
+    async with running_gateway(document) as running, aiohttp.ClientSession() as client:
+        index = running.gateway.fleets[0].index
+        await until(lambda: index.stores_of("p") and index.stores_of("d") and index.block_sizes == (block,))
+        body = {"model": "fake", "prompt": list(range(1000, 1100))}
+        async with client.post(running.url + "/v1/completions", json=body) as reply:
+            assert reply.status == 200
+    spans = [attributes(span) for span in collector.spans["text_completion fake"]]
+    assert [(span["spillway.leg"], span["spillway.engine"]) for span in spans] == [("prefill", "p"), ("decode", "d")]
+    first, second = map(attributes, collector.spans["route"])
+    assert (first["spillway.legs"], first["spillway.legs.reason"]) == ("two", "always")
+    assert first["spillway.legs.two_legs_ms"] > 0 and "spillway.legs" not in second
