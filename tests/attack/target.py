@@ -174,10 +174,10 @@ class Target:
             since = time.monotonic()
             self._command("reset")
             attack()
-            units = min(units, self._iteration_units())
             through = self._through.longest_gap(since)
             if self._beside is not None:
                 gap = min(gap, through - self._beside.longest_gap(since))
+            units = min(units, self._iteration_units())  # last, as the report itself holds the event loop
             harm = Harm(units, self._memory("VmHWM") - before, None if self._beside is None else gap)
             if harm.is_bearable:
                 break

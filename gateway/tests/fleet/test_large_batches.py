@@ -113,6 +113,19 @@ def test_many_short_events_are_decoded_in_steps() -> None:
     assert steps >= 20_000 // large_batches.EVENTS_STEP
 
 
+@pytest.mark.parametrize("blocks", [4, 64, 500])
+def test_a_step_decodes_few_bytes_of_events_that_are_short_each(blocks: int) -> None:
+    event = stored_fields(blocks, 16)
+    event_bytes = len(msgspec.msgpack.encode(event))
+    assert event_bytes < large_batches.SHORT_BYTES_MAX
+    payload = msgspec.msgpack.encode({"events": [event] * (500_000 // event_bytes), "ts": 2})
+
+    batch, steps = decode(payload)
+
+    assert batch.events == decode_batch(payload).events
+    assert steps >= len(payload) // (large_batches.STEP_BYTES + event_bytes)
+
+
 @pytest.mark.parametrize(
     "event",
     [

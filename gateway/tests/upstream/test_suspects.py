@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.config.settings import EngineConfig, RoutingConfig
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
@@ -24,7 +27,15 @@ from spillway_gateway.testing.running import gateway_config, running_gateway, un
 from spillway_gateway.testing.running_fronts import running_fronts
 from spillway_gateway.upstream import suspects
 from spillway_gateway.upstream.outbound import OutboundRequest
-from spillway_gateway.upstream.suspects import ENTRIES_MAX, Fingerprint, Suspects, fingerprint_of
+from spillway_gateway.upstream.pool import ConnectionPool
+from spillway_gateway.upstream.suspects import (
+    ENTRIES_MAX,
+    EngineLooks,
+    Fingerprint,
+    Look,
+    Suspects,
+    fingerprint_of,
+)
 
 POISON = {"model": "fake", "prompt": "x" * 64, "vllm_xargs": {"kv_transfer_params": "boom"}}
 HARMLESS = {"model": "fake", "prompt": "y" * 64}
@@ -145,6 +156,40 @@ async def test_an_engine_that_lives_and_breaks_a_reply_off_makes_no_suspect(star
             assert (await ask(http, urls[0], HARMLESS))[0] == 200
             engines[0].fault, engines[1].fault = None, HeadThenDie()
             assert (await ask(http, urls[0], HARMLESS))[0] == 200
+
+
+async def test_a_request_whose_engines_host_is_gone_is_answered_by_another(
+    start_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hosts of both engines vanish, so a third one is not asked: a request can end a machine too."""
+
+    async def unreachable(looks: EngineLooks, engine: Engine) -> Look:
+        return Look.UNREACHABLE
+
+    monkeypatch.setattr(EngineLooks, "at", unreachable)
+    fleet = await fleet_of_four(start_engine, "killed")
+    fleet.ends_max = 1
+    async with gateways(0, gateway_config(fleet.engines)) as urls, aiohttp.ClientSession() as http:
+        assert [(await ask(http, urls[0], POISON))[0] for _ in range(2)] == [200, 200]
+        fleet.ends_max = 4
+        assert [(await ask(http, urls[0], POISON))[0] for _ in range(2)] == [502, 422]
+    assert len(fleet.dead) == 3
+
+
+async def test_a_look_tells_an_ended_process_from_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "LOOK_SECONDS_MAX", 0.3)
+    with socket.socket() as closed, socket.socket() as silent, ExitStack() as connected:
+        closed.bind(("127.0.0.1", 0))
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(8):  # its queue is full, so the kernel drops what follows, as a lost host does
+            peer = connected.enter_context(socket.socket())
+            peer.setblocking(False)
+            peer.connect_ex(silent.getsockname())
+        looks = EngineLooks(ConnectionPool(8, 30.0, time.monotonic))
+        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in (closed, silent)]
+        found = [await looks.at(Engine("m", EngineConfig("e", url), RoutingConfig())) for url in urls]
+    assert found == [Look.ENDED, Look.UNREACHABLE]
 
 
 async def test_one_tenants_suspect_is_no_other_tenants(start_engine: Any, tmp_path: Path) -> None:

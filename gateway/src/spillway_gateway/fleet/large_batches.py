@@ -25,6 +25,7 @@ from spillway_gateway.fleet.msgpack_walk import Container, NotMsgpack, decoded
 
 SHORT_BYTES_MAX = 64 * 1024  # of what is decoded at once
 EVENTS_STEP = 250  # short events between two yields
+STEP_BYTES = 8 * 1024  # of short events between two yields
 PIECE_BLOCKS = 1000  # of a long event
 PIECE_TOKENS = 8192
 
@@ -63,6 +64,7 @@ def _events(payload: bytes, seconds: object, items: Container) -> Generator[None
         raise NotMsgpack("events are no list")
     events: list[KvEvent] = []
     undecodable = 0
+    step_start = items.at
     for number in range(1, items.left + 1):
         start, end = yield from items.skip()
         if end - start <= SHORT_BYTES_MAX:
@@ -71,7 +73,8 @@ def _events(payload: bytes, seconds: object, items: Container) -> Generator[None
                 events.append(event)
             else:
                 undecodable += 1
-            if number % EVENTS_STEP == 0 or end - start > SHORT_BYTES_MAX // 8:
+            if number % EVENTS_STEP == 0 or end - step_start > STEP_BYTES:
+                step_start = end
                 yield
             continue
         try:

@@ -3,23 +3,36 @@
 A request can end an engine's process. Sent to the next engine, it ends that one too, and so does the client's own
 retry. So a request whose engine ended is sent to one more at most, and to none if that engine had nothing else to
 serve. It is then a suspect: for a time the same request of the same tenant is refused. That time is short after one
-engine, which something else may have ended, and long after a second one. No matter of this are an engine that lives and
-broke a connection alone, and one whose end was known to come: it drained, or its pod was deleted.
+engine, which something else may have ended, and long after a second one.
+
+An engine that lives and broke a connection alone makes no suspect, nor does one whose end was known to come: it
+drained, or its pod was deleted. If the engine's host cannot be reached either, the machine or the network failed rather
+than the process; the request is sent to one more engine even if it was alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from enum import Enum
 from hashlib import blake2b
 from math import ceil
 from typing import NamedTuple
 
-from spillway_gateway.errors import EngineDisconnected, EngineFailed, GatewayError, RequestSuspected, UpstreamError
-from spillway_gateway.fleet.engine import Engine, EngineState
+from spillway_gateway.errors import (
+    EngineConnectTimeout,
+    EngineDisconnected,
+    EngineFailed,
+    EngineRefused,
+    GatewayError,
+    RequestSuspected,
+    UpstreamError,
+)
+from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
@@ -34,6 +47,7 @@ LOOK_SECONDS_MAX = 2.0  # for an answer to the question whether an engine lives
 LOOK_AGAIN_SECONDS = 0.25  # its connections may break before its port closes
 _HEALTH = b"/health"
 _MAY_HAVE_ENDED = (EngineDisconnected, EngineFailed)
+_NO_WAY_TO_HOST = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
 
 
 class Fingerprint(NamedTuple):
@@ -141,46 +155,61 @@ class Suspects:
             del self._lengths[fingerprint.body_bytes]
 
 
+class Look(Enum):
+    """What a look at an engine that broke a reply off has found."""
+
+    LIVES = "it answers"
+    ENDED = "it refuses connections, or reports that its core is dead"
+    UNREACHABLE = "its host takes no connection: nothing is known of the process"
+
+
 class EngineLooks:
     """Asks engines that broke replies off whether they live. One look at a time for each, shared by all requests that
     wait for it. On the event loop."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
-        self._looks: dict[Engine, asyncio.Task[bool]] = {}
+        self._looks: dict[Engine, asyncio.Task[Look]] = {}
 
-    async def has_ended(self, engine: Engine) -> bool:
-        """Whether it refuses connections, or reports that its core is dead."""
-        if engine.state is EngineState.DOWN:
-            return True
+    async def at(self, engine: Engine) -> Look:
         look = self._looks.get(engine)
         if look is None:
             look = self._looks[engine] = asyncio.create_task(self._look(engine))
             look.add_done_callback(lambda done: self._looks.pop(engine, None))
         return await asyncio.shield(look)
 
-    async def _look(self, engine: Engine) -> bool:
-        if not await self._lives(engine):
-            return True
+    async def _look(self, engine: Engine) -> Look:
+        found = await self._look_once(engine)
+        if found is not Look.LIVES:
+            return found
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
-        return not await self._lives(engine)
+        return await self._look_once(engine)
 
-    async def _lives(self, engine: Engine) -> bool:
+    async def _look_once(self, engine: Engine) -> Look:
         head = request_head(engine.base_path.encode() + _HEALTH, engine.host_header, [], 0, b"-", method=b"GET")
+        connected = False
         try:
             async with asyncio.timeout(LOOK_SECONDS_MAX):
                 connection = await self._pool.open(engine)
+                connected = True
                 try:
                     connection.send((head,))
                     await connection.head()
-                    return connection.status < 500
+                    return Look.LIVES if connection.status < 500 else Look.ENDED
                 finally:
                     connection.abort()
                     self._pool.release(engine, connection)
-        except (UpstreamError, TimeoutError):
-            return False
+        except EngineConnectTimeout:
+            return Look.UNREACHABLE
+        except EngineRefused as refused:
+            cause = refused.__cause__
+            return Look.UNREACHABLE if getattr(cause, "errno", None) in _NO_WAY_TO_HOST else Look.ENDED
+        except TimeoutError:
+            return Look.ENDED if connected else Look.UNREACHABLE
+        except UpstreamError:
+            return Look.ENDED
         except GatewayError:  # no connection is free: nothing is known against it
-            return True
+            return Look.LIVES
 
 
 class EndedEngines:
@@ -213,10 +242,12 @@ class EndedEngines:
     async def allow_another(self, failure: UpstreamError, place: Place, engine: Engine, *, begun: bool) -> bool:
         """An attempt has failed. False if its engine has ended, and no other one may get the request."""
         services = self._services
-        if type(failure) not in _MAY_HAVE_ENDED or not await services.looks.has_ended(engine):
+        if type(failure) not in _MAY_HAVE_ENDED or (look := await services.looks.at(engine)) is Look.LIVES:
             return True
         self._count += 1
         again = self._count >= services.limits.ended_engines_max
+        if look is Look.UNREACHABLE and not again:
+            return True
         if await place.ended(await fingerprint_of(self._request), again=again, begun=begun):
             # Another process, or another request with the same content, may have found out meanwhile.
             return begun or not await services.suspects.refused_seconds(self._request)
