@@ -21,7 +21,7 @@ TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}
     "tiers.redis.client",
 }
 DEVICE = frozenset({"device", "device.cuda", "device.npu"})
-ENGINE = BOTTOM | TIERS | DEVICE | {"transfer", "vllm", "torch"}
+ENGINE = BOTTOM | TIERS | DEVICE | {"node", "transfer", "vllm", "torch"}
 # A room is a root module or a folder, without what is named here below it. A room may always import itself. "vllm" and
 # "torch" stand for these packages.
 ALLOWED: Mapping[str, Set[str]] = {
@@ -44,6 +44,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "tiers.redis.client": BOTTOM | {"tiers"},
     "transfer": BOTTOM | {"tiers"},
     "device": BOTTOM,
+    "node": BOTTOM | {"device", "tiers", "tiers.disk", "tiers.disk.slab"},  # a lock and leases, as slabs have
     "device.cuda": BOTTOM | {"device", "torch"},
     "device.npu": BOTTOM | {"device"},
     "device.npu_probe": BOTTOM | {"device", "device.npu"},  # a command: python -m spillway_connector.device.npu_probe

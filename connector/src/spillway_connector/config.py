@@ -102,6 +102,15 @@ class RedisTierConfig(RedisStore, frozen=True):
     limits: TransferLimits = TransferLimits()
 
 
+class NodeTierConfig(Section, frozen=True):
+    """The CPU tier in memory that the engines of a node share: `node_tier`."""
+
+    bytes: ByteCount  # of rows of one size, which all engines of the node that have such rows name alike
+    path: str = "/dev/shm/spillway"  # noqa: S108 - the point is to be in shared memory
+    # What an engine does that cannot use it: private, have a CPU tier of its own; refuse, not start.
+    fallback: Literal["private", "refuse"] = "private"
+
+
 @own_keys
 class ConnectorConfig(ConnectorSettings, frozen=True):
     """The offload settings of one engine replica: those of the chart, under their fields' names.
@@ -118,6 +127,7 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
     cuda_library_path: str | None = None  # None: libcuda.so.1 of the driver
     # CUDA: which path pieces of which size take, as bench-copy prints it; None: as measured on one H200.
     copy_table: CopyTable | None = None
+    node_tier: NodeTierConfig | None = None  # None: the CPU tier belongs to the engine
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
@@ -135,7 +145,26 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
                 "set exactly one of num_cpu_blocks (chunks) and cpu_bytes_to_use (bytes); "
                 f"given num_cpu_blocks={config.num_cpu_blocks}, cpu_bytes_to_use={config.cpu_bytes_to_use}"
             )
+        if config.node_tier is not None:
+            _check_node_tier(config)
         return config
+
+
+def _check_node_tier(config: ConnectorConfig) -> None:
+    """Refuse what the tier of a node does not do. Raises ConfigError."""
+    refused = (
+        (
+            "eviction_policy",
+            config.eviction_policy,
+            "lru",
+            "engines of one node agree on the last use of a chunk alone",
+        ),
+        ("storing", config.storing, "eager", "a chunk that waits on one engine's device is not there for the others"),
+        ("layerwise_loads", config.layerwise_loads, "off", "a row is checked behind its copy, which such a step reads"),
+    )
+    for name, given, needed, why in refused:
+        if given not in (needed, "auto"):
+            raise ConfigError(f"{name}: {given!r} and node_tier exclude each other: {why}; set {name}: {needed!r}")
 
 
 def _in_our_words(prompt_only: object, generated_tokens: object) -> str:

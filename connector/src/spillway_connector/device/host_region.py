@@ -45,8 +45,10 @@ def region_path(replica_id: str) -> Path:
 class HostRegion:
     """`num_rows` rows of `row_bytes`, zero at first. Open it in every process, close it once in each."""
 
-    def __init__(self, path: Path, num_rows: int, row_bytes: int) -> None:
+    def __init__(self, path: Path, num_rows: int, row_bytes: int, *, keeps_name: bool = False) -> None:
+        """keeps_name: the memory outlives the processes that map it; whoever made the path removes it."""
         self.path = path
+        self._keeps_name = keeps_name
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         self.size_bytes = num_rows * row_bytes
@@ -77,7 +79,8 @@ class HostRegion:
         return descriptor
 
     def _no_room(self, error: OSError) -> HostMemoryError:
-        self.path.unlink(missing_ok=True)
+        if not self._keeps_name:
+            self.path.unlink(missing_ok=True)
         free = os.statvfs(self.path.parent)
         return HostMemoryError(
             f"the CPU tier needs {self.size_bytes} bytes in {self.path.parent}, "
@@ -179,6 +182,8 @@ class HostRegion:
 
     def unlink_name(self) -> None:
         """Remove the file's name if it still is this region's; the memory stays until every mapping is closed."""
+        if self._keeps_name:
+            return
         try:
             if os.stat(self.path).st_ino == self._inode:
                 os.unlink(self.path)

@@ -117,6 +117,7 @@ class ConnectorBase(OffloadingConnector):
         if (
             settings.storing != "eager"
             and settings.eviction_policy == "lru"
+            and settings.node_tier is None  # what one engine's device keeps is nothing to the others
             and (settings.storing == "late" or not spec.secondary_tier_configs)
             and half.may_store_late
         ):

@@ -30,9 +30,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 
 from spillway_connector.device.host_region import HostRegion
+from spillway_connector.engine.holding_arc import HoldingArc
 from spillway_connector.engine.tenancy import session_of_context
 from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
@@ -63,7 +63,8 @@ class CpuTier(OffloadingManager):
     requests in the queue are about to use, which leaves last. duplicates: chunks that the device holds as well, which
     leave first; None while everything is stored at once.
 
-    load and store are copies to and from the device, read and write copies to and from shared tiers.
+    load and store are copies to and from the device, read and write copies to and from shared tiers. prepare_read:
+    None if rows that are shared were given to other chunks meanwhile.
     """
 
     ready: set[OffloadKey]
@@ -73,6 +74,7 @@ class CpuTier(OffloadingManager):
     events: list[OffloadingEvent] | None
     waiting: WaitingChunks[OffloadKey]
     duplicates: Duplicates | None
+    prepare_read: Callable[[Collection[OffloadKey], ReqContext], LoadStoreSpec | None]
 
     def __init__(
         self, num_rows: int, region: HostRegion, enable_events: bool, clock: Callable[[], float] = time.monotonic
@@ -90,6 +92,12 @@ class CpuTier(OffloadingManager):
         self._free_list: list[int] = []
         self.prepare_read, self.complete_read = self.prepare_load, self.complete_load
         self.prepare_write, self.complete_write = self.prepare_store, self.complete_store
+
+    def sync(self) -> None:
+        """Learn what others have changed in rows that are shared, before what a step asks."""
+
+    def weights_changed(self) -> None:
+        """The model's weights change: chunks that others share with this engine are those of other weights."""
 
     def used_rows(self) -> int:
         return len(self.resident)
@@ -370,8 +378,7 @@ class LruRows(CpuTier):
             if late:
                 spared += filter(late.__contains__, batch)
                 batch = [key for key in batch if key not in late]
-            unread = self._readers.keys().isdisjoint(batch)
-            if unread and self.ready.issuperset(batch) and kept.isdisjoint(batch):
+            if self._all_may_leave(batch, kept):
                 victims += batch
                 continue
             victims += [key for key in batch if self._may_leave(key, kept)]
@@ -385,6 +392,10 @@ class LruRows(CpuTier):
         # They are not looked at again before every other chunk was.
         deque(map(self._rows.move_to_end, spared), maxlen=0)
         return victims
+
+    def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
+        unread = self._readers.keys().isdisjoint(batch)
+        return unread and self.ready.issuperset(batch) and kept.isdisjoint(batch)
 
     def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
         return key in self.ready and key not in self._readers and key not in kept
@@ -412,46 +423,13 @@ class LruRows(CpuTier):
         return victims
 
 
-class _HoldingArc(ARCCachePolicy):
-    """vLLM's ARC, by which what clients asked to retain leaves last.
-
-    Args:
-        rows: Of the tier.
-        held: The chunks that are held now.
-    """
-
-    def __init__(self, rows: int, held: Callable[[], AbstractSet[OffloadKey]]) -> None:
-        super().__init__(cache_capacity=rows)
-        self._held = held
-
-    @override
-    def evict(self, n: int, protected: set[OffloadKey]) -> Any:  # this generation's class of entries
-        """What ARC evicts without the held chunks; if that is not enough, all others of both of its lists first."""
-        held = self._held()
-        if not held:
-            return super().evict(n, protected)
-        others = protected.union(held)
-        found = super().evict(n, others)
-        if found is not None:
-            return found
-        free = [key for key, chunk in chain(self.t1.items(), self.t2.items()) if not chunk.ref_cnt]
-        if sum(key not in protected for key in free) < n:
-            return None
-        target, self.target_t1_size = self.target_t1_size, 0.0  # or what was used once would stay
-        try:
-            first = super().evict(min(n, sum(key not in others for key in free)), others) or []
-            return [*first, *(super().evict(n - len(first), protected) or ())]
-        finally:
-            self.target_t1_size = target
-
-
 class ArcRows(CpuTier, CPUOffloadingManager):
     """Upstream's ARC, with the two sets beside it; what clients asked to retain leaves last."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
         CPUOffloadingManager.__init__(self, num_rows, cache_policy="arc", enable_events=enable_events)
         CpuTier.__init__(self, num_rows, region, enable_events)
-        self._policy = _HoldingArc(num_rows, self._held)
+        self._policy = HoldingArc(num_rows, self._held)
         self._resident: set[OffloadKey] = set()
         self.resident = self._resident
 

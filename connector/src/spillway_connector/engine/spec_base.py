@@ -7,9 +7,11 @@ differs (where a setting is, the worker's class); its room completes the class.
 from __future__ import annotations
 
 import logging
+import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -30,6 +32,7 @@ from spillway_connector.engine.namespace_fields import (
     require_shareable_hashes,
     require_shareable_scales,
 )
+from spillway_connector.engine.node_rows import RowChecks
 from spillway_connector.engine.patching import in_force
 from spillway_connector.engine.process_settings import (
     ProcessSettings,
@@ -41,7 +44,8 @@ from spillway_connector.engine.stages import StageFacts, agree
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.transports import OpenTransport, copy_path, open_transport, transport_name
 from spillway_connector.errors import ConfigError, WeightsUnknown
-from spillway_connector.namespace import Namespace
+from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
+from spillway_connector.node.region import NodeRegion, agreed_region
 from spillway_connector.plan.copies import CopyLayout
 from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
 
@@ -105,7 +109,11 @@ class SpecBase(OffloadingSpec):
             one_cell=self._stage_facts.ranks_hold_the_same,
             stages=num_stages,
         )
-        self.num_rows = self.settings.num_cpu_blocks or self.geometry.rows_in(self.settings.cpu_bytes_to_use or 0)
+        self._node = self._open_node_region()
+        if self._node is not None:
+            self.num_rows = self._node.num_rows
+        else:
+            self.num_rows = self.settings.num_cpu_blocks or self.geometry.rows_in(self.settings.cpu_bytes_to_use or 0)
         # Read by vLLM's tier classes under these names, so that they work beside Spillway's.
         self.cpu_page_size_per_worker = self.geometry.rank_cell_bytes
         self.eviction_policy = self.settings.eviction_policy
@@ -121,6 +129,38 @@ class SpecBase(OffloadingSpec):
 
     @abstractmethod
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier: ...
+
+    @abstractmethod
+    def _make_node_tier(self, region: NodeRegion, namespace: bytes) -> CpuTier:
+        """Raises HostMemoryError."""
+
+    @property
+    def _choice(self) -> Path:
+        """Where the processes of a replica agree on whose rows they use."""
+        return region_path(self._region_id).with_suffix(".node")
+
+    def _open_node_region(self) -> NodeRegion | None:
+        """The node's rows, if they are to be used and can be. Raises ConfigError, HostMemoryError."""
+        wanted = self.settings.node_tier
+        if wanted is None:
+            return None
+        row_bytes = self.geometry.row_bytes
+        num_rows = wanted.bytes // row_bytes
+        if num_rows < 1:
+            raise ConfigError(f"node_tier.bytes: {wanted.bytes} bytes hold no chunk of {row_bytes} bytes; raise it")
+        return agreed_region(
+            self._choice,
+            lambda number: NodeRegion(Path(wanted.path), num_rows, row_bytes, number),
+            may_be_private=wanted.fallback == "private",
+        )
+
+    def _open_facts_region(self, region: HostRegion) -> HostRegion:
+        """Where each rank tells the scheduler's process of its caches: row 0, unless it holds others' chunks."""
+        return region if self._node is None else HostRegion(region_path(self._region_id), 1, self.geometry.row_bytes)
+
+    @property
+    def _row_checks(self) -> RowChecks | None:
+        return None if self._node is None else RowChecks(self._node.index)
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -145,13 +185,9 @@ class SpecBase(OffloadingSpec):
             region = self._open_region()
             # vLLM builds the scheduler's connector after all workers registered their caches: all have mapped
             # the file, so its name is removed and a killed engine leaves nothing in shared memory.
-            region.unlink_name()
-            primary = self._make_cpu_tier(region)
+            self._read_facts(region)
+            primary = self._make_cpu_tier(region) if self._node is None else self._join_node(self._node)
             view = primary.get_kv_memoryview()
-            if self.secondary_tier_configs:
-                self._layouts = read_layouts(
-                    view.cast("B"), self.geometry.layout_bytes, self.geometry.num_ranks, self.geometry.stages
-                )
             tiers = self._create_tiers(view)
             if tiers:
                 # Their threads fill rows in this process: 94 MB of rows never touched took 35 ms longer than others.
@@ -171,6 +207,29 @@ class SpecBase(OffloadingSpec):
                 ", ".join(tier.tier_type for tier in tiers) or "none",
             )
         return self._manager
+
+    def _read_facts(self, region: HostRegion) -> None:
+        """Take in what the ranks have left for this process, and the names of where they left it."""
+        facts = self._open_facts_region(region)
+        facts.unlink_name()
+        if self.secondary_tier_configs or self._node is not None:
+            rows = facts.create_kv_memoryview().cast("B")
+            self._layouts = read_layouts(
+                rows, self.geometry.layout_bytes, self.geometry.num_ranks, self.geometry.stages
+            )
+            rows.release()
+        if self._node is not None:
+            facts.cleanup()
+        if self.settings.node_tier is not None:
+            self._choice.unlink(missing_ok=True)
+
+    def _join_node(self, node: NodeRegion) -> CpuTier:
+        try:
+            namespace = self.namespace.digest16
+        except WeightsUnknown as reason:
+            namespace = os.urandom(NAMESPACE_DIGEST_BYTES)
+            logger.error("Spillway: this engine shares no chunk of its node's CPU tier with others: %s", reason)
+        return self._make_node_tier(node, namespace)
 
     def _create_tiers(self, view: memoryview) -> list[SecondaryTierManager]:
         """Empty if the model's weights cannot be distinguished from others'. The engine then serves without them."""
@@ -203,10 +262,12 @@ class SpecBase(OffloadingSpec):
             region.claim_rest(patience_seconds=0)
         region.populate(0, region.size_bytes)
         is_pipeline = self.geometry.stages > 1
-        if self.registered_layout is not None and (self.secondary_tier_configs or is_pipeline):
+        is_read = self.secondary_tier_configs or is_pipeline or self._node is not None
+        if self.registered_layout is not None and is_read:
+            self._facts = self._open_facts_region(region)  # mapped for the life of the worker
             layout_bytes = self.geometry.layout_bytes
             agreed = self._stage_facts.as_layout() if is_pipeline else {}
-            rows = region.create_kv_memoryview().cast("B")
+            rows = self._facts.create_kv_memoryview().cast("B")
             write_layout(rows, rank * layout_bytes, layout_bytes, self.registered_layout, agreed)
             rows.release()
         layout = copy_layout(kv_caches, region, self.geometry, rank)
@@ -230,4 +291,6 @@ class SpecBase(OffloadingSpec):
         return open_transport(self.settings, region)
 
     def _open_region(self) -> HostRegion:
+        if self._node is not None:
+            return self._node.memory
         return HostRegion(region_path(self._region_id), self.num_rows, self.geometry.row_bytes)

@@ -162,6 +162,8 @@ class TieringManager(PrefixLookupManager):
     def _submit_store(self, tier: SecondaryTierManager, keys: Collection[OffloadKey], context: ReqContext) -> None:
         """The rows stay pinned until the tier has reported the job."""
         pinned = self.primary_tier.prepare_read(keys, context)
+        if pinned is None:  # another engine of the node has taken one of the rows meanwhile
+            return
         assert isinstance(pinned, CPULoadStoreSpec)
         tier.submit_store(self._begin_job(keys, pinned.block_ids.tolist(), False, context))
 
@@ -170,11 +172,13 @@ class TieringManager(PrefixLookupManager):
         of the other weights' answers says nothing either."""
         if self.answers is not None:
             self.answers = AnswerReuse()
+        self.primary_tier.weights_changed()
         for tier in self._shared_tiers:
             tier.weights_changed()
 
     @override
     def _process_finished_jobs(self) -> None:
+        self.primary_tier.sync()
         for tier in self.secondary_tiers:
             for result in tier.get_finished_jobs():
                 self._complete(tier, result)
@@ -284,7 +288,9 @@ class TieringManager(PrefixLookupManager):
         if not keys:
             return
         self.primary_tier.complete_store(keys, req_context, success)
-        if success and req_context is not UNKNOWN_REQUEST:  # else it was offered when it was stored first
+        if self.secondary_tiers and not self.primary_tier.ready.issuperset(keys):
+            keys = [key for key in keys if key in self.primary_tier.ready]  # rows of the node could not be published
+        if success and keys and req_context is not UNKNOWN_REQUEST:  # else it was offered when it was stored first
             for tier in self.secondary_tiers:
                 self._submit_store(tier, keys, req_context)
 

@@ -21,13 +21,14 @@ __all__ = [
     "SpillwayConnectorScheduler",
     "SpillwayTieringManager",
     "make_cpu_tier",
+    "make_node_tier",
     "make_scheduler_control",
     "patch_vllm",
 ]
 
 match generation():
     case Generation.V023:
-        from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
+        from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
         from spillway_connector.engine.v023.patches import PATCHES
         from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
         from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
@@ -40,7 +41,7 @@ match generation():
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
-        from spillway_connector.engine.v030.cpu_tier import make_cpu_tier  # type: ignore[no-redef]
+        from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier  # type: ignore[no-redef]
         from spillway_connector.engine.v030.patches import PATCHES  # type: ignore[no-redef]
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,

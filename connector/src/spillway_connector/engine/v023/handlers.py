@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from spillway_connector.device.copier import Copier, Direction
+from spillway_connector.engine.node_rows import RowChecks
 from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
 from spillway_connector.plan.layer_groups import LayerGroups
 
@@ -34,15 +35,18 @@ class CopyHandler(StepHandler):
         layout: CopyLayout,
         copier: Copier,
         share: tuple[int, int] = (0, 1),
+        *,
         layers: LayerGroups | None = None,
+        checks: RowChecks | None = None,
     ) -> None:
         """share: the part of each job that this rank copies (ChunkGeometry.store_share). layers: where loads may go
-        layer by layer."""
+        layer by layer. checks: of loads, if engines share the rows."""
         self._direction = direction
         self._layout = layout
         self._copier = copier
         self._share = share
         self.layers = layers
+        self._checks = checks
 
     @override
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -53,7 +57,13 @@ class CopyHandler(StepHandler):
     @override
     def transfer_together(self, copy_id: int, specs: Sequence[TransferSpec]) -> None:
         plans = [self._plan(self._layout, spec).share(*self._share) for spec in specs]
+        if self._checks is None:
+            self._copier.submit(copy_id, join_plans(plans))
+            return
+        ((rows, _),) = specs  # a load is a copy of its own
+        self._checks.require(rows)
         self._copier.submit(copy_id, join_plans(plans))
+        self._checks.submitted(copy_id, rows)
 
     def load_layers(self, copy_id: int, group: int, spec: TransferSpec) -> None:
         """Start the copies of one group of layers, which `hold_computation` is then called for.
@@ -84,7 +94,7 @@ class CopyHandler(StepHandler):
         return [
             TransferResult(
                 job_id=result.job_id,
-                success=result.error is None,
+                success=result.error is None and (self._checks is None or self._checks.still_held(result.job_id)),
                 transfer_size=result.size_bytes,
                 transfer_time=result.seconds,
                 transfer_type=_TRANSFER_TYPE[self._direction],

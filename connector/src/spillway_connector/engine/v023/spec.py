@@ -18,10 +18,11 @@ from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.prefix_tier import TIER_TYPES
 from spillway_connector.engine.spec_base import SpecBase
-from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
+from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
 from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.layerwise import loads_within_steps, segments_of_layers
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.layer_groups import group_layers
 
 for _tier_type in TIER_TYPES:
@@ -61,6 +62,10 @@ class SpillwayOffloadingSpec(SpecBase):
         return self.vllm_config, self.kv_cache_config
 
     @override
+    def _make_node_tier(self, region: NodeRegion, namespace: bytes) -> CpuTier:
+        return make_node_tier(region, namespace, self.announces_blocks)
+
+    @override
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
         return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
@@ -81,7 +86,9 @@ class SpillwayOffloadingSpec(SpecBase):
             if loads_within_steps(self.settings, self.vllm_config, self.kv_cache_config):
                 (group,) = self.kv_cache_config.kv_cache_groups
                 layers = group_layers(layout, group.layer_names, segments_of_layers(kv_caches, self.kv_cache_config))
-            load = CopyHandler(Direction.LOAD, layout, transport.copier(Direction.LOAD), layers=layers)
+            load = CopyHandler(
+                Direction.LOAD, layout, transport.copier(Direction.LOAD), layers=layers, checks=self._row_checks
+            )
             self.load_handler = load
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
         yield from self._handlers

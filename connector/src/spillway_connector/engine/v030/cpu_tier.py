@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier import ArcRows, CpuTier, LruRows
+from spillway_connector.engine.node_rows import NodeRows
+from spillway_connector.node.region import NodeRegion
 
 _HAS_LOST = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # since 0.33
 
@@ -29,6 +32,13 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
     """policy: "lru" or "arc"."""
     kind = LruCpuTier if policy == "lru" else ArcCpuTier
     return kind(num_rows, region, enable_events=enable_events)
+
+
+def make_node_tier(
+    region: NodeRegion, namespace: bytes, enable_events: bool, clock: Callable[[], float] = time.monotonic
+) -> CpuTier:
+    """Raises HostMemoryError."""
+    return NodeCpuTier(region, namespace, enable_events=enable_events, clock=clock)
 
 
 class _CpuEvents(CpuTier):
@@ -55,15 +65,21 @@ class _CpuEvents(CpuTier):
         return replace(lost, keys=[key for key in lost.keys if key not in self.resident])
 
 
-class LruCpuTier(_CpuEvents, LruRows):
-    """LruRows with the answers and events of vLLM 0.30 and later."""
-
+class _LruAnswers(_CpuEvents, LruRows):
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT_PENDING: its row is being written."""
         if key in self.ready:
             return LookupResult.HIT
         return LookupResult.HIT_PENDING if key in self._rows else LookupResult.MISS
+
+
+class LruCpuTier(_LruAnswers):
+    """LruRows with the answers and events of vLLM 0.30 and later."""
+
+
+class NodeCpuTier(NodeRows, _LruAnswers):
+    """NodeRows with the answers and events of vLLM 0.30 and later."""
 
 
 class ArcCpuTier(_CpuEvents, ArcRows):

@@ -17,6 +17,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from spillway_connector.device.copier import Copier, CopyResult
+from spillway_connector.engine.node_rows import RowChecks
+from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
 
 logger = logging.getLogger(__name__)
@@ -37,8 +39,17 @@ class CopyWorker(StepWorker):
     engine/v030/worker.py has its request recompute.
     """
 
-    def __init__(self, layout: CopyLayout, store: Copier, load: Copier, share: tuple[int, int] = (0, 1)) -> None:
-        """share: the part of each store that this rank copies (ChunkGeometry.store_share)."""
+    def __init__(
+        self,
+        layout: CopyLayout,
+        store: Copier,
+        load: Copier,
+        share: tuple[int, int] = (0, 1),
+        checks: RowChecks | None = None,
+    ) -> None:
+        """share: the part of each store that this rank copies (ChunkGeometry.store_share). checks: of loads, if engines
+        share the rows."""
+        self._checks = checks
         self._layout = layout
         self._share = share
         self._store, self._load = store, load
@@ -56,7 +67,17 @@ class CopyWorker(StepWorker):
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """expedited: of vLLM 0.33, for a load within its step; no setting of the connector makes one."""
-        return self._submit(self._load, job_id, [(dst_spec, src_spec)], (0, 1))
+        if self._checks is None:
+            return self._submit(self._load, job_id, [(dst_spec, src_spec)], (0, 1))
+        try:
+            self._checks.require(src_spec)
+        except DeviceCopyError as error:
+            logger.warning("KV load %d: %s", job_id, error)
+            return False
+        if not self._submit(self._load, job_id, [(dst_spec, src_spec)], (0, 1)):
+            return False
+        self._checks.submitted(job_id, src_spec)
+        return True
 
     def _submit(
         self,
@@ -84,7 +105,18 @@ class CopyWorker(StepWorker):
 
     @override
     def get_finished(self) -> list[TransferResult]:
-        return [_result(one) for copier in (self._store, self._load) for one in copier.finished()]
+        return [self._result(one) for copier in (self._store, self._load) for one in copier.finished()]
+
+    def _result(self, result: CopyResult) -> TransferResult:
+        if result.error is not None:
+            logger.warning("KV job %d: %s", result.job_id, result.error)
+        held = self._checks is None or self._checks.still_held(result.job_id)
+        return TransferResult(
+            job_id=result.job_id,
+            success=held and result.error is None,
+            transfer_size=result.size_bytes,
+            transfer_time=result.seconds,
+        )
 
     @override
     def wait(self, job_ids: set[int]) -> None:
@@ -95,14 +127,3 @@ class CopyWorker(StepWorker):
     def shutdown(self) -> None:
         self._store.close()
         self._load.close()
-
-
-def _result(result: CopyResult) -> TransferResult:
-    if result.error is not None:
-        logger.warning("KV job %d: %s", result.job_id, result.error)
-    return TransferResult(
-        job_id=result.job_id,
-        success=result.error is None,
-        transfer_size=result.size_bytes,
-        transfer_time=result.seconds,
-    )

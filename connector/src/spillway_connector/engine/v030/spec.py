@@ -15,12 +15,13 @@ from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.spec_base import SpecBase
-from spillway_connector.engine.v030.cpu_tier import make_cpu_tier
+from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier
 from spillway_connector.engine.v030.offload_worker import CopyWorker
 from spillway_connector.engine.v030.stats import metric_definitions
 from spillway_connector.engine.v030.tier_adapter import register_tiers
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.errors import ConfigError
+from spillway_connector.node.region import NodeRegion
 
 register_tiers()
 
@@ -71,6 +72,10 @@ class SpillwayOffloadingSpec(SpecBase):
         return self._attached
 
     @override
+    def _make_node_tier(self, region: NodeRegion, namespace: bytes) -> CpuTier:
+        return make_node_tier(region, namespace, self.announces_blocks)
+
+    @override
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
         return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
@@ -84,5 +89,5 @@ class SpillwayOffloadingSpec(SpecBase):
             rank = self.config.parallel.rank
             layout, transport = self._open_worker(kv_caches, rank)
             store, load = transport.copier(Direction.STORE), transport.copier(Direction.LOAD)
-            self._worker = CopyWorker(layout, store, load, self.geometry.store_share(rank))
+            self._worker = CopyWorker(layout, store, load, self.geometry.store_share(rank), self._row_checks)
         return self._worker

@@ -14,14 +14,21 @@ from spillway_connector.own_files import clear_the_place, open_own, unlink_own
 _DEPTH = 3  # slab/writers/<number> below the root, see own_files.py
 
 
+def new_number() -> int:
+    return int.from_bytes(os.urandom(8), "little") | 1  # 0: no owner
+
+
 class WriterLease:
     """The lease of one writer: the file ``folder/<number in hex>``, locked from :meth:`acquire` to :meth:`release`.
 
-    number: random, not 0, 64 bits; the index names the owner of a slot by it.
+    number: random, not 0, 64 bits; the index names the owner of a slot by it. A writer of several processes gives each
+    of them the number of the first, and holds its lease until the last has ended.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.number = int.from_bytes(os.urandom(8), "little") | 1  # 0: no owner
+    def __init__(self, folder: Path, shared_number: int | None = None) -> None:
+        """shared_number: of a writer of several processes, from :func:`new_number`."""
+        self.number = new_number() if shared_number is None else shared_number
+        self._is_shared = shared_number is not None
         self._folder = folder
         self._path = folder / f"{self.number:016x}"
         self._descriptor: int | None = None
@@ -31,13 +38,14 @@ class WriterLease:
         self.release()
         clear_the_place(self._path, _DEPTH)
         self._descriptor = open_own(self._path, os.O_CREAT | os.O_RDWR, _DEPTH)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._descriptor, (fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
     def release(self) -> None:
-        """Remove and unlock the file. Raises OSError."""
+        """Remove and unlock the file; one of several processes leaves it to :meth:`sweep`. Raises OSError."""
         if self._descriptor is not None:
             try:
-                unlink_own(self._path, _DEPTH, missing_ok=True)
+                if not self._is_shared:
+                    unlink_own(self._path, _DEPTH, missing_ok=True)
             finally:
                 os.close(self._descriptor)
                 self._descriptor = None
@@ -63,11 +71,18 @@ class WriterLease:
         finally:
             os.close(descriptor)
 
-    def sweep(self) -> None:
-        """Remove the files of writers that no longer run. Under the root's lock, under which leases are acquired."""
+    def sweep(self) -> list[int]:
+        """Remove the files of writers that no longer run, and return the numbers of the others that do.
+
+        Under the root's lock, under which leases are acquired.
+        """
+        running = []
         for name in os.listdir(self._folder):
             if len(name) == 16:
                 try:
-                    self.is_held(int(name, 16))
+                    number = int(name, 16)
                 except ValueError:
                     continue
+                if self.is_held(number) and number != self.number:
+                    running.append(number)
+        return running

@@ -1,0 +1,473 @@
+"""The CPU tier in rows that the engines of a node share.
+
+Each engine keeps what it would keep of rows of its own: a dict of chunks in the order of their use, the set of those
+that are ready, sessions, what clients asked to retain. It is a picture of the shared index, brought up to date by what
+others changed at the start of each step, so a look-up costs what it costs in a private tier. Whatever is then done with
+a row is decided by the index, under its lock: who may write to it, who reads it, what it holds. The picture may be
+late, the index never is.
+
+A picture that was late is seen when rows are pinned for a load. That load is sent to the ranks nevertheless, with words
+that no row has, so they refuse it as they refuse any copy that cannot be made, and the request computes its chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import islice
+
+import numpy as np
+from typing_extensions import override
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from spillway_connector.engine.cpu_tier import LruRows
+from spillway_connector.errors import DeviceCopyError, HostMemoryError, TierTimeout
+from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, WRITING, NodeIndex, rows_of
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_SECONDS = 0.4  # between two looks for engines that were killed
+_LOOKAHEAD = 32  # of the oldest chunks, those that others may have used since
+
+
+class NodeRowsSpec(CPULoadStoreSpec):
+    """Rows to be loaded, and by what they are recognised before and after the copy."""
+
+    def __init__(self, rows: list[int], stamps: list[int], checks: list[int]) -> None:
+        super().__init__(rows)
+        self.stamps = np.array(stamps, np.uint64)
+        self.checks = np.array(checks, np.uint64)
+
+
+class RowChecks:
+    """The checks of a rank: whether rows hold what is to be loaded from them, before each copy and after it."""
+
+    def __init__(self, index: NodeIndex) -> None:
+        self._index = index
+        self._loading: dict[int, NodeRowsSpec] = {}  # by copy
+
+    def require(self, host: LoadStoreSpec) -> None:
+        """Raises DeviceCopyError."""
+        if isinstance(host, NodeRowsSpec) and not self._holds(host):
+            raise DeviceCopyError("rows of the node's CPU tier were given to other chunks before they were loaded")
+
+    def submitted(self, copy_id: int, host: LoadStoreSpec) -> None:
+        if isinstance(host, NodeRowsSpec):
+            self._loading[copy_id] = host
+
+    def still_held(self, copy_id: int) -> bool:
+        """Whether the rows of a copy that has ended held all the while what was to be loaded. Once for each copy."""
+        host = self._loading.pop(copy_id, None)
+        if host is None or self._holds(host):
+            return True
+        logger.warning("KV load %d: rows of the node's CPU tier were given to other chunks meanwhile", copy_id)
+        return False
+
+    def _holds(self, host: NodeRowsSpec) -> bool:
+        return self._index.holds(host.block_ids.astype(np.intp), host.stamps, host.checks)
+
+
+class NodeRows(LruRows):
+    """LruRows over a region of the node. EngineCore process, scheduler thread.
+
+    What sessions, waiting requests and retention say of chunks decides which of them leave for this engine's own
+    chunks. Other engines know the chunks' last use alone.
+    """
+
+    def __init__(
+        self,
+        region: NodeRegion,
+        namespace: bytes,
+        *,
+        enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """namespace: 16 bytes; engines share chunks if theirs are equal. Raises HostMemoryError."""
+        super().__init__(region.num_rows, region.memory, enable_events=enable_events, clock=clock)
+        self._node, self._index = region, region.index
+        self._namespace = namespace
+        self._seen = np.zeros(region.num_rows, np.uint64)  # the stamps that this picture shows
+        self._segments = self._index.new_segments()
+        self._version = -1
+        self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
+        self._foreign: set[int] = set()  # ready rows of other namespaces, and of before a reset
+        self._used_ms: dict[OffloadKey, int] = {}  # when this picture last moved a chunk to the end
+        self._mine: set[OffloadKey] = set()  # being written by this engine
+        self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
+        self._oldest_generation = 0  # what was claimed before it was dropped by a reset
+        self._left: str | None = None
+        self._sweep_at = 0.0
+        self.prepare_read = self._prepare_read
+        place = None
+        try:
+            with region.changing() as index:
+                index.sweep(region.lease.is_held, None, self._now_ms())
+                place = index.join(region.lease.number)
+        except (OSError, TierTimeout) as error:
+            raise HostMemoryError(f"the CPU tier of this node cannot be joined: {error}") from error
+        if place is None:
+            raise HostMemoryError(f"{region.path} has no place for another engine; start fewer on this node")
+        self._place = place
+        self.sync()
+        logger.info(
+            "Spillway: the CPU tier of this node is %s, shared by %d engines; %d of its %d chunks are this namespace's",
+            region.path,
+            self._index.engines(),
+            len(self._rows),
+            self._num_rows,
+        )
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    # -- the picture
+
+    @override
+    def sync(self) -> None:
+        if self._left is not None:
+            return
+        if self._clock() >= self._sweep_at:
+            self._sweep_at = self._clock() + _SWEEP_SECONDS
+            self._change(lambda index: index.sweep(self._node.lease.is_held, self._place, self._now_ms()))
+        if self._index.version != self._version and self._left is None:
+            self._look()
+
+    def _look(self) -> None:
+        self._version = self._index.version
+        rows = self._index.changed_rows(self._seen, self._segments)
+        if len(rows) > 1:  # the most recently used last
+            rows.sort(key=self._index.used_ms.__getitem__)
+        found: list[tuple[int, OffloadKey, bool]] = []
+        gone: list[OffloadKey] = []
+        come: list[OffloadKey] = []
+        changed: list[OffloadKey] = []
+        for row in rows:  # what has left first: a chunk may have changed its row
+            entry, key, is_ready = self._index.entry(row), None, False
+            generation = int(self._seen[row]) >> STATE_BITS
+            self._foreign.discard(row)
+            if entry is None:  # it is changing now: looked at again with the next change
+                self._seen[row] = NO_STAMP
+            else:
+                self._seen[row] = entry.stamp
+                is_ready = entry.state == READY
+                if entry.state != FREE and entry.namespace == self._namespace:
+                    key = OffloadKey(entry.key) if entry.generation > self._oldest_generation else None
+            is_same = entry is not None and entry.generation == generation
+            if (before := self._chunk_in.get(row)) is not None and (before != key or not is_same):
+                if before in self.ready:
+                    gone.append(before)
+                changed.append(before)
+                self._drop(row, before)
+            if key is not None:
+                found.append((row, key, is_ready))
+            elif is_ready:
+                self._foreign.add(row)
+        for row, key, is_ready in found:
+            if self._rows.setdefault(key, row) != row:  # a second one
+                if is_ready:
+                    self._foreign.add(row)
+                continue
+            if row not in self._chunk_in:
+                self._chunk_in[row] = key
+                self._used_ms[key] = int(self._index.used_ms[row])
+            if is_ready and key not in self.ready:
+                self.ready.add(key)
+                come.append(key)
+            changed.append(key)
+        self._announce(gone, removed=True)
+        self._announce(come, removed=False)
+        if changed:
+            self.changed_chunks.add(changed)
+
+    def _drop(self, row: int, key: OffloadKey) -> None:
+        del self._chunk_in[row], self._rows[key]
+        self._used_ms.pop(key, None)
+        self.ready.discard(key)
+        self._mine.discard(key)
+        self._retention.forget([key])
+
+    def _change(self, change: Callable[[NodeIndex], object]) -> bool:
+        """Make a change under the lock, with a picture that is up to date. False: it was not made, and the tier is left
+        for good."""
+        if self._left is not None:
+            return False
+        try:
+            with self._node.changing() as index:
+                if index.version != self._version:
+                    self._look()
+                change(index)
+        except (OSError, TierTimeout) as error:
+            self._leave(str(error))
+            return False
+        return True
+
+    def _took(self, rows: Iterable[int]) -> None:
+        """This engine has changed these rows itself, and its picture with them."""
+        changed = rows_of(rows)
+        self._seen[changed] = self._index.stamps[changed]
+
+    def _leave(self, why: str) -> None:
+        logger.error(
+            "Spillway: this engine leaves the CPU tier of its node and serves without one until it is restarted: %s",
+            why,
+        )
+        self._left = why
+        idle = self.ready.difference(self._readers)
+        self._announce(idle, removed=True)
+        for key in idle:
+            self._drop(self._rows[key], key)
+        self._foreign.clear()
+        self.changed_chunks.add_all()
+
+    @override
+    def weights_changed(self) -> None:
+        """The chunks of the others are those of the old weights, and those of this engine would be nobody's."""
+        if self._left is None:
+            self._leave("the weights of its model change")
+
+    # -- counts
+
+    @override
+    def used_rows(self) -> int:
+        return self._num_rows - self._index.free_rows
+
+    @override
+    def free_rows(self) -> int:
+        return self._index.free_rows if self._left is None else 0
+
+    # -- stores
+
+    @override
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        super().touch(keys, req_context)
+        rows = [row for row in map(self._rows.get, keys) if row is not None]
+        if rows and self._left is None:
+            now_ms = self._now_ms()
+            self._index.use(rows_of(rows), now_ms)
+            self._used_ms.update((self._chunk_in[row], now_ms) for row in rows)
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output: PrepareStoreOutput | None = None
+
+        def claim(index: NodeIndex) -> None:
+            nonlocal output
+            wanted = [key for key in keys if key not in self._rows]
+            if len(wanted) > index.free_rows:
+                self._make_foreign_room(index, len(wanted) - index.free_rows)
+            output = super(NodeRows, self).prepare_store(keys, req_context)
+            if output is None or not output.keys_to_store:
+                return
+            stored = list(output.keys_to_store)
+            rows = self.rows_of(stored)
+            now_ms = self._now_ms()
+            index.claim(rows_of(rows), self._namespace, stored, self._place, now_ms)
+            self._took(rows)
+            self._chunk_in.update(zip(rows, stored, strict=True))
+            self._used_ms.update(dict.fromkeys(stored, now_ms))
+            self._mine.update(stored)
+
+        return output if self._change(claim) else None
+
+    @override
+    def _allocate(self, count: int) -> list[int]:
+        """Called with the lock; the rows of what was just evicted are in _free_list."""
+        evicted, self._free_list = self._free_list, []
+        if evicted:
+            rows = rows_of(evicted)
+            self._index.free(rows)
+            self._took(evicted)
+            for row in evicted:
+                self._used_ms.pop(self._chunk_in.pop(row), None)
+        found: list[int] = self._index.take_free(count).tolist()
+        assert len(found) == count, f"{count} rows were to be free, {len(found)} are"
+        return found
+
+    def _make_foreign_room(self, index: NodeIndex, count: int) -> None:
+        """Free rows that this picture does not show: those used before its oldest chunk, and others if it is short."""
+        if count <= 0 or not self._foreign:
+            return
+        rows = rows_of(self._foreign)
+        rows = rows[~index.pinned(rows)]
+        rows = rows[np.argsort(index.used_ms[rows], kind="stable")][:count]
+        if len(rows) and len(self.ready) - len(self._readers) >= count:
+            oldest = next((self._used_ms[key] for key in self._rows if key in self.ready), 0)
+            rows = rows[index.used_ms[rows] <= oldest]
+        if len(rows):
+            index.free(rows)
+            self._took(rows.tolist())
+            self._foreign.difference_update(rows.tolist())
+
+    @override
+    def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
+        if count > 0:
+            self._follow_others(count)
+        return super()._evict(count, protected, req_context)
+
+    def _follow_others(self, count: int) -> None:
+        """The oldest chunks that other engines have used since become the youngest."""
+        for _ in range(1 + len(self._rows) // (count + _LOOKAHEAD)):
+            oldest = list(islice(self._rows.items(), count + _LOOKAHEAD))
+            used = self._index.used_ms[rows_of(row for _, row in oldest)].tolist()
+            newer = [(key, now) for (key, _), now in zip(oldest, used, strict=True) if now > self._used_ms[key]]
+            for key, used_ms in sorted(newer, key=lambda one: one[1]):
+                self._rows.move_to_end(key)
+                self._used_ms[key] = used_ms
+            if len(oldest) - len(newer) >= count:
+                return
+
+    @override
+    def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
+        return super()._all_may_leave(batch, kept) and not self._index.pinned(rows_of(self.rows_of(batch))).any()
+
+    @override
+    def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
+        return super()._may_leave(key, kept) and not self._index.pinned(rows_of([self._rows[key]]))[0]
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        mine = [key for key in keys if key in self._mine]
+        rows = self.rows_of(mine)
+
+        def publish(index: NodeIndex) -> None:
+            (index.publish if success else index.free)(rows_of(rows))
+            self._took(rows)
+
+        if not mine:
+            return
+        done = self._change(publish)
+        self._mine.difference_update(mine)
+        for row, key in zip(rows, mine, strict=True):
+            if not (done and success):
+                self._chunk_in.pop(row, None)
+                self._used_ms.pop(key, None)
+        super().complete_store(mine, req_context, done and success)
+        self._free_list.clear()
+
+    # -- loads
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        ordered = list(keys)
+        spec = self._pin(ordered, req_context)
+        if spec is None:  # some of them have just left, or all: the load is refused as a whole
+            self._unpinned.update(ordered)
+            nowhere = [0] * len(ordered)
+            return NodeRowsSpec(nowhere, nowhere, nowhere)
+        return spec
+
+    def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
+        """For a store to a shared tier. None: some of the chunks have left, and nothing is pinned."""
+        return self._pin(list(keys), req_context)
+
+    def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> NodeRowsSpec | None:
+        rows: list[int] = []
+
+        def pin(index: NodeIndex) -> None:
+            if not self.ready.issuperset(keys):
+                return
+            found = self.rows_of(keys)
+            numbers = rows_of(found)
+            if ((index.stamps[numbers] & np.uint64(3)) == READY).all():
+                rows.extend(found)
+                index.pin(numbers, self._place)
+
+        if not self._change(pin) or len(rows) < len(keys):
+            return None
+        super().prepare_load(keys, req_context)
+        numbers = rows_of(rows)
+        return NodeRowsSpec(rows, self._seen[numbers].tolist(), self._index.checks[numbers].tolist())
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        pinned = list(keys)
+        if self._unpinned:
+            # If loads of one chunk differ, the one that ends first counts as the refused one: the other's pin stays.
+            pinned = []
+            for key in keys:
+                if self._unpinned[key] > 0:
+                    self._unpinned[key] -= 1
+                else:
+                    pinned.append(key)
+            self._unpinned += Counter()  # without those at 0
+        super().complete_load(pinned, req_context)
+        idle = self.rows_of(key for key in pinned if key not in self._readers)
+        if idle:
+            self._index.unpin(rows_of(idle), self._place)
+        if self._left is not None:
+            for key in pinned:
+                if key not in self._readers and key in self.ready:
+                    self._drop(self._rows[key], key)
+
+    # -- resets
+
+    @override
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Without those of chunks that left before they could be pinned."""
+        return [row for row in map(self._rows.get, keys) if row is not None]
+
+    @override
+    def _rows_in_use(self) -> Counter[int]:
+        in_use = Counter(self.rows_of(self._mine))
+        for counts in (self._readers, self._unpinned):
+            in_use.update({self._rows[key]: count for key, count in counts.items() if key in self._rows})
+        return in_use
+
+    @override
+    def reset_cache(self) -> None:
+        """Drop the chunks of this namespace from the node, but for those that other engines read or write: this engine
+        takes those for gone."""
+
+        def free(index: NodeIndex) -> None:
+            rows = rows_of(self._rows[key] for key in self.ready if key not in self._readers)
+            rows = rows[~index.pinned(rows)]
+            if len(rows):
+                index.free(rows)
+                self._took(rows.tolist())
+            self._oldest_generation = index.generation
+
+        self._change(free)
+        super().reset_cache()
+        self._free_list.clear()
+
+    @override
+    def _drop_all(self) -> int:
+        super()._drop_all()
+        self._chunk_in.clear()
+        self._used_ms.clear()
+        self._mine.clear()
+        self._unpinned.clear()
+        self._foreign.clear()  # what other engines still use will be among them
+        self._seen[:] = NO_STAMP
+        self._segments = self._index.new_segments()
+        self._version = -1
+        return 0
+
+    @override
+    def release(self, rows: Iterable[int]) -> None:
+        ended: list[int] = []
+        for row in rows:
+            if row not in self.quarantine:  # of a load that was refused
+                continue
+            self.quarantine[row] -= 1
+            if not self.quarantine[row]:
+                del self.quarantine[row]
+                ended.append(row)
+        if not ended:
+            return
+        numbers = rows_of(ended)
+        self._index.unpin(numbers, self._place)
+        written = numbers[(self._index.stamps[numbers] & np.uint64(3)) == WRITING]
+        if len(written):
+            self._change(lambda index: index.free(written))
+
+    @override
+    def shutdown(self) -> None:
+        """What is under way is released when the last process of this engine has ended."""
+        self._view.release()
+        self._node.close()

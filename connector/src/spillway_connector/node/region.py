@@ -1,0 +1,193 @@
+"""The memory of a node's rows: files that every engine of the node maps, the lock of their index, the engines' leases.
+
+    <path>/rows-<bytes of a row>/lock       who holds it changes the index
+                                 index      plan/node_index.py
+                                 rows       the chunks
+                                 writers/   a lease for each engine, which each of its processes holds
+
+The first engine makes them and takes their memory; they outlive all engines. A lease ends with the last process of its
+engine, so no rank of a killed engine still writes to a row that was released.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spillway_connector.device.host_region import HostRegion
+from spillway_connector.errors import HostMemoryError, TierTimeout
+from spillway_connector.own_files import (
+    learn_owner,
+    link_own,
+    make_folders,
+    open_own,
+    open_to_others,
+    read_own,
+    unlink_own,
+    write_new,
+)
+from spillway_connector.plan.node_index import NodeIndex
+from spillway_connector.tiers.disk.file_lock import FileLock
+from spillway_connector.tiers.disk.slab.writers import WriterLease, new_number
+
+logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 600.0  # for the engine that takes the memory of all rows; the others wait for it
+CHANGE_SECONDS = 0.25  # for a change of the index, which takes the holder of the lock less than a millisecond
+_FILE_DEPTH = 2  # rows-<bytes>/<file> below the path
+
+
+class RegionGone(OSError):
+    """The files of the region were removed or replaced."""
+
+
+class NodeRegion:
+    """The rows of a node, as one process of an engine maps them. `number`: of the engine, the same in all of them."""
+
+    def __init__(self, path: Path, num_rows: int, row_bytes: int, number: int) -> None:
+        """Open the region, or make it. Raises HostMemoryError, in a sentence."""
+        self.path = path / f"rows-{row_bytes}"
+        self.num_rows, self.row_bytes = num_rows, row_bytes
+        self._rows_path, self._index_path = self.path / "rows", self.path / "index"
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            learn_owner(path)
+            if (others := open_to_others(path)) is not None:
+                raise HostMemoryError(f"{path} cannot hold the CPU tier of this node: {others}")
+            make_folders(self.path / "writers", _FILE_DEPTH)
+            self._lock = FileLock(self.path / "lock", time.monotonic, _FILE_DEPTH)
+            self.lease = WriterLease(self.path / "writers", number)
+            with self._lock.held(time.monotonic() + OPEN_SECONDS):
+                self._map()
+                self.lease.acquire()
+        except (OSError, TierTimeout) as error:
+            raise HostMemoryError(f"the CPU tier of this node cannot be opened: {error}") from error
+
+    def _map(self) -> None:
+        head = self._read_head()
+        wrong = "" if head is None else NodeIndex.explain_header(head, self.num_rows, self.row_bytes)
+        if wrong:
+            if self.lease.sweep():
+                raise HostMemoryError(
+                    f"{self.path} is in use by other engines, and {wrong}; give all engines of a node that have chunks "
+                    "of one size the same node_tier and the same version, or other paths"
+                )
+            logger.warning("%s is replaced: %s, and no engine uses it", self.path, wrong)
+        if wrong is not None:
+            for path in (self._index_path, self._rows_path):
+                unlink_own(path, _FILE_DEPTH, missing_ok=True)
+            self._make()
+        descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
+        try:
+            self._inode = os.fstat(descriptor).st_ino
+            mapping = mmap.mmap(descriptor, NodeIndex.bytes_of(self.num_rows))
+        finally:
+            os.close(descriptor)
+        self.index = NodeIndex(memoryview(mapping), self.num_rows)
+        self.memory = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
+
+    def _read_head(self) -> bytes | None:
+        """How the index begins; "" if it has another size than its rows need. None: there is no region."""
+        try:
+            descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
+        except FileNotFoundError:
+            return None
+        try:
+            head = os.pread(descriptor, 64, 0)
+            explained = NodeIndex.explain_header(head, self.num_rows, self.row_bytes)
+            if explained is None and os.fstat(descriptor).st_size != NodeIndex.bytes_of(self.num_rows):
+                return b""
+            return head
+        finally:
+            os.close(descriptor)
+
+    def _make(self) -> None:
+        """The rows first and the mark of the index last: a region that was never finished has none."""
+        rows = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
+        try:
+            rows.claim(0, self.row_bytes)
+        except HostMemoryError:
+            unlink_own(self._rows_path, _FILE_DEPTH, missing_ok=True)
+            raise
+        finally:
+            rows.cleanup()
+        size_bytes = NodeIndex.bytes_of(self.num_rows)
+        descriptor = open_own(self._index_path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _FILE_DEPTH)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            with mmap.mmap(descriptor, size_bytes) as mapping:
+                view = memoryview(mapping)
+                index = NodeIndex(view, self.num_rows)
+                index.format(self.row_bytes)
+                del index
+                view.release()
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def changing(self) -> Iterator[NodeIndex]:
+        """Hold the lock of the index. Raises TierTimeout, OSError (RegionGone)."""
+        with self._lock.held(time.monotonic() + CHANGE_SECONDS):
+            if os.stat(self._index_path).st_ino != self._inode:
+                raise RegionGone(f"{self._index_path} is another file")
+            self.index.begin()
+            yield self.index
+            self.index.end()  # after an exception it is mended by the next holder
+
+    def close(self) -> None:
+        """This process uses the region no longer; its memory stays."""
+        self.lease.release()
+        self._lock.close()
+        self.memory.cleanup()
+
+
+def agreed_region(choice: Path, open_region: Callable[[int], NodeRegion], may_be_private: bool) -> NodeRegion | None:
+    """The node's region, or None for private rows: the same answer in every process of an engine.
+
+    Args:
+        choice: A file, one for each engine, which the first of its processes writes and the last one removes.
+        open_region: Opens the region for the engine of a number.
+        may_be_private: Whether an engine may have private rows if the region cannot be opened.
+
+    Raises:
+        HostMemoryError: The region cannot be opened, and either rows must not be private or an earlier process of
+            this engine has opened it.
+    """
+    try:
+        return _chosen(choice, open_region)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise HostMemoryError(f"{choice} cannot be read: {error}") from error
+    number, region = new_number(), None
+    try:
+        region = open_region(number)
+    except HostMemoryError as error:
+        if not may_be_private:
+            raise
+        logger.error("Spillway: this engine serves with a CPU tier of its own: %s", error)
+    draft = choice.with_suffix(f".{number:016x}")
+    try:
+        write_new(draft, 1, f"{number:016x}".encode() if region else b"private")
+        try:
+            link_own(draft, choice, 1)
+            return region
+        except FileExistsError:
+            if region is not None:
+                region.close()
+            return _chosen(choice, open_region)
+        finally:
+            unlink_own(draft, 1)
+    except OSError as error:
+        raise HostMemoryError(f"{choice} cannot be written: {error}") from error
+
+
+def _chosen(choice: Path, open_region: Callable[[int], NodeRegion]) -> NodeRegion | None:
+    """As the file says. Raises OSError (FileNotFoundError), HostMemoryError."""
+    words = read_own(choice, 1).decode()
+    return None if words == "private" else open_region(int(words, 16))

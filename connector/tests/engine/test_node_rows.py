@@ -1,0 +1,389 @@
+"""Engines that share the rows of a node: what each sees of the others, what is refused, and how a spec opens them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.engine import spec_base
+from spillway_connector.engine.node_rows import NodeRows, NodeRowsSpec, RowChecks
+from spillway_connector.engine.spec import SpillwayOffloadingSpec
+from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError
+from spillway_connector.node.region import NodeRegion, agreed_region
+from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, WRITING
+from spillway_connector.testing.generation import HIT, MISS, PENDING, make_node_tier
+from spillway_connector.tiers.disk.slab.writers import new_number
+
+ROWS, ROW_BYTES = 4, 4096
+CONTEXT = ReqContext(req_id="r")
+OURS, THEIRS = b"o" * 16, b"t" * 16
+
+
+def key(number: int) -> OffloadKey:
+    return OffloadKey(bytes([number]) * 36)
+
+
+class Node:
+    """Engines of one machine, each as in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seconds = 100.0
+        self.engines: list[NodeRows] = []
+
+    def engine(self, namespace: bytes = OURS) -> NodeRows:
+        region = NodeRegion(self.folder, ROWS, ROW_BYTES, new_number())
+        tier = make_node_tier(region, namespace, True, clock=lambda: self.seconds)
+        assert isinstance(tier, NodeRows)
+        self.engines.append(tier)
+        return tier
+
+    def kill(self, tier: NodeRows) -> None:
+        """What the kernel does when the last process of an engine has ended."""
+        tier._node.lease.release()
+        self.engines.remove(tier)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path / "node")
+    yield node
+    for tier in node.engines:
+        tier.shutdown()
+
+
+def store(tier: NodeRows, *numbers: int) -> None:
+    keys = [key(number) for number in numbers]
+    output = tier.prepare_store(keys, CONTEXT)
+    assert output is not None
+    tier.complete_store(list(output.keys_to_store), CONTEXT, True)
+
+
+def looked_up(tier: NodeRows, number: int) -> object:
+    tier.sync()
+    return tier.lookup(key(number), CONTEXT)
+
+
+def test_a_chunk_is_a_hit_for_every_engine_of_its_namespace_and_for_no_other(node: Node):
+    first, second, other = node.engine(), node.engine(), node.engine(THEIRS)
+    store(first, 1)
+    assert looked_up(second, 1) is HIT
+    assert looked_up(other, 1) is MISS
+    assert [event.removed for event in second.take_events()] == [False]
+    first_rows, second_rows = first.rows_of([key(1)]), second.rows_of([key(1)])
+    assert first_rows == second_rows
+
+
+def test_an_engine_that_starts_finds_what_others_stored_though_none_of_them_runs(node: Node):
+    first = node.engine()
+    store(first, 1, 2)
+    node.kill(first)
+    assert looked_up(node.engine(), 2) is HIT
+
+
+def test_a_chunk_that_another_engine_writes_is_waited_for_and_not_stored_twice(node: Node):
+    first, second = node.engine(), node.engine()
+    assert first.prepare_store([key(1)], CONTEXT) is not None
+    assert looked_up(second, 1) is PENDING
+    output = second.prepare_store([key(1), key(2)], CONTEXT)
+    assert output is not None
+    assert list(output.keys_to_store) == [key(2)]
+    first.complete_store([key(1)], CONTEXT, True)
+    assert looked_up(second, 1) is HIT
+
+
+def test_a_failed_copy_is_no_hit_for_anyone(node: Node):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    second.sync()
+    first.complete_store([key(1)], CONTEXT, False)
+    assert looked_up(second, 1) is MISS
+    assert first.free_rows() == second.free_rows() == ROWS
+
+
+def test_no_engine_evicts_what_another_one_reads(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 0, 1, 2, 3)
+    first.prepare_load([key(0), key(1), key(2)], CONTEXT)
+    second.sync()
+    assert second.prepare_store([key(8), key(9)], CONTEXT) is None
+    store(second, 9)
+    assert looked_up(first, 3) is MISS
+    first.complete_load([key(0), key(1), key(2)], CONTEXT)
+    assert second.prepare_store([key(10), key(11)], CONTEXT) is not None
+
+
+def test_a_row_that_another_engine_reads_for_a_shared_tier_is_not_evicted_either(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 0, 1, 2, 3)
+    assert first.prepare_read([key(number) for number in range(4)], CONTEXT) is not None
+    second.sync()
+    assert second.prepare_store([key(9)], CONTEXT) is None
+
+
+def test_the_last_use_by_any_engine_decides_what_leaves(node: Node):
+    first, second = node.engine(), node.engine()
+    for number in range(4):
+        node.seconds += 1
+        store(first, number)
+    node.seconds += 1
+    second.sync()
+    second.touch([key(0)], CONTEXT)
+    store(first, 9)
+    assert [looked_up(first, number) for number in range(2)] == [HIT, MISS]
+
+
+def test_chunks_of_another_namespace_make_room_if_they_are_older_or_the_own_ones_in_use(node: Node):
+    ours, theirs = node.engine(), node.engine(THEIRS)
+    store(theirs, 0, 1, 2)
+    node.seconds += 1
+    store(ours, 0, 1, 2)
+    assert ours.rows_of([key(0), key(1), key(2)])
+    assert sum(looked_up(theirs, number) is HIT for number in range(3)) == 1
+    node.seconds += 1
+    theirs.touch([key(number) for number in range(3)], CONTEXT)
+    store(ours, 3)  # one of its own is older
+    assert sum(looked_up(theirs, number) is HIT for number in range(3)) == 1
+
+
+def test_a_load_whose_rows_have_just_been_given_away_is_refused_and_lets_go_of_nothing_else(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 0, 1, 2, 3)
+    second.sync()
+    store(first, 6, 7, 8, 9)
+    assert second.lookup(key(0), CONTEXT) is HIT  # a step's picture, which is late
+    spec = second.prepare_load([key(0)], CONTEXT)
+    with pytest.raises(DeviceCopyError):
+        RowChecks(second._index).require(spec)
+    second.complete_load([key(0)], CONTEXT)
+    assert second.prepare_read([key(0)], CONTEXT) is None
+    held = second.prepare_load([key(6)], CONTEXT)
+    RowChecks(second._index).require(held)
+    second.complete_load([key(6)], CONTEXT)
+    assert first.prepare_store([key(number) for number in (20, 21, 22, 23)], CONTEXT) is not None
+
+
+def test_a_chunk_that_left_and_is_written_anew_in_the_same_row_is_not_ready(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 1)
+    assert looked_up(second, 1) is HIT
+    row = first.rows_of([key(1)])
+    first.reset_cache()
+    first._index._words[8] = 0  # where the search for free rows begins
+    assert first.prepare_store([key(1)], CONTEXT) is not None
+    assert first.rows_of([key(1)]) == row
+    assert looked_up(second, 1) is PENDING
+    first.complete_store([key(1)], CONTEXT, True)
+    assert looked_up(second, 1) is HIT
+
+
+def test_a_row_that_changed_under_a_copy_fails_it(node: Node):
+    tier = node.engine()
+    store(tier, 1)
+    spec = tier.prepare_load([key(1)], CONTEXT)
+    assert isinstance(spec, NodeRowsSpec)
+    checks = RowChecks(tier._index)
+    checks.require(spec)
+    checks.submitted(7, spec)
+    checks.submitted(8, spec)
+    assert checks.still_held(7)
+    tier._index.stamps[spec.block_ids] += np.uint64(4)
+    assert not checks.still_held(8)
+    assert checks.still_held(9)  # of no load
+
+
+def test_a_damaged_entry_of_the_index_is_no_hit(node: Node):
+    first = node.engine()
+    store(first, 1, 2)
+    first._index._keys[first.rows_of([key(1)])[0], 20] ^= 1
+    second = node.engine()
+    assert [looked_up(second, number) for number in (1, 2)] == [MISS, HIT]
+
+
+def test_what_a_killed_engine_wrote_and_read_is_released_once_its_device_is_still(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 0)
+    first.prepare_load([key(0)], CONTEXT)
+    first.prepare_store([key(1), key(2), key(3)], CONTEXT)
+    assert looked_up(second, 1) is PENDING
+    node.kill(first)
+    node.seconds += 0.5
+    assert looked_up(second, 1) is PENDING  # a copy of its device may still be under way
+    assert second._index.count()[WRITING] == 3
+    node.seconds += DEAD_ROWS_KEPT_MS / 1000
+    assert looked_up(second, 1) is MISS
+    assert second.prepare_store([key(number) for number in (6, 7, 8, 9)], CONTEXT) is not None
+
+
+def test_a_reset_drops_the_chunks_for_all_engines_but_what_they_use(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 0, 1)
+    second.sync()
+    second.prepare_load([key(0)], CONTEXT)
+    first.reset_cache()
+    assert [looked_up(first, number) for number in (0, 1)] == [MISS, MISS]
+    assert [looked_up(second, number) for number in (0, 1)] == [HIT, MISS]
+    second.complete_load([key(0)], CONTEXT)
+    store(first, 0)  # computed anew
+    assert looked_up(first, 0) is HIT
+    store(first, 5, 6, 7)
+    assert first.prepare_store([key(8)], CONTEXT) is not None
+
+
+def test_rows_under_way_at_a_reset_are_used_again_when_their_jobs_have_ended(node: Node):
+    tier = node.engine()
+    store(tier, 0)
+    tier.prepare_load([key(0)], CONTEXT)
+    tier.prepare_store([key(1)], CONTEXT)
+    rows = tier.rows_of([key(0)]), tier.rows_of([key(1)])
+    tier.reset_cache()
+    assert tier.prepare_store([key(number) for number in (5, 6, 7, 8)], CONTEXT) is None
+    for under_way in rows:
+        tier.release(under_way)
+    assert tier.prepare_store([key(number) for number in (5, 6, 7, 8)], CONTEXT) is not None
+
+
+def test_an_engine_whose_weights_change_neither_reads_nor_writes_the_rows_of_the_others(node: Node, caplog):
+    first, second = node.engine(), node.engine()
+    store(first, 1, 2)
+    second.sync()
+    second.prepare_store([key(3)], CONTEXT)
+    second.prepare_load([key(2)], CONTEXT)
+    second.weights_changed()
+    second.reset_cache()
+    assert "until it is restarted: the weights" in caplog.text
+    assert [looked_up(second, number) for number in (1, 2, 3)] == [MISS, MISS, MISS]
+    assert second.prepare_store([key(4)], CONTEXT) is None
+    assert second.free_rows() == 0
+    assert looked_up(first, 1) is HIT
+
+
+def test_an_engine_leaves_a_region_whose_files_were_removed(node: Node, caplog):
+    tier = node.engine()
+    store(tier, 1, 2)
+    spec = tier.prepare_load([key(1)], CONTEXT)
+    os.unlink(node.folder / f"rows-{ROW_BYTES}" / "index")
+    assert tier.prepare_store([key(3)], CONTEXT) is None
+    assert "leaves the CPU tier of its node" in caplog.text
+    assert looked_up(tier, 2) is MISS
+    RowChecks(tier._index).require(spec)  # the load under way ends as it began
+    tier.complete_load([key(1)], CONTEXT)
+    assert looked_up(tier, 1) is MISS
+    tier.reset_cache()
+
+
+# -- how a region is opened
+
+
+def opening(folder: Path, rows: int = ROWS) -> Callable[[int], NodeRegion]:
+    return lambda number: NodeRegion(folder, rows, ROW_BYTES, number)
+
+
+def test_a_region_of_another_size_is_refused_while_an_engine_uses_it_and_replaced_after_that(node: Node, caplog):
+    tier = node.engine()
+    store(tier, 1)
+    with pytest.raises(HostMemoryError, match=r"in use by other engines, and it has 4 rows .* to have 5"):
+        opening(node.folder, 5)(new_number())
+    node.kill(tier)
+    opening(node.folder, 5)(new_number()).close()
+    assert "is replaced: it has 4 rows" in caplog.text
+    with pytest.raises(HostMemoryError):
+        NodeRegion(Path("/proc/none"), ROWS, ROW_BYTES, new_number())
+
+
+def test_a_region_of_another_version_or_one_that_was_never_finished_is_replaced(node: Node, caplog):
+    for word, why in ((1, "it has version 7"), (0, "it was never finished")):
+        tier = node.engine()
+        tier._index._header[word] = 7
+        node.kill(tier)
+        node.kill(node.engine())
+        assert f"is replaced: {why}" in caplog.text
+
+
+def test_a_folder_in_which_others_may_put_files_is_refused(tmp_path: Path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(HostMemoryError, match="every user may write to it"):
+        opening(tmp_path)(new_number())
+
+
+def test_all_processes_of_an_engine_have_the_same_rows(tmp_path: Path, caplog):
+    choice, folder = tmp_path / "engine.node", tmp_path / "node"
+    first, second = (agreed_region(choice, opening(folder), may_be_private=False) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.lease.number == second.lease.number
+    others = NodeRegion(folder, ROWS, ROW_BYTES, new_number())
+    first.close()
+    assert others.lease.is_held(second.lease.number)  # until its last process has ended
+    second.close()
+    assert not others.lease.is_held(second.lease.number)
+    with caplog.at_level(logging.ERROR):
+        private = tmp_path / "another.node"
+        assert agreed_region(private, opening(folder, 5), may_be_private=True) is None
+    assert "serves with a CPU tier of its own" in caplog.text
+    others.close()
+    assert agreed_region(private, opening(folder, 5), may_be_private=True) is None  # as its first process
+    with pytest.raises(HostMemoryError):
+        agreed_region(tmp_path / "third.node", opening(Path("/proc/none")), may_be_private=False)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"eviction_policy": "arc"}, {"storing": "late"}, {"layerwise_loads": "on"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_the_tier_of_a_node_does_not_do_is_refused(given: dict[str, str]):
+    settings = {"num_cpu_blocks": 4, "node_tier": {"bytes": "1MiB"}}
+    assert ConnectorConfig.parse(settings).node_tier is not None
+    with pytest.raises(ConfigError, match=f"{next(iter(given))}: .* and node_tier exclude each other"):
+        ConnectorConfig.parse(settings | given)
+
+
+SHAPE = {
+    "rank_block_bytes": ROW_BYTES,
+    "num_ranks": 1,
+    "num_stages": 1,
+    "ranks_hold_the_same": False,
+    "tokens_per_block": 16,
+    "tokens_per_hash": 16,
+    "enable_events": False,
+}
+
+
+class _Spec(SpillwayOffloadingSpec):
+    """The spec of this vLLM's generation, without the engine that vLLM's constructor reads."""
+
+    def __init__(self, folder: Path, size_bytes: int = ROWS * ROW_BYTES) -> None:
+        self.extra_config = {"num_cpu_blocks": 2, "node_tier": {"bytes": size_bytes, "path": str(folder)}}
+        self._begin(region_id=f"test-node-{os.getpid()}", **SHAPE)
+
+
+def test_a_spec_uses_the_rows_of_the_node_and_rows_of_its_own_if_it_may_not(tmp_path: Path, monkeypatch):
+    with pytest.raises(ConfigError, match="hold no chunk"):
+        _Spec(tmp_path / "node", ROW_BYTES - 1)
+    spec = _Spec(tmp_path / "node")
+    assert spec._choice.exists()
+    assert spec.num_rows == ROWS
+    assert spec._open_region() is spec._node.memory
+    assert spec._row_checks is not None
+    facts = spec._open_facts_region(spec._open_region())
+    spec_base.write_layout(facts.create_kv_memoryview().cast("B"), 0, ROW_BYTES, {"layers": []})
+    monkeypatch.setattr(type(spec), "namespace", property(lambda _: type("N", (), {"digest16": OURS})))
+    tier = spec.get_manager().primary_tier
+    assert isinstance(tier, NodeRows)
+    assert not spec._choice.exists()
+    assert not facts.path.exists()
+
+    beside = _Spec(tmp_path / "node", 9 * ROW_BYTES)
+    assert beside._node is None
+    assert beside.num_rows == 2
+    beside._choice.unlink()
+    tier.shutdown()
+    facts.cleanup()

@@ -1,0 +1,1 @@
+"""The CPU tier of a node: engines that share its rows, in random schedules and in processes that are killed."""

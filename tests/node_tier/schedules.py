@@ -1,0 +1,319 @@
+"""Random schedules of three engines on one region: stores, loads, evictions, resets, failing copies, killed engines.
+
+Each engine is a NodeRows on files of its own opening, as in a process of its own; ranks and shared tiers are played by
+reads and writes of the rows. What is loaded has to be what was stored under that key, by an engine of that namespace,
+since the last reset of the loading engine.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from spillway_connector.engine.node_rows import NodeRows, NodeRowsSpec, RowChecks
+from spillway_connector.errors import DeviceCopyError
+from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, READY, WRITING
+from spillway_connector.testing.generation import make_node_tier
+from spillway_connector.tiers.disk.slab.writers import new_number
+
+ROW_BYTES = 4096
+TOKEN_BYTES = 32
+CONTEXT = ReqContext(req_id="r")
+NAMESPACES = (b"a" * 16, b"a" * 16, b"a" * 16, b"b" * 16)  # most engines share theirs
+
+
+class Killed(BaseException):
+    """The process of an engine ends here."""
+
+
+@dataclass(eq=False)
+class Job:
+    """kind: store, load or read (of a shared tier's store). reset_rows: once a reset has dropped it."""
+
+    kind: str
+    keys: list[OffloadKey]
+    rows: list[int]
+    spec: NodeRowsSpec | None = None
+    reset_rows: list[int] | None = None
+    written: bool = False
+    copied: list[bytes] | None = None
+    number: int = 0
+
+
+@dataclass(eq=False)
+class Engine:
+    region: NodeRegion
+    tier: NodeRows
+    namespace: bytes
+    checks: RowChecks
+    jobs: list[Job] = field(default_factory=list)
+    reset_at: int = 0  # serial of the last store before it
+
+
+class Schedule:
+    """One random schedule. `seen` counts what happened in it."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.random = random.Random(seed)
+        self.folder = folder
+        self.rows = self.random.choice((2, 4, 7))
+        self.keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * self.rows + 1)]
+        self.seconds = 1000.0
+        self.serial = 0
+        self.stored: dict[bytes, tuple[bytes, OffloadKey, int]] = {}  # by token
+        self.ghosts: list[tuple[list[int], float, NodeRegion]] = []  # copies of killed engines, until when
+        self.seen: Counter[str] = Counter()
+        self.opened: list[NodeRows] = []
+        self.engines = [self.start() for _ in range(3)]
+
+    def start(self) -> Engine:
+        region = NodeRegion(self.folder, self.rows, ROW_BYTES, new_number())
+        namespace = self.random.choice(NAMESPACES)
+        tier = make_node_tier(region, namespace, True, clock=lambda: self.seconds)
+        assert isinstance(tier, NodeRows)
+        self.opened.append(tier)
+        return Engine(region, tier, namespace, RowChecks(region.index))
+
+    def run(self, steps: int) -> None:
+        actions: list[tuple[Callable[[Engine], None], int]] = [
+            (self.store, 12),
+            (self.write, 16),
+            (self.end, 20),
+            (self.load, 16),
+            (self.copy, 8),
+            (self.read, 6),
+            (self.touch, 4),
+            (self.sync, 8),
+            (self.pass_time, 6),
+            (self.haunt, 2),
+            (self.reset, 1),
+            (self.kill, 1),
+            (self.kill_within, 1),
+        ]
+        chosen, weights = zip(*actions, strict=True)
+        for _ in range(steps):
+            engine = self.random.choice(self.engines)
+            self.random.choices(chosen, weights)[0](engine)
+            self.check()
+        self.finish()
+
+    # -- actions
+
+    def some_keys(self, most: int = 3) -> list[OffloadKey]:
+        return self.random.sample(self.keys, self.random.randint(1, most))
+
+    def store(self, engine: Engine) -> None:
+        output = engine.tier.prepare_store(self.some_keys(), CONTEXT)
+        self.seen["stored" if output is not None else "no room"] += 1
+        if output is not None and output.evicted_keys:
+            self.seen["evicted"] += 1
+        if output is not None and output.keys_to_store:
+            rows = output.store_spec.block_ids.tolist()
+            engine.jobs.append(Job("store", list(output.keys_to_store), rows))
+
+    def write(self, engine: Engine) -> None:
+        for job in engine.jobs:
+            if job.kind == "store" and not job.written:
+                self.serial += 1
+                for key, row in zip(job.keys, job.rows, strict=True):
+                    token = blake3(engine.namespace + key + self.serial.to_bytes(8, "little")).digest(TOKEN_BYTES)
+                    self.stored[token] = engine.namespace, key, self.serial
+                    self.put(engine.region, row, token)
+                job.written = True
+                return
+
+    def load(self, engine: Engine) -> None:
+        ready = [key for key in self.some_keys(4) if key in engine.tier.ready]
+        if not ready:
+            return
+        if self.random.random() < 0.3:  # another engine acts between the look-up and the load
+            self.store(self.random.choice(self.engines))
+        spec = engine.tier.prepare_load(ready, CONTEXT)
+        assert isinstance(spec, NodeRowsSpec)
+        self.serial += 1
+        job = Job("load", ready, spec.block_ids.tolist(), spec, number=self.serial)
+        try:
+            engine.checks.require(spec)
+        except DeviceCopyError:
+            job.spec = None
+            self.seen["refused"] += 1
+        else:
+            engine.checks.submitted(job.number, spec)
+            self.seen["loads"] += 1
+        engine.jobs.append(job)
+
+    def copy(self, engine: Engine) -> None:
+        for job in engine.jobs:
+            if job.kind == "load" and job.spec is not None and job.copied is None:
+                job.copied = [self.get(engine.region, row) for row in job.rows]
+                return
+
+    def read(self, engine: Engine) -> None:
+        ready = [key for key in self.some_keys() if key in engine.tier.ready]
+        pinned = engine.tier.prepare_read(ready, CONTEXT) if ready else None
+        if pinned is not None:
+            engine.jobs.append(Job("read", ready, pinned.block_ids.tolist()))
+
+    def end(self, engine: Engine) -> None:
+        if not engine.jobs:
+            return
+        job = self.random.choice(engine.jobs)
+        if job.kind == "store" and not job.written and self.random.random() < 0.8:
+            return
+        engine.jobs.remove(job)
+        if job.kind == "load" and job.spec is not None:
+            copied = job.copied or [self.get(engine.region, row) for row in job.rows]
+            assert engine.checks.still_held(job.number), "a row that an engine reads was given to another chunk"
+            if job.reset_rows is None:
+                for key, token in zip(job.keys, copied, strict=True):
+                    self.judge(engine, key, token)
+        if job.reset_rows is not None:
+            engine.tier.release(job.reset_rows)
+        elif job.kind == "store":
+            good = job.written and self.random.random() < 0.8
+            engine.tier.complete_store(job.keys, CONTEXT, good)
+            self.seen["published" if good else "failed"] += 1
+        else:
+            engine.tier.complete_load(job.keys, CONTEXT)
+
+    def touch(self, engine: Engine) -> None:
+        engine.tier.touch(self.some_keys(), CONTEXT)
+
+    def sync(self, engine: Engine) -> None:
+        engine.tier.sync()
+        engine.tier.take_events()
+
+    def pass_time(self, _: Engine) -> None:
+        self.seconds += self.random.choice((0.01, 0.3, 1.1))
+
+    def haunt(self, _: Engine) -> None:
+        """A device whose engine was killed goes on writing for a moment."""
+        for rows, until, region in self.ghosts:
+            for row in rows if self.seconds < until else ():
+                self.put(region, row, b"\xff" * TOKEN_BYTES)
+
+    def reset(self, engine: Engine) -> None:
+        for job in engine.jobs:
+            if job.reset_rows is None:
+                job.reset_rows = engine.tier.rows_of(job.keys)
+        engine.reset_at = self.serial
+        engine.tier.reset_cache()
+        self.seen["resets"] += 1
+
+    def kill(self, engine: Engine) -> None:
+        written = [row for job in engine.jobs if job.kind == "store" for row in job.rows]
+        self.ghosts.append((written, self.seconds + 0.9 * DEAD_ROWS_KEPT_MS / 1000, engine.region))
+        engine.region.lease.release()  # what the kernel does
+        engine.region._lock.close()
+        self.engines.remove(engine)
+        self.engines.append(self.start())
+        self.seen["killed"] += 1
+
+    def kill_within(self, engine: Engine) -> None:
+        """Killed while it changes the index: before the stamps of a claim, or between a stamp and what follows."""
+        index = engine.region.index
+
+        def die(*_: object) -> None:
+            raise Killed
+
+        if self.random.random() < 0.5:
+            index._note = die  # type: ignore[method-assign]
+        else:
+            index.stamps = _Dying()  # type: ignore[assignment]
+        try:
+            self.random.choice((self.store, self.end, self.reset))(engine)
+        except Killed:
+            self.seen["killed within"] += 1
+        self.kill(engine)
+
+    # -- judgements
+
+    def put(self, region: NodeRegion, row: int, token: bytes) -> None:
+        view = region.memory.create_kv_memoryview().cast("B")
+        view[row * ROW_BYTES : row * ROW_BYTES + TOKEN_BYTES] = token
+        view.release()
+
+    def get(self, region: NodeRegion, row: int) -> bytes:
+        view = region.memory.create_kv_memoryview().cast("B")
+        token = bytes(view[row * ROW_BYTES : row * ROW_BYTES + TOKEN_BYTES])
+        view.release()
+        return token
+
+    def judge(self, engine: Engine, key: OffloadKey, token: bytes) -> None:
+        assert token in self.stored, "bytes that nobody stored were loaded"
+        namespace, stored_key, serial = self.stored[token]
+        assert (namespace, stored_key) == (engine.namespace, key), "another chunk's bytes were loaded"
+        assert serial > engine.reset_at, "a chunk of before a reset was loaded"
+
+    def check(self) -> None:
+        for engine in self.engines:
+            for job in engine.jobs:
+                if job.kind == "read" and job.reset_rows is None:
+                    for key, row in zip(job.keys, job.rows, strict=True):
+                        self.judge(engine, key, self.get(engine.region, row))
+        index = self.engines[0].region.index
+        entries = [index.entry(row) for row in range(self.rows)]
+        assert None not in entries
+        ready = [(entry.namespace, entry.key) for entry in entries if entry is not None and entry.state]
+        # After a reset, the engines that did not make it may still use the row of before.
+        assert self.seen["resets"] or len(ready) == len(set(ready)), "one chunk has two rows"
+        for engine in self.engines:
+            assert engine.tier._left is None, engine.tier._left
+            pictured = engine.tier._rows
+            assert {row: key for key, row in pictured.items()} == engine.tier._chunk_in
+            assert engine.tier.ready <= pictured.keys()
+            assert pictured.keys() <= engine.tier._used_ms.keys()
+
+    def finish(self) -> None:
+        """No row is lost: what the killed had claimed is free again."""
+        for engine in list(self.engines):
+            self.kill(engine)
+        for engine in self.engines:
+            engine.jobs.clear()
+        last = self.engines[0]
+        for _ in range(6):
+            self.seconds += 0.5
+            last.tier.sync()
+        counted = last.region.index.count()
+        assert not counted[WRITING], counted
+        fresh = [OffloadKey(bytes([200 + number]) * 36) for number in range(self.rows)]
+        assert last.tier.prepare_store(fresh, CONTEXT) is not None
+        last.tier.complete_store(fresh, CONTEXT, True)
+        assert last.region.index.count()[READY] == self.rows
+
+    def close(self) -> None:
+        """What the kernel closes with a process."""
+        for tier in self.opened:
+            tier.shutdown()
+
+
+class _Dying:
+    """In the place of the stamps, which the engine does not live to write."""
+
+    def __getitem__(self, rows: object) -> object:
+        raise Killed
+
+    def __setitem__(self, rows: object, value: object) -> None:
+        raise Killed
+
+
+def run(seed: int, steps: int = 120) -> Counter[str]:
+    folder = Path(tempfile.mkdtemp(prefix="node-tier-", dir="/dev/shm"))
+    schedule = Schedule(seed, folder)
+    try:
+        schedule.run(steps)
+        return schedule.seen
+    except AssertionError as error:
+        raise AssertionError(f"schedule {seed}: {error}") from error
+    finally:
+        schedule.close()
+        shutil.rmtree(folder, ignore_errors=True)
