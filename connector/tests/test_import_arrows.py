@@ -19,6 +19,7 @@ BOTTOM = SETTINGS | {"errors", "metrics", "own_files", "namespace", "identity", 
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}) | {
     "tiers.redis",
     "tiers.redis.client",
+    "tiers.s3",
 }
 DEVICE = frozenset({"device", "device.cuda", "device.npu"})
 ENGINE = BOTTOM | TIERS | DEVICE | {"node", "transfer", "vllm", "torch"}
@@ -42,6 +43,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "tiers.disk.slab": BOTTOM | {"tiers", "tiers.disk"},
     "tiers.redis": BOTTOM | {"tiers", "tiers.redis.client"},
     "tiers.redis.client": BOTTOM | {"tiers"},
+    "tiers.s3": BOTTOM | {"tiers"},
     "transfer": BOTTOM | {"tiers"},
     "device": BOTTOM,
     "node": BOTTOM | {"device", "tiers", "tiers.disk", "tiers.disk.slab"},  # a lock and leases, as slabs have

@@ -6,6 +6,7 @@ dict.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,7 @@ from spillway_connector.limits import (
     REDIS_CONNECTIONS,
     REDIS_PAYLOAD_CONNECTIONS,
     REDIS_TTL_SECONDS,
+    S3_CONNECTIONS,
     TierLimits,
     TransferLimits,
 )
@@ -35,6 +37,9 @@ AutoOnOff = Literal["auto", "on", "off"]
 OnOff = Literal["on", "off"]
 PageCache = Literal["auto", "off"]
 _CHART = Offload()
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"([A-Za-z0-9._-]+/)*")
+_ENDPOINT = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +116,32 @@ class NodeTierConfig(Section, frozen=True):
     fallback: Literal["private", "refuse"] = "private"
 
 
+class S3Store(Section, frozen=True):
+    """A bucket of any S3-compatible object store.
+
+    Credentials are never settings: they come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, else from the workload
+    identity of the pod, else from the metadata service of the node.
+    """
+
+    bucket: str
+    prefix: str = _CHART.shared_tier.s3.prefix  # of all object keys, such as "kv/"
+    endpoint: str | None = None  # https://host[:port]; None: AWS's own of the region
+    region: str = _CHART.shared_tier.s3.region
+    path_style: bool = _CHART.shared_tier.s3.path_style  # https://host/bucket/key; else https://bucket.host/key
+    ca_file: str | None = None  # authorities trusted besides the system's
+    connections: Count = S3_CONNECTIONS
+
+
+class S3TierConfig(S3Store, frozen=True):
+    """One entry of `secondary_tiers` of type s3."""
+
+    encryption: EncryptionConfig | None = None
+    limits: TransferLimits = TransferLimits()
+
+
+TierConfig = NvmeTierConfig | RedisTierConfig | S3TierConfig
+
+
 @own_keys
 class ConnectorConfig(ConnectorSettings, frozen=True):
     """The offload settings of one engine replica: those of the chart, under their fields' names.
@@ -180,7 +211,7 @@ def _in_our_words(prompt_only: object, generated_tokens: object) -> str:
     return meant
 
 
-def parse_tier(tier_type: str, options: Mapping[str, Any]) -> NvmeTierConfig | RedisTierConfig:
+def parse_tier(tier_type: str, options: Mapping[str, Any]) -> TierConfig:
     """One entry of `secondary_tiers` without its `type`: the keys of its store, of TierLimits, and `encryption`.
 
     Raises ConfigError naming the key.
@@ -198,6 +229,10 @@ def parse_tier(tier_type: str, options: Mapping[str, Any]) -> NvmeTierConfig | R
         nvme = _read(NvmeStore, store, where)
         check_nvme(nvme, names)
         return NvmeTierConfig(**structs.asdict(nvme), encryption=encryption, limits=limits)
+    if tier_type == "s3":
+        s3 = _read(S3Store, store, where)
+        check_s3(s3, names)
+        return S3TierConfig(**structs.asdict(s3), encryption=encryption, limits=limits)
     tls = {f"tls_{name}": name for name in RedisTls.__struct_fields__}
     files = {tls[key]: store.pop(key) for key in tls if key in store}
     if "tls" in store:
@@ -255,6 +290,30 @@ def check_redis(redis: RedisStore, names: Names) -> None:
         raise ConfigError(
             f"{names.given('payload_connections', redis.payload_connections)} is more than "
             f"{names.given('connections', redis.connections)}; raise the latter or lower the former"
+        )
+
+
+def check_s3(s3: S3Store, names: Names) -> None:
+    """Refuse what names no bucket. Raises ConfigError."""
+    if _BUCKET.fullmatch(s3.bucket) is None:
+        raise ConfigError(
+            f"{names.given('bucket', repr(s3.bucket))} names no bucket; use 3 to 63 lower-case letters, digits, dots "
+            "and dashes"
+        )
+    if _PREFIX.fullmatch(s3.prefix) is None:
+        raise ConfigError(
+            f"{names.given('prefix', repr(s3.prefix))} is none; use letters, digits, dots, dashes and underscores, "
+            'with a slash behind each part, such as "kv/"'
+        )
+    if s3.endpoint is not None and _ENDPOINT.fullmatch(s3.endpoint) is None:
+        raise ConfigError(
+            f"{names.name('endpoint')}: no address without credentials and path was given; write https://host:port "
+            "(or http://)"
+        )
+    if s3.ca_file is not None and (s3.endpoint or "https:").startswith("http:"):
+        raise ConfigError(
+            f"{names.given('ca_file', s3.ca_file)}, but {names.given('endpoint', s3.endpoint)} asks for no TLS; write "
+            "https://..."
         )
 
 

@@ -96,6 +96,7 @@ class RefusedReason(StrEnum):
     PERMISSION = "permission"  # EACCES, EPERM, NOPERM
     FOREIGN = "foreign"  # what has the name of one of the store's files is a link, or someone else's
     AUTHENTICATION = "authentication"  # NOAUTH, WRONGPASS
+    THROTTLED = "throttled"  # 503 SlowDown, 429: the store asks for fewer requests
     LOADING = "loading"  # the server reads its data set, or a replica waits for its primary
     MOVED = "moved"  # the key lives on another node
     RESOURCES = "resources"  # EMFILE, ENFILE, ENOMEM of this process

@@ -14,6 +14,7 @@ REDIS_CONNECTIONS = _CHART.redis.connections
 REDIS_PAYLOAD_CONNECTIONS = (
     _CHART.redis.payload_connections
 )  # for the stripes of one block; more may pay on a network with long round trips
+S3_CONNECTIONS = _CHART.s3.connections
 
 
 @dataclass(frozen=True, slots=True)

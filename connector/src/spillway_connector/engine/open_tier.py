@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from spillway_connector.config import NvmeTierConfig, RedisTierConfig
+from spillway_connector.config import NvmeTierConfig, S3TierConfig, TierConfig
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.disk.files.tier import FileTier
@@ -20,7 +20,7 @@ from spillway_connector.tiers.tier import Tier
 logger = logging.getLogger(__name__)
 
 
-def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
+def open_tier(config: TierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     """The backend of one configured tier. A store that cannot be reached now is not an error: its breaker probes it."""
     if config.encryption is None:
         return _open_plain_tier(config, namespace, payload_bytes)
@@ -37,7 +37,7 @@ def open_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, pa
     return SealedTier.of(_open_plain_tier(config, sealed, payload_bytes + SEAL_BYTES), sealed, payload_bytes, key)
 
 
-def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
+def _open_plain_tier(config: TierConfig, namespace: Namespace, payload_bytes: int) -> Tier:
     if isinstance(config, NvmeTierConfig):
         kind: Callable[..., Tier] = FileTier
         if _layout_of(config) == "slab":
@@ -51,6 +51,20 @@ def _open_plain_tier(config: NvmeTierConfig | RedisTierConfig, namespace: Namesp
             tenant_max_bytes=config.tenant_max_bytes,
             transfers_at_once=max(1, config.limits.io_threads // 2),
         )
+    if isinstance(config, S3TierConfig):
+        # Imported here alone: obstore is a library of 15 MB that the other tiers do not need.
+        from spillway_connector.tiers.s3.client import S3Place
+        from spillway_connector.tiers.s3.tier import S3Tier
+
+        place = S3Place(
+            config.bucket,
+            prefix=config.prefix,
+            endpoint=config.endpoint,
+            region=config.region,
+            path_style=config.path_style,
+            ca_file=config.ca_file,
+        )
+        return S3Tier(namespace, payload_bytes, place, connections=config.connections)
     # Imported here alone: redis-py takes 25 MB and half a second.
     from spillway_connector.tiers.redis.tier import RedisTier
 

@@ -29,7 +29,7 @@ from spillway_connector.transfer.shared_tier import SharedTier
 
 logger = logging.getLogger(__name__)
 
-TIER_TYPES = ("nvme", "redis")
+TIER_TYPES = ("nvme", "redis", "s3")
 
 
 class ChunkOwner(Protocol):
@@ -79,7 +79,7 @@ class PrefixTier(SecondaryTierManager):
 
 
 class SharedTierBase(PrefixTier):
-    """Built by vLLM's tier factory for `{"type": "nvme" | "redis", ...}`; called on the scheduler thread only."""
+    """Built by vLLM's tier factory for `{"type": "nvme" | "redis" | "s3", ...}`; for the scheduler thread only."""
 
     def _open(self, spec: ChunkOwner, primary_kv_view: memoryview, tier_type: str, options: dict[str, Any]) -> None:
         """The constructor's second half, behind that of vLLM's class. Raises ConfigError."""

@@ -64,7 +64,7 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """The tier's metric label: "nvme", "redis", "memory"."""
+        """The tier's metric label: "nvme", "redis", "s3", "memory"."""
         ...
 
     @property
@@ -151,7 +151,8 @@ class Tier(Protocol):
     def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
         """Renew the age of those of ``keys`` that are there, as a load of each does, without reading them.
 
-        tenant: of all of them, as they were stored. A store that takes no writes renews nothing. Raises TierError.
+        tenant: of all of them, as they were stored. A store that takes no writes, or whose entries live by
+        their creation, renews nothing. Raises TierError.
         """
         ...
 
@@ -160,7 +161,8 @@ class Tier(Protocol):
         ...
 
     def resident_bytes(self, deadline: float) -> int:
-        """Bytes that the store holds, all namespaces together. Raises TierError."""
+        """Bytes that the store holds, all namespaces together; where only a listing would tell, what this process has
+        stored. Asks the store whether it answers. Raises TierError."""
         ...
 
     def close(self) -> None:

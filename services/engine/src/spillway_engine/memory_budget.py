@@ -262,7 +262,7 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
     }
     if tier.type == "nvme":
         bounds |= {"nvme.maxBytes": tier.nvme.max_bytes, "nvme.tenantMaxBytes": tier.nvme.tenant_max_bytes}
-    else:
+    elif tier.type == "redis":
         bounds |= {"redis.tenantMaxBytes": tier.redis.tenant_max_bytes}
     return [
         f"{names.given(SHARED_TIER + key, format_byte_count(bound))} holds no chunk of {format_byte_count(row_bytes)}; "

@@ -192,6 +192,8 @@ def _shared_tier_text(settings: EngineSettings) -> str:
     sealed = "" if tier.encryption is None else f", sealed with key {tier.encryption.key_id}"
     if tier.type == "redis":
         return f"redis, {tier.redis.url}{sealed}"
+    if tier.type == "s3":
+        return f"s3, {tier.s3.bucket}/{tier.s3.prefix}, {tier.s3.endpoint or f'AWS {tier.s3.region}'}{sealed}"
     bound = (
         format_byte_count(tier.nvme.max_bytes)
         if tier.nvme.max_bytes is not None

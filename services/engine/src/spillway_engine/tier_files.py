@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 
 from spillway_connector.errors import ConfigError
@@ -18,11 +19,14 @@ from spillway_engine.tier_settings import (
     ENCRYPTION,
     NVME,
     REDIS,
+    S3,
+    SHARED_TIER,
     EncryptionSettings,
     SharedTierSettings,
     connector_refusal,
 )
 
+_KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -51,6 +55,15 @@ def require_tier_files(
                 raise SettingsError(
                     f"{names.name(REDIS + key)}: the environment variable {variable} is not set; "
                     "set it from a Secret, or remove the setting"
+                )
+    if tier.type == "s3":
+        if tier.s3.ca_file is not None:
+            _require_readable(names.given(S3 + "caFile", tier.s3.ca_file), Path(tier.s3.ca_file))
+        for given, other in permutations(_KEY_VARIABLES):
+            if environment.get(given) and not environment.get(other):
+                raise SettingsError(
+                    f"{names.given(SHARED_TIER + 'type', 's3')}: the environment variable {given} is set, but {other} "
+                    "is not; set both from a Secret, or none for a workload identity"
                 )
     if tier.type != "none" and tier.encryption is not None:
         _require_key(tier.encryption, names, environment)

@@ -12,9 +12,11 @@ from spillway_connector.config import (
     NvmeStore,
     RedisStore,
     RedisTls,
+    S3Store,
     check_encryption,
     check_nvme,
     check_redis,
+    check_s3,
 )
 from spillway_connector.errors import ConfigError
 from spillway_connector.limits import TierLimits
@@ -26,6 +28,7 @@ from spillway_engine.errors import SettingsError
 SHARED_TIER = "offload.sharedTier."
 NVME = SHARED_TIER + "nvme."
 REDIS = SHARED_TIER + "redis."
+S3 = SHARED_TIER + "s3."
 ENCRYPTION = SHARED_TIER + "encryption."
 _PATH = re.compile(r"\w+(\.\w+)+")
 _SECRET_KEY = re.compile(r"password|secret|credential|api_?key", re.IGNORECASE)
@@ -53,10 +56,16 @@ class RedisTierSettings(RedisStore, frozen=True):
 
 
 @camel_case_keys
+class S3TierSettings(S3Store, frozen=True):
+    bucket: str = ""
+
+
+@camel_case_keys
 class SharedTierSettings(TierLimits, frozen=True):
-    type: Literal["none", "nvme", "redis"] = "none"
+    type: Literal["none", "nvme", "redis", "s3"] = "none"
     nvme: NvmeTierSettings = NvmeTierSettings()
     redis: RedisTierSettings = RedisTierSettings()
+    s3: S3TierSettings = S3TierSettings()
     encryption: EncryptionSettings | None = None
 
 
@@ -66,6 +75,8 @@ def secondary_tiers(tier: SharedTierSettings) -> list[dict[str, Any]]:
         return []
     if tier.type == "nvme":
         store = _given(tier.nvme, NvmeStore)
+    elif tier.type == "s3":
+        store = _given(tier.s3, S3Store)
     else:
         store = _given(tier.redis, RedisStore)
         del store["tls"]
@@ -112,7 +123,7 @@ def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAME
     if tier.type == "none" and tier.encryption is not None:
         raise SettingsError(
             f"{names.name(ENCRYPTION[:-1])} is set, but {names.given(SHARED_TIER + 'type', 'none')}; "
-            "it seals a shared tier: choose nvme or redis"
+            "it seals a shared tier: choose nvme, redis or s3"
         )
     if tier.type == "redis":
         try:
@@ -124,6 +135,8 @@ def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAME
             check_nvme(tier.nvme, _SectionNames(names, NVME))
         elif tier.type == "redis":
             check_redis(tier.redis, _SectionNames(names, REDIS))
+        elif tier.type == "s3":
+            check_s3(tier.s3, _SectionNames(names, S3))
         if tier.encryption is not None:
             check_encryption(tier.encryption, _SectionNames(names, ENCRYPTION))
     except ConfigError as error:
@@ -137,6 +150,11 @@ def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[s
             f"{names.name(REDIS + 'url')} holds credentials; keep them out of files: name environment variables in "
             f"{names.name(REDIS + 'usernameEnv')} and {names.name(REDIS + 'passwordEnv')}, "
             f"or a file in {names.name(REDIS + 'passwordFile')}"
+        )
+    if "@" in (tier.s3.endpoint or ""):
+        raise SettingsError(
+            f"{names.name(S3 + 'endpoint')} holds credentials; keep them out of files: AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY of the engine's environment, or its workload identity, are used"
         )
     for position, extra in enumerate(extra_tiers):
         for key in plain_secrets(extra):

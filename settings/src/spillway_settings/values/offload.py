@@ -78,6 +78,23 @@ class RedisTier(Section, frozen=True):
     tenant_max_bytes: Size | None = None
 
 
+class S3Keys(Section, frozen=True):
+    name: SecretName = ""
+    access_key_id_key: SecretEntry = "access-key-id"
+    secret_access_key_key: SecretEntry = "secret-access-key"
+
+
+class S3Tier(Section, frozen=True):
+    bucket: str = ""
+    prefix: str = ""
+    endpoint: str = ""
+    region: Annotated[str, Meta(min_length=1, description="a region, such as eu-central-1")] = "us-east-1"
+    path_style: bool = True
+    existing_secret: S3Keys = S3Keys()
+    ca_secret: SecretReference = SecretReference(key="ca.crt")
+    connections: Count = 32
+
+
 class Encryption(Section, frozen=True):
     enabled: bool = False
     key_id: Annotated[str, Meta(max_length=64, description="the public name of the key, never the key itself")] = ""
@@ -102,9 +119,10 @@ class TransferSettings(Section, frozen=True):
 
 
 class SharedTier(TransferSettings, frozen=True):
-    type: Literal["none", "nvme", "redis"] = "none"
+    type: Literal["none", "nvme", "redis", "s3"] = "none"
     nvme: NvmeTier = NvmeTier()
     redis: RedisTier = RedisTier()
+    s3: S3Tier = S3Tier()
     encryption: Encryption = Encryption()
 
 

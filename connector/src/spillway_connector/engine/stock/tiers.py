@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from spillway_connector.config import NvmeTierConfig, RedisTierConfig, parse_tier
+from spillway_connector.config import TierConfig, parse_tier
 from spillway_connector.engine.open_tier import open_tier
 from spillway_connector.engine.stock.engine_objects import EngineObjects, engine_objects
 from spillway_connector.engine.stock.namespace import stock_namespace
@@ -116,7 +116,7 @@ class StockTier(SecondaryTierManager):
 
     @classmethod
     @abstractmethod
-    def _parse(cls, options: dict[str, Any]) -> NvmeTierConfig | RedisTierConfig:
+    def _parse(cls, options: dict[str, Any]) -> TierConfig:
         """The tier's settings. Raises ConfigError."""
 
     def _locality(self, given: str | None) -> Locality:
@@ -222,7 +222,7 @@ class SpillwayNvmeTier(StockTier):
 
     @classmethod
     @override
-    def _parse(cls, options: dict[str, Any]) -> NvmeTierConfig | RedisTierConfig:
+    def _parse(cls, options: dict[str, Any]) -> TierConfig:
         return parse_tier("nvme", options)
 
 
@@ -234,5 +234,5 @@ class SpillwayRedisTier(StockTier):
 
     @classmethod
     @override
-    def _parse(cls, options: dict[str, Any]) -> NvmeTierConfig | RedisTierConfig:
+    def _parse(cls, options: dict[str, Any]) -> TierConfig:
         return parse_tier("redis", options)

@@ -24,7 +24,7 @@ from spillway_connector.errors import ConfigError
 from spillway_connector.transfer.lookups import Lookup
 
 _ANSWER = {Lookup.HIT: LookupResult.HIT, Lookup.MISS: LookupResult.MISS, Lookup.PENDING: LookupResult.RETRY}
-_LOCALITY = {"nvme": Locality.LOCAL, "redis": Locality.REMOTE}
+_LOCALITY = {"nvme": Locality.LOCAL, "redis": Locality.REMOTE, "s3": Locality.REMOTE}
 
 
 class SharedTierAdapter(SharedTierBase):
@@ -83,7 +83,7 @@ class RemoteTierAdapter(SharedTierAdapter):
     cache_hit_source: ClassVar[Any] = remote_store_source()
 
 
-_ADAPTERS = {"nvme": SharedTierAdapter, "redis": RemoteTierAdapter}
+_ADAPTERS = {"nvme": SharedTierAdapter, "redis": RemoteTierAdapter, "s3": RemoteTierAdapter}
 
 
 def register_tiers() -> None:

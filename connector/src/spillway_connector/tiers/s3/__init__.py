@@ -1,0 +1,1 @@
+"""The tier in an S3-compatible object store."""

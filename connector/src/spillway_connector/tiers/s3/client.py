@@ -1,0 +1,155 @@
+"""One bucket for several threads: requests with a deadline, so many at once, on an event loop of its own.
+
+obstore signs, pools connections, renews credentials and repeats what the store asks to repeat (503, 429), with pauses
+that double. Here are the bounds: a request that passes its deadline is cancelled, pauses included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from obstore.store import S3Store
+
+from spillway_connector.errors import ConfigError, RefusedReason, TierError, TierRefused, TierTimeout
+from spillway_connector.tiers.s3.faults import explained
+from spillway_connector.tiers.tier import Clock
+
+_Result = TypeVar("_Result")
+RETRIES_MAX = 3
+FIRST_PAUSE = timedelta(milliseconds=100)
+LONGEST_PAUSE = timedelta(seconds=1)
+CANCEL_SECONDS = 1.0  # what a cancelled request may take to end
+
+
+@dataclass(frozen=True, slots=True)
+class S3Place:
+    """Where a tier's objects are. Credentials come from the process's environment, see :class:`S3Client`.
+
+    prefix: what keys begin with. endpoint: None: AWS's own of the region. ca_file: a file with the authorities that
+    are trusted besides the system's.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str = "us-east-1"
+    path_style: bool = True
+    ca_file: str | None = None
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}" + (f" at {self.endpoint}" if self.endpoint else "")
+
+    @property
+    def name(self) -> bytes:
+        """The same in all processes that use it: the region of a bucket at AWS follows from its name."""
+        return f"s3\n{self.endpoint or 'aws'}\n{self.bucket}\n{self.prefix}".encode()
+
+
+class S3Client:
+    """Runs requests on one bucket. Nothing is connected, and no thread started, before the first.
+
+    Credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN), else the web identity of the service
+    account, else the container's or the node's metadata service; the last three are renewed before they expire.
+    connections: requests at once, of lookups and of blocks each. A request beyond them waits within its deadline.
+    """
+
+    def __init__(self, place: S3Place, connections: int, clock: Clock = time.monotonic) -> None:
+        self.place = place
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.lookups = asyncio.Semaphore(connections)
+        self.transfers = asyncio.Semaphore(connections)
+        self.bucket = self._open()
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, _Result]], deadline: float) -> _Result:
+        """The result of ``work``, which runs on the loop. Raises TierError."""
+        left = deadline - self._clock()
+        if self._closed:
+            raise _closed()
+        if left <= 0:
+            raise TierTimeout("the deadline passed before the operation began")
+        loop = self._started()
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work(), left), loop)
+        try:
+            return future.result(left + CANCEL_SECONDS)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            future.cancel()
+            raise TierTimeout(f"{self.place}: no answer within {left:.3g} s") from None
+        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+            raise _closed() from None
+        except TierError:
+            raise
+        except Exception as error:
+            raise explained(error, str(self.place)) from error
+
+    def close(self) -> None:
+        """Cancel what is under way. May be called twice."""
+        with self._lock:
+            self._closed = True
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+        if self._thread is not None:
+            self._thread.join(CANCEL_SECONDS)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="spillway-s3", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    def _open(self) -> S3Store:
+        """Raises ConfigError."""
+        place = self.place
+        options: dict[str, Any] = {"timeout": "60s", "connect_timeout": "5s", "allow_http": True}
+        if place.ca_file is not None:
+            try:
+                options["root_certificate"] = Path(place.ca_file).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"s3.ca_file: {place.ca_file} cannot be read: {error.strerror}") from error
+        given: dict[str, Any] = {"region": place.region, "virtual_hosted_style_request": not place.path_style}
+        given["disable_bulk_delete"] = True  # not every store has it, and a discard is of one object
+        if place.endpoint is not None:
+            given["endpoint"] = place.endpoint
+        try:
+            return S3Store(
+                place.bucket,
+                client_options=options,  # type: ignore[arg-type]
+                retry_config={
+                    "max_retries": RETRIES_MAX,
+                    "retry_timeout": timedelta(seconds=30),
+                    "backoff": {"init_backoff": FIRST_PAUSE, "max_backoff": LONGEST_PAUSE, "base": 2},
+                },
+                **given,
+            )
+        except Exception as error:
+            raise ConfigError(f"s3: {str(error).partition(chr(10))[0]}") from error
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    open_tasks = asyncio.all_tasks(loop)
+    for task in open_tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*open_tasks, return_exceptions=True))
+    loop.close()
+
+
+def _closed() -> TierRefused:
+    return TierRefused(RefusedReason.CLOSED, "the tier is closed")

@@ -1,0 +1,250 @@
+"""Replies that no server can be brought to give at will: throttling, half objects, clocks, expired credentials."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from spillway_connector.errors import ConfigError, RefusedReason, TierRefused, TierTimeout, TierUnreachable
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
+from spillway_connector.tiers.frame import build_header
+from spillway_connector.tiers.s3.client import RETRIES_MAX, S3Client, S3Place
+from spillway_connector.tiers.s3.names import S3Names, parse_name, root_of
+from spillway_connector.tiers.s3.tier import S3Tier
+from spillway_connector.tiers.tier import StoreOutcome
+
+BUCKET = "double"
+Answer = Callable[["_Request"], None]
+
+
+class _Request(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Replies
+
+    def _any(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.asked.append((self.command, self.path))
+        # The document is there, so that each test sees its own operation.
+        if self.path.endswith("/document"):
+            self.reply(200, NAMESPACE.document)
+        else:
+            self.server.answer(self)
+
+    do_GET = do_HEAD = do_PUT = do_DELETE = _any
+
+    def reply(self, status: int, body: bytes = b"", *, announced: int | None = None) -> None:
+        """announced: the length that the reply's header names, if it is another than the body's."""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if announced is None else announced))
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", "Sat, 28 Nov 2026 00:00:00 GMT")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        if announced is not None:
+            self.close_connection = True
+
+    def refuse(self, status: int, code: str) -> None:
+        self.reply(status, f"<Error><Code>{code}</Code><Message>said by a test</Message></Error>".encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class _Replies(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Request)
+        self.asked: list[tuple[str, str]] = []
+        self.answer: Answer = lambda request: request.refuse(404, "NoSuchKey")
+
+    def asked_for(self, command: str) -> int:
+        return sum(each == command and not path.endswith("/document") for each, path in self.asked)
+
+
+@pytest.fixture
+def store() -> Iterator[_Replies]:
+    server = _Replies()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def tier(store: _Replies, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Tier]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-to-be-shown")
+    place = S3Place(BUCKET, endpoint=f"http://127.0.0.1:{store.server_address[1]}")
+    tier = S3Tier(NAMESPACE, PAYLOAD_BYTES, place)
+    yield tier
+    tier.close()
+
+
+def _frame(seed: int) -> bytes:
+    payload = payload_of(seed)
+    return build_header(NAMESPACE.digest16, key_of(seed), payload, created_ms=1) + payload
+
+
+def test_a_store_that_asks_to_slow_down_is_asked_again_after_pauses(store: _Replies, tier: S3Tier) -> None:
+    def slow_down_once(request: _Request) -> None:
+        if store.asked_for("GET") == 1:
+            request.refuse(503, "SlowDown")
+        else:
+            request.reply(200, _frame(1))
+
+    store.answer = slow_down_once
+    assert load(tier, key_of(1)) == payload_of(1)
+    assert store.asked_for("GET") == 2
+
+
+@pytest.mark.parametrize("operation", ["lookup", "load", "store"])
+def test_one_that_goes_on_asking_to_slow_down_is_a_refusal_after_a_bounded_number(
+    store: _Replies, tier: S3Tier, operation: str
+) -> None:
+    store.answer = lambda request: request.refuse(503, "SlowDown")
+    calls: dict[str, tuple[str, Callable[[], object]]] = {
+        "lookup": ("HEAD", lambda: tier.contains([key_of(1)], soon())),
+        "load": ("GET", lambda: load(tier, key_of(1))),
+        "store": ("PUT", lambda: tier.store(key_of(1), payload_of(1), soon())),
+    }
+    command, call = calls[operation]
+    refused = error_of(call)
+    assert (type(refused), refused.reason) == (TierRefused, RefusedReason.THROTTLED)
+    assert "fewer requests a second" in str(refused)
+    assert store.asked_for(command) == RETRIES_MAX + 1
+
+
+def test_pauses_end_at_the_deadline(store: _Replies, tier: S3Tier) -> None:
+    tier.prepare(soon())
+    store.answer = lambda request: request.refuse(503, "SlowDown")
+    before = store.asked_for("GET")
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    error = error_of(lambda: tier.load(key_of(1), target, time.monotonic() + 0.05))
+    assert isinstance(error, TierTimeout | TierRefused)
+    assert store.asked_for("GET") - before <= RETRIES_MAX + 1
+
+
+def test_a_store_that_does_not_answer_is_a_timeout(store: _Replies, tier: S3Tier) -> None:
+    tier.prepare(soon())
+    answered = threading.Event()
+    store.answer = lambda _: answered.wait() and None  # type: ignore[assignment,return-value]
+    try:
+        target = memoryview(bytearray(PAYLOAD_BYTES))
+        assert isinstance(error_of(lambda: tier.load(key_of(1), target, time.monotonic() + 0.05)), TierTimeout)
+        assert isinstance(error_of(lambda: tier.contains([key_of(1)], time.monotonic() + 0.05)), TierTimeout)
+    finally:
+        answered.set()
+
+
+def test_half_an_object_is_never_served(store: _Replies, tier: S3Tier) -> None:
+    """The reply announces a whole frame and the connection ends within it, every time."""
+    frame = _frame(1)
+    store.answer = lambda request: request.reply(200, frame[: len(frame) // 2], announced=len(frame))
+    assert isinstance(error_of(lambda: load(tier, key_of(1))), TierUnreachable)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "reason", "words"),
+    [
+        (403, "RequestTimeTooSkewed", RefusedReason.AUTHENTICATION, "the clock of this node"),
+        (400, "ExpiredToken", RefusedReason.AUTHENTICATION, "the credentials have expired"),
+        (403, "AccessDenied", RefusedReason.PERMISSION, "s3:ListBucket"),
+        (403, "QuotaExceeded", RefusedReason.NO_SPACE, "quota is used up"),
+        (507, "XMinioStorageFull", RefusedReason.NO_SPACE, "no room left"),
+        (400, "AuthorizationHeaderMalformed", RefusedReason.OTHER, "another region"),
+        (400, "SomethingNew", RefusedReason.OTHER, "SomethingNew"),
+    ],
+)
+def test_every_refusal_is_a_sentence_without_the_secret(
+    store: _Replies, tier: S3Tier, status: int, code: str, reason: RefusedReason, words: str
+) -> None:
+    store.answer = lambda request: request.refuse(status, code)
+    for call in (lambda: load(tier, key_of(1)), lambda: tier.store(key_of(1), payload_of(1), soon())):
+        refused = error_of(call)
+        assert (type(refused), refused.reason) == (TierRefused, reason)
+        assert words in str(refused)
+        assert "never-to-be-shown" not in str(refused)
+
+
+def test_a_lookup_that_may_not_list_is_told_apart_from_a_miss(store: _Replies, tier: S3Tier) -> None:
+    """AWS answers 403 about a missing object to those who may not list."""
+    store.answer = lambda request: request.reply(403)
+    refused = error_of(lambda: tier.contains([key_of(1)], soon()))
+    assert refused.reason == RefusedReason.PERMISSION
+    assert "s3:ListBucket" in str(refused)
+
+
+def test_a_store_without_conditional_writes_is_written_to_without(store: _Replies, tier: S3Tier) -> None:
+    def no_conditions(request: _Request) -> None:
+        if request.headers.get("If-None-Match"):
+            request.refuse(501, "NotImplemented")
+        else:
+            request.reply(200)
+
+    store.answer = no_conditions
+    assert tier.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
+    asked = store.asked_for("PUT")
+    assert tier.store(key_of(2), payload_of(2), soon()) is StoreOutcome.STORED
+    assert store.asked_for("PUT") == asked + 1, "it is known by then"
+
+
+def test_no_operation_lists(store: _Replies, tier: S3Tier) -> None:
+    store.answer = lambda request: request.reply(200, _frame(1))
+    tier.contains([key_of(1)], soon())
+    load(tier, key_of(1))
+    tier.store(key_of(1), payload_of(1), soon())
+    tier.renew([key_of(1)], soon())
+    tier.resident_bytes(soon())
+    tier.discard(key_of(1), soon())
+    assert all(path.startswith(f"/{BUCKET}/spillway1/") and "?" not in path for _, path in store.asked)
+
+
+def test_requests_at_once_are_bounded(store: _Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+    place = S3Place(BUCKET, endpoint=f"http://127.0.0.1:{store.server_address[1]}")
+    tier = S3Tier(NAMESPACE, PAYLOAD_BYTES, place, connections=3)
+    lock = threading.Lock()
+    now, most = 0, 0
+    all_in = threading.Barrier(3)
+
+    def count(request: _Request) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        all_in.wait(30)  # three are under way at the same time
+        with lock:
+            now -= 1
+        request.reply(404)
+
+    store.answer = count
+    try:
+        assert tier.contains([key_of(seed) for seed in range(30)], soon()) == [False] * 30
+    finally:
+        tier.close()
+    assert most == 3
+
+
+def test_names_are_read_as_they_are_written() -> None:
+    names = S3Names(root_of("kv/"), NAMESPACE.hex)
+    found = parse_name("kv/spillway1", names.block(b"\x01\x02"))
+    assert found is not None and (found.namespace, found.key) == (NAMESPACE.hex, b"\x01\x02")
+    document = parse_name("kv/spillway1", names.document)
+    assert document is not None and document.key is None
+    for other in ("spillway1/x", f"kv/spillway1/{NAMESPACE.hex}/zz", f"kv/spillway1/{NAMESPACE.hex}/01/02", "kv/other"):
+        assert parse_name("kv/spillway1", other) is None
+
+
+def test_authorities_that_cannot_be_read_are_named() -> None:
+    with pytest.raises(ConfigError, match="ca_file: /nothing cannot be read"):
+        S3Client(S3Place(BUCKET, endpoint="https://127.0.0.1:1", ca_file="/nothing"), 1)

