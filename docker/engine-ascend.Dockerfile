@@ -35,7 +35,7 @@ COPY --from=build /wheels /tmp/wheels
 RUN pip install --no-cache-dir --no-deps --require-hashes -r /tmp/engine.txt \
     && pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl \
     && rm -rf /tmp/engine.txt /tmp/wheels \
-    && python3 -c "import spillway_engine, spillway_connector.config, spillway_connector.tiers.sealed, blake3, hiredis, redis, xxhash, msgspec, yaml, numpy" \
+    && python3 -c "import spillway_engine, spillway_connector.config, spillway_connector.tiers.sealed, blake3, hiredis, obstore, redis, xxhash, msgspec, yaml, numpy" \
     && python3 -c "import importlib.metadata, sys; found = importlib.metadata.version('vllm'); \
 found.startswith('${VLLM}.') or 'dev' in found or sys.exit(f'VLLM=${VLLM}: BASE has vLLM {found}; set VLLM to that, or another BASE')"
 # CANN's driver and the base's own files expect root; charts/spillway takes every capability but one away.

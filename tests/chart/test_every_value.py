@@ -76,6 +76,9 @@ NO_REDIS = nested(
 )
 NO_CLAIM = nested("engine.model.volume.claimName", "")
 NVME = laid_over(NO_REDIS, nested("engine.offload.sharedTier.type", "nvme"))
+S3 = laid_over(NO_REDIS, nested("engine.offload.sharedTier", {"type": "s3", "s3": {"bucket": "kv-cache"}}))
+S3_SECRET = laid_over(S3, nested("engine.offload.sharedTier.s3.existingSecret.name", "kv-s3"))
+S3_CA = laid_over(S3, nested("engine.offload.sharedTier.s3.caSecret.name", "kv-ca"))
 EMBEDDED = laid_over(NO_REDIS, nested("redis", {"enabled": True, "existingSecret": {"name": "valkey"}}))
 UNSEALED = {"enabled": False, "keyId": "", "keySecretName": ""}
 ON_CPU = nested("engine.accelerator.preset", "cpu")
@@ -126,6 +129,9 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         NO_REDIS, nested("engine.offload.sharedTier", {"type": "none", "encryption": UNSEALED})
     ),
     "engine.offload.sharedTier.nvme": NVME,
+    "engine.offload.sharedTier.s3": S3,
+    "engine.offload.sharedTier.s3.existingSecret": S3_SECRET,
+    "engine.offload.sharedTier.s3.caSecret": S3_CA,
     "engine.offload.sharedTier.nvme.volume.size": nvme_volume("sharedClaim"),
     "engine.offload.sharedTier.nvme.volume.storageClassName": nvme_volume("perPodClaim"),
     "engine.offload.sharedTier.nvme.volume.claimName": laid_over(
@@ -232,6 +238,9 @@ CHANGES: dict[str, Any] = {
     "engine.offload.batchMemcpy": "on",
     "engine.offload.sharedTier.type": "nvme",
     "engine.offload.sharedTier.nvme.path": "/kv",
+    "engine.offload.sharedTier.s3.bucket": "other-bucket",
+    "engine.offload.sharedTier.s3.prefix": "chat/",
+    "engine.offload.sharedTier.s3.endpoint": "https://store:9000",
     "engine.offload.sharedTier.nvme.maxBytes": "100GiB",
     "engine.offload.sharedTier.nvme.volume.type": "emptyDir",
     "engine.offload.sharedTier.nvme.volume.hostPath": "/other",

@@ -92,7 +92,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/tracing": (NOTHING,),
     "gateway/tests/upstream": (NOTHING,),
     "gateway/tests/upstream/continuation": (NOTHING,),
-    "services/ctl/tests": ("valkey",),
+    "services/ctl/tests": ("valkey", "s3"),
     "services/ctl/tests/check": (NOTHING,),
     "services/ctl/tests/live": (NOTHING,),
     "services/engine/tests": (NOTHING,),

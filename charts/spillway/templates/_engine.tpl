@@ -68,11 +68,14 @@ start-engine.sh: |
 {{- if eq .item.accelerator.visibleDevices "literal" }}
 - {name: ASCEND_RT_VISIBLE_DEVICES, value: {{ $engine.accelerator.visibleDevices.value | quote }}}
 {{- end }}{{- end }}
-{{- $redis := default (dict "passwordAs" "") .item.redisSecret }}
+{{- $redis := default (dict "passwordAs" "") .item.redisSecret }}{{- $tier := $engine.offload.sharedTier }}
+{{- $s3 := and $engine.offload.enabled (eq $tier.type "s3") | ternary $tier.s3.existingSecret (dict "name" "") }}
 {{- range list (list "HF_TOKEN" $engine.model.hubTokenSecret.name $engine.model.hubTokenSecret.key)
   (list "VLLM_API_KEY" $engine.apiKeySecret.name $engine.apiKeySecret.key)
   (list $names.variables.redisUsername (empty $redis.usernameKey | ternary "" $redis.name) $redis.usernameKey)
-  (list $names.variables.redisPassword (eq $redis.passwordAs "env" | ternary $redis.name "") $redis.passwordKey) }}
+  (list $names.variables.redisPassword (eq $redis.passwordAs "env" | ternary $redis.name "") $redis.passwordKey)
+  (list "AWS_ACCESS_KEY_ID" $s3.name $s3.accessKeyIdKey)
+  (list "AWS_SECRET_ACCESS_KEY" $s3.name $s3.secretAccessKeyKey) }}
 {{- $variable := dict "name" (index . 0) "secret" (index . 1) "key" (index . 2) }}
 {{- with include "spillway.secretVariable" $variable }}{{- . | nindent 0 }}{{- end }}
 {{- end }}

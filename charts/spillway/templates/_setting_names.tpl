@@ -18,6 +18,7 @@ otherwise, and the form of all other names. */}}
   "offload.sharedTier.redis.tls.caFile" (printf "%s.redis.tls.caSecret" $tier)
   "offload.sharedTier.redis.tls.certificateFile" (printf "%s.redis.tls.clientSecret" $tier)
   "offload.sharedTier.redis.tls.keyFile" (printf "%s.redis.tls.clientSecret" $tier)
+  "offload.sharedTier.s3.caFile" (printf "%s.s3.caSecret" $tier)
   "offload.sharedTier.encryption.keyFile" (printf "%s.encryption.keySecretName" $tier)
   "offload.sharedTier.encryption.keyEnv" (printf "%s.encryption.keySecretName" $tier)
 -}}

@@ -34,11 +34,9 @@ item.redisSecret. */}}
 {{- define "spillway.tierSettings" -}}
 {{- $tier := .item.engine.offload.sharedTier -}}{{- $item := .item -}}{{- $out := .out -}}
 {{- $at := printf "%s.offload.sharedTier" $item.path -}}{{- $names := $item.names -}}
-{{- $folder := $names.folders.secrets -}}
-{{- $files := list -}}
-{{- $_ := set $out "type" $tier.type -}}
-{{- if ne $tier.type "none" -}}
-{{- include "spillway.passed" (dict "section" (omit $tier "nvme" "redis" "encryption") "out" $out) -}}
+{{- $folder := $names.folders.secrets -}}{{- $files := list -}}
+{{- $_ := set $out "type" $tier.type -}}{{- if ne $tier.type "none" -}}
+{{- include "spillway.passed" (dict "section" (omit $tier "nvme" "redis" "s3" "encryption") "out" $out) -}}
 {{- range $key := list "loadQueueBytesMax" "storeQueueBytesMax" -}}
 {{- $bytes := include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key)) -}}
 {{- $_ := set $out $key (int64 $bytes) -}}{{- end -}}{{- end -}}
@@ -70,20 +68,22 @@ item.redisSecret. */}}
 {{- $files = append $files (dict "name" $secret.name "items" (list $entry)) -}}
 {{- end -}}{{- end -}}
 {{- $_ = set $item "redisSecret" $secret -}}{{- $tls := dict -}}
-{{- with $tier.redis.tls.caSecret -}}
-{{- if .name -}}
+{{- with $tier.redis.tls.caSecret -}}{{- if .name -}}
 {{- $_ := set $tls "caFile" (printf "%s/redis-ca.crt" $folder) -}}
 {{- $files = append $files (dict "name" .name "items" (list (dict "key" .key "path" "redis-ca.crt"))) -}}
 {{- end -}}{{- end -}}
-{{- with $tier.redis.tls.clientSecret -}}
-{{- if .name -}}
+{{- with $tier.redis.tls.clientSecret -}}{{- if .name -}}
 {{- $_ := set $tls "certificateFile" (printf "%s/redis-client.crt" $folder) -}}
 {{- $_ = set $tls "keyFile" (printf "%s/redis-client.key" $folder) -}}
 {{- $files = append $files (dict "name" .name "items" (list (dict "key" .certificateKey "path" "redis-client.crt")
   (dict "key" .privateKeyKey "path" "redis-client.key"))) -}}
-{{- end -}}{{- end -}}
-{{- with $tls -}}{{- $_ := set $redis "tls" . -}}{{- end -}}
-{{- $_ = set $out "redis" $redis -}}
+{{- end -}}{{- end -}}{{- with $tls -}}{{- $_ := set $redis "tls" . -}}{{- end -}}{{- $_ = set $out "redis" $redis -}}
+{{- else if eq $tier.type "s3" -}}{{- $s3 := dict -}}
+{{- include "spillway.passed" (dict "section" (omit $tier.s3 "existingSecret" "caSecret") "out" $s3) -}}
+{{- if not $tier.s3.endpoint -}}{{- $_ := unset $s3 "endpoint" -}}{{- end -}}
+{{- with $tier.s3.caSecret -}}{{- if .name -}}{{- $_ := set $s3 "caFile" (printf "%s/s3-ca.crt" $folder) -}}
+{{- $files = append $files (dict "name" .name "items" (list (dict "key" .key "path" "s3-ca.crt"))) -}}
+{{- end -}}{{- end -}}{{- $_ = set $out "s3" $s3 -}}
 {{- end -}}
 {{- if and (ne $tier.type "none") $tier.encryption.enabled -}}
 {{- $_ = set $out "encryption" (dict "keyId" $tier.encryption.keyId "keyFile" (printf "%s/tier-key" $folder)) -}}
@@ -97,16 +97,15 @@ item.redisSecret. */}}
 {{- define "spillway.tierText" -}}
 {{- $tier := .engine.offload.sharedTier -}}
 {{- if eq $tier.type "none" -}}none
-{{- else -}}
-{{- $settings := .settings.offload.sharedTier -}}
+{{- else -}}{{- $settings := .settings.offload.sharedTier -}}
 {{- if eq $tier.type "nvme" -}}
 {{- $most := "4/5 of what the file system can give" -}}
 {{- with $settings.nvme.maxBytes }}{{ $most = include "spillway.bytesText" . }}{{ end -}}
 nvme, {{ $tier.nvme.mode }}, up to {{ $most }} on {{ $tier.nvme.volume.type }}
 {{- if has $tier.nvme.volume.type (list "emptyDir" "perPodClaim") }} (one volume per pod, not shared){{ end }}
-{{- else -}}
-redis, {{ $settings.redis.url }}
-{{- end -}}
+{{- else if eq $tier.type "s3" -}}
+s3, {{ $tier.s3.bucket }}/{{ $tier.s3.prefix }} at {{ $tier.s3.endpoint | default "AWS" }}
+{{- else -}}redis, {{ $settings.redis.url }}{{- end -}}
 {{- if $tier.encryption.enabled }}, sealed with key {{ $tier.encryption.keyId }}{{ end }}
 {{- end -}}{{- end -}}
 

@@ -174,6 +174,7 @@ def test_hashes_normalise_alike() -> None:
     [
         ("redis/00112233445566aa", "redis/00112233445566aa"),
         ("nvme/00112233445566aa", "nvme/00112233445566aa"),
+        ("s3/00112233445566aa", "s3/00112233445566aa"),
         ("redis/00112233445566AA", None),
         ("redis/00112233445566aa0", None),
         ("redis/", None),

@@ -165,3 +165,15 @@ def test_what_helm_refuses_is_passed_on(tmp_path, capsys):
     assert "engine.memory.limit is too little" in capsys.readouterr().err
     assert main(["plan", "--chart", "charts/x", "--helm", str(tmp_path / "none")]) == 2
     assert "no such program" in capsys.readouterr().err
+
+
+def test_a_bucket_is_told_as_requests_and_at_given_prices_as_money(plan):
+    code, out, _ = plan(rendered("s3"), "--prompt-tokens", "4096")
+    assert code == 0
+    assert "4,096 tokens: 32 PUT stored, 32 HEAD and 32 GET loaded" in out
+    assert "cost" not in out
+
+    _, out, _ = plan(rendered("s3"), "--prompt-tokens", "4096", "--put-price", "5", "--get-price", "0.4")
+    assert "1,000 prompts cost stored 0.16, loaded 0.0256" in out
+
+    assert "PUT" not in plan(rendered("redis"), "--prompt-tokens", "4096")[1]

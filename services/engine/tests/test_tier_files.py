@@ -137,3 +137,15 @@ def test_a_folder_whose_parent_is_missing_is_said_and_keeps_nobody_from_serving(
     mistyped.parent.mkdir()
     assert misplaced_tier(tier) is None
     assert misplaced_tier(SharedTierSettings(type="none", nvme=NvmeTierSettings("/no/such/folder"))) is None
+
+
+def test_one_key_of_a_bucket_without_the_other_is_refused_by_name() -> None:
+    bucket = tier(type="s3", s3={"bucket": "kv-cache"})
+    require_tier_files(bucket, {})
+    require_tier_files(bucket, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"})
+    with pytest.raises(SettingsError, match="AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not"):
+        require_tier_files(bucket, {"AWS_ACCESS_KEY_ID": "a"})
+    with pytest.raises(SettingsError, match="AWS_SECRET_ACCESS_KEY is set, but AWS_ACCESS_KEY_ID is not"):
+        require_tier_files(bucket, {"AWS_SECRET_ACCESS_KEY": "b"})
+    with pytest.raises(SettingsError, match="s3.caFile: /nothing cannot be read"):
+        require_tier_files(tier(type="s3", s3={"bucket": "kv-cache", "caFile": "/nothing"}), {})

@@ -7,10 +7,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_connector.config import S3TierConfig, parse_tier
 from spillway_engine.chart_keys import settings_tree
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings import EngineSettings, check_settings
 from spillway_engine.settings_reader import read_settings
+from spillway_engine.tier_settings import secondary_tiers
 
 
 def checked(tier: Any, **offload: Any) -> EngineSettings:
@@ -34,6 +36,24 @@ REFUSED = {
     "credentials of a tier that is not in use": (
         "{type: none, redis: {url: 'redis://u:p@h:1/0'}}",
         "redis.url holds credentials",
+    ),
+    "a bucket without a name": ("type: s3", "s3.bucket: '' names no bucket"),
+    "a bucket with capitals": ("{type: s3, s3: {bucket: UPPER}}", "names no bucket"),
+    "a prefix that runs into names": (
+        "{type: s3, s3: {bucket: kv-cache, prefix: chat}}",
+        "s3.prefix: 'chat' is none; use letters",
+    ),
+    "an endpoint without a scheme": (
+        "{type: s3, s3: {bucket: kv-cache, endpoint: 'store:9000'}}",
+        "s3.endpoint: no address without credentials and path was given; write https://host:port",
+    ),
+    "an authority for a plain endpoint": (
+        "{type: s3, s3: {bucket: kv-cache, endpoint: 'http://store', caFile: /ca}}",
+        "s3.caFile: /ca, but offload.sharedTier.s3.endpoint: http://store asks for no TLS",
+    ),
+    "credentials in an endpoint": (
+        "{type: none, s3: {endpoint: 'https://id:pw@store'}}",
+        "s3.endpoint holds credentials",
     ),
     "another protocol": (
         "{type: redis, redis: {url: 'http://h:1'}}",
@@ -139,3 +159,13 @@ def test_every_setting_survives_the_way_out_and_back(tier: dict[str, Any]) -> No
     settings = read_settings(EngineSettings, tree)
 
     assert read_settings(EngineSettings, settings_tree(settings)) == settings
+
+
+def test_a_bucket_becomes_a_tier_of_the_connector() -> None:
+    tree = {"type": "s3", "s3": {"bucket": "kv-cache", "prefix": "chat/", "caFile": "/ca"}}
+    [tier] = secondary_tiers(checked(tree).offload.shared_tier)
+    assert "endpoint" not in tier
+    parsed = parse_tier(tier.pop("type"), tier)
+    assert isinstance(parsed, S3TierConfig)
+    assert (parsed.bucket, parsed.prefix, parsed.ca_file) == ("kv-cache", "chat/", "/ca")
+    assert (parsed.region, parsed.path_style, parsed.connections) == ("us-east-1", True, 32)

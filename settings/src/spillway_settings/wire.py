@@ -41,14 +41,14 @@ RETENTION_SECONDS_MAX = 7 * 86_400
 # That another engine is to go on with the prompt (true): its chunks are announced once they can be loaded.
 HAND_OVER_MEMBER = "spillway_hand_over"
 
-_STORE_MEDIUM = re.compile(r"[a-z]{1,16}/[0-9a-f]{16}")
+_STORE_MEDIUM = re.compile(r"[a-z][a-z0-9]{0,15}/[0-9a-f]{16}")
 
 
 def store_medium(tier_type: str, store_id: bytes) -> str:
     """The medium of KV events about a shared tier.
 
     Args:
-        tier_type: `redis` or `nvme`.
+        tier_type: `nvme`, `redis` or `s3`.
         store_id: The eight bytes by which engines that share a store know it.
     """
     return f"{tier_type}/{store_id.hex()}"

@@ -53,7 +53,7 @@ def _open_plain_tier(config: TierConfig, namespace: Namespace, payload_bytes: in
         )
     if isinstance(config, S3TierConfig):
         # Imported here alone: obstore is a library of 15 MB that the other tiers do not need.
-        from spillway_connector.tiers.s3.client import S3Place
+        from spillway_connector.tiers.s3.place import S3Place
         from spillway_connector.tiers.s3.tier import S3Tier
 
         place = S3Place(

@@ -13,8 +13,9 @@ import pytest
 from spillway_connector.errors import ConfigError, RefusedReason, TierRefused, TierTimeout, TierUnreachable
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.frame import build_header
-from spillway_connector.tiers.s3.client import RETRIES_MAX, S3Client, S3Place
+from spillway_connector.tiers.s3.client import RETRIES_MAX, S3Client
 from spillway_connector.tiers.s3.names import S3Names, parse_name, root_of
+from spillway_connector.tiers.s3.place import S3Place
 from spillway_connector.tiers.s3.tier import S3Tier
 from spillway_connector.tiers.tier import StoreOutcome
 

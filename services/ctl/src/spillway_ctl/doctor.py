@@ -17,7 +17,7 @@ from spillway_ctl.quantities import format_bytes
 from spillway_ctl.readings import Questions, read_all
 from spillway_ctl.run import JSON_FORMAT, OK
 from spillway_ctl.store_choice import StoreChoice
-from spillway_ctl.tier_rates import TierRates, measure_directory, measure_redis
+from spillway_ctl.tier_rates import TierRates, measure_bucket, measure_directory, measure_redis
 
 FAILED = 1
 CHECK = "tier rates"
@@ -35,7 +35,7 @@ class Patient:
     gateway_url: str | None
     engine_urls: tuple[str, ...]
     tier: StoreChoice | None = None
-    no_tier: str = "no tier was named: give --config, --nvme or --redis where it can be reached"
+    no_tier: str = "no tier was named: give --config, --nvme, --redis or --s3 where it can be reached"
 
 
 def doctor(patient: Patient, questions: Questions, *, as_json: bool, out: TextIO | None = None) -> int:
@@ -134,6 +134,8 @@ def _place(tier: StoreChoice) -> tuple[str, str]:
     """(where it is, what to do when it cannot be measured)."""
     if tier.nvme is not None:
         return str(tier.nvme), "mount the volume here, and run this as the engines' user; free space if it is full"
+    if tier.s3 is not None:
+        return str(tier.s3), "correct what the sentence names (offload.sharedTier.s3, the Secret or the identity)"
     return str(tier.redis), (
         "start the Redis or Valkey there, or correct the url, its login and certificates (offload.sharedTier.redis)"
     )
@@ -143,4 +145,6 @@ def _measure(tier: StoreChoice, answer_seconds: float) -> TierRates:
     """Raises CommandError, ConfigError, OSError, TierError."""
     if tier.nvme is not None:
         return measure_directory(tier.nvme)
+    if tier.s3 is not None:
+        return measure_bucket(tier.s3, answer_seconds)
     return measure_redis(tier.endpoint(), answer_seconds)

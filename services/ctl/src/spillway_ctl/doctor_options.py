@@ -132,7 +132,8 @@ def _patient(gateway: str | None, engines: tuple[str, ...], tier: StoreChoice | 
 def _tier(given: argparse.Namespace) -> StoreChoice | str | None:
     """None: none is named; text: why there is none to measure."""
     if given.config is None:
-        return choice_of(given) if given.nvme is not None or given.redis is not None else None
+        named = any(getattr(given, store) is not None for store in ("nvme", "redis", "s3"))
+        return choice_of(given) if named else None
     try:
         return choice_of(given)
     except CommandError as none:

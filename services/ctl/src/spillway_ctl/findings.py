@@ -296,6 +296,13 @@ def _place(engine: EngineReading, kind: Any) -> tuple[str, str]:
             "start the Redis or Valkey there, or correct offload.sharedTier.redis (url, login, TLS) and the "
             "NetworkPolicy; the engine's log has the reason, and it uses the tier again by itself"
         )
+    if kind == "s3":
+        s3 = {key: engine.setting("offload", "sharedTier", "s3", key) for key in ("bucket", "prefix", "endpoint")}
+        at = f" at {s3['endpoint']}" if s3["endpoint"] else ""
+        return f"s3://{s3['bucket']}/{s3['prefix'] or ''}{at}", (
+            "the engine's log has the reason (credentials, rights, clock, bucket, address, too many requests); correct "
+            "offload.sharedTier.s3 and the NetworkPolicy; see An object store in docs/operations.md"
+        )
     path = engine.setting("offload", "sharedTier", "nvme", "path")
     return str(path or "?"), (
         "mount the volume, give the engines' user its rights and free space, or correct offload.sharedTier.nvme.path; "

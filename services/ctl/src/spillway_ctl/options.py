@@ -53,6 +53,7 @@ examples:
 examples:
   spillway tier purge --nvme /var/lib/spillway/kv --older-than 7d --dry-run
   spillway tier purge --nvme /var/lib/spillway/kv --namespace 3f2a91c0 --yes
+  spillway tier purge --s3 s3://kv/chat/ --s3-endpoint https://store:9000 --older-than 30d --dry-run
   spillway tier purge --redis redis://cache:6379/0 --tenant $(spillway tier tenant --salt-env SALT) --yes
 """,
     "tenant": """\
@@ -132,7 +133,7 @@ def _with_filters(command: argparse.ArgumentParser, *, ages: bool = True) -> Non
     which.add_argument(
         "--tenant", metavar="ID", type=checked(parse_tenant), help="16 hex digits, or default: without a cache salt"
     )
-    age = "since its last use; in Redis since it was stored"
+    age = "since its last use; in Redis and in a bucket since it was stored"
     which.add_argument("--older-than", metavar="AGE", type=checked(parse_age_seconds), help=f"30m, 12h, 7d, 2w {age}")
     which.add_argument("--newer-than", metavar="AGE", type=checked(parse_age_seconds), help="the same")
 

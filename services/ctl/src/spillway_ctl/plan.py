@@ -55,7 +55,26 @@ def _document(group: PlannedEngines, given: Rates, prompts: Sequence[int]) -> di
         "rates": asdict(rates),
         "break_even_bytes_per_second": break_even_bytes_per_second(bytes_per_token, prefill) if prefill else None,
         "first_tokens": [asdict(first) for first in firsts],
+        **({"requests": _requests(prompts, longest, memory, given)} if group.shared_tier == "s3" else {}),
     }
+
+
+def _requests(prompts: Sequence[int], longest: int, memory: dict[str, Any], rates: Rates) -> list[str]:
+    """What prompts of these lengths ask of an object store, and what it costs at the given prices."""
+    found = []
+    for tokens in prompts:
+        chunks = tokens // int(memory["chunkTokens"]) * int(memory.get("kvGroups", 1))
+        if tokens > longest or not chunks:
+            continue
+        put, get = rates.put_price_per_million, rates.get_price_per_million
+        prices = [
+            f"{text} {count * price / 1000:.3g}"
+            for text, count, price in (("stored", chunks, put), ("loaded", 2 * chunks, get))
+            if price is not None
+        ]
+        costs = f"; 1,000 prompts cost {', '.join(prices)}" if prices else ""
+        found.append(f"{tokens:,} tokens: {chunks:,} PUT stored, {chunks:,} HEAD and {chunks:,} GET loaded{costs}")
+    return found
 
 
 def _rows(memory: dict[str, Any]) -> str:
@@ -82,6 +101,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
         ),
         ("shared tier", f"{document['shared_tier']}{_index(memory)}"),
     ]
+    rows += [("requests to the bucket", each) for each in document.get("requests", ())]
     break_even = document["break_even_bytes_per_second"]
     if break_even is None:
         per_thousand = format_bytes(break_even_bytes_per_second(memory["bytesPerToken"], 1000))

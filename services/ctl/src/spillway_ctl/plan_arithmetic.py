@@ -21,6 +21,8 @@ class Rates:
     prefill_tokens_per_second: float | None = None
     device_copy_bytes_per_second: float | None = None  # CPU tier -> device
     tier_read_bytes_per_second: float | None = None  # shared tier -> CPU tier
+    put_price_per_million: float | None = None  # what an object store asks for a million requests
+    get_price_per_million: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

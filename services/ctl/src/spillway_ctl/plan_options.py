@@ -52,6 +52,13 @@ def add_plan(areas: Any) -> None:
     )
     parser.add_argument("--device-copy-rate", type=_rate, metavar="RATE", help="CPU tier to device, e.g. 20GiB/s")
     parser.add_argument("--tier-rate", type=_rate, metavar="RATE", help="shared tier to one engine, e.g. 3GiB/s")
+    for kind, what in (("put", "writes"), ("get", "reads and lookups")):
+        parser.add_argument(
+            f"--{kind}-price",
+            type=_positive,
+            metavar="N",
+            help=f"of a million {what} of an object store",
+        )
     parser.add_argument(
         "--prompt-tokens",
         type=_tokens,
@@ -73,7 +80,9 @@ def planned_engines(given: argparse.Namespace) -> tuple[PlannedEngines, ...]:
 
 
 def rates_of(given: argparse.Namespace) -> Rates:
-    return Rates(given.prefill_tokens_per_second, given.device_copy_rate, given.tier_rate)
+    return Rates(
+        given.prefill_tokens_per_second, given.device_copy_rate, given.tier_rate, given.put_price, given.get_price
+    )
 
 
 def _positive(text: str) -> float:

@@ -26,12 +26,12 @@ class Store(Protocol):
 
     @property
     def kind(self) -> str:
-        """ "nvme" or "redis"."""
+        """ "nvme", "redis" or "s3"."""
         ...
 
     @property
     def layout(self) -> str:
-        """ "files", "slab", "files and slab", "server", "sentinel", "cluster"; "" while there is nothing."""
+        """ "files", "slab", "files and slab", "server", "sentinel", "cluster", "bucket"; "" while there is nothing."""
         ...
 
     @property

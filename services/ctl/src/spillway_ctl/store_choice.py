@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
+from spillway_connector.tiers.s3.place import S3Place
 from spillway_ctl.errors import CommandError
 from spillway_ctl.nvme_store import NvmeStore
 from spillway_ctl.store import Store
 from spillway_engine.settings_reader import load_engine_settings
+from spillway_settings.values.offload import S3Tier
 
-NO_STORE = "which tier is meant? give --nvme DIR, --redis URL, or --config with an engine's configuration file"
+NO_STORE = (
+    "which tier is meant? give --nvme DIR, --redis URL, --s3 URL, or --config with an engine's configuration file"
+)
+_S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class StoreChoice:
 
     nvme: Path | None = None
     redis: str | None = None
+    s3: S3Place | None = None
     max_bytes: int | None = None
     username_env: str | None = None
     password_env: str | None = None
@@ -39,6 +46,10 @@ class StoreChoice:
         """Nothing is read or connected yet. Raises ConfigError, CommandError."""
         if self.nvme is not None:
             return NvmeStore(self.nvme, max_bytes=self.max_bytes)
+        if self.s3 is not None:
+            from spillway_ctl.s3_store import S3BucketStore  # noqa: PLC0415 - only commands on such a tier need obstore
+
+            return S3BucketStore(self.s3, answer_seconds=timeout_seconds)
         endpoint = self.endpoint()
         from spillway_ctl.redis_store import RedisStore  # noqa: PLC0415 - redis-py takes half a second to import
 
@@ -92,7 +103,32 @@ def choice_from_config(path: Path) -> StoreChoice:
             encryption_key_file=key_file,
             encryption_key_env=key_env,
         )
+    if tier.type == "s3":
+        s3 = tier.s3
+        return StoreChoice(
+            s3=S3Place(
+                s3.bucket,
+                prefix=s3.prefix,
+                endpoint=s3.endpoint,
+                region=s3.region,
+                path_style=s3.path_style,
+                ca_file=s3.ca_file,
+            ),
+            encryption_key_file=key_file,
+            encryption_key_env=key_env,
+        )
     raise CommandError(f"--config {path}: offload.sharedTier.type is none, so this engine has no shared tier")
+
+
+def place_of(url: str, endpoint: str | None, region: str | None, ca_file: str | None) -> S3Place:
+    """Raises CommandError."""
+    found = _S3_URL.fullmatch(url)
+    if found is None:
+        raise CommandError("--s3: no bucket was given; write s3://BUCKET or s3://BUCKET/PREFIX/")
+    prefix = found["prefix"] or ""
+    if prefix and not prefix.endswith("/"):
+        prefix += "/"
+    return S3Place(found["bucket"], prefix=prefix, endpoint=endpoint, region=region or S3Tier().region, ca_file=ca_file)
 
 
 def _secret(option: str, variable: str | None) -> str | None:

@@ -10,14 +10,18 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from spillway_connector.errors import TierError
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.router import RedisRouter
 from spillway_connector.tiers.redis.names import KEY_PREFIX
+from spillway_connector.tiers.s3.names import root_of
+from spillway_connector.tiers.s3.place import S3Place
 
 PIECE_BYTES = 1 << 20
 PIECES = 32
@@ -83,6 +87,49 @@ def measure_redis(endpoint: RedisEndpoint, answer_seconds: float) -> TierRates:
                 router.attempt([(b"UNLINK", each) for each in tried], time.monotonic() + answer_seconds)
         finally:
             router.close()
+
+
+def measure_bucket(place: S3Place, answer_seconds: float) -> TierRates:
+    """Objects beside the tier's, which no engine asks for. Raises ConfigError, TierError."""
+    import obstore  # noqa: PLC0415 - only a tier in a bucket needs it
+
+    from spillway_connector.tiers.s3.client import S3Client  # noqa: PLC0415
+
+    client = S3Client(place, 1)
+    piece, run = os.urandom(PIECE_BYTES), uuid.uuid4().hex
+    tried: list[int] = []
+
+    async def store(name: str) -> None:
+        await obstore.put_async(client.bucket, name, piece, use_multipart=False)
+
+    async def load(name: str) -> None:
+        await (await obstore.get_async(client.bucket, name)).bytes_async()
+
+    async def remove(name: str) -> None:
+        await obstore.delete_async(client.bucket, name)
+
+    def each(number: int, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        name = f"{root_of(place.prefix)}/doctor/{run}/{number}"
+        client.run(lambda: work(name), time.monotonic() + answer_seconds)
+
+    def write(number: int) -> None:
+        tried.append(number)
+        each(number, store)
+
+    try:
+        began = time.monotonic()
+        pieces = _repeat(write, began)
+        written = time.monotonic()
+        for number in range(pieces):
+            each(number, load)
+        return _rates(pieces, began, written, time.monotonic())
+    finally:
+        try:
+            for number in tried:
+                each(number, remove)
+        except TierError:
+            pass  # what went wrong before is the error to report; a lifecycle rule removes the rest
+        client.close()
 
 
 def _repeat(write: Callable[[int], object], began: float) -> int:

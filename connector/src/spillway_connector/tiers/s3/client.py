@@ -11,7 +11,6 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from obstore.store import S3Store
 
 from spillway_connector.errors import ConfigError, RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.tiers.s3.faults import explained
+from spillway_connector.tiers.s3.place import S3Place
 from spillway_connector.tiers.tier import Clock
 
 _Result = TypeVar("_Result")
@@ -27,30 +27,6 @@ RETRIES_MAX = 3
 FIRST_PAUSE = timedelta(milliseconds=100)
 LONGEST_PAUSE = timedelta(seconds=1)
 CANCEL_SECONDS = 1.0  # what a cancelled request may take to end
-
-
-@dataclass(frozen=True, slots=True)
-class S3Place:
-    """Where a tier's objects are. Credentials come from the process's environment, see :class:`S3Client`.
-
-    prefix: what keys begin with. endpoint: None: AWS's own of the region. ca_file: a file with the authorities that
-    are trusted besides the system's.
-    """
-
-    bucket: str
-    prefix: str = ""
-    endpoint: str | None = None
-    region: str = "us-east-1"
-    path_style: bool = True
-    ca_file: str | None = None
-
-    def __str__(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}" + (f" at {self.endpoint}" if self.endpoint else "")
-
-    @property
-    def name(self) -> bytes:
-        """The same in all processes that use it: the region of a bucket at AWS follows from its name."""
-        return f"s3\n{self.endpoint or 'aws'}\n{self.bucket}\n{self.prefix}".encode()
 
 
 class S3Client:

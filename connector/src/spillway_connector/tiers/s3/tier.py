@@ -24,9 +24,10 @@ from spillway_connector.errors import (
 from spillway_connector.limits import S3_CONNECTIONS
 from spillway_connector.namespace import Namespace, explain_difference, store_id_of
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header, verify
-from spillway_connector.tiers.s3.client import S3Client, S3Place
+from spillway_connector.tiers.s3.client import S3Client
 from spillway_connector.tiers.s3.faults import explained, lacks_conditional_writes
 from spillway_connector.tiers.s3.names import S3Names, root_of
+from spillway_connector.tiers.s3.place import S3Place
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 DOCUMENT_BYTES_MAX = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 from s3_servers import BUCKET, KEYS, S3Server, s3_server
 
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.s3.client import S3Place
+from spillway_connector.tiers.s3.place import S3Place
 from spillway_connector.tiers.s3.tier import S3Tier
 
 _NUMBERS = count()

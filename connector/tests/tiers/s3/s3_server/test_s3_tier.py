@@ -21,7 +21,8 @@ from spillway_connector.testing.tier_contract import (
     payload_of,
     soon,
 )
-from spillway_connector.tiers.s3.client import S3Client, S3Place
+from spillway_connector.tiers.s3.client import S3Client
+from spillway_connector.tiers.s3.place import S3Place
 from spillway_connector.tiers.s3.tier import S3Tier
 from spillway_connector.tiers.sealed import SEAL_BYTES, SealedTier, SealKey, sealed_namespace
 from spillway_connector.tiers.tier import StoreOutcome, Tier

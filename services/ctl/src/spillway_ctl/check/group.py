@@ -276,6 +276,8 @@ def _secret_files(engine: Engine, values: Values) -> tuple[str, ...]:
         if secret and tier.redis.existing_secret.password_as == "file":  # noqa: S105 - the way it is given
             found.append(secret)
         found += [each.name for each in (tier.redis.tls.ca_secret, tier.redis.tls.client_secret) if each.name]
+    if tier.type == "s3" and tier.s3.ca_secret.name:
+        found.append(tier.s3.ca_secret.name)
     if tier.encryption.enabled:
         found.append(tier.encryption.key_secret_name)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Rules of the shared tier: its bounds, its volume, its Redis and its key. Pure."""
+"""Rules of the shared tier: its bounds, its volume, its Redis or bucket, and its key. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _REDIS_URL = re.compile(
     rf"(rediss?://{_HOST}(/[0-9]*)?|rediss?-sentinel://{_HOSTS}/[^/?#,]+(\?db=[0-9]+)?"
     rf"|rediss?-cluster://{_HOSTS}(/0?)?|unix:///[^?#]+(\?db=[0-9]+)?)"
 )
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_S3_PREFIX = re.compile(r"([A-Za-z0-9._-]+/)*")
+_S3_ENDPOINT = re.compile(rf"https?://{_HOST}/?")
 _SYSTEM_FOLDER = re.compile(
     r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
@@ -32,6 +35,10 @@ def tier_findings(group: Group, release: Release) -> Iterator[Finding]:
         yield Finding(
             f"{at}.redis.url", "holds credentials", "put them into a Secret and name it in redis.existingSecret"
         )
+    if "@" in tier.s3.endpoint:
+        yield Finding(
+            f"{at}.s3.endpoint", "holds credentials", "put them into a Secret and name it in s3.existingSecret"
+        )
     yield from _extra_tiers(group)
     yield from _key_id(group, at)
     if tier.type != "none" and not offload.enabled:
@@ -43,13 +50,18 @@ def tier_findings(group: Group, release: Release) -> Iterator[Finding]:
     elif tier.type != "none":
         yield from _bounds(group, at)
         yield from _encryption(group, at)
-        yield from _nvme(group, at) if tier.type == "nvme" else _redis(group, release, at)
+        if tier.type == "nvme":
+            yield from _nvme(group, at)
+        elif tier.type == "redis":
+            yield from _redis(group, release, at)
+        else:
+            yield from _s3(group, release, at)
         yield from _secret_files(group, at)
     elif tier.encryption.enabled:
         yield Finding(
             f"{at}.encryption.enabled",
             "true, but sharedTier.type is none, and it seals a shared tier",
-            "set type: nvme or redis, or encryption.enabled: false",
+            "set type: nvme, redis or s3, or encryption.enabled: false",
         )
 
 
@@ -105,11 +117,12 @@ def _key_id(group: Group, at: str) -> Iterator[Finding]:
 def _bounds(group: Group, at: str) -> Iterator[Finding]:
     """A bound below one chunk lets nothing through."""
     tier, row = group.engine.offload.shared_tier, group.memory.row
-    own = tier.nvme if tier.type == "nvme" else tier.redis
+    own = {"nvme": tier.nvme, "redis": tier.redis}.get(tier.type)
     bounds = {"loadQueueBytesMax": tier.load_queue_bytes_max, "storeQueueBytesMax": tier.store_queue_bytes_max}
     if tier.type == "nvme":
         bounds["nvme.maxBytes"] = tier.nvme.max_bytes  # type: ignore[assignment]
-    bounds[f"{tier.type}.tenantMaxBytes"] = own.tenant_max_bytes  # type: ignore[assignment]
+    if own is not None:
+        bounds[f"{tier.type}.tenantMaxBytes"] = own.tenant_max_bytes  # type: ignore[assignment]
     for key, bound in bounds.items():
         if bound is not None and size(bound) < row:
             yield Finding(
@@ -264,6 +277,72 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
             f"true closes the way to {at}.url: {shown_url(url)}",
             "list its address in networkPolicy.engineEgress",
         )
+
+
+def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
+    s3, policy = group.engine.offload.shared_tier.s3, release.values.network_policy
+    at = f"{at}.s3"
+    if _BUCKET.fullmatch(s3.bucket) is None:
+        yield Finding(
+            f"{at}.bucket",
+            f"{quoted(s3.bucket)} given, the name of a bucket (3 to 63 lower-case letters, digits, dots and dashes) "
+            "needed"
+            if s3.bucket
+            else "is empty",
+            "name one that is there, such as spillway-kv",
+        )
+    if _S3_PREFIX.fullmatch(s3.prefix) is None:
+        yield Finding(
+            f"{at}.prefix",
+            f"{quoted(s3.prefix)} given, parts of letters, digits, dots, dashes and underscores with a slash behind "
+            "each needed",
+            "write it like kv/ or teams/chat/",
+        )
+    endpoint = s3.endpoint
+    if endpoint and "@" not in endpoint and _S3_ENDPOINT.fullmatch(endpoint) is None:
+        yield Finding(
+            f"{at}.endpoint",
+            f"{quoted(shown_url(endpoint))} is no address",
+            "write https://host:port without a path (http:// has no TLS), or nothing for AWS",
+        )
+    if endpoint and is_own_pod(endpoint) and not group.engine.sidecars and not group.engine.host_network:
+        yield Finding(
+            f"{at}.endpoint",
+            f"{shown_url(endpoint)} is the engine's own pod, in which nothing else runs",
+            "write the name of the store's Service, such as https://minio.storage.svc:9000",
+        )
+    if s3.ca_secret.name and endpoint.startswith("http:"):
+        yield Finding(
+            f"{at}.caSecret",
+            f"it names a Secret, but endpoint: {shown_url(endpoint)} asks for no TLS",
+            "write https://..., or remove it",
+        )
+    if not s3.path_style and re.match(r"https?://(\[|[0-9.]+(:|/|$))", endpoint):
+        yield Finding(
+            f"{at}.pathStyle",
+            f"false puts the bucket's name in front of {shown_url(endpoint)}, which is no name",
+            "set pathStyle: true, or give the endpoint a name",
+        )
+    if not s3.existing_secret.name and not _has_identity(group):
+        yield Finding(
+            f"{at}.existingSecret.name",
+            "is empty, and no annotation of engine.serviceAccount names an identity, so the engines' rights are those "
+            "of the node",
+            "name a Secret with the two keys, or annotate the service account",
+            is_note=True,
+        )
+    if policy.enabled and policy.restrict_egress and not policy.engine_egress:
+        yield Finding(
+            "networkPolicy.restrictEgress",
+            f"true closes the way to {at}.endpoint: {shown_url(endpoint) if endpoint else 'AWS'}",
+            "list its address in networkPolicy.engineEgress",
+        )
+
+
+def _has_identity(group: Group) -> bool:
+    account = group.engine.service_account
+    variables = {each.get("name") if isinstance(each, dict) else each.name for each in group.engine.extra_env_vars}
+    return bool(account.annotations) or not account.create or "AWS_ACCESS_KEY_ID" in variables
 
 
 def _embedded_redis(group: Group, release: Release, at: str) -> Iterator[Finding]:

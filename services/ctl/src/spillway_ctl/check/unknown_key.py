@@ -77,6 +77,8 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "offload.sharedTier.path": "engine.offload.sharedTier.nvme.path",
         "offload.sharedTier.url": "engine.offload.sharedTier.redis.url",
         "offload.sharedTier.redis.host": "engine.offload.sharedTier.redis.url: redis://HOST:6379/0",
+        "offload.sharedTier.s3.accessKeyId": "engine.offload.sharedTier.s3.existingSecret",
+        "offload.sharedTier.s3.secretAccessKey": "engine.offload.sharedTier.s3.existingSecret",
         "offload.sharedTier.redis.password": "engine.offload.sharedTier.redis.existingSecret",
     },
     "gateway": {

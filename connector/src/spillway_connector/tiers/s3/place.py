@@ -1,0 +1,29 @@
+"""Where a tier's objects are. Light to import: no client library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class S3Place:
+    """Where a tier's objects are. Credentials come from the process's environment, see client.py.
+
+    prefix: what keys begin with. endpoint: None: AWS's own of the region. ca_file: a file with the authorities that
+    are trusted besides the system's.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str = "us-east-1"
+    path_style: bool = True
+    ca_file: str | None = None
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}" + (f" at {self.endpoint}" if self.endpoint else "")
+
+    @property
+    def name(self) -> bytes:
+        """The same in all processes that use it: the region of a bucket at AWS follows from its name."""
+        return f"s3\n{self.endpoint or 'aws'}\n{self.bucket}\n{self.prefix}".encode()
