@@ -147,5 +147,5 @@ def test_one_key_of_a_bucket_without_the_other_is_refused_by_name() -> None:
         require_tier_files(bucket, {"AWS_ACCESS_KEY_ID": "a"})
     with pytest.raises(SettingsError, match="AWS_SECRET_ACCESS_KEY is set, but AWS_ACCESS_KEY_ID is not"):
         require_tier_files(bucket, {"AWS_SECRET_ACCESS_KEY": "b"})
-    with pytest.raises(SettingsError, match="s3.caFile: /nothing cannot be read"):
+    with pytest.raises(SettingsError, match=r"s3\.caFile: /nothing cannot be read"):
         require_tier_files(tier(type="s3", s3={"bucket": "kv-cache", "caFile": "/nothing"}), {})

@@ -117,11 +117,11 @@ def _key_id(group: Group, at: str) -> Iterator[Finding]:
 def _bounds(group: Group, at: str) -> Iterator[Finding]:
     """A bound below one chunk lets nothing through."""
     tier, row = group.engine.offload.shared_tier, group.memory.row
-    own = {"nvme": tier.nvme, "redis": tier.redis}.get(tier.type)
     bounds = {"loadQueueBytesMax": tier.load_queue_bytes_max, "storeQueueBytesMax": tier.store_queue_bytes_max}
     if tier.type == "nvme":
         bounds["nvme.maxBytes"] = tier.nvme.max_bytes  # type: ignore[assignment]
-    if own is not None:
+    if tier.type != "s3":
+        own = tier.nvme if tier.type == "nvme" else tier.redis
         bounds[f"{tier.type}.tenantMaxBytes"] = own.tenant_max_bytes  # type: ignore[assignment]
     for key, bound in bounds.items():
         if bound is not None and size(bound) < row:
