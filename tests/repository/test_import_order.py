@@ -13,7 +13,8 @@ from lanes.rules import ROOT
 LEVELS = {
     "ctl": (
         "census errors evidence interruption pace plan_arithmetic quantities store tier_rates",
-        "findings frame_filter namespace_summary nvme_store plan_input progress readings redis_store s3_store seal_check",
+        "findings frame_filter namespace_summary nvme_store plan_input progress readings redis_store s3_store "
+        "seal_check",
         "named_text run store_choice",
         "check doctor listing plan_options purge status store_options tenant_id",
         "live plan verify",
