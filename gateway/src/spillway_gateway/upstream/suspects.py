@@ -236,7 +236,7 @@ class EndedEngines:
     async def first_leg_failed(self, failure: UpstreamError, engine: Engine) -> None:
         """The engine that computed the prompt alone has failed; the request is not lost with it, and goes to another
         engine. If it ends that one too, it is a suspect."""
-        if type(failure) in _MAY_HAVE_ENDED and await self._services.looks.has_ended(engine):
+        if type(failure) in _MAY_HAVE_ENDED and await self._services.looks.at(engine) is not Look.LIVES:
             self._count += 1
 
     async def allow_another(self, failure: UpstreamError, place: Place, engine: Engine, *, begun: bool) -> bool:
