@@ -250,6 +250,24 @@ def test_rows_under_way_at_a_reset_are_used_again_when_their_jobs_have_ended(nod
     assert tier.prepare_store([key(number) for number in (5, 6, 7, 8)], CONTEXT) is not None
 
 
+def test_a_refused_load_releases_no_row_that_another_engine_has_claimed_since(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 0, 1, 2, 3)
+    second.sync()
+    store(first, 6, 7, 8, 9)  # in the same rows
+    second.prepare_load([key(0)], CONTEXT)  # refused
+    first.reset_cache()
+    store(first, 0)
+    second.sync()
+    rows = second.rows_of([key(0)])
+    second.reset_cache()
+    assert first.prepare_store([key(number) for number in (1, 2, 3, 4)], CONTEXT) is not None
+    second.release(rows)
+    assert first._index.count()[WRITING] == ROWS
+    first.complete_store([key(number) for number in (1, 2, 3, 4)], CONTEXT, True)
+    assert first.free_rows() == first._index.count()[0] == 0
+
+
 def test_an_engine_whose_weights_change_neither_reads_nor_writes_the_rows_of_the_others(node: Node, caplog):
     first, second = node.engine(), node.engine()
     store(first, 1, 2)

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from spillway_connector.engine.cpu_tier import LruRows
 from spillway_connector.errors import DeviceCopyError, HostMemoryError, TierTimeout
 from spillway_connector.node.region import NodeRegion
-from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, WRITING, NodeIndex, rows_of
+from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class NodeRows(LruRows):
         self._used_ms: dict[OffloadKey, int] = {}  # when this picture last moved a chunk to the end
         self._mine: set[OffloadKey] = set()  # being written by this engine
         self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
+        self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
         self._oldest_generation = 0  # what was claimed before it was dropped by a reset
         self._left: str | None = None
         self._sweep_at = 0.0
@@ -414,8 +415,12 @@ class NodeRows(LruRows):
     @override
     def _rows_in_use(self) -> Counter[int]:
         in_use = Counter(self.rows_of(self._mine))
-        for counts in (self._readers, self._unpinned):
-            in_use.update({self._rows[key]: count for key, count in counts.items() if key in self._rows})
+        in_use.update({self._rows[key]: count for key, count in self._readers.items() if key in self._rows})
+        for key, count in self._unpinned.items():
+            # Their jobs release the row of such a chunk too, if another job uses it. If none does, it is not this
+            # engine's: another one may write to it at once.
+            if (row := self._rows.get(key)) is not None and row in in_use:
+                in_use[row] += count
         return in_use
 
     @override
@@ -432,6 +437,7 @@ class NodeRows(LruRows):
             self._oldest_generation = index.generation
 
         self._change(free)
+        self._reset_writes.update(self.rows_of(self._mine))
         super().reset_cache()
         self._free_list.clear()
 
@@ -462,9 +468,10 @@ class NodeRows(LruRows):
             return
         numbers = rows_of(ended)
         self._index.unpin(numbers, self._place)
-        written = numbers[(self._index.stamps[numbers] & np.uint64(3)) == WRITING]
-        if len(written):
-            self._change(lambda index: index.free(written))
+        written = self._reset_writes.intersection(ended)
+        if written:
+            self._reset_writes -= written
+            self._change(lambda index: index.free(rows_of(written)))
 
     @override
     def shutdown(self) -> None:
