@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector.engine.cpu_tier import LruRows
 from spillway_connector.errors import DeviceCopyError, HostMemoryError, TierTimeout
-from spillway_connector.node.region import NodeRegion
+from spillway_connector.node.region import OPEN_SECONDS, NodeRegion
 from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex, rows_of
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class NodeRows(LruRows):
         self.prepare_read = self._prepare_read
         place = None
         try:
-            with region.changing() as index:
+            with region.changing(OPEN_SECONDS) as index:
                 index.sweep(region.lease.is_held, None, self._now_ms())
                 place = index.join(region.lease.number)
         except (OSError, TierTimeout) as error:

@@ -130,9 +130,9 @@ class NodeRegion:
             os.close(descriptor)
 
     @contextmanager
-    def changing(self) -> Iterator[NodeIndex]:
+    def changing(self, patience_seconds: float = CHANGE_SECONDS) -> Iterator[NodeIndex]:
         """Hold the lock of the index. Raises TierTimeout, OSError (RegionGone)."""
-        with self._lock.held(time.monotonic() + CHANGE_SECONDS):
+        with self._lock.held(time.monotonic() + patience_seconds):
             if os.stat(self._index_path).st_ino != self._inode:
                 raise RegionGone(f"{self._index_path} is another file")
             self.index.begin()
