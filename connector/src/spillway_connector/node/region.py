@@ -38,7 +38,7 @@ from spillway_connector.tiers.disk.slab.writers import WriterLease, new_number
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 600.0  # for the engine that takes the memory of all rows; the others wait for it
-CHANGE_SECONDS = 0.25  # for a change of the index, which takes the holder of the lock less than a millisecond
+CHANGE_SECONDS = 2.0  # for a change of the index: under a millisecond, unless a busy machine stops its holder
 _FILE_DEPTH = 2  # rows-<bytes>/<file> below the path
 
 
