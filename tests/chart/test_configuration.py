@@ -463,8 +463,9 @@ def another(value, name):
 
 # Written by the chart from engines, service and lifecycle; the rest has a section of its name under `gateway`.
 ELSEWHERE = {"models", "listen", "shutdown"}
+WITH_ROLES = {"disaggregation"}  # of engines with roles, which the chart does not install
 NUMBERS = {"processes"}  # which stand under `gateway` themselves
-SECTIONS = sorted(fields_of(GatewayConfig) - ELSEWHERE - NUMBERS)
+SECTIONS = sorted(fields_of(GatewayConfig) - ELSEWHERE - WITH_ROLES - NUMBERS)
 AUTH = {"keys_file": "keysSecret", "salt_secret_file": "saltSecret", "engine_key_file": "engineKeySecret"}
 
 
@@ -487,7 +488,7 @@ def test_every_setting_of_the_gateway_is_a_value():
     }  # of `engine`
     limits = {camel(name) for name in fields_of(SharedLimitsConfig)} - {"usernameEnv", "passwordEnv", "tlsCaFile"}
     assert limits | {"existingSecret", "caSecret"} == set(values["gateway"]["auth"]["sharedLimits"])
-    assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay", "data_parallel_ranks"}
+    assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay", "data_parallel_ranks", "role"}
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if section != "auth"])

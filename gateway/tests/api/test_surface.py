@@ -96,8 +96,7 @@ async def test_body_and_reply_pass_as_they_are(start_engine: Any, client: Any, p
         assert through[0] == 200
         assert engine.seen[0].body == body
         assert through[1]["x-spillway-engine"] == "fake-0"
-        (traceparent,) = [value for name, value in engine.seen[0].headers if name == b"traceparent"]
-        assert len(traceparent) == 55 and traceparent.startswith(b"00-") and traceparent.endswith(b"-01")
+        assert not any(name == b"traceparent" for name, _ in engine.seen[0].headers)  # the engine samples by itself
         assert running.engine("fake-0").running_requests == running.engine("fake-0").queued_tokens == 0
 
 

@@ -47,7 +47,7 @@ from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.relay import Relay
 from spillway_gateway.upstream.router import Admitted, Router
 from spillway_gateway.upstream.splice import MemberValue, insert_member
-from spillway_gateway.upstream.trace_context import new_request_id, trace_id, with_trace
+from spillway_gateway.upstream.trace_context import new_request_id, trace_id
 from spillway_gateway.upstream.usage import Usage
 from spillway_settings.wire import RETENTION_MEMBER, SESSION_MEMBER
 
@@ -327,9 +327,7 @@ async def serve(
     headers: Headers = scope["headers"]
     client: ClientRequest = scope["extensions"][EXTENSION]
     trace: RequestTrace | None = None
-    if context.tracing is None:
-        headers = with_trace(headers)
-    else:
+    if context.tracing is not None:
         trace = context.tracing.request(scope["method"], route, headers)
         headers = trace.headers
     request_id = _request_id(header(headers, b"x-request-id"))
