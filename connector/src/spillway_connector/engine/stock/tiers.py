@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from spillway_connector.config import TierConfig, parse_tier
+from spillway_connector.config import S3TierConfig, TierConfig, parse_tier
 from spillway_connector.engine.open_tier import open_tier
 from spillway_connector.engine.stock.engine_objects import EngineObjects, engine_objects
 from spillway_connector.engine.stock.namespace import stock_namespace
@@ -82,7 +82,8 @@ class StockTier(SecondaryTierManager):
         self.locality = self._locality(locality)
         config = self._parse(options)
         engine = engine_objects(offloading_spec)
-        if config.tenant_max_bytes is not None and engine.scheduler_half is None:
+        bounds_tenants = not isinstance(config, S3TierConfig) and config.tenant_max_bytes is not None
+        if bounds_tenants and engine.scheduler_half is None:
             raise ConfigError(
                 f"secondary tier {tier_type!r}: tenant_max_bytes: this connector does not show a request's cache salt, "
                 "so tenants cannot be distinguished; remove the setting"
