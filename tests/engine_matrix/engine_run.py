@@ -40,7 +40,7 @@ from typing import Any
 from engine_matrix.gated_reads import gated_reads
 from engine_matrix.greedy import greedy_answers
 from engine_matrix.met_loads import met_loads
-from engine_matrix.models import VOCABULARY, Model, engine_settings, model
+from engine_matrix.models import VOCABULARY, Model, connector_config, engine_settings, model
 from engine_matrix.valkey_process import running_valkey
 
 PROMPT_BLOCKS = 12
@@ -108,13 +108,7 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
             "acl_library_path": str(emulator.library()),
             "batch_memcpy": "off" if case == "npu-off" else "on",
         }
-    return {
-        "kv_connector": "SpillwayConnector",
-        "kv_connector_module_path": "spillway_connector.engine.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    return connector_config(extra)
 
 
 def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict[str, Any]:

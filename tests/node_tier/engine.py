@@ -14,24 +14,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_matrix.models import engine_settings, model
+from engine_matrix.models import connector_config, engine_settings, model
 
 ANSWER_TOKENS = 4
 
 
 def transfer_config(region_folder: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "SpillwayConnector",
-        "kv_connector_module_path": "spillway_connector.engine.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
+    return connector_config(
+        {
             "spec_name": "SpillwayOffloadingSpec",
             "spec_module_path": "spillway_connector.engine.spec",
             "num_cpu_blocks": 8,
             "node_tier": {"bytes": "8MiB", "path": region_folder, "fallback": "refuse"},
-        },
-    }
+        }
+    )
 
 
 def main(model_folder: str, region_folder: str, executor: str) -> None:

@@ -39,7 +39,7 @@ def join(folder: Path) -> tuple[NodeRegion, NodeRows]:
 
 
 def work(folder: Path, seed: int, count: Callable[[], None]) -> int:
-    """Store and load until killed. Returns WRONG if a load, or a read for a shared tier, got another chunk's bytes."""
+    """Store and load until killed. Returns WRONG if a load got another chunk's bytes."""
     chosen = random.Random(seed)
     keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * ROWS)]
     region, tier = join(folder)

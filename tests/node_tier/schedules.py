@@ -249,7 +249,7 @@ class Schedule:
         return token
 
     def judge(self, engine: Engine, key: OffloadKey, token: bytes) -> None:
-        assert token in self.stored, "bytes that nobody stored were loaded"
+        assert token in self.stored, "bytes that no engine stored were loaded"
         namespace, stored_key, serial = self.stored[token]
         assert (namespace, stored_key) == (engine.namespace, key), "another chunk's bytes were loaded"
         assert serial > engine.reset_at, "a chunk of before a reset was loaded"

@@ -1,4 +1,4 @@
-"""A few hundred of the schedules that `python -m node_tier` runs ten thousand of, and engines that are killed."""
+"""A hundred of the schedules that `python -m node_tier` runs ten thousand of, and engines that are killed."""
 
 from __future__ import annotations
 

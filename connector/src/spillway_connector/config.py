@@ -25,6 +25,7 @@ from spillway_connector.limits import (
 from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
+from spillway_settings import buckets
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
 from spillway_settings.keys import own_keys
 from spillway_settings.typed import Count, Settings, WrongSetting, read_settings
@@ -37,9 +38,6 @@ AutoOnOff = Literal["auto", "on", "off"]
 OnOff = Literal["on", "off"]
 PageCache = Literal["auto", "off"]
 _CHART = Offload()
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_PREFIX = re.compile(r"([A-Za-z0-9._-]+/)*")
-_ENDPOINT = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -295,17 +293,17 @@ def check_redis(redis: RedisStore, names: Names) -> None:
 
 def check_s3(s3: S3Store, names: Names) -> None:
     """Refuse what names no bucket. Raises ConfigError."""
-    if _BUCKET.fullmatch(s3.bucket) is None:
+    if re.fullmatch(buckets.BUCKET, s3.bucket) is None:
         raise ConfigError(
             f"{names.given('bucket', repr(s3.bucket))} names no bucket; use 3 to 63 lower-case letters, digits, dots "
             "and dashes"
         )
-    if _PREFIX.fullmatch(s3.prefix) is None:
+    if re.fullmatch(buckets.PREFIX, s3.prefix) is None:
         raise ConfigError(
             f"{names.given('prefix', repr(s3.prefix))} is none; use letters, digits, dots, dashes and underscores, "
             'with a slash behind each part, such as "kv/"'
         )
-    if s3.endpoint is not None and _ENDPOINT.fullmatch(s3.endpoint) is None:
+    if s3.endpoint is not None and re.fullmatch(buckets.ENDPOINT, s3.endpoint) is None:
         raise ConfigError(
             f"{names.name('endpoint')}: no address without credentials and path was given; write https://host:port "
             "(or http://)"

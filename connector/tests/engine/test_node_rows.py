@@ -17,7 +17,7 @@ from spillway_connector.engine.node_rows import NodeRows, NodeRowsSpec, RowCheck
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError
 from spillway_connector.node.region import NodeRegion, agreed_region
-from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, WRITING
+from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, SEARCHED, WRITING
 from spillway_connector.testing.generation import HIT, MISS, PENDING, make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
 
@@ -170,13 +170,24 @@ def test_a_load_whose_rows_have_just_been_given_away_is_refused_and_lets_go_of_n
     assert first.prepare_store([key(number) for number in (20, 21, 22, 23)], CONTEXT) is not None
 
 
-def test_a_chunk_that_left_and_is_written_anew_in_the_same_row_is_not_ready(node: Node):
+def test_a_refused_load_matches_no_row_not_even_one_that_was_never_used(node: Node):
+    first, second = node.engine(), node.engine()
+    first._index._words[SEARCHED] = 0
+    spec = second.prepare_load([key(0)], CONTEXT)
+    assert spec.block_ids.tolist() == [0]
+    assert first._index.stamps[0] == 0, "row 0 was never used"
+    with pytest.raises(DeviceCopyError):
+        RowChecks(second._index).require(spec)
+    second.complete_load([key(0)], CONTEXT)
+
+
+def test_a_chunk_that_left_and_is_written_again_in_the_same_row_is_not_ready(node: Node):
     first, second = node.engine(), node.engine()
     store(first, 1)
     assert looked_up(second, 1) is HIT
     row = first.rows_of([key(1)])
     first.reset_cache()
-    first._index._words[8] = 0  # where the search for free rows begins
+    first._index._words[SEARCHED] = 0
     assert first.prepare_store([key(1)], CONTEXT) is not None
     assert first.rows_of([key(1)]) == row
     assert looked_up(second, 1) is PENDING
@@ -231,7 +242,7 @@ def test_a_reset_drops_the_chunks_for_all_engines_but_what_they_use(node: Node):
     assert [looked_up(first, number) for number in (0, 1)] == [MISS, MISS]
     assert [looked_up(second, number) for number in (0, 1)] == [HIT, MISS]
     second.complete_load([key(0)], CONTEXT)
-    store(first, 0)  # computed anew
+    store(first, 0)  # computed again
     assert looked_up(first, 0) is HIT
     store(first, 5, 6, 7)
     assert first.prepare_store([key(8)], CONTEXT) is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, TierContract
+from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, BoundedTierContract
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome
@@ -77,7 +77,7 @@ def run(kind: type[MemoryTier], promise: str) -> None:
         ),
         "medium": Medium(),
     }
-    test: Callable[..., None] = getattr(TierContract(), promise)
+    test: Callable[..., None] = getattr(BoundedTierContract(), promise)
     wanted = test.__code__.co_varnames[1 : test.__code__.co_argcount]
     test(**{name: given[name] for name in wanted})
 

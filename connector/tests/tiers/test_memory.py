@@ -6,7 +6,14 @@ import pytest
 
 from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.namespace import Namespace
-from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, TierContract, key_of, payload_of, soon
+from spillway_connector.testing.tier_contract import (
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    BoundedTierContract,
+    key_of,
+    payload_of,
+    soon,
+)
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 
@@ -41,7 +48,7 @@ def make_small_tier() -> Callable[[int], MemoryTier]:
     return lambda frames: MemoryTier(NAMESPACE, PAYLOAD_BYTES, MemoryStore(frames * frame_bytes))
 
 
-class TestMemoryTier(TierContract):
+class TestMemoryTier(BoundedTierContract):
     pass
 
 

@@ -18,7 +18,7 @@ from spillway_connector.namespace import Namespace
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
-    TierContract,
+    BoundedTierContract,
     error_of,
     key_of,
     load,
@@ -151,7 +151,7 @@ def make_small_tier(tmp_path: Path) -> Iterator[Callable[[int], SealedTier]]:
         tier.close()
 
 
-class TestSealedTier(TierContract):
+class TestSealedTier(BoundedTierContract):
     def test_flipped_payload_bits_are_corrupt(self, make_tier: Any, medium: Any) -> None:
         # As in the contract, but the payload is not found in what is stored: that is the point.
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)

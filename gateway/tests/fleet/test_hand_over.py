@@ -47,7 +47,7 @@ async def test_a_prompt_that_does_not_arrive_is_waited_for_no_longer_than_that()
     await settle()
     before = moving.now
     await settle()
-    assert moving.now == before, "nobody looks any more"
+    assert moving.now == before, "the prompt is followed no longer"
 
 
 async def test_the_price_is_what_the_last_ones_took_for_a_while() -> None:

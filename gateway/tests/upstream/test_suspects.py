@@ -177,7 +177,6 @@ async def test_a_request_whose_engines_host_is_gone_is_answered_by_another(
 
 
 async def test_a_look_tells_an_ended_process_from_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects, "LOOK_SECONDS_MAX", 0.3)
     with socket.socket() as closed, socket.socket() as silent, ExitStack() as connected:
         closed.bind(("127.0.0.1", 0))
         silent.bind(("127.0.0.1", 0))
@@ -188,8 +187,10 @@ async def test_a_look_tells_an_ended_process_from_a_lost_host(monkeypatch: pytes
             peer.connect_ex(silent.getsockname())
         looks = EngineLooks(ConnectionPool(8, 30.0, time.monotonic))
         urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in (closed, silent)]
-        found = [await looks.at(Engine("m", EngineConfig("e", url), RoutingConfig())) for url in urls]
-    assert found == [Look.ENDED, Look.UNREACHABLE]
+        ended, lost = (Engine("m", EngineConfig("e", url), RoutingConfig()) for url in urls)
+        assert await looks.at(ended) is Look.ENDED
+        monkeypatch.setattr(suspects, "LOOK_SECONDS_MAX", 0.3)
+        assert await looks.at(lost) is Look.UNREACHABLE
 
 
 async def test_one_tenants_suspect_is_no_other_tenants(start_engine: Any, tmp_path: Path) -> None:

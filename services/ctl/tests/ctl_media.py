@@ -30,6 +30,7 @@ PAYLOAD_BYTES = 3 * 4096 + 100  # not a whole number of pages
 PAGE_BYTES = 4096
 MAX_BYTES = 32 << 20
 TENANT = bytes.fromhex("0123456789abcdef")
+DATED = ("files", "slab", "redis")  # stores whose blocks can be made older than they are; see conftest.py
 ONE = Namespace.of(
     {
         "weights": "hub:acme/small@0123456789abcdef",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from ctl_media import (
+    DATED,
     ONE,
     OTHER,
     PAGE_BYTES,
@@ -53,6 +54,7 @@ def test_one_namespace_goes_and_no_other(medium: Medium, capsys: pytest.CaptureF
     assert left(medium, range(3)) == [] and left(medium, range(4), OTHER) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("medium", DATED, indirect=True)
 def test_the_old_go_and_the_young_stay(medium: Medium, capsys: pytest.CaptureFixture[str]) -> None:
     fill(medium, range(3), age_seconds=8 * 86_400)
     fill(medium, range(3, 5))

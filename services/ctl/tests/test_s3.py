@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from ctl_media import ONE, fill
+from ctl_media import ONE, TENANT, fill
 from ctl_s3_medium import S3Medium
 from s3_servers import KEYS, S3Server
 
@@ -31,6 +33,19 @@ def test_rates_are_measured_and_nothing_of_it_stays(
     assert main(["tier", "status", *bucket.options, "--json"]) == 0
     assert '"frames": 2' in capsys.readouterr().out
     assert len(list(bucket.store().frames(headers=False))) == 2
+
+
+def test_the_age_of_a_block_is_that_of_its_object(bucket: S3Medium, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(bucket, range(3))
+    fill(bucket, range(3, 5), tenant=TENANT)
+
+    def verified(*filters: str) -> int:
+        assert main(["tier", "verify", *bucket.options, "--json", *filters]) == 0
+        return int(json.loads(capsys.readouterr().out)["frames"])
+
+    assert verified("--newer-than", "1d") == 5
+    assert verified("--newer-than", "1d", "--tenant", TENANT.hex()) == 2
+    assert verified("--older-than", "1d") == 0
 
 
 def test_doctor_says_what_the_store_says(

@@ -3,7 +3,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from ctl_media import ONE, OTHER, PAGE_BYTES, PAYLOAD_BYTES, TENANT, FileMedium, Medium, SlabMedium, fill, key_of, left
+from ctl_media import (
+    DATED,
+    ONE,
+    OTHER,
+    PAGE_BYTES,
+    PAYLOAD_BYTES,
+    TENANT,
+    FileMedium,
+    Medium,
+    SlabMedium,
+    fill,
+    key_of,
+    left,
+)
 
 from spillway_ctl.command import main
 
@@ -47,6 +60,7 @@ def test_damage_is_removed_on_request_and_the_rest_stays(medium: Medium, capsys:
     assert left(medium, range(6)) == list(range(6))
 
 
+@pytest.mark.parametrize("medium", DATED, indirect=True)
 def test_filters_narrow_what_is_read(medium: Medium, capsys: pytest.CaptureFixture[str]) -> None:
     fill(medium, range(3))
     fill(medium, range(3, 5), tenant=TENANT)

@@ -227,7 +227,7 @@ class NodeRows(LruRows):
 
     @override
     def weights_changed(self) -> None:
-        """The chunks of the others are those of the old weights, and those of this engine would be nobody's."""
+        """The other engines' chunks are those of the old weights, and no other engine could use this engine's."""
         if self._left is None:
             self._leave("the weights of its model change")
 
@@ -358,8 +358,8 @@ class NodeRows(LruRows):
         spec = self._pin(ordered, req_context)
         if spec is None:  # some of them have just left, or all: the load is refused as a whole
             self._unpinned.update(ordered)
-            nowhere = [0] * len(ordered)
-            return NodeRowsSpec(nowhere, nowhere, nowhere)
+            nothing = [0] * len(ordered)
+            return NodeRowsSpec(nothing, [NO_STAMP] * len(ordered), nothing)
         return spec
 
     def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
@@ -374,7 +374,7 @@ class NodeRows(LruRows):
                 return
             found = self.rows_of(keys)
             numbers = rows_of(found)
-            if ((index.stamps[numbers] & np.uint64(3)) == READY).all():
+            if index.are_ready(numbers):
                 rows.extend(found)
                 index.pin(numbers, self._place)
 

@@ -56,15 +56,7 @@ def _open_plain_tier(config: TierConfig, namespace: Namespace, payload_bytes: in
         from spillway_connector.tiers.s3.place import S3Place
         from spillway_connector.tiers.s3.tier import S3Tier
 
-        place = S3Place(
-            config.bucket,
-            prefix=config.prefix,
-            endpoint=config.endpoint,
-            region=config.region,
-            path_style=config.path_style,
-            ca_file=config.ca_file,
-        )
-        return S3Tier(namespace, payload_bytes, place, connections=config.connections)
+        return S3Tier(namespace, payload_bytes, S3Place.of(config), connections=config.connections)
     # Imported here alone: redis-py takes 25 MB and half a second.
     from spillway_connector.tiers.redis.tier import RedisTier
 

@@ -183,9 +183,7 @@ class SpecBase(OffloadingSpec):
         """vLLM's contract. EngineCore process, after every worker has mapped the region; the same object each time."""
         if self._manager is None:
             region = self._open_region()
-            # vLLM builds the scheduler's connector after all workers registered their caches: all have mapped
-            # the file, so its name is removed and a killed engine leaves nothing in shared memory.
-            self._read_facts(region)
+            self._read_layouts(region)
             primary = self._make_cpu_tier(region) if self._node is None else self._join_node(self._node)
             view = primary.get_kv_memoryview()
             tiers = self._create_tiers(view)
@@ -208,8 +206,12 @@ class SpecBase(OffloadingSpec):
             )
         return self._manager
 
-    def _read_facts(self, region: HostRegion) -> None:
-        """Take in what the ranks have left for this process, and the names of where they left it."""
+    def _read_layouts(self, region: HostRegion) -> None:
+        """Read the layouts that the ranks wrote for this process, and remove the names of the files.
+
+        vLLM builds the scheduler's connector after all workers registered their caches: all have mapped the files, so
+        without names a killed engine leaves nothing in shared memory.
+        """
         facts = self._open_facts_region(region)
         facts.unlink_name()
         if self.secondary_tier_configs or self._node is not None:

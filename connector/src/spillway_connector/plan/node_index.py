@@ -23,7 +23,7 @@ ENGINES_MAX = 64
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
 FREE, WRITING, READY = 0, 1, 2  # the state of a row, in the low bits of its stamp
-NO_STAMP = 0  # no use of a row ever has it
+NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such state
 DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends within it
 
 Rows = npt.NDArray[np.intp]
@@ -36,7 +36,7 @@ _SEGMENT_BITS = 10  # rows of which one word says whether any has changed: 1,024
 _HEADER_WORDS = 512
 _ENGINES_FROM = 64  # in the header: of each place the number of its engine, and when it was found dead, in ms
 # Words of the header.
-_MARK, _VERSION, _ROWS, _ROW_BYTES, _CHANGES, _DIRTY, _GENERATION, _FREE_ROWS, _SEARCHED = range(9)
+_MARK, _VERSION, _ROWS, _ROW_BYTES, _CHANGES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED = range(9)
 
 
 class Entry(NamedTuple):
@@ -166,14 +166,14 @@ class NodeIndex:
         self.used_ms[rows] = now_ms
 
     def take_free(self, count: int) -> Rows:
-        """Up to `count` free rows; the search goes on where the last one ended, so rows often lie side by side."""
+        """Up to `count` free rows. The search continues after the last one, so rows often lie side by side."""
         found: list[Rows] = []
-        missing, first = count, self._words[_SEARCHED]
+        missing, first = count, self._words[SEARCHED]
         for segment in range(first, first + len(self._segments)):
             if missing <= 0:
                 break
-            self._words[_SEARCHED] = segment % len(self._segments)
-            start = self._words[_SEARCHED] << _SEGMENT_BITS
+            self._words[SEARCHED] = segment % len(self._segments)
+            start = self._words[SEARCHED] << _SEGMENT_BITS
             free = np.flatnonzero((self.stamps[start : start + (1 << _SEGMENT_BITS)] & _STATE) == FREE)[:missing]
             found.append(free + start)
             missing -= len(free)
@@ -261,6 +261,10 @@ class NodeIndex:
         if int(self.checks[row]) != check_of(namespace, key, stamp >> STATE_BITS) or int(self.stamps[row]) != stamp:
             return None
         return Entry(stamp, namespace, key)
+
+    def are_ready(self, rows: Rows) -> bool:
+        """Whether all of these rows hold a chunk."""
+        return bool(((self.stamps[rows] & _STATE) == READY).all())
 
     def pinned(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Tell of each row whether any engine reads it."""

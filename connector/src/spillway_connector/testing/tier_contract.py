@@ -3,11 +3,11 @@
     class TestMyTier(TierContract):
         pass
 
-The module provides three pytest fixtures: ``make_tier``, a callable ``(namespace, payload_bytes) -> Tier`` whose tiers
-all use one medium (an empty one per test) and are closed afterwards; ``medium``, which changes what is stored without
-the tier (:class:`Medium`); and ``make_small_tier``, a callable ``(frames) -> Tier`` for NAMESPACE and PAYLOAD_BYTES
-whose bound leaves room for about that many frames, or which skips the test where the store is bounded elsewhere.
-Needs no pytest import, so that shipping it costs nothing.
+The module provides pytest fixtures: ``make_tier``, a callable ``(namespace, payload_bytes) -> Tier`` whose tiers all
+use one medium (an empty one per test) and are closed afterwards; and ``medium``, which changes what is stored without
+the tier (:class:`Medium`). For a tier that keeps to a bound, subclass :class:`BoundedTierContract`, which also needs
+``make_small_tier``, a callable ``(frames) -> Tier`` for NAMESPACE and PAYLOAD_BYTES whose bound leaves room for about
+that many frames. Needs no pytest import, so that shipping it costs nothing.
 """
 
 from __future__ import annotations
@@ -266,25 +266,6 @@ class TierContract:
         assert sum(tier.quarantined.values()) == 0
         assert tier.under_pressure is False
 
-    def test_every_eviction_is_counted_by_its_reason(self, make_small_tier: MakeSmallTier) -> None:
-        tier = make_small_tier(12)
-        stored = range(40)
-        for seed in stored:
-            assert tier.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.STORED
-            assert load(tier, key_of(seed)) == payload_of(seed)
-        # A tier may go on evicting in the background, and then counts a moment after it removed a frame.
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            present = tier.contains([key_of(seed) for seed in stored], soon())
-            if tier.evictions == {EvictionReason.ROOM: len(stored) - sum(present)}:
-                break
-            assert time.monotonic() < deadline, f"{dict(tier.evictions)}, and {sum(present)} of {len(stored)} present"
-        assert sum(present) <= 12
-        assert tier.under_pressure is True
-        for seed in stored:
-            if not present[seed]:
-                assert isinstance(error_of(lambda seed=seed: load(tier, key_of(seed))), TierMiss)  # type: ignore[misc]
-
     def test_a_local_index_answers_as_contains_does(self, make_tier: MakeTier) -> None:
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
         keys = [key_of(seed) for seed in range(20)]
@@ -351,3 +332,26 @@ class TierContract:
         for thread in threads:
             thread.join()
         assert wrong == []
+
+
+class BoundedTierContract(TierContract):
+    """The contract of a tier that evicts to keep to a bound."""
+
+    def test_every_eviction_is_counted_by_its_reason(self, make_small_tier: MakeSmallTier) -> None:
+        tier = make_small_tier(12)
+        stored = range(40)
+        for seed in stored:
+            assert tier.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.STORED
+            assert load(tier, key_of(seed)) == payload_of(seed)
+        # A tier may go on evicting in the background, and then counts a moment after it removed a frame.
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            present = tier.contains([key_of(seed) for seed in stored], soon())
+            if tier.evictions == {EvictionReason.ROOM: len(stored) - sum(present)}:
+                break
+            assert time.monotonic() < deadline, f"{dict(tier.evictions)}, and {sum(present)} of {len(stored)} present"
+        assert sum(present) <= 12
+        assert tier.under_pressure is True
+        for seed in stored:
+            if not present[seed]:
+                assert isinstance(error_of(lambda seed=seed: load(tier, key_of(seed))), TierMiss)  # type: ignore[misc]

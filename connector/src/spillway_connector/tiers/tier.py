@@ -161,8 +161,8 @@ class Tier(Protocol):
         ...
 
     def resident_bytes(self, deadline: float) -> int:
-        """Bytes that the store holds, all namespaces together; where only a listing would tell, what this process has
-        stored. Asks the store whether it answers. Raises TierError."""
+        """Bytes that the store holds, all namespaces together, or what this process has stored if only a listing could
+        sum them up. Asks the store whether it answers. Raises TierError."""
         ...
 
     def close(self) -> None:

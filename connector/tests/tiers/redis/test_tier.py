@@ -62,11 +62,6 @@ def make_tier(valkey: ValkeyServer, medium: _RedisMedium) -> Iterator[Callable[[
         tier.close()
 
 
-@pytest.fixture
-def make_small_tier() -> None:
-    pytest.skip("the servers bound their memory, see redis_servers/test_pressure.py")
-
-
 class TestRedisTier(TierContract):
     pass
 

@@ -1,4 +1,4 @@
-"""The hand-over between two legs: a prompt that one engine computes comes to lie where another one loads it.
+"""The hand-over between two legs: the prompt that one engine computes reaches a store from which another one loads it.
 
 The first engine announces each chunk that has reached the shared tier. While it computes, the second one gets hints at
 what has arrived, so that it loads chunk after chunk; when the first leg has ended, the second waits until the whole
@@ -43,7 +43,7 @@ class HandOverPrice:
 
 
 class HandOver:
-    """One prompt's. Begins at once; end() must follow.
+    """The hand-over of one prompt. It begins at once, and end() must follow.
 
     Args:
         arrived_tokens: those of the prompt that the second engine could load or has.
@@ -93,5 +93,5 @@ class HandOver:
         return True
 
     def end(self) -> None:
-        """Nobody waits any more. May be called more than once."""
+        """Stop following the prompt. May be called more than once."""
         self._following.cancel()

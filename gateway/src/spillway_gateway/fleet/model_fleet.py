@@ -14,12 +14,7 @@ from msgspec import structs
 
 from spillway_gateway.config.disaggregation import DisaggregationConfig
 from spillway_gateway.config.ranks import ranks_of
-from spillway_gateway.config.settings import (
-    BreakerConfig,
-    EngineConfig,
-    ModelConfig,
-    RoutingConfig,
-)
+from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, being_computed, is_cold
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
@@ -362,7 +357,7 @@ class ModelFleet:
         return lease
 
     def hand_over(self, prompt: PromptBlocks, engine: str, tell: Callable[[int], object]) -> HandOver:
-        """Follow how a prompt that another engine computes comes to lie where this one loads it. tell: as HandOver."""
+        """Follow a prompt that another engine computes, until this one can load it. tell: as HandOver."""
         blocks = min((prompt.prompt_tokens - 1) // prompt.tokens_per_block, len(prompt.keys))
         return HandOver(
             lambda: self.held(prompt).get(engine, NOTHING_HELD).total_tokens,

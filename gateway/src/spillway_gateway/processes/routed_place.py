@@ -42,8 +42,9 @@ class RoutedPlace:
         self.close(None)
         session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
         tried = frozenset(asked.tried)
-        where = asked.only, session, asked.adapter
-        lease = self.fleet.choose_unless_held(prompt, tried, *where, turn=self.turn, leg=asked.leg)
+        lease = self.fleet.choose_unless_held(
+            prompt, tried, asked.only, session, asked.adapter, turn=self.turn, leg=asked.leg
+        )
         if lease is not None:
             self.lease = lease
             lease.engine.requests.add(self)

@@ -7,7 +7,7 @@ token:
     one leg  = cost on the engine that would serve the whole request
     two legs = cost on the prefill engine + hand-over + cost on the decode engine, which then has to load the prompt
 
-What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper where a
+What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper if a
 decode engine is busy. `always` does not compare, and neither does `auto` if tokens of the decode engine's answers
 already take longer than the operator's bound. Pure.
 """

@@ -26,7 +26,7 @@ from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER
 
 STEP_BYTES = 64 * 1024  # well under a millisecond of the event loop
 REPLY_BYTES_MAX = 64 * 1024  # of what is discarded
-_COMPUTED_ANEW = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
+_COMPUTED_IN_FULL = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
 # How much is computed and in which form, if the request says so.
 _VALUES: dict[str, int | bool | None] = {
@@ -61,7 +61,7 @@ def why_one_leg(
         return LegsReason.DIALECT
     if proxied:
         return LegsReason.PROXY
-    if not single or any(name in body for name in _COMPUTED_ANEW):
+    if not single or any(name in body for name in _COMPUTED_IN_FULL):
         return LegsReason.BODY
     if prompt.text_tokens is not None:
         return LegsReason.TEXT

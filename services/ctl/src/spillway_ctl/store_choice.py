@@ -13,12 +13,13 @@ from spillway_ctl.errors import CommandError
 from spillway_ctl.nvme_store import NvmeStore
 from spillway_ctl.store import Store
 from spillway_engine.settings_reader import load_engine_settings
+from spillway_settings import buckets
 from spillway_settings.values.offload import S3Tier
 
 NO_STORE = (
     "which tier is meant? give --nvme DIR, --redis URL, --s3 URL, or --config with an engine's configuration file"
 )
-_S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?")
+_S3_URL = re.compile(rf"s3://(?P<bucket>{buckets.BUCKET})(?:/(?P<prefix>.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +105,7 @@ def choice_from_config(path: Path) -> StoreChoice:
             encryption_key_env=key_env,
         )
     if tier.type == "s3":
-        s3 = tier.s3
-        return StoreChoice(
-            s3=S3Place(
-                s3.bucket,
-                prefix=s3.prefix,
-                endpoint=s3.endpoint,
-                region=s3.region,
-                path_style=s3.path_style,
-                ca_file=s3.ca_file,
-            ),
-            encryption_key_file=key_file,
-            encryption_key_env=key_env,
-        )
+        return StoreChoice(s3=S3Place.of(tier.s3), encryption_key_file=key_file, encryption_key_env=key_env)
     raise CommandError(f"--config {path}: offload.sharedTier.type is none, so this engine has no shared tier")
 
 

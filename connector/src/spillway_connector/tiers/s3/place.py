@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,11 @@ class S3Place:
     region: str = "us-east-1"
     path_style: bool = True
     ca_file: str | None = None
+
+    @classmethod
+    def of(cls, store: object) -> S3Place:
+        """The place that settings name. store: has these fields, and others."""
+        return cls(**{field.name: getattr(store, field.name) for field in fields(cls)})
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}" + (f" at {self.endpoint}" if self.endpoint else "")

@@ -22,7 +22,7 @@ from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
-    TierContract,
+    BoundedTierContract,
     error_of,
     key_of,
     load,
@@ -96,7 +96,7 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], FileTier]:
     return lambda frames: make_tier(max_bytes=frames * FRAME_BYTES)
 
 
-class TestFileTier(TierContract):
+class TestFileTier(BoundedTierContract):
     pass
 
 

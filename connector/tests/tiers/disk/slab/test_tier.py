@@ -27,7 +27,7 @@ from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
-    TierContract,
+    BoundedTierContract,
     error_of,
     key_of,
     load,
@@ -119,7 +119,7 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], SlabTier]:
     return lambda frames: make_tier(max_bytes=(frames + 1) * SLOT_BYTES)  # one for the index
 
 
-class TestSlabTier(TierContract):
+class TestSlabTier(BoundedTierContract):
     pass
 
 

@@ -66,11 +66,6 @@ def make_tier(cluster) -> Iterator[Callable[[Namespace, int], RedisTier]]:
         tier.close()
 
 
-@pytest.fixture
-def make_small_tier() -> None:
-    pytest.skip("the servers bound their memory, see test_pressure.py")
-
-
 class TestRedisTierOnACluster(TierContract):
     pass
 

@@ -58,11 +58,6 @@ def make_tier(place: S3Place, tier_at: TierAt) -> Callable[[Namespace, int], Tie
     return lambda namespace, payload_bytes: tier_at(place, namespace, payload_bytes)
 
 
-@pytest.fixture
-def make_small_tier() -> None:
-    pytest.skip("a bucket has no bound: lifecycle rules end what is old")
-
-
 class TestS3Tier(TierContract):
     pass
 
@@ -92,7 +87,7 @@ def test_a_reader_loads_and_its_stores_are_refused_by_name_of_the_right(
     assert empty.contains([key_of(1)], soon()) == [False]
 
 
-@pytest.mark.parametrize(("key_id", "secret"), [("nobody", "x"), (READER_KEYS[0], "wrong")])
+@pytest.mark.parametrize(("key_id", "secret"), [("unknown-id", "x"), (READER_KEYS[0], "wrong")])
 def test_wrong_credentials_are_named_at_lookups_loads_and_stores(
     place: S3Place, tier_at: TierAt, monkeypatch: pytest.MonkeyPatch, key_id: str, secret: str
 ) -> None:
@@ -111,7 +106,7 @@ def test_wrong_credentials_are_named_at_lookups_loads_and_stores(
 
 
 def test_a_missing_bucket_is_not_an_empty_one(place: S3Place, tier_at: TierAt) -> None:
-    tier = tier_at(place, NAMESPACE, PAYLOAD_BYTES, bucket="nobody-made-this")
+    tier = tier_at(place, NAMESPACE, PAYLOAD_BYTES, bucket="never-made")
     for call in (lambda: tier.prepare(soon()), lambda: tier.contains([key_of(1)], soon())):
         error = error_of(call)
         assert isinstance(error, TierUnreachable)

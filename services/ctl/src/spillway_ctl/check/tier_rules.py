@@ -10,6 +10,7 @@ from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, qu
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
 from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases
+from spillway_settings import buckets
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
 _HOSTS = f"{_HOST}(,{_HOST})*"
@@ -17,9 +18,6 @@ _REDIS_URL = re.compile(
     rf"(rediss?://{_HOST}(/[0-9]*)?|rediss?-sentinel://{_HOSTS}/[^/?#,]+(\?db=[0-9]+)?"
     rf"|rediss?-cluster://{_HOSTS}(/0?)?|unix:///[^?#]+(\?db=[0-9]+)?)"
 )
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_S3_PREFIX = re.compile(r"([A-Za-z0-9._-]+/)*")
-_S3_ENDPOINT = re.compile(rf"https?://{_HOST}/?")
 _SYSTEM_FOLDER = re.compile(
     r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
@@ -282,7 +280,7 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
 def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
     s3, policy = group.engine.offload.shared_tier.s3, release.values.network_policy
     at = f"{at}.s3"
-    if _BUCKET.fullmatch(s3.bucket) is None:
+    if re.fullmatch(buckets.BUCKET, s3.bucket) is None:
         yield Finding(
             f"{at}.bucket",
             f"{quoted(s3.bucket)} given, the name of a bucket (3 to 63 lower-case letters, digits, dots and dashes) "
@@ -291,7 +289,7 @@ def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
             else "is empty",
             "name one that is there, such as spillway-kv",
         )
-    if _S3_PREFIX.fullmatch(s3.prefix) is None:
+    if re.fullmatch(buckets.PREFIX, s3.prefix) is None:
         yield Finding(
             f"{at}.prefix",
             f"{quoted(s3.prefix)} given, parts of letters, digits, dots, dashes and underscores with a slash behind "
@@ -299,7 +297,7 @@ def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
             "write it like kv/ or teams/chat/",
         )
     endpoint = s3.endpoint
-    if endpoint and "@" not in endpoint and _S3_ENDPOINT.fullmatch(endpoint) is None:
+    if endpoint and "@" not in endpoint and re.fullmatch(buckets.ENDPOINT, endpoint) is None:
         yield Finding(
             f"{at}.endpoint",
             f"{quoted(shown_url(endpoint))} is no address",

@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,11 +156,13 @@ class PoolSessions:
         if sessions is not None:
             sessions.order.use_without_session(slot)
 
-    def renewed(self, slot: int) -> None:
-        """A client asked to retain an entry. Without the lock, like a noted hit. Raises OSError."""
-        sessions = self._open
-        if sessions is not None:
-            sessions.order.share(slot)
+    def renewed(self, pool: Pool, slots: Iterable[int]) -> None:
+        """Clients asked to retain these entries. Under the lock. Raises OSError."""
+        order, sessions = self.order(pool), self._open
+        if order is not None and sessions is not None:
+            with sessions.columns.changing():
+                for slot in slots:
+                    order.share(slot)
 
     def close(self) -> None:
         """Close the file, and let go of the index."""

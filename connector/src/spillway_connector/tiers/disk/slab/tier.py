@@ -351,19 +351,22 @@ class SlabTier:
         return StoreOutcome.STORED
 
     def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
-        """An entry that is renewed leaves in its own turn alone, as one that several sessions use."""
+        """An entry that is renewed leaves in its own turn alone, as one that several sessions use.
+
+        Under the lock, unlike a load: other processes must know at once, as this one may store nothing for a while.
+        """
         self._check(deadline)
-        pool = self._pool.readable(deadline)
-        if pool is None or not keys:
+        if self._pool.readable(deadline) is None or not keys:
             return
-        slots = pool.index.find(fingerprints(keys, self._words))
         try:
-            for slot, live in zip(slots.tolist(), self._live(pool.index, keys), strict=True):
-                if live:
+            with self._claims.locked(deadline) as pool:
+                slots = pool.index.find(fingerprints(keys, self._words))
+                live = [slot for slot, there in zip(slots.tolist(), self._live(pool.index, keys), strict=True) if there]
+                for slot in live:
                     pool.index.note_hit(slot, self._now_s())
-                    self._sessions.renewed(slot)
-        except OSError:
-            pass  # a disk that no longer takes writes keeps its order
+                self._sessions.renewed(pool, live)
+        except (OSError, TierRefused):
+            pass  # a disk that takes no writes keeps its order
 
     def discard(self, key: bytes, deadline: float) -> None:
         self._check(deadline)
