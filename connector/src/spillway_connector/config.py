@@ -25,11 +25,17 @@ from spillway_connector.limits import (
 from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
-from spillway_settings import buckets
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
 from spillway_settings.keys import own_keys
 from spillway_settings.typed import Count, Settings, WrongSetting, read_settings
-from spillway_settings.values.offload import ConnectorSettings, NvmeMode, Offload
+from spillway_settings.values.offload import (
+    BUCKET_ENDPOINT_PATTERN,
+    BUCKET_PATTERN,
+    BUCKET_PREFIX_PATTERN,
+    ConnectorSettings,
+    NvmeMode,
+    Offload,
+)
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _PROMPT_ONLY = "offload_prompt_only"  # what vLLM calls generated_tokens: off
@@ -293,17 +299,17 @@ def check_redis(redis: RedisStore, names: Names) -> None:
 
 def check_s3(s3: S3Store, names: Names) -> None:
     """Refuse what names no bucket. Raises ConfigError."""
-    if re.fullmatch(buckets.BUCKET, s3.bucket) is None:
+    if re.fullmatch(BUCKET_PATTERN, s3.bucket) is None:
         raise ConfigError(
             f"{names.given('bucket', repr(s3.bucket))} names no bucket; use 3 to 63 lower-case letters, digits, dots "
             "and dashes"
         )
-    if re.fullmatch(buckets.PREFIX, s3.prefix) is None:
+    if re.fullmatch(BUCKET_PREFIX_PATTERN, s3.prefix) is None:
         raise ConfigError(
             f"{names.given('prefix', repr(s3.prefix))} is none; use letters, digits, dots, dashes and underscores, "
             'with a slash behind each part, such as "kv/"'
         )
-    if s3.endpoint is not None and re.fullmatch(buckets.ENDPOINT, s3.endpoint) is None:
+    if s3.endpoint is not None and re.fullmatch(BUCKET_ENDPOINT_PATTERN, s3.endpoint) is None:
         raise ConfigError(
             f"{names.name('endpoint')}: no address without credentials and path was given; write https://host:port "
             "(or http://)"

@@ -13,13 +13,12 @@ from spillway_ctl.errors import CommandError
 from spillway_ctl.nvme_store import NvmeStore
 from spillway_ctl.store import Store
 from spillway_engine.settings_reader import load_engine_settings
-from spillway_settings import buckets
-from spillway_settings.values.offload import S3Tier
+from spillway_settings.values.offload import BUCKET_PATTERN, S3Tier
 
 NO_STORE = (
     "which tier is meant? give --nvme DIR, --redis URL, --s3 URL, or --config with an engine's configuration file"
 )
-_S3_URL = re.compile(rf"s3://(?P<bucket>{buckets.BUCKET})(?:/(?P<prefix>.*))?")
+_S3_URL = re.compile(rf"s3://(?P<bucket>{BUCKET_PATTERN})(?:/(?P<prefix>.*))?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,12 @@ class S3Keys(Section, frozen=True):
     secret_access_key_key: SecretEntry = "secret-access-key"
 
 
+# How a bucket, the beginning of its keys and its endpoint are written: what the whole text matches.
+BUCKET_PATTERN = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"
+BUCKET_PREFIX_PATTERN = r"([A-Za-z0-9._-]+/)*"
+BUCKET_ENDPOINT_PATTERN = r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?"
+
+
 class S3Tier(Section, frozen=True):
     bucket: str = ""
     prefix: str = ""

@@ -10,7 +10,7 @@ from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, qu
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
 from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases
-from spillway_settings import buckets
+from spillway_settings.values.offload import BUCKET_ENDPOINT_PATTERN, BUCKET_PATTERN, BUCKET_PREFIX_PATTERN
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
 _HOSTS = f"{_HOST}(,{_HOST})*"
@@ -280,7 +280,7 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
 def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
     s3, policy = group.engine.offload.shared_tier.s3, release.values.network_policy
     at = f"{at}.s3"
-    if re.fullmatch(buckets.BUCKET, s3.bucket) is None:
+    if re.fullmatch(BUCKET_PATTERN, s3.bucket) is None:
         yield Finding(
             f"{at}.bucket",
             f"{quoted(s3.bucket)} given, the name of a bucket (3 to 63 lower-case letters, digits, dots and dashes) "
@@ -289,7 +289,7 @@ def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
             else "is empty",
             "name one that is there, such as spillway-kv",
         )
-    if re.fullmatch(buckets.PREFIX, s3.prefix) is None:
+    if re.fullmatch(BUCKET_PREFIX_PATTERN, s3.prefix) is None:
         yield Finding(
             f"{at}.prefix",
             f"{quoted(s3.prefix)} given, parts of letters, digits, dots, dashes and underscores with a slash behind "
@@ -297,7 +297,7 @@ def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
             "write it like kv/ or teams/chat/",
         )
     endpoint = s3.endpoint
-    if endpoint and "@" not in endpoint and re.fullmatch(buckets.ENDPOINT, endpoint) is None:
+    if endpoint and "@" not in endpoint and re.fullmatch(BUCKET_ENDPOINT_PATTERN, endpoint) is None:
         yield Finding(
             f"{at}.endpoint",
             f"{quoted(shown_url(endpoint))} is no address",
