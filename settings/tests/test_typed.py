@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
+from spillway_settings.byte_sizes import ByteCount
 from spillway_settings.typed import (
     CamelSection,
     Count,
@@ -24,17 +25,6 @@ from spillway_settings.typed import (
     read_settings,
 )
 
-
-class Megabytes(int):
-    pass
-
-
-def megabytes(kind: type[Any], value: Any) -> Any:
-    if not isinstance(value, str) or not value.endswith("MB"):
-        raise ValueError(f"{value!r} is not a size; write for example 5MB")
-    return kind(value.removesuffix("MB"))
-
-
 PortName = Annotated[str, Meta(pattern=r"^[a-z]+\Z", description="a port's name or its number")]
 
 
@@ -46,7 +36,7 @@ class Colour(StrEnum):
 class Inner(CamelSection, frozen=True):
     first_name: Text
     mode: Literal["files", "slab"] = "files"
-    size: Megabytes | None = None
+    size: ByteCount | None = None
     colour: Colour = Colour.RED
 
 
@@ -73,7 +63,10 @@ class Outer(CamelSection, frozen=True):
         ({"inner": [{"firstName": ""}]}, "inner[0].firstName: '' given, a non-empty string needed"),
         ({"inner": [{"firstName": "a", "mode": "slabs"}]}, "inner[0].mode: 'slabs' given, files or slab needed"),
         ({"inner": [{"firstName": "a", "mode": False}]}, "inner[0].mode: False given, files or slab needed"),
-        ({"inner": [{"firstName": "a", "size": 5}]}, "inner[0].size: 5 is not a size; write for example 5MB"),
+        (
+            {"inner": [{"firstName": "a", "size": "5Z"}]},
+            "inner[0].size: '5Z' is no size; write for example 512MiB, 64Gi, 1TB or a number of bytes",
+        ),
         ({"inner": [{"firstName": "a", "colour": 1}]}, "inner[0].colour: 1 given, red or blue needed"),
         ({"inner": {}}, "inner: {} given, a list needed"),
         ({"inner": [{"firstName": "a", 1: 2}]}, "inner[0].1: unknown setting; did you mean "),
@@ -95,17 +88,15 @@ class Outer(CamelSection, frozen=True):
 )
 def test_a_refusal_names_setting_value_and_need(document: Any, message: str) -> None:
     with pytest.raises(WrongSetting) as refused:
-        read_settings(Outer, document, megabytes)
+        read_settings(Outer, document)
 
     assert str(refused.value).startswith(message)
 
 
 def test_what_is_right_becomes_frozen_settings() -> None:
-    read = read_settings(
-        Outer, {"inner": [{"firstName": "a", "size": "5MB"}], "port": "http", "waitSeconds": 3}, megabytes
-    )
+    read = read_settings(Outer, {"inner": [{"firstName": "a", "size": "5MB"}], "port": "http", "waitSeconds": 3})
 
-    assert read == Outer(inner=(Inner("a", size=Megabytes(5)),), port="http", wait_seconds=3.0)
+    assert read == Outer(inner=(Inner("a", size=ByteCount(5_000_000)),), port="http", wait_seconds=3.0)
     assert isinstance(read.wait_seconds, float)
 
 
@@ -120,6 +111,6 @@ anything = st.recursive(
 def test_any_document_is_read_or_refused_in_one_sentence(value: Any, key: str) -> None:
     for document in (value, {key: value}, {"inner": [value]}, {"inner": [{key: value}]}, {"rates": {key: value}}):
         try:
-            assert isinstance(read_settings(Outer, document, megabytes), Outer)
+            assert isinstance(read_settings(Outer, document), Outer)
         except WrongSetting as wrong:
             assert wrong.problem

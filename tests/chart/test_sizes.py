@@ -1,4 +1,4 @@
-"""Every size among the values: Kubernetes' suffixes and spelt-out units become bytes; a wrong one stops the render."""
+"""Every size among the values: Kubernetes' suffixes and spelt-out units become bytes; a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from size_cases import BYTES, REFUSED
 
 from spillway_ctl.check.chart_facts import Cluster
 from spillway_ctl.check.judgement import findings
+from spillway_engine.errors import SettingsError
+from spillway_engine.settings import EngineSettings
+from spillway_engine.settings_reader import engine_settings
+from spillway_gateway.config.settings import GatewayConfig, parse_config
+from spillway_gateway.errors import ConfigError
 
 each_helm = pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -65,13 +70,24 @@ def test_the_schema_leaves_every_size_to_the_parser():
 
 @each_helm
 @pytest.mark.parametrize("value", ["100m", "8Gx", -4, "9Ei"], ids=repr)
-def test_what_is_no_size_stops_the_render(helm, value):
-    """One setting sizes a pod, and one is passed on; `spillway check` says it of every setting."""
-    for path in ("engine.memory.limit", "gateway.limits.bodyBytesMax"):
-        with pytest.raises(RenderRefused) as refused:
-            render(values=nested(path, value), helm=helm)
+def test_what_is_no_size_of_a_pod_stops_the_render(helm, value):
+    """Sizes that are only passed on are refused by `spillway check` and at the start, as the next tests show."""
+    with pytest.raises(RenderRefused) as refused:
+        render(values=nested("engine.memory.limit", value), helm=helm)
 
-        assert f'{path}: "{value}" is no size up to 8PiB; {EXAMPLE}' in str(refused.value)
+    assert f'engine.memory.limit: "{value}" is no size up to 8PiB; {EXAMPLE}' in str(refused.value)
+
+
+def test_what_is_no_size_stops_the_start():
+    offload = {"sharedTier": {"type": "nvme", "loadQueueBytesMax": "8Gx"}}
+    rendered = render(values={"engine": {"offload": offload}, "gateway": {"limits": {"bodyBytesMax": "8Gx"}}})
+
+    for read, name in (
+        (engine_read, "engine.offload.sharedTier.loadQueueBytesMax"),
+        (gateway_read, "limits.bodyBytesMax"),
+    ):
+        with pytest.raises((SettingsError, ConfigError), match=f"{name}: '8Gx' is no size; {EXAMPLE}"):
+            read(rendered)
 
 
 @pytest.mark.parametrize("value", [0, "0Gi"], ids=repr)
@@ -126,7 +142,7 @@ def test_the_embedded_server_holds_a_chunk(memory, problem):
 
 
 @each_helm
-def test_sizes_become_bytes_wherever_they_are_rendered(helm):
+def test_sizes_become_bytes_wherever_they_are_read(helm):
     engine = {
         "memory": {"limit": "64G", "sharedMemory": "4.1e10", "processPerRank": "9e9"},
         "model": {"cache": {"sizeLimit": "80G"}},
@@ -155,25 +171,17 @@ def test_sizes_become_bytes_wherever_they_are_rendered(helm):
     volumes = volumes_of(rendered)
     assert volumes["hub"]["emptyDir"] == {"sizeLimit": "76294Mi"}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "39101Mi"}
-    settings = yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])["offload"]
-    assert settings["cpuBytes"] == 32_985_348_834  # 0.03 x 2**40 = 32985348833.28
-    assert settings["sharedTier"]["redis"]["tenantMaxBytes"] == 1_181_116_007
-    assert (settings["sharedTier"]["loadQueueBytesMax"], settings["sharedTier"]["storeQueueBytesMax"]) == (
-        4_000_000_000,
-        5_000_000_000,
-    )
-    read = yaml.safe_load(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"])
-    assert {key: read["limits"][key] for key in gateway["limits"]} == {
-        "bodyBytesMax": 60_000_000,
-        "bodiesBytesMax": 250_000_000,
-        "plainReplyBufferBytes": 4 << 20,
-    }
-    assert {key: read["connections"][key] for key in gateway["connections"]} == {
-        "headBytesMax": 64_000,
-        "targetBytesMax": 8_000,
-        "bodyBytesPerSecondMin": 65_536,
-    }
-    assert read["index"]["bytesMax"] == 1 << 28
+    offload = engine_read(rendered).offload
+    assert offload.cpu_bytes_to_use == 32_985_348_834  # 0.03 x 2**40 = 32985348833.28
+    tier = offload.shared_tier
+    assert tier.redis.tenant_max_bytes == 1_181_116_007
+    assert (tier.load_queue_bytes_max, tier.store_queue_bytes_max) == (4_000_000_000, 5_000_000_000)
+    read = gateway_read(rendered)
+    limits, connections = read.limits, read.connections
+    assert (limits.body_bytes_max, limits.bodies_bytes_max) == (60_000_000, 250_000_000)
+    assert limits.plain_reply_buffer_bytes == 4 << 20
+    assert (connections.head_bytes_max, connections.target_bytes_max) == (64_000, 8_000)
+    assert (connections.body_bytes_per_second_min, read.index.bytes_max) == (65_536, 1 << 28)
 
 
 @each_helm
@@ -186,9 +194,8 @@ def test_the_size_of_a_volume_bounds_the_tier_on_it(helm, kind):
     assert "tenantMaxBytes: 931.3 GiB for one tenant is more than maxBytes: 419.1 GiB" in problem
     nvme["tenantMaxBytes"] = "100G"
     rendered = render(values=values, helm=helm)
-    settings = yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"])["offload"]
-    assert settings["sharedTier"]["nvme"]["maxBytes"] == 450_000_000_000
-    assert settings["sharedTier"]["nvme"]["tenantMaxBytes"] == 100_000_000_000
+    store = engine_read(rendered).offload.shared_tier.nvme
+    assert (store.max_bytes, store.tenant_max_bytes) == (450_000_000_000, 100_000_000_000)
     if kind == "emptyDir":
         assert volumes_of(rendered)["kv"]["emptyDir"] == {"sizeLimit": "476838Mi"}
     elif kind == "perPodClaim":
@@ -197,6 +204,14 @@ def test_the_size_of_a_volume_bounds_the_tier_on_it(helm, kind):
     else:
         claim = rendered.one("PersistentVolumeClaim")
         assert claim["spec"]["resources"] == {"requests": {"storage": "476838Mi"}}
+
+
+def engine_read(rendered: Render) -> EngineSettings:
+    return engine_settings(yaml.safe_load(rendered.one("ConfigMap", "engine")["data"]["engine.yaml"]))
+
+
+def gateway_read(rendered: Render) -> GatewayConfig:
+    return parse_config(yaml.safe_load(rendered.one("ConfigMap", "gateway")["data"]["gateway.yaml"]))
 
 
 def memory(rendered: Render, component: str, kind: str = "StatefulSet") -> dict[str, str]:

@@ -46,10 +46,6 @@ gateway.yaml: |
 {{- $end := include "spillway.engineEndSeconds" .root.spillwayPlan -}}
 {{- if and $end (kindIs "invalid" $gateway.health.endingSeconds) -}}
 {{- $_ := set $out.health "endingSeconds" (round (mulf 0.95 (float64 $end)) 1) -}}{{- end -}}
-{{- range $setting := include "spillway.gatewaySizes" . | fromYamlArray -}}
-{{- $section := get $out (splitList "." $setting | first) -}}{{- $key := splitList "." $setting | last -}}
-{{- $bytes := include "spillway.bytes" (dict "value" (get $section $key) "path" (printf "gateway.%s" $setting)) -}}
-{{- $_ := set $section $key (int64 $bytes) -}}{{- end -}}
 {{- if gt (int64 $gateway.processes) 1 -}}{{- $_ := set $out "processes" (int64 $gateway.processes) -}}{{- end -}}
 {{- include "spillway.overlay" (dict "base" $out "over" (dict "listen" $listen "models" $models
   "auth" (include "spillway.gatewayAuth" (merge (dict "names" .root.spillwayNames) $gateway.auth) | fromYaml)

@@ -110,29 +110,24 @@ Every template begins with it: which one Helm renders first is by chance, and it
   "selfCheckText" "selfCheckTimeoutSeconds" -}}
 {{- $isAuto := eq (toString $engine.lifecycle.selfCheck) "true" -}}
 {{- $_ = set $lifecycle "selfCheck" (ternary "auto" (include "spillway.onOff" $engine.lifecycle.selfCheck) $isAuto) -}}
-{{- $_ = set $settings "lifecycle" $lifecycle -}}{{- $names := dict -}}
-{{- include "spillway.settingNames" (dict "root" .root "item" .item "out" $names) -}}
-{{- $_ = set $settings "door" $names -}}
+{{- $_ = set $settings "lifecycle" $lifecycle -}}
+{{- /* What the values are called, for the messages of the engine service. */ -}}
+{{- $path := .item.path -}}{{- $names := dict "host" "listenAddress" -}}
+{{- range $setting, $value := .item.names.engineSettings -}}
+{{- $_ := set $names $setting (printf "%s.%s" $path $value) -}}{{- end -}}
+{{- $redis := $engine.offload.sharedTier.redis -}}
+{{- range $setting := .item.names.redisLogin -}}
+{{- if not (or $redis.existingSecret.name $redis.url (not $.root.Values.redis.enabled)) -}}
+{{- $_ := set $names $setting "redis.existingSecret" -}}{{- end -}}{{- end -}}
+{{- $_ = set $settings "door" (dict "names" $names "others" (printf "%s.{path}" $path)) -}}
 {{- $_ = set .item "settings" $settings -}}
 {{- end -}}
 
 {{/* (root, item, out): what the engine service reads of offload that is on, into out. */}}
 {{- define "spillway.offloadSettings" -}}
 {{- $offload := .item.engine.offload -}}{{- $out := .out -}}{{- $path := .item.path -}}
-{{- include "spillway.passed" (dict "section" (omit $offload "cpuBytes" "copyTable" "sharedTier") "out" $out) -}}
-{{- if not $offload.numCpuBlocks -}}
-{{- $bytes := dict "value" (default 0 $offload.cpuBytes) "path" (printf "%s.offload.cpuBytes" $path) -}}
-{{- $_ := set $out "cpuBytes" (include "spillway.bytes" $bytes | int64) -}}{{- end -}}
-{{- with $offload.copyTable -}}
-{{- $table := dict -}}
-{{- range $direction, $rows := . -}}
-{{- $whole := list -}}
-{{- range $rows -}}
-{{- $bytes := dict "value" (first .) "path" (printf "%s.offload.copyTable.%s" $path $direction) -}}
-{{- $whole = append $whole (list (include "spillway.bytes" $bytes | int64) (last .)) -}}
-{{- end -}}
-{{- $_ := set $table $direction $whole -}}{{- end -}}
-{{- $_ := set $out "copyTable" $table -}}{{- end -}}
+{{- include "spillway.passed" (dict "section" (omit $offload "sharedTier") "out" $out) -}}
+{{- if $offload.numCpuBlocks -}}{{- $_ := unset $out "cpuBytes" -}}{{- end -}}
 {{- $shared := dict -}}
 {{- include "spillway.tierSettings" (dict "root" .root "item" .item "out" $shared) -}}
 {{- $_ := set $out "sharedTier" $shared -}}{{- end -}}

@@ -22,13 +22,6 @@ any. spillway_settings.byte_sizes reads the same sizes, and says what is wrong w
 {{- ceil $bytes | int64 -}}
 {{- end -}}
 
-{{/* The gateway's settings that are sizes, as section.key. */}}
-{{- define "spillway.gatewaySizes" -}}
-{{- list "limits.bodyBytesMax" "limits.bodiesBytesMax" "limits.plainReplyBufferBytes" "limits.repliesBytesMax"
-  "connections.headBytesMax" "connections.targetBytesMax" "connections.bodyBytesPerSecondMin" "index.bytesMax"
-  "continuation.bytesMax" | toYaml -}}
-{{- end -}}
-
 {{/* root -> bytes of redis.memory that hold KV blocks: three quarters. */}}
 {{- define "spillway.redisBlockBytes" -}}
 {{- div (mul (int64 (include "spillway.bytes" (dict "value" .Values.redis.memory "path" "redis.memory"))) 3) 4 -}}

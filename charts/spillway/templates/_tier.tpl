@@ -33,20 +33,15 @@ volume's size: kubelet counts folders and files being written too, and evicts a 
 item.redisSecret. */}}
 {{- define "spillway.tierSettings" -}}
 {{- $tier := .item.engine.offload.sharedTier -}}{{- $item := .item -}}{{- $out := .out -}}
-{{- $at := printf "%s.offload.sharedTier" $item.path -}}{{- $names := $item.names -}}
+{{- $names := $item.names -}}
 {{- $folder := $names.folders.secrets -}}{{- $files := list -}}
 {{- $_ := set $out "type" $tier.type -}}{{- if ne $tier.type "none" -}}
 {{- include "spillway.passed" (dict "section" (omit $tier "nvme" "redis" "s3" "encryption") "out" $out) -}}
-{{- range $key := list "loadQueueBytesMax" "storeQueueBytesMax" -}}
-{{- $bytes := include "spillway.bytes" (dict "value" (get $tier $key) "path" (printf "%s.%s" $at $key)) -}}
-{{- $_ := set $out $key (int64 $bytes) -}}{{- end -}}{{- end -}}
+{{- end -}}
 {{- if eq $tier.type "nvme" -}}
 {{- $nvme := dict -}}
 {{- include "spillway.passed" (dict "section" (omit $tier.nvme "volume") "out" $nvme) -}}
 {{- with include "spillway.nvmeMaxBytes" (dict "item" $item) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
-{{- with $tier.nvme.tenantMaxBytes -}}
-{{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.nvme.tenantMaxBytes" $at)) -}}
-{{- $_ := set $nvme "tenantMaxBytes" (int64 $bytes) -}}{{- end -}}
 {{- $_ = set $out "nvme" $nvme -}}
 {{- else if eq $tier.type "redis" -}}
 {{- $url := $tier.redis.url -}}
@@ -54,9 +49,6 @@ item.redisSecret. */}}
 {{- $redis := dict -}}
 {{- include "spillway.passed" (dict "section" (omit $tier.redis "existingSecret" "tls") "out" $redis) -}}
 {{- $_ = set $redis "url" $url -}}
-{{- with $tier.redis.tenantMaxBytes -}}
-{{- $bytes := include "spillway.bytes" (dict "value" . "path" (printf "%s.redis.tenantMaxBytes" $at)) -}}
-{{- $_ := set $redis "tenantMaxBytes" (int64 $bytes) -}}{{- end -}}
 {{- $secret := dict -}}
 {{- include "spillway.redisSecret" (dict "root" .root "tier" $tier "out" $secret) -}}
 {{- if $secret.name -}}

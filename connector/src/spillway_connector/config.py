@@ -246,13 +246,6 @@ def parse_tier(tier_type: str, options: Mapping[str, Any]) -> TierConfig:
     return RedisTierConfig(**structs.asdict(redis), encryption=encryption, limits=limits)
 
 
-def read_value(kind: type[Any], value: Any) -> Any:
-    """The types of these settings that msgspec does not know: the hook of `read_settings`. Raises ValueError."""
-    if kind is ByteCount:
-        return ByteCount.read(value)
-    raise NotImplementedError(kind)
-
-
 class Names(Protocol):
     """What the settings of one section are called where a person set them."""
 
@@ -336,6 +329,6 @@ def check_encryption(encryption: EncryptionConfig, names: Names) -> None:
 
 def _read(kind: type[Settings], given: object, where: str) -> Settings:
     try:
-        return read_settings(kind, dict(given) if isinstance(given, Mapping) else given, read_value)
+        return read_settings(kind, dict(given) if isinstance(given, Mapping) else given)
     except WrongSetting as wrong:
         raise ConfigError(f"{where}: {wrong}") from wrong

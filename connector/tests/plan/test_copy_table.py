@@ -28,7 +28,7 @@ def test_what_bench_copy_prints_is_what_the_setting_takes():
     [
         ({"up": []}, "up: unknown setting; did you mean "),
         ({"store": [[1]]}, r"store\[0\]: \[1\] given, a list of 2 items needed"),
-        ({"store": [["1", "loop"]]}, r"store\[0\]\[0\]: '1' given, a whole number needed"),
+        ({"store": [["1x", "loop"]]}, r"store\[0\]\[0\]: '1x' is no size; write for example 512MiB"),
         ({"store": [[1, "fast"]]}, r"store\[0\]\[1\]: 'fast' given, batch, loop or staged needed"),
         ({"load": [[2, "loop"], [2, "batch"]]}, r"load has the sizes \[2, 2\]; each needs to be larger"),
     ],

@@ -75,6 +75,23 @@ QUANTIZED_EIGHTHS = {
     r"[-_.](awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|w4a)": 3,
 }
 
+_TIER = "offload.sharedTier"
+# The engine service's own settings with the engine's login at Redis: the embedded one has a Secret of its own.
+REDIS_LOGIN = tuple(f"{_TIER}.redis.{key}" for key in ("usernameEnv", "passwordEnv", "passwordFile"))
+# Settings of the engine service -> the values below `engine` that they are made of, if these have other names.
+ENGINE_SETTINGS = {
+    "platform": "accelerator.preset",
+    "versionCheck": "accelerator.versionCheck",
+    "cpuBinding": "accelerator.cpuBinding",
+    **dict.fromkeys(REDIS_LOGIN, f"{_TIER}.redis.existingSecret"),
+    f"{_TIER}.redis.tls.caFile": f"{_TIER}.redis.tls.caSecret",
+    f"{_TIER}.redis.tls.certificateFile": f"{_TIER}.redis.tls.clientSecret",
+    f"{_TIER}.redis.tls.keyFile": f"{_TIER}.redis.tls.clientSecret",
+    f"{_TIER}.s3.caFile": f"{_TIER}.s3.caSecret",
+    f"{_TIER}.encryption.keyFile": f"{_TIER}.encryption.keySecretName",
+    f"{_TIER}.encryption.keyEnv": f"{_TIER}.encryption.keySecretName",
+}
+
 
 def shared_names() -> dict[str, Any]:
     """What the templates read."""
@@ -82,6 +99,8 @@ def shared_names() -> dict[str, Any]:
         "folders": FOLDERS,
         "variables": VARIABLES,
         "customKinds": list(CUSTOM_KINDS),
+        "engineSettings": ENGINE_SETTINGS,
+        "redisLogin": list(REDIS_LOGIN),
         "processPerRank": PROCESS_PER_RANK,
         "liveSections": list(LIVE_SECTIONS),
         "credentials": {"name": CREDENTIAL_NAME, "value": CREDENTIAL_VALUE, "harmless": HARMLESS_VALUE},

@@ -8,15 +8,15 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 from msgspec import inspect as types
 
+from spillway_settings.byte_sizes import ByteCount
+
 Settings = TypeVar("Settings")
-Hook = Callable[[type[Any], Any], Any]
 
 LARGEST = sys.float_info.max  # as an upper bound it refuses infinity; every comparison refuses NaN
 Text = Annotated[str, Meta(min_length=1)]
@@ -46,15 +46,15 @@ class WrongSetting(ValueError):
         self.problem = problem
 
 
-def read_settings(kind: type[Settings], document: object, hook: Hook | None = None) -> Settings:
+def read_settings(kind: type[Settings], document: object) -> Settings:
     """The document as a `kind`, a msgspec struct with bounds on its types and without unknown keys.
 
-    hook: makes values of types that msgspec does not know; its ValueError is the problem's text. Raises WrongSetting.
+    A `ByteCount` is read as people write sizes. Raises WrongSetting.
     """
     try:
-        return msgspec.convert(document, kind, dec_hook=hook)
+        return msgspec.convert(document, kind, dec_hook=_read_value)
     except msgspec.ValidationError as error:
-        raise _explained(kind, document, hook, str(error)) from error
+        raise _explained(kind, document, str(error)) from error
 
 
 def unknown_setting(path: str, key: object, known: list[str]) -> WrongSetting:
@@ -65,7 +65,14 @@ def unknown_setting(path: str, key: object, known: list[str]) -> WrongSetting:
     return WrongSetting(_joined(path, f".{key}"), f"unknown setting; {remedy}Known here: {', '.join(sorted(known))}")
 
 
-def _explained(kind: type[Any], document: object, hook: Hook | None, refusal: str) -> WrongSetting:
+def _read_value(kind: type[Any], value: Any) -> Any:
+    """The types that msgspec does not know; a ValueError is the problem's text."""
+    if kind is ByteCount:
+        return ByteCount.read(value)
+    raise NotImplementedError(kind)
+
+
+def _explained(kind: type[Any], document: object, refusal: str) -> WrongSetting:
     found = _PATH.search(refusal)
     node, value, path = types.type_info(kind), document, ""
     for step in _STEP.finditer(found[1]) if found else ():
@@ -89,7 +96,8 @@ def _explained(kind: type[Any], document: object, hook: Hook | None, refusal: st
     if wrong is not None:
         return wrong
     if isinstance(bare, types.CustomType | types.StructType) and not refusal.startswith("Expected "):
-        return WrongSetting(path, refusal.removesuffix(found[0]) if found else refusal)  # of the hook or __post_init__
+        # Of _read_value or __post_init__.
+        return WrongSetting(path, refusal.removesuffix(found[0]) if found else refusal)
     return WrongSetting(path, f"{_given(value)} given, {_needed(node)} needed")
 
 

@@ -15,12 +15,14 @@ from typing import Final, Literal
 
 import msgspec
 
+from spillway_settings.byte_sizes import ByteCount
+
 Path = Literal["loop", "batch", "staged"]
 LOOP: Final = "loop"
 BATCH: Final = "batch"
 STAGED: Final = "staged"
 PATHS = (LOOP, BATCH, STAGED)
-Rows = tuple[tuple[int, Path], ...]
+Rows = tuple[tuple[ByteCount, Path], ...]
 
 
 class CopyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +54,8 @@ class CopyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # One H200 (PCIe 5), medians of bench-copy; docs/cuda.md has the figures.
-H200_TABLE = CopyTable(store=((524_288, STAGED),), load=((524_288, STAGED),))
+_STAGED_BELOW: Rows = ((ByteCount(524_288), STAGED),)
+H200_TABLE = CopyTable(store=_STAGED_BELOW, load=_STAGED_BELOW)
 
 
 def _path(rows: Rows, piece_bytes: float) -> str:

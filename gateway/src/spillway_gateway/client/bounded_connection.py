@@ -160,7 +160,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._phase_is_new = False
             return
         self._wire_bytes += self._packet_bytes
-        bytes_max = self._bounds.head_bytes_max
+        bytes_max: int = self._bounds.head_bytes_max
         if self._phase is _Phase.BODY:
             bytes_max += FRAMING_BYTES_PER_BYTE_MAX * self._body_bytes
         if self._wire_bytes > bytes_max:

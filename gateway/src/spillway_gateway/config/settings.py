@@ -26,12 +26,11 @@ from spillway_gateway.config.discovery import DiscoveryConfig, Ranks, check_disc
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, check_shared_limits
 from spillway_gateway.config.tracing import TracingConfig, check_tracing
 from spillway_gateway.errors import ConfigError
-from spillway_settings.byte_sizes import parse_byte_count
+from spillway_settings.byte_sizes import ByteCount
 from spillway_settings.roles import EngineRole
 from spillway_settings.typed import (
     LARGEST,
     CamelSection,
-    Count,
     NotNegative,
     Positive,
     Text,
@@ -74,7 +73,7 @@ class ListenConfig(CamelSection, frozen=True):
 class ContinuationConfig(values.Continuation, frozen=True):
     """Streamed answers that go on from another engine when theirs fails; see upstream/continuation/."""
 
-    bytes_max: Count = parse_byte_count(_CHART.continuation.bytes_max)  # of token ids kept for all streams
+    bytes_max: ByteCount = ByteCount.read(_CHART.continuation.bytes_max)  # of token ids kept for all streams
 
 
 class ConnectionsConfig(values.Connections, frozen=True):
@@ -83,9 +82,9 @@ class ConnectionsConfig(values.Connections, frozen=True):
     See client/bounded_connection.py.
     """
 
-    head_bytes_max: Count = parse_byte_count(_CHART.connections.head_bytes_max)  # request line and headers
-    target_bytes_max: Count = parse_byte_count(_CHART.connections.target_bytes_max)  # path and query
-    body_bytes_per_second_min: Count = parse_byte_count(_CHART.connections.body_bytes_per_second_min)
+    head_bytes_max: ByteCount = ByteCount.read(_CHART.connections.head_bytes_max)  # request line and headers
+    target_bytes_max: ByteCount = ByteCount.read(_CHART.connections.target_bytes_max)  # path and query
+    body_bytes_per_second_min: ByteCount = ByteCount.read(_CHART.connections.body_bytes_per_second_min)
 
 
 class EngineConfig(CamelSection, frozen=True):
@@ -149,10 +148,11 @@ class HealthConfig(values.Health, frozen=True):
 
 
 class LimitsConfig(values.Limits, frozen=True):
-    body_bytes_max: Count = parse_byte_count(_CHART.limits.body_bytes_max)
-    bodies_bytes_max: Count = parse_byte_count(_CHART.limits.bodies_bytes_max)  # of all requests; client/body_budget.py
-    plain_reply_buffer_bytes: Count = parse_byte_count(_CHART.limits.plain_reply_buffer_bytes)
-    replies_bytes_max: Count = parse_byte_count(_CHART.limits.replies_bytes_max)  # unread ones; client/reply_budget.py
+    body_bytes_max: ByteCount = ByteCount.read(_CHART.limits.body_bytes_max)
+    # Of all requests, by client/body_budget.py; of unread replies, by client/reply_budget.py.
+    bodies_bytes_max: ByteCount = ByteCount.read(_CHART.limits.bodies_bytes_max)
+    plain_reply_buffer_bytes: ByteCount = ByteCount.read(_CHART.limits.plain_reply_buffer_bytes)
+    replies_bytes_max: ByteCount = ByteCount.read(_CHART.limits.replies_bytes_max)
 
 
 class RoutingConfig(values.Routing, frozen=True):
@@ -186,7 +186,7 @@ class AdmissionConfig(values.Admission, frozen=True):
 
 
 class IndexConfig(values.Index, frozen=True):
-    bytes_max: Count = parse_byte_count(_CHART.index.bytes_max)
+    bytes_max: ByteCount = ByteCount.read(_CHART.index.bytes_max)
 
 
 class ShutdownConfig(CamelSection, frozen=True):
@@ -271,7 +271,7 @@ def parse_config(document: object) -> GatewayConfig:
 def shown_config(config: GatewayConfig) -> dict[str, Any]:
     """The resolved configuration with the file's own keys, as /spillway/config shows it. Secrets stand in files, of
     which it names the paths alone; a user and password in an engine's URL are left out."""
-    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config, enc_hook=int))
     for model in document["models"]:
         for engine in model["engines"]:
             parts = urlsplit(engine["url"])

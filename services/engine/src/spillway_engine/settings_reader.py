@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import yaml
 from msgspec import inspect as types
 
-from spillway_connector.config import read_value
 from spillway_connector.native_keys import native_key_answer
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.chart_keys import chart_key
@@ -53,7 +52,7 @@ def engine_settings(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> E
 def read_settings(kind: type[Settings], tree: object, names: SettingNames = PLAIN_NAMES) -> Settings:
     """A mapping with camelCase keys -> the frozen struct `kind`. Raises SettingsError."""
     try:
-        return typed.read_settings(kind, _as_meant(types.type_info(kind), tree), read_value)
+        return typed.read_settings(kind, _as_meant(types.type_info(kind), tree))
     except WrongSetting as wrong:
         name = names.name(wrong.path) if wrong.path else "the configuration"
         answer = _native_key(wrong.path, names) or wrong.problem
