@@ -1,7 +1,7 @@
 {{/* The ACL of its only user, by docs/formats.md: the commands of a tier and of `spillway tier`. */}}
 {{- define "spillway.redisRules" -}}
-{{- $commands := list "ping" "select" "exists" "touch" "get" "getex" "set" "pexpire" "unlink" "info"
-  "zadd" "zrem" "zcard" "zrange" "zremrangebyscore" "scan" "dbsize" "getrange" "strlen" "pttl" "client|no-touch" -}}
+{{- $commands := list "ping" "select" "exists" "touch" "get" "getex" "set" "pexpire" "unlink" "info" "zadd"
+  "zrem" "zcard" "zrange" "zremrangebyscore" "scan" "dbsize" "getrange" "strlen" "pttl" "client|no-touch" -}}
 resetkeys ~spillway1:* resetchannels -@all +{{ join " +" $commands }}
 {{- end -}}
 
