@@ -54,8 +54,8 @@ app.kubernetes.io/part-of: spillway
 {{ toYaml . }}
 {{- end }}{{- end -}}
 
-{{/* (root, component or item[, suffix][, name][, annotations][, labels]) -> an object's metadata; its name is that of the
-group of engines, or <fullname>-<suffix>, or what is given. */}}
+{{/* (root, component or item[, suffix][, name][, annotations][, labels]) -> an object's metadata; its name is that
+of the group of engines, or <fullname>-<suffix>, or what is given. */}}
 {{- define "spillway.metadata" -}}
 {{- $name := .name -}}
 {{- if .suffix -}}{{- $name = include "spillway.name" . -}}{{- end -}}
