@@ -23,6 +23,8 @@ from spillway_settings.typed import (
     Text,
     WrongSetting,
     read_settings,
+    settings_json,
+    settings_of_json,
 )
 
 PortName = Annotated[str, Meta(pattern=r"^[a-z]+\Z", description="a port's name or its number")]
@@ -96,6 +98,7 @@ def test_a_refusal_names_setting_value_and_need(document: Any, message: str) -> 
 def test_what_is_right_becomes_frozen_settings() -> None:
     read = read_settings(Outer, {"inner": [{"firstName": "a", "size": "5MB"}], "port": "http", "waitSeconds": 3})
 
+    assert settings_of_json(Outer, settings_json(read)) == read
     assert read == Outer(inner=(Inner("a", size=ByteCount(5_000_000)),), port="http", wait_seconds=3.0)
     assert isinstance(read.wait_seconds, float)
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import msgspec
 from msgspec import structs
 
 from spillway_gateway.config.settings import GatewayConfig, parse_config
 from spillway_gateway.config.shared_limits import SharedLimitsConfig
 from spillway_gateway.processes.shares import front_config
+from spillway_settings.typed import settings_of_json
 
 
 def test_all_fronts_together_keep_the_bounds_of_one_process_and_count_no_tenant() -> None:
@@ -15,7 +15,7 @@ def test_all_fronts_together_keep_the_bounds_of_one_process_and_count_no_tenant(
         whole, auth=structs.replace(whole.auth, shared_limits=SharedLimitsConfig("redis://limits:6379"))
     )
 
-    front = msgspec.json.decode(front_config(whole), type=GatewayConfig)
+    front = settings_of_json(GatewayConfig, front_config(whole))
 
     assert (front.connections.open_max, front.connections.per_address_max) == (34, 1)
     assert front.limits.bodies_bytes_max == -(-whole.limits.bodies_bytes_max // 3)

@@ -57,6 +57,16 @@ def read_settings(kind: type[Settings], document: object) -> Settings:
         raise _explained(kind, document, str(error)) from error
 
 
+def settings_json(settings: msgspec.Struct) -> bytes:
+    """The settings as another process of the same version reads them, by settings_of_json()."""
+    return msgspec.json.encode(settings, enc_hook=int)  # a ByteCount
+
+
+def settings_of_json(kind: type[Settings], document: bytes) -> Settings:
+    """What settings_json() wrote."""
+    return msgspec.json.decode(document, type=kind, dec_hook=_read_value)
+
+
 def unknown_setting(path: str, key: object, known: list[str]) -> WrongSetting:
     """The refusal of a key that is no setting below `path`; it names the setting that may have been meant."""
     plain = {name.lower(): name for name in known}

@@ -36,6 +36,7 @@ from spillway_settings.typed import (
     Text,
     WrongSetting,
     read_settings,
+    settings_json,
 )
 from spillway_settings.values import gateway as values
 from spillway_settings.values.gateway import PROCESSES_MAX
@@ -271,7 +272,7 @@ def parse_config(document: object) -> GatewayConfig:
 def shown_config(config: GatewayConfig) -> dict[str, Any]:
     """The resolved configuration with the file's own keys, as /spillway/config shows it. Secrets stand in files, of
     which it names the paths alone; a user and password in an engine's URL are left out."""
-    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config, enc_hook=int))
+    document: dict[str, Any] = msgspec.json.decode(settings_json(config))
     for model in document["models"]:
         for engine in model["engines"]:
             parts = urlsplit(engine["url"])

@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Callable
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,6 +27,7 @@ from spillway_gateway.processes.reported_engines import ReportedEngines
 from spillway_gateway.processes.router_client import RouterClient
 from spillway_gateway.routing.prefix import PromptTokens
 from spillway_gateway.upstream.suspects import Fingerprint
+from spillway_settings.typed import settings_of_json
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Front:
     async def run(self, router: socket.socket) -> int:
         await self._client.connect(router)
         start = await self._started
-        config = msgspec.json.decode(start.config, type=GatewayConfig)
+        config = settings_of_json(GatewayConfig, start.config)
         logs.set_up(config.log, with_pid=True)
         try:
             engines = self._engines = ReportedEngines(config, self._forget_metrics)
@@ -123,7 +123,7 @@ class Front:
             await asyncio.wait([before])
         assert self._gateway is not None
         try:
-            await self._gateway.apply(msgspec.json.decode(message.config, type=GatewayConfig))
+            await self._gateway.apply(settings_of_json(GatewayConfig, message.config))
         except Exception:
             logger.exception("the new configuration was not applied in this process")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 from msgspec import structs
 
 from spillway_gateway.config.settings import GatewayConfig
+from spillway_settings.typed import settings_json
 
 
 def front_config(config: GatewayConfig) -> bytes:
@@ -37,4 +37,4 @@ def front_config(config: GatewayConfig) -> bytes:
         ),
         continuation=structs.replace(continuation, bytes_max=share(continuation.bytes_max)),
     )
-    return msgspec.json.encode(divided)
+    return settings_json(divided)

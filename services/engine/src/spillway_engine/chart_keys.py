@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from spillway_settings.keys import Section, keyed
+from spillway_settings.typed import settings_json
 
 _CHART_KEYS = {"cpu_bytes_to_use": "cpuBytes"}  # vLLM gave the field its name
 
@@ -29,5 +30,5 @@ def camel_case_keys(section: type[Section]) -> type[Section]:
 
 def settings_tree(settings: msgspec.Struct) -> dict[str, Any]:
     """The inverse of `read_settings`: camelCase keys, plain values, fit for YAML and JSON."""
-    tree: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings, enc_hook=int))
+    tree: dict[str, Any] = msgspec.json.decode(settings_json(settings))
     return tree

@@ -7,8 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from spillway_connector.config import ConnectorConfig
 from spillway_engine.chart_keys import settings_tree
 from spillway_engine.extra_arguments import is_secret
@@ -167,7 +165,7 @@ def own_transfer_config(settings: EngineSettings) -> dict[str, Any]:
     offload = settings.offload
     options = {name: getattr(offload, name) for name in ConnectorConfig.__struct_fields__}
     if offload.copy_table is not None:
-        options["copy_table"] = msgspec.to_builtins(offload.copy_table)
+        options["copy_table"] = settings_tree(offload.copy_table)
     return {
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",
