@@ -26,7 +26,7 @@ steps = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sets(st.integers(0, ROWS
 
 def new_index(rows: int = ROWS) -> NodeIndex:
     index = NodeIndex(memoryview(bytearray(NodeIndex.bytes_of(rows))), rows)
-    index.format(ROW_BYTES)
+    index.format(ROW_BYTES, bytes(16))
     return index
 
 
@@ -132,7 +132,7 @@ def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long(
 @pytest.mark.parametrize(("rows", "row_bytes", "why"), [(6, 4096, "it has 5 rows"), (5, 8192, "of 4096 bytes")])
 def test_an_index_of_other_rows_is_explained(rows: int, row_bytes: int, why: str):
     memory = memoryview(bytearray(NodeIndex.bytes_of(ROWS)))
-    NodeIndex(memory, ROWS).format(ROW_BYTES)
+    NodeIndex(memory, ROWS).format(ROW_BYTES, bytes(16))
     assert NodeIndex.explain_header(bytes(memory[:64]), ROWS, ROW_BYTES) is None
     assert why in (NodeIndex.explain_header(bytes(memory[:64]), rows, row_bytes) or "")
     assert NodeIndex.explain_header(b"", ROWS, ROW_BYTES) == "it was never finished"

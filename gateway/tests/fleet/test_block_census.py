@@ -27,7 +27,7 @@ def table_of(masks: list[int], bytes_max: int = 0) -> BlockTable:
     return made
 
 
-def counted(table: BlockTable, pods: dict[int, str], stores: tuple[tuple[int, int], ...] = ()) -> dict[str, int]:
+def counted(table: BlockTable, pods: dict[int, str], stores: tuple[tuple[int, int, bool], ...] = ()) -> dict[str, int]:
     *steps, counts = blocks_held_alone(table, pods, stores)
     assert counts is not None and not any(steps)
     return counts
@@ -46,7 +46,7 @@ def test_a_block_is_lost_with_a_pod_if_no_other_pod_holds_it_or_could_load_it(
         sum(bit(slot, tier) for slot, tier in holders) | sum(store_bits[store] for store in stores)
         for holders, stores in held
     ]
-    stores = tuple((store_bits[store], sum(map(bit, readers[store]))) for store in range(STORES))
+    stores = tuple((store_bits[store], sum(map(bit, readers[store])), False) for store in range(STORES))
     pods = {slot: pod for slot, pod in PODS.items() if slot not in gone}
 
     expected: dict[str, int] = {}

@@ -175,6 +175,7 @@ def test_hashes_normalise_alike() -> None:
         ("redis/00112233445566aa", "redis/00112233445566aa"),
         ("nvme/00112233445566aa", "nvme/00112233445566aa"),
         ("s3/00112233445566aa", "s3/00112233445566aa"),
+        ("node/00112233445566aa", "node/00112233445566aa"),
         ("redis/00112233445566AA", None),
         ("redis/00112233445566aa0", None),
         ("redis/", None),
@@ -190,4 +191,4 @@ def test_a_medium_names_a_store_in_spillways_form_alone(medium: object, store: s
     batch = decode_batch(msgspec.msgpack.encode([1.0, [stored, removed], None]))
     assert [event.store for event in batch.events if not isinstance(event, AllBlocksCleared)] == [store, store]
     if store is not None:
-        assert tier_of(medium) is Tier.SHARED
+        assert tier_of(medium) is (Tier.CPU if store.startswith("node/") else Tier.SHARED)

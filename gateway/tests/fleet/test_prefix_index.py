@@ -127,10 +127,31 @@ def test_blocks_of_a_store_count_for_every_engine_that_loads_from_it() -> None:
     made.apply("a", BlockRemoved([1, 2], Tier.DEVICE, 0))
 
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8), "b": HeldPrefix(0, 0, 8)}
-    assert [made.shared_reach_of(name) for name in "abc"] == [(1, 2), (1, 2), (1, 0)]
+    assert [made.shared_reach_of(name) for name in "abc"] == [(1, 2, None), (1, 2, None), (1, 0, None)]
     assert made.shared_stores == 2
     made.apply("b", stored([1], None, PROMPT[:4]))
     assert made.match(keys(PROMPT), BLOCK)["b"] == HeldPrefix(4, 0, 4)
+
+
+def test_blocks_of_a_node_are_in_the_cpu_tier_of_all_its_engines() -> None:
+    made, node = index(), "node/00000000000000cc"
+    made.add_engine("c")
+    made.apply("a", stored([1, 2, 3], None, PROMPT[:12]))
+    made.apply("a", BlockStored([1, 2], None, [], 0, Tier.CPU, None, [], 0, None, store=node))
+    made.apply("a", in_store([3]))
+    for name in "bc":
+        made.apply(name, in_store([]))
+    made.apply("b", BlockStored([], None, [], 0, Tier.CPU, None, [], 0, None, store=node))
+    made.apply("a", BlockRemoved([1, 2, 3], Tier.DEVICE, 0))
+    held = HeldPrefix(0, 8, 4)
+    assert made.match(keys(PROMPT), BLOCK) == {"a": held, "b": held}
+    assert [made.shared_reach_of(name) for name in "abc"] == [(1, 1, 2), (1, 1, 2), (1, 1, None)]
+    assert made.in_a_store(keys(PROMPT)) == 0  # no engine of another node could load the first one
+
+    made.apply("b", BlockRemoved([2], Tier.CPU, 0, store=node))
+    assert made.match(keys(PROMPT), BLOCK) == dict.fromkeys("ab", HeldPrefix(0, 4, 0))
+    made.apply("a", BlockRemoved([], Tier.CPU, 0, store=node))
+    assert made.match(keys(PROMPT), BLOCK) == {"b": HeldPrefix(0, 4, 0)}
 
 
 def test_shared_blocks_without_a_named_store_count_for_their_engine_alone() -> None:

@@ -36,6 +36,7 @@ engine_sets = st.sets(st.integers(0, ENGINES - 1))
     prompt=blocks,
     in_stores=st.lists(st.sets(st.integers(0, STORES - 1)), min_size=8, max_size=8),
     engines_of=st.lists(engine_sets, min_size=STORES, max_size=STORES),
+    of_nodes=st.sets(st.integers(0, STORES - 1)),
     visible=engine_sets,
     sized=engine_sets,
 )
@@ -43,15 +44,20 @@ def test_each_engine_is_matched_as_if_it_were_alone(
     prompt: list[tuple[list[set[Tier]], set[int], bool]],
     in_stores: list[set[int]],
     engines_of: list[set[int]],
+    of_nodes: set[int],
     visible: set[int],
     sized: set[int],
 ) -> None:
     shard = OrderedDict((key, entry_of(*block)) for key, block in enumerate(prompt))
-    store_bits = [1 << ((ENGINES + store) * BITS_PER_ENGINE + Tier.SHARED) for store in range(STORES)]
+    store_bits = [
+        1 << ((ENGINES + store) * BITS_PER_ENGINE + (Tier.CPU if store in of_nodes else Tier.SHARED))
+        for store in range(STORES)
+    ]
     for key, stores in zip(shard, in_stores, strict=False):
         shard[key].mask |= sum(store_bits[store] for store in stores)
     readers = tuple(
-        (store_bits[store], sum(1 << (slot * BITS_PER_ENGINE) for slot in engines_of[store])) for store in range(STORES)
+        (store_bits[store], sum(1 << (slot * BITS_PER_ENGINE) for slot in engines_of[store]), store in of_nodes)
+        for store in range(STORES)
     )
     devices = sum(1 << (slot * BITS_PER_ENGINE) for slot in sized)
     hidden = sum(1 << (slot * BITS_PER_ENGINE) for slot in range(ENGINES) if slot not in visible)
@@ -67,7 +73,7 @@ def test_each_engine_is_matched_as_if_it_were_alone(
             on_device = on_device and (Tier.DEVICE in held[slot] or (current and slot in speculative))
             if on_device:
                 counts[Tier.DEVICE] += 1
-            elif Tier.CPU in held[slot]:
+            elif Tier.CPU in held[slot] or any(slot in engines_of[store] for store in stores & of_nodes):
                 counts[Tier.CPU] += 1
             elif Tier.SHARED in held[slot] or any(slot in engines_of[store] for store in stores):
                 counts[Tier.SHARED] += 1

@@ -41,14 +41,16 @@ RETENTION_SECONDS_MAX = 7 * 86_400
 # That another engine is to go on with the prompt (true): its chunks are announced once they can be loaded.
 HAND_OVER_MEMBER = "spillway_hand_over"
 
+NODE_STORE = "node"  # in a store's medium: the CPU tier of a node, which its engines share
+
 _STORE_MEDIUM = re.compile(r"[a-z][a-z0-9]{0,15}/[0-9a-f]{16}")
 
 
 def store_medium(tier_type: str, store_id: bytes) -> str:
-    """The medium of KV events about a shared tier.
+    """The medium of KV events about a tier that engines share.
 
     Args:
-        tier_type: `nvme`, `redis` or `s3`.
+        tier_type: `nvme`, `redis`, `s3` or NODE_STORE.
         store_id: The eight bytes by which engines that share a store know it.
     """
     return f"{tier_type}/{store_id.hex()}"
@@ -57,3 +59,8 @@ def store_medium(tier_type: str, store_id: bytes) -> str:
 def names_a_store(medium: str) -> bool:
     """Whether the medium of a KV event is a `store_medium`."""
     return _STORE_MEDIUM.fullmatch(medium) is not None
+
+
+def names_a_node(medium: str) -> bool:
+    """Whether a `store_medium` is that of a node's CPU tier."""
+    return medium.startswith(f"{NODE_STORE}/")

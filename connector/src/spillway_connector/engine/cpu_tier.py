@@ -38,6 +38,7 @@ from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.plan.retention import Retention
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
+from spillway_connector.transfer.announcements import Announcement
 
 _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
 
@@ -98,6 +99,15 @@ class CpuTier(OffloadingManager):
 
     def weights_changed(self) -> None:
         """The model's weights change: chunks that others share with this engine are those of other weights."""
+
+    def take_announcements(self) -> Iterable[Announcement]:
+        """What to tell of rows that are shared, in place of `take_events`. Called once per engine step."""
+        return ()
+
+    @property
+    def announces_store(self) -> bool:
+        """Whether `take_announcements` tells what is in these rows; `take_events` then is for vLLM's books alone."""
+        return False
 
     def used_rows(self) -> int:
         return len(self.resident)

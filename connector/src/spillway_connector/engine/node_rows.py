@@ -20,6 +20,7 @@ from collections.abc import Set as AbstractSet
 from itertools import islice
 
 import numpy as np
+from blake3 import blake3
 from typing_extensions import override
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -28,10 +29,12 @@ from spillway_connector.engine.cpu_tier import LruRows
 from spillway_connector.errors import DeviceCopyError, HostMemoryError, TierTimeout
 from spillway_connector.node.region import OPEN_SECONDS, NodeRegion
 from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex, rows_of
+from spillway_connector.transfer.announcements import Announcement, Announcements
 
 logger = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 0.4  # between two looks for engines that were killed
+STORE_ID_BYTES = 8
 _LOOKAHEAD = 32  # of the oldest chunks, those that others may have used since
 
 
@@ -103,6 +106,9 @@ class NodeRows(LruRows):
         self._oldest_generation = 0  # what was claimed before it was dropped by a reset
         self._left: str | None = None
         self._sweep_at = 0.0
+        self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
+        self._news = Announcements(clock) if enable_events else None
+        self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
         self.prepare_read = self._prepare_read
         place = None
         try:
@@ -115,6 +121,8 @@ class NodeRows(LruRows):
             raise HostMemoryError(f"{region.path} has no place for another engine; start fewer on this node")
         self._place = place
         self.sync()
+        if self._news is not None:
+            self._news.storing(self.ready)  # whoever has computed them may have ended
         logger.info(
             "Spillway: the CPU tier of this node is %s, shared by %d engines; %d of its %d chunks are this namespace's",
             region.path,
@@ -134,7 +142,10 @@ class NodeRows(LruRows):
             return
         if self._clock() >= self._sweep_at:
             self._sweep_at = self._clock() + _SWEEP_SECONDS
+            engines = self._index.engines()
             self._change(lambda index: index.sweep(self._node.lease.is_held, self._place, self._now_ms()))
+            if self._news is not None and self._index.engines() < engines:
+                self._news.others_ended()
         if self._index.version != self._version and self._left is None:
             self._look()
 
@@ -158,6 +169,8 @@ class NodeRows(LruRows):
                 is_ready = entry.state == READY
                 if entry.state != FREE and entry.namespace == self._namespace:
                     key = OffloadKey(entry.key) if entry.generation > self._oldest_generation else None
+                elif entry.state != FREE:
+                    self._is_mixed = True
             is_same = entry is not None and entry.generation == generation
             if (before := self._chunk_in.get(row)) is not None and (before != key or not is_same):
                 if before in self.ready:
@@ -180,10 +193,33 @@ class NodeRows(LruRows):
                 self.ready.add(key)
                 come.append(key)
             changed.append(key)
-        self._announce(gone, removed=True)
-        self._announce(come, removed=False)
+        super()._announce(gone, removed=True)
+        super()._announce(come, removed=False)
+        if self._news is not None and (gone or come):
+            if self._is_mixed:
+                self._news.removed(gone)
+            else:
+                self._news.changed(gone, gone=True)
+            self._news.changed(come, gone=False)
         if changed:
             self.changed_chunks.add(changed)
+
+    @override
+    def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
+        """What this engine has changed itself."""
+        told = list(keys)
+        super()._announce(told, removed)
+        if self._news is not None:
+            (self._news.removed if removed else self._news.storing)(told)
+
+    @property
+    @override
+    def announces_store(self) -> bool:
+        return self._news is not None
+
+    @override
+    def take_announcements(self) -> Iterable[Announcement]:
+        return () if self._news is None else self._news.take(self._store_id, self._left is None)
 
     def _drop(self, row: int, key: OffloadKey) -> None:
         del self._chunk_in[row], self._rows[key]
@@ -219,7 +255,7 @@ class NodeRows(LruRows):
         )
         self._left = why
         idle = self.ready.difference(self._readers)
-        self._announce(idle, removed=True)
+        super()._announce(idle, removed=True)
         for key in idle:
             self._drop(self._rows[key], key)
         self._foreign.clear()
@@ -427,6 +463,7 @@ class NodeRows(LruRows):
     def reset_cache(self) -> None:
         """Drop the chunks of this namespace from the node, but for those that other engines read or write: this engine
         takes those for gone."""
+        freed: list[OffloadKey] = []
 
         def free(index: NodeIndex) -> None:
             rows = rows_of(self._rows[key] for key in self.ready if key not in self._readers)
@@ -434,9 +471,12 @@ class NodeRows(LruRows):
             if len(rows):
                 index.free(rows)
                 self._took(rows.tolist())
+                freed.extend(self._chunk_in[row] for row in rows.tolist())
             self._oldest_generation = index.generation
 
         self._change(free)
+        super()._announce(self.ready.difference(freed), removed=True)
+        self.ready.intersection_update(freed)  # of which the rest of the node is told
         self._reset_writes.update(self.rows_of(self._mine))
         super().reset_cache()
         self._free_list.clear()

@@ -485,8 +485,10 @@ class SchedulerHalf(ResettableHalf):
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events, and that
-        the shared tiers' contents are announced too."""
+        the contents of shared tiers and of the node's rows are announced too."""
         for event in super().take_events():
+            if self.manager.primary_tier.announces_store:
+                continue
             if isinstance(event, BlockStored | BlockRemoved):
                 event.block_hashes = [
                     one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes

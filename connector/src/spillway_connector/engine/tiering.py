@@ -32,6 +32,7 @@ from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
+from spillway_settings.wire import NODE_STORE
 
 
 class TierJob(Protocol):
@@ -137,7 +138,9 @@ class TieringManager(PrefixLookupManager):
             self._unreported = True
 
     def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
-        """(tier type, announcement) of all shared tiers. Called once per engine step."""
+        """(tier type, announcement) of all tiers that others share. Called once per engine step."""
+        for announcement in self.primary_tier.take_announcements():
+            yield NODE_STORE, announcement
         for tier in self._shared_tiers:
             for announcement in tier.take_announcements():
                 yield tier.tier_type, announcement

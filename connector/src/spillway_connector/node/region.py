@@ -31,7 +31,7 @@ from spillway_connector.own_files import (
     unlink_own,
     write_new,
 )
-from spillway_connector.plan.node_index import NodeIndex
+from spillway_connector.plan.node_index import IDENTITY_BYTES, NodeIndex
 from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.slab.writers import WriterLease, new_number
 
@@ -123,7 +123,7 @@ class NodeRegion:
             with mmap.mmap(descriptor, size_bytes) as mapping:
                 view = memoryview(mapping)
                 index = NodeIndex(view, self.num_rows)
-                index.format(self.row_bytes)
+                index.format(self.row_bytes, os.urandom(IDENTITY_BYTES))
                 del index
                 view.release()
         finally:

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-VERSION = 1
+VERSION = 2
 ENGINES_MAX = 64
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
+IDENTITY_BYTES = 16
 FREE, WRITING, READY = 0, 1, 2  # the state of a row, in the low bits of its stamp
 NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such state
 DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends within it
@@ -36,7 +37,7 @@ _SEGMENT_BITS = 10  # rows of which one word says whether any has changed: 1,024
 _HEADER_WORDS = 512
 _ENGINES_FROM = 64  # in the header: of each place the number of its engine, and when it was found dead, in ms
 # Words of the header.
-_MARK, _VERSION, _ROWS, _ROW_BYTES, _CHANGES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED = range(9)
+_MARK, _VERSION, _ROWS, _ROW_BYTES, _CHANGES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(10)
 
 
 class Entry(NamedTuple):
@@ -91,9 +92,13 @@ class NodeIndex:
         a_row = 3 * 8 + 2 + NAMESPACE_BYTES + KEY_BYTES_MAX + ENGINES_MAX
         return _HEADER_WORDS * 8 + a_row * num_rows + 8 * segments + 8 * 64  # each column begins at a cache line
 
-    def format(self, row_bytes: int) -> None:
-        """Begin an index in memory that is zero: every row is free. Its mark comes last."""
+    def format(self, row_bytes: int, identity: bytes) -> None:
+        """Begin an index in memory that is zero: every row is free. Its mark comes last.
+
+        identity: IDENTITY_BYTES, of this index and no other one.
+        """
         header = self._header
+        header[_IDENTITY : _IDENTITY + IDENTITY_BYTES // 8] = np.frombuffer(identity, np.uint64)
         header[_VERSION], header[_ROWS], header[_ROW_BYTES] = VERSION, self.num_rows, row_bytes
         header[_FREE_ROWS] = self.num_rows
         header[_MARK] = _MAGIC
@@ -230,6 +235,10 @@ class NodeIndex:
     @property
     def free_rows(self) -> int:
         return self._words[_FREE_ROWS]
+
+    @property
+    def identity(self) -> bytes:
+        return self._header[_IDENTITY : _IDENTITY + IDENTITY_BYTES // 8].tobytes()
 
     @property
     def generation(self) -> int:

@@ -1,4 +1,5 @@
-"""What an engine tells whoever routes requests about a shared tier: who can load from it, and which chunks are there.
+"""What an engine tells whoever routes requests about a tier that others share: who can load from it, and which chunks
+are there.
 
 A chunk is announced once, by the engine that stores it, when the store begins: an engine without requests takes no step
 and could not announce its end. A store that fails is taken back. Chunks of a request that another engine goes on with
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from spillway_connector.tiers.tier import Clock
 
 REPEAT_SECONDS = 300.0  # between two announcements of one chunk that is found, or of one that is missed
+CONTRADICTED_SECONDS = 10.0  # after which what this engine has said has reached everyone
 JOIN_SECONDS = 60.0  # without an announcement, after which this engine's use of the store is announced again
 PENDING_KEYS_MAX = 65_536  # not taken yet; the oldest is dropped
 KNOWN_KEYS_MAX = 65_536  # of either kind, to announce nothing twice; some 10 MB
@@ -46,8 +48,8 @@ class _Recent:
         if len(self._at) > KNOWN_KEYS_MAX:
             del self._at[next(iter(self._at))]
 
-    def holds(self, key: bytes, now: float) -> bool:
-        return now - self._at.get(key, float("-inf")) < REPEAT_SECONDS
+    def holds(self, key: bytes, now: float, seconds: float = REPEAT_SECONDS) -> bool:
+        return now - self._at.get(key, float("-inf")) < seconds
 
     def drop(self, key: bytes) -> bool:
         return self._at.pop(key, None) is not None
@@ -65,6 +67,7 @@ class Announcements:
         self._present = _Recent()
         self._absent = _Recent()
         self._pending: dict[bytes, bool] = {}  # whether it is gone; in the order of the last change
+        self._by_others: dict[bytes, tuple[bool, float]] = {}  # what others have changed lately: whether it is gone
         self._joined: bytes | None = None  # the store that was announced as this engine's
         self._last_store: bytes | None = None
         self._said_at = float("-inf")
@@ -95,6 +98,40 @@ class Announcements:
         for key in keys:
             if self._present.drop(key):
                 self._say(key, gone=True)
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        """This process has removed them."""
+        now = self._clock()
+        for key in keys:
+            self._present.drop(key)
+            self._absent.add(key, now)
+            self._say(key, gone=True)
+
+    def changed(self, keys: Iterable[bytes], *, gone: bool) -> None:
+        """Another process has removed or stored them, and says so. Its events and this engine's come by two ways: if
+        this engine has said the opposite a short time ago, it says last what is true."""
+        now = self._clock()
+        said = self._present if gone else self._absent
+        contradicted: list[bytes] = []
+        for key in keys:
+            self._by_others.pop(key, None)
+            self._by_others[key] = gone, now
+            if said.holds(key, now, CONTRADICTED_SECONDS):
+                contradicted.append(key)
+        (self.removed if gone else self.storing)(contradicted)
+        while self._by_others:
+            key = next(iter(self._by_others))  # the oldest
+            if now - self._by_others[key][1] < CONTRADICTED_SECONDS and len(self._by_others) <= KNOWN_KEYS_MAX:
+                break
+            del self._by_others[key]
+
+    def others_ended(self) -> None:
+        """One of the others was killed, perhaps before it could say what it had changed last."""
+        by_others, self._by_others = self._by_others, {}
+        now = self._clock()
+        for key, (gone, at) in by_others.items():
+            if now - at < CONTRADICTED_SECONDS:
+                (self.removed if gone else self.storing)((key,))
 
     def take(self, store_id: bytes | None, usable: bool) -> list[Announcement]:
         """What to announce now, in order; called once per step.

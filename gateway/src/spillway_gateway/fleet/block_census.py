@@ -30,7 +30,7 @@ def blocks_held_alone(
     stride = max(1, -(-table.entries // COUNTED_MAX))
     first_of: dict[str, int] = {}  # pod -> one slot that stands for all of its slots
     of_slot = {slot: first_of.setdefault(pod, slot) for slot, pod in pods.items()}
-    readers_of = [(bit, _pods(readers, of_slot)) for bit, readers in stores]
+    readers_of = [(bit, _pods(readers, of_slot)) for bit, readers, _ in stores]
     scale = len(table.shards) / len(range(0, len(table.shards), stride))
     counts: dict[str, int] = {}
     memo: dict[int, int | None] = {}  # mask -> the slot that stands for the pod; masks repeat

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from spillway_settings.wire import names_a_store
+from spillway_settings.wire import names_a_node, names_a_store
 
 _decode = msgspec.msgpack.Decoder().decode
 BLOCK_TOKENS_MAX = 32_768  # more than the largest attention blocks of hybrid models
@@ -49,7 +49,7 @@ class BlockStored:
     extra_keys: list[object]  # per block: None or a list; empty when absent
     group: int
     spec_kind: str | None
-    store: str | None = None  # the shared tier's, if the medium names it
+    store: str | None = None  # the shared tier's or the node's, if the medium names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def tier_of(medium: object, ownership: object = None) -> Tier:
     upper = name.upper()
     if upper in ("GPU", "NPU", "CUDA", "XPU", "TPU", "HBM", "DEVICE"):
         return Tier.DEVICE
-    return Tier.CPU if upper in ("CPU", "HOST", "DRAM") else Tier.SHARED
+    return Tier.CPU if upper in ("CPU", "HOST", "DRAM") or names_a_node(name) else Tier.SHARED
 
 
 def store_of(medium: object) -> str | None:

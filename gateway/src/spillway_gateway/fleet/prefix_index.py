@@ -113,7 +113,7 @@ class PrefixIndex:
 
     @property
     def shared_stores(self) -> int:
-        """Stores of shared tiers of which anything is known."""
+        """Stores of which anything is known, those of nodes among them."""
         return len(self._stores)
 
     def shared_reach_of(self, engine_name: str) -> SharedReach:
@@ -390,10 +390,12 @@ class PrefixIndex:
         return blocks_held_alone(self._held.table, slots, self._store_readers())
 
     def in_a_store(self, keys: Sequence[int]) -> int:
-        """How many of a prompt's blocks, from its first one on, lie in stores that any engine loads from."""
+        """How many of a prompt's blocks, from its first one on, lie in stores of shared tiers that any engine loads
+        from."""
         stores = 0
-        for bit, _ in self._store_readers():
-            stores |= bit
+        for bit, _, is_of_node in self._store_readers():
+            if not is_of_node:
+                stores |= bit
         for position, key in enumerate(keys):
             entry = self._shards[key & self._shard_mask].get(key)
             if entry is None or not entry.mask & stores:

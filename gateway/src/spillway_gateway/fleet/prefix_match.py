@@ -1,8 +1,8 @@
 """How far a prompt's blocks are held, for all engines in one pass over its keys. Pure.
 
 Each engine reads a prefix as vLLM does: the longest start on its device first, then onwards through its CPU tier and
-the shared tier. A shared block counts for the engines that load from its store; one whose event names no store, for the
-engine alone that announced it.
+the shared tier. A block of a store counts for the engines that load from it, in the CPU tier if the store is that of
+their node; one whose event names no store, for the engine alone that announced it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from spillway_gateway.fleet.block_table import Entry, Shard
 from spillway_gateway.fleet.event_decoder import Tier
 from spillway_gateway.fleet.expected_blocks import Expected
 
-StoreReaders = tuple[tuple[int, int], ...]  # by store: its bit in masks of holders, device bits of its engines
+# By store: its bit in masks of holders, device bits of its engines, and whether its blocks are in their CPU tier.
+StoreReaders = tuple[tuple[int, int, bool], ...]
 _NOT_HELD = Entry()
 Counts = dict[int, int]  # leading blocks by an engine's device bit, its slot times BITS_PER_ENGINE; absent: none
 
@@ -71,9 +72,12 @@ def match_blocks(
             cpu = loading & (mask >> Tier.CPU)
             if cpu != loading:
                 readable = mask >> Tier.SHARED
-                for store, readers in stores:
+                for store, readers, is_of_node in stores:
                     if mask & store:
-                        readable |= readers
+                        if is_of_node:
+                            cpu |= loading & readers
+                        else:
+                            readable |= readers
                 shared = loading & ~cpu & readable
                 for bit in set_bits(shared):
                     shared_blocks[bit] = shared_blocks.get(bit, 0) + 1

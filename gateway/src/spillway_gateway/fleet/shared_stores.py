@@ -1,4 +1,5 @@
-"""The stores behind shared tiers: what lies in each, and which engines load from it.
+"""The stores that engines share: what lies in each, and which engines load from it. Most are those of shared tiers;
+one is the CPU tier of a node.
 
 A store belongs to no engine: its blocks stay known while engines restart or go. Its name (connector,
 namespace.py) covers namespace and place, so its engines hash alike and load each other's blocks, and no
@@ -15,16 +16,19 @@ from spillway_gateway.fleet.block_table import BITS_PER_ENGINE
 from spillway_gateway.fleet.engine_blocks import EngineBlocks
 from spillway_gateway.fleet.event_decoder import Tier
 from spillway_gateway.fleet.prefix_match import StoreReaders
+from spillway_settings.wire import names_a_node
 
 STORES_MAX = 256  # of one model; those of more nodes, or of fleets gone within the hour, are not indexed
 UNUSED_SECONDS = 3600.0  # without any engine, after which what is known of a store is dropped
 
 
 class SharedReach(NamedTuple):
-    """From how many stores an engine loads, and how many blocks are known to lie there."""
+    """From how many stores of shared tiers an engine loads, and how many blocks are known to lie there. node_blocks: in
+    the CPU tier of its node; None if it shares none."""
 
     stores: int
     blocks: int
+    node_blocks: int | None
 
 
 @dataclass
@@ -83,8 +87,16 @@ class SharedStores:
 
     def reach_of(self, engine_name: str) -> SharedReach:
         """The reach of one engine."""
-        own = [store.blocks for store in self._stores.values() if engine_name in store.engines]
-        return SharedReach(len(own), sum([len(blocks.request_keys) for blocks in own]))
+        stores = blocks = 0
+        node_blocks: int | None = None
+        for name, store in self._stores.items():
+            if engine_name not in store.engines:
+                continue
+            if names_a_node(name):
+                node_blocks = (node_blocks or 0) + len(store.blocks.request_keys)
+            else:
+                stores, blocks = stores + 1, blocks + len(store.blocks.request_keys)
+        return SharedReach(stores, blocks, node_blocks)
 
     def pop_unused(self) -> list[EngineBlocks]:
         """Forget the stores that no engine has used for UNUSED_SECONDS; their blocks are to be freed."""
@@ -97,14 +109,14 @@ class SharedStores:
         return [self._stores.pop(store_id).blocks for store_id in unused]
 
     def readers(self, device_bit_of: Callable[[str], int]) -> StoreReaders:
-        """For prefix_match: per store in use its bit in the masks of holders, and its engines' device bits."""
-        return tuple(
-            [
-                (1 << (store.blocks.slot * BITS_PER_ENGINE + Tier.SHARED), _union(map(device_bit_of, store.engines)))
-                for store in self._stores.values()
-                if store.engines
-            ]
-        )
+        """For prefix_match: of each store in use."""
+        found: list[tuple[int, int, bool]] = []
+        for name, store in self._stores.items():
+            if store.engines:
+                is_of_node = names_a_node(name)
+                bit = 1 << (store.blocks.slot * BITS_PER_ENGINE + (Tier.CPU if is_of_node else Tier.SHARED))
+                found.append((bit, _union(map(device_bit_of, store.engines)), is_of_node))
+        return tuple(found)
 
     def _leave(self, store: _Store, engine_name: str) -> None:
         store.engines.discard(engine_name)

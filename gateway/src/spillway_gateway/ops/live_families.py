@@ -48,9 +48,14 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         "Blocks that are known to lie in the stores from which the engine loads.",
         labels=by_engine,
     )
+    in_node = GaugeMetricFamily(
+        "spillway_gateway_engine_node_blocks",
+        "Blocks that are known to lie in the CPU tier of the node, from which the engine loads.",
+        labels=by_engine,
+    )
     stores = GaugeMetricFamily(
         "spillway_gateway_index_shared_stores",
-        "Stores of shared tiers of which the prefix index knows anything.",
+        "Stores of shared tiers and nodes of which the prefix index knows anything.",
         labels=("model",),
     )
     held_back = GaugeMetricFamily(
@@ -82,6 +87,8 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
             shared = fleet.index.shared_reach_of(engine.name)
             loads_from.add_metric(labels, shared.stores)
             in_reach.add_metric(labels, shared.blocks)
+            if shared.node_blocks is not None:
+                in_node.add_metric(labels, shared.node_blocks)
         index = fleet.index
         held_back.add_metric((fleet.name,), fleet.cold.waiting_requests)
         stores.add_metric((fleet.name,), index.shared_stores)
@@ -91,7 +98,7 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
         ignored.add_metric((fleet.name, "orphan"), index.orphans_dropped_total)
         ignored.add_metric((fleet.name, "unknown"), index.unknown_blocks_total)
         ignored.add_metric((fleet.name, "block_size"), index.mismatched_blocks_total)
-    by_engines = (up, running, queued, rate, live, ejected, ejections, foreign, loads_from, in_reach)
+    by_engines = (up, running, queued, rate, live, ejected, ejections, foreign, loads_from, in_reach, in_node)
     return (*by_engines, blocks, size, evicted, ignored, stores, held_back)
 
 

@@ -75,20 +75,26 @@ async def test_the_state_shows_engines_waits_and_decisions_and_no_prompt(start_e
 
 async def test_what_lies_in_a_shared_tier_is_shown_at_every_engine_that_loads_from_it(start_engine: Any) -> None:
     engines = [await start_engine(f"fake-{at}", publisher=KvPublisher()) for at in range(3)]
-    store, tokens = "redis/00000000000000aa", list(range(8))
+    store, node, tokens = "redis/00000000000000aa", "node/00000000000000bb", list(range(8))
     async with running_gateway(gateway_config(engines)) as running, aiohttp.ClientSession() as client:
         first, second, _ = [engine.publisher for engine in engines]
         first.stored([1, 2], None, tokens, 4)
         first.stored([1, 2], None, [], 0, medium=store)
-        second.stored([], None, [], 0, medium=store)
+        first.stored([1], None, [], 0, medium=node)
+        for medium in (store, node):
+            second.stored([], None, [], 0, medium=medium)
         index = running.gateway.fleets[0].index
-        await until(lambda: index.shared_reach_of("fake-1").blocks == 2)
+        await until(lambda: index.shared_reach_of("fake-1") == (1, 2, 1))
         async with client.get(running.url + "/ui/state") as reply:
             (model,) = (await reply.json())["models"]
         async with client.get(running.url + "/metrics") as reply:
             page = await reply.text()
-    shown = [(engine["sharedStores"], engine["sharedBlocks"]) for engine in model["engines"]]
-    assert shown == [(1, 2), (1, 2), (0, 0)]
+    shown = [(engine["sharedStores"], engine["sharedBlocks"], engine["nodeBlocks"]) for engine in model["engines"]]
+    assert shown == [(1, 2, 1), (1, 2, 1), (0, 0, None)]
+    assert re.findall(r'spillway_gateway_engine_node_blocks\{[^}]*"(fake-.)"[^}]*\} (.*)', page) == [
+        ("fake-0", "1.0"),
+        ("fake-1", "1.0"),
+    ]
     assert re.search(r'spillway_gateway_engine_shared_blocks\{[^}]*"fake-1"[^}]*\} 2\.0', page)
 
 

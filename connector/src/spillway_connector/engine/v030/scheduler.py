@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -209,8 +210,12 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Upstream's contract, except that keys are cut to vLLM's block hashes, which upstream may make numbers of, and
-        that the shared tiers' contents are announced too."""
-        yield from self._events_tracker.take_events(map(self._cut_keys, self.manager.take_events()))
+        that the contents of shared tiers and of the node's rows are announced too."""
+        events = self._events_tracker.take_events(map(self._cut_keys, self.manager.take_events()))
+        if self.manager.primary_tier.announces_store:
+            deque(events, maxlen=0)
+        else:
+            yield from events
         yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)
 
     def _cut_keys(self, event: OffloadingEvent) -> OffloadingEvent:

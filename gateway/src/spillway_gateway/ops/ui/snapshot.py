@@ -106,6 +106,7 @@ def _engine(
         "sharedLoadTokensPerSecond": rates.shared_load_tokens_per_second,
         "sharedStores": shared.stores,
         "sharedBlocks": shared.blocks,
+        "nodeBlocks": shared.node_blocks,
         "firstByte": percentiles([noted.seconds for noted in first_bytes if noted.engine == engine.name]),
         "tiers": [
             {"tier": path.tier, "direction": path.direction, "bytesPerSecond": rate}
