@@ -236,6 +236,12 @@ bench-routing: $(STAMP) ## Routing policies over simulated engines, one run, vir
 bench-system: $(STAMP) ## The whole under load, simulated: agents, a router, engines with tiers; systems in turns. About ten minutes
 	@PYTHONPATH=bench $(BIN)/python -m system.simulate $(BENCH)
 
+.PHONY: bench-disaggregation
+bench-disaggregation: $(STAMP) ## Prefill and decode apart beside whole requests, on two CPU engines; on GPUs: bench/system/device.md. About ten minutes
+##+ BENCH="--mixes mixed --seconds 60" narrows it
+	@PYTHONPATH=bench $(BIN)/python -m system.disaggregation --tiny \
+	  --model "$$($(BIN)/python -c 'from spillway_stack import bundled_model as it; print(it.prepare(lambda _: None))')" $(BENCH)
+
 .PHONY: bench-retention
 bench-retention: $(STAMP) ## Hit ratio of a full tier on agents' sessions, by order of eviction, beside Belady's. About ten minutes
 	@$(BIN)/python bench/retention.py $(BENCH)

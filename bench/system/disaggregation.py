@@ -1,0 +1,410 @@
+"""Prefill and decode apart, or not: the same engines and the same arrivals, one gateway after another.
+
+    PYTHONPATH=bench:... python -m system.disaggregation --model FOLDER [--engines 2] [--tiny]
+        [--systems plain always auto auto_both] [--mixes prefill_heavy decode_heavy mixed] [--seconds 15]
+        [--shared-folder /dev/shm/spillway-bench] [--engine-set KEY=VALUE ...] [--gateway-set KEY=VALUE ...]
+
+The engines start once and share one NVMe tier; roles and decisions are settings of the gateway. Systems: `plain`, no
+roles; `always` and `auto`, one half of the engines prefill and the other one decode; `auto_both`, one half both and the
+other one decode, so that all engines take whole requests. In turns, for each system:
+
+1. Quiet: conversations of two turns, one after the other. First tokens of both turns, the hand-over, and which share of
+   the first turn (its answer too) is cached in the second one: at the client, and on the prefill engines.
+2. Each mix: requests arrive at a rate, whatever the answers take. Times to the first token, times between tokens, and
+   goodput, which counts requests within a bound of both.
+
+A hand-over lasts from the end of the first leg until the second one's engine was chosen; its median is interpolated
+within the metric's buckets. Writes OUTPUT (flat; units are in the keys), also `auto` over the better of `plain` and
+`always`. `--tiny`: CPU engines and a small load, as `make bench-disaggregation` does with the bundled model. device.md
+says how to carry it to a machine with GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from system import device_run
+from system.device_run import BLOCK_TOKENS, Ports, Processes, RealSystem, counters, read
+from system.legs_load import Kind, LegsLoad, Timed
+from system.report import percentile
+
+SYSTEM = RealSystem("one", spillway=True, shared="nvme")
+STORES_KNOWN_SECONDS = 60.0
+CACHED = "vllm:prompt_tokens_cached_total{}"
+HAND_OVER = "spillway_gateway_hand_over_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """roles: of the first half of the engines, and of the second."""
+
+    mode: str
+    roles: tuple[str, str]
+
+
+SYSTEMS = {
+    "plain": Way("off", ("both", "both")),
+    "always": Way("always", ("prefill", "decode")),
+    "auto": Way("auto", ("prefill", "decode")),
+    "auto_both": Way("auto", ("both", "decode")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Lengths, rates and bounds for one sort of engines. turn: the first turn of a conversation; new: of the second."""
+
+    long: Kind
+    short: Kind
+    mixed: tuple[float, float]  # rates of both kinds when they come together
+    turn: Kind
+    new_tokens: int
+    conversations: int
+    settle_seconds: float  # in which an answer's blocks reach the shared tier
+    first_token_bound_seconds: float
+    token_bound_seconds: float
+    uncached_tokens_min: int
+
+    def mixes(self) -> dict[str, tuple[Kind, ...]]:
+        long, short = self.long, self.short
+        return {
+            "prefill_heavy": (long,),
+            "decode_heavy": (short,),
+            "mixed": (
+                Kind(long.prompt_tokens, long.answer_tokens, self.mixed[0]),
+                Kind(short.prompt_tokens, short.answer_tokens, self.mixed[1]),
+            ),
+        }
+
+
+CUDA = Scale(
+    long=Kind(8_192, 32, 2.5),
+    short=Kind(256, 256, 12.0),
+    mixed=(1.5, 8.0),
+    turn=Kind(8_192, 300, 0.0),
+    new_tokens=2_048,
+    conversations=5,
+    settle_seconds=0.5,
+    first_token_bound_seconds=1.0,
+    token_bound_seconds=0.025,
+    uncached_tokens_min=1_024,
+)
+TINY = Scale(
+    long=Kind(768, 4, 0.25),
+    short=Kind(64, 24, 0.4),
+    mixed=(0.15, 0.25),
+    turn=Kind(512, 140, 0.0),
+    new_tokens=384,
+    conversations=1,
+    settle_seconds=2.0,
+    first_token_bound_seconds=8.0,
+    token_bound_seconds=0.3,
+    uncached_tokens_min=256,
+)
+
+
+def gateway_document(options: argparse.Namespace, way: Way) -> dict[str, Any]:
+    """spillway_gateway's configuration file of one system."""
+    document = device_run.gateway_document(options)
+    engines = document["models"][0]["engines"]
+    for at, engine in enumerate(engines):
+        engine["role"] = way.roles[2 * at // len(engines)]
+    terms = {"mode": way.mode, "uncachedTokensMin": options.scale.uncached_tokens_min}
+    document["disaggregation"] = {**terms, **document.get("disaggregation", {})}
+    return document
+
+
+def median_of_buckets(page: str, name: str) -> float:
+    """The median of a histogram, interpolated within its bucket; 0 if nothing was observed."""
+    buckets: dict[float, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == f"{name}_bucket":
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+    below, counted = 0.0, 0.0
+    half = max(buckets.values(), default=0.0) / 2
+    for bound, count in sorted(buckets.items()):
+        if count >= half > 0:
+            return bound if bound == float("inf") else below + (bound - below) * (half - counted) / (count - counted)
+        below, counted = bound, count
+    return 0.0
+
+
+def stores_known(page: str) -> float:
+    """Engines of which the gateway knows the store that they load from."""
+    samples = (
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "spillway_gateway_engine_shared_stores"
+    )
+    return sum(1.0 for value in samples if value > 0)
+
+
+def legs_counted(page: str, decision: str) -> float:
+    """Requests that took one leg, or two."""
+    return sum(
+        value
+        for key, value in counters(page).items()
+        if key.startswith("spillway_gateway_legs_total") and f'decision="{decision}"' in key
+    )
+
+
+def figures(timed: Sequence[Timed], seconds: float, scale: Scale) -> dict[str, float]:
+    """Of one mix."""
+    answered = [one for one in timed if one.error is None]
+    gaps = [gap for one in answered for gap in one.gaps]
+    firsts = [one.first_token_seconds for one in answered]
+    if not gaps:
+        raise SystemExit(f"none of {len(timed)} requests was answered: {timed[0].error if timed else 'none was sent'}")
+    good = [
+        one
+        for one in answered
+        if one.first_token_seconds <= scale.first_token_bound_seconds and one.token_seconds <= scale.token_bound_seconds
+    ]
+    return {
+        "requests": len(timed),
+        "failed_requests": len(timed) - len(answered),
+        "first_token_p50_seconds": percentile(firsts, 0.5),
+        "first_token_p99_seconds": percentile(firsts, 0.99),
+        "between_tokens_p50_seconds": percentile(gaps, 0.5),
+        "between_tokens_p99_seconds": percentile(gaps, 0.99),
+        "goodput_requests_per_second": len(good) / seconds,
+    }
+
+
+async def conversations(load: LegsLoad, scale: Scale, prefill_urls: Sequence[str]) -> dict[str, float]:
+    """Conversations of two turns, one after the other, and the figures of them."""
+    turn, firsts, seconds, shares, on_prefill = scale.turn, [], [], [], 0.0
+    again = Kind(turn.prompt_tokens + turn.answer_tokens + scale.new_tokens, 16, 0.0)
+    reusable = (turn.prompt_tokens + turn.answer_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    async with load.session() as http:
+        for _ in range(scale.conversations):
+            prompt = load.prompt(turn.prompt_tokens)
+            first = await load.ask(http, prompt, turn)
+            await asyncio.sleep(scale.settle_seconds)
+            before = cached_on(prefill_urls)
+            second = await load.ask(http, prompt + first.ids + load.prompt(scale.new_tokens), again)
+            on_prefill += cached_on(prefill_urls) - before
+            if first.error or second.error:
+                raise SystemExit(f"a request of a quiet gateway failed: {first.error or second.error}")
+            firsts.append(first.first_token_seconds)
+            seconds.append(second.first_token_seconds)
+            shares.append(min(1.0, second.cached_tokens / reusable))
+    values = {
+        "quiet_first_token_p50_seconds": percentile(firsts, 0.5),
+        "quiet_second_turn_first_token_p50_seconds": percentile(seconds, 0.5),
+        "second_turn_cached_share": sum(shares) / len(shares),
+    }
+    if prefill_urls:
+        values["second_turn_cached_share_on_prefill_engines"] = on_prefill / (reusable * scale.conversations)
+    return values
+
+
+def cached_on(urls: Sequence[str]) -> float:
+    """Tokens of prompts that engines found."""
+    return sum(counters(read(f"{url}/metrics")).get(CACHED, 0.0) for url in urls)
+
+
+def measure(options: argparse.Namespace, name: str, folder: Path, engine_urls: Sequence[str]) -> dict[str, float]:
+    """One gateway over engines that run, from its start to its end."""
+    way, scale, ports = SYSTEMS[name], options.scale, Ports(options.first_port)
+    file = folder / f"gateway-{name}.yaml"
+    file.write_text(json.dumps(gateway_document(options, way), indent=1), encoding="utf-8")
+    processes, url = Processes(folder), f"http://127.0.0.1:{ports.router}"
+    try:
+        processes.start(f"gateway-{name}", [sys.executable, "-m", "spillway_gateway", "--config", str(file)])
+        processes.wait_ready({f"gateway-{name}": f"{url}/ready"})
+        wait_for_stores(url, len(engine_urls))
+        load = LegsLoad(url, "model", options.vocabulary, f"{options.seed} {name}")
+        half = len(engine_urls) // 2
+        with_legs = way.mode == "always"
+        values = asyncio.run(conversations(load, scale, engine_urls[:half] if with_legs else ()))
+        values["quiet_hand_over_p50_seconds"] = median_of_buckets(read(f"{url}/metrics"), HAND_OVER)
+        for mix in options.mixes:
+            kinds, times = scale.mixes()[mix], options.rate * len(engine_urls) / 2
+            timed = asyncio.run(load.arriving(kinds, times, options.seconds, options.seed))
+            for error in sorted({one.error for one in timed if one.error is not None})[:3]:
+                print(f"   failed: {error}", flush=True)
+            values |= {f"{mix}_{key}": value for key, value in figures(timed, options.seconds, scale).items()}
+        page = read(f"{url}/metrics")
+        (folder / f"gateway-{name}-metrics.txt").write_text(page, encoding="utf-8")
+        values["hand_over_p50_seconds"] = median_of_buckets(page, HAND_OVER)
+        for decision in ("one", "two"):
+            values[f"requests_of_{decision}_leg{'s' if decision == 'two' else ''}"] = legs_counted(page, decision)
+        return values
+    finally:
+        processes.end(5.0)
+
+
+def wait_for_stores(url: str, engines: int) -> None:
+    until = time.monotonic() + STORES_KNOWN_SECONDS
+    while (known := stores_known(read(f"{url}/metrics"))) < engines:
+        if time.monotonic() > until:
+            raise SystemExit(f"the gateway knows the shared store of {known:g} of {engines} engines")
+        time.sleep(0.1)
+
+
+async def warm_up(load: LegsLoad, scale: Scale) -> None:
+    """An engine computes and stores prompts of each length, so that what is measured has nothing to compile."""
+    kinds = [Kind(scale.long.prompt_tokens, 4, 0.0)] * 2 + [Kind(scale.short.prompt_tokens, 4, 0.0)] * 4
+    async with load.session() as http, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(load.ask(http, load.prompt(kind.prompt_tokens), kind)) for kind in kinds]
+    for error in (task.result().error for task in tasks):
+        if error is not None:
+            raise SystemExit(f"the warm-up failed: {error}")
+
+
+def compared(written: Mapping[str, float], systems: Sequence[str], mixes: Sequence[str]) -> dict[str, float]:
+    """`auto` over the better of `plain` and `always`, by mix: more is better for both figures."""
+    found = {}
+    for name, mix in itertools.product([name for name in systems if name.startswith("auto")], mixes):
+        rivals = [rival for rival in ("plain", "always") if rival in systems]
+        if not rivals:
+            continue
+        best = max(written[f"{rival}_{mix}_goodput_requests_per_second"] for rival in rivals)
+        soonest = min(written[f"{rival}_{mix}_first_token_p50_seconds"] for rival in rivals)
+        if best:
+            found[f"{name}_{mix}_goodput_over_better"] = written[f"{name}_{mix}_goodput_requests_per_second"] / best
+        found[f"{name}_{mix}_first_token_speed_over_better"] = (
+            soonest / written[f"{name}_{mix}_first_token_p50_seconds"]
+        )
+    if {"plain", "always"} <= set(systems):
+        for mix in mixes:
+            key = f"{mix}_between_tokens_p99_seconds"
+            found[f"always_{mix}_between_tokens_p99_over_plain"] = written[f"always_{key}"] / written[f"plain_{key}"]
+    return found
+
+
+def table(written: Mapping[str, float], systems: Sequence[str]) -> str:
+    """A row for each figure, a column for each system."""
+    names = dict.fromkeys(key.removeprefix(f"{systems[0]}_") for key in written if key.startswith(f"{systems[0]}_"))
+    names |= dict.fromkeys(
+        key.removeprefix("always_") for key in written if key.startswith("always_") and not key.endswith("_over_plain")
+    )
+    width = max(len(name) for name in names)
+    lines = [" " * width + "".join(f"{name:>12}" for name in systems)]
+    for name in names:
+        cells = (written.get(f"{system}_{name}") for system in systems)
+        lines.append(f"{name:{width}}" + "".join(f"{'-' if cell is None else f'{cell:.4g}':>12}" for cell in cells))
+    return "\n".join(lines)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder with config.json and a tokenizer")
+    parser.add_argument("--engines", type=int, default=2, help="an even number, one GPU each")
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--mixes", nargs="*", choices=list(CUDA.mixes()), default=list(CUDA.mixes()))
+    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals in each mix")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the rates of arrivals")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shared-folder", type=Path, help="of the NVMe tier (default: in WORK)")
+    parser.add_argument("--nvme-max", default="64GiB")
+    parser.add_argument("--device-blocks", type=int, default=2_000)
+    parser.add_argument("--cpu-gib", type=float, default=16.0)
+    parser.add_argument("--max-length", type=int, default=16_384)
+    parser.add_argument("--batched-tokens", type=int, default=2_048, help="that an engine computes in one step")
+    parser.add_argument("--load-format", default="dummy", help="dummy: random weights, which is as fast")
+    parser.add_argument("--engine-set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--gateway-set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--end-seconds", type=float, default=2.0, help="of the engines, before they are killed")
+    parser.add_argument("--work", type=Path, default=Path("build/bench/disaggregation"))
+    parser.add_argument("--output", type=Path, default=Path("build/bench/disaggregation.json"))
+    parser.add_argument("--first-port", type=int, default=18_100)
+    parser.add_argument("--tiny", action="store_true", help="CPU engines, short prompts, low rates")
+    options = parser.parse_args(arguments)
+    options.scale = TINY if options.tiny else CUDA
+    if options.engines < 2 or options.engines % 2:
+        parser.error(f"--engines {options.engines} given, an even number needed")
+    if options.tiny:
+        options.max_length, options.device_blocks, options.cpu_gib, options.nvme_max = 4_096, 48, 0.5, "2GiB"
+    configuration = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    options.vocabulary = configuration["vocab_size"]
+    options.work = options.work.absolute()
+    options.shared_folder = (options.shared_folder or options.work).absolute()
+    return options
+
+
+def engine_document(options: argparse.Namespace, at: int) -> dict[str, Any]:
+    """spillway_engine's configuration file of one engine."""
+    document = device_run.engine_document(options, SYSTEM, options.shared_folder, at)
+    if not options.tiny:
+        kept = [each for each in document["extraArgs"] if not each.startswith("--max-num-batched-tokens")]
+        document["extraArgs"] = [*kept, f"--max-num-batched-tokens={options.batched_tokens}"]
+    return document
+
+
+def run(options: argparse.Namespace, written: dict[str, float]) -> None:
+    """Every system on the same engines; adds to `written`."""
+    ports, processes = Ports(options.first_port), Processes(options.work)
+    engine_urls = [f"http://127.0.0.1:{ports.engine(at)}" for at in range(options.engines)]
+    stored, began = options.shared_folder / "nvme", time.monotonic()
+    shutil.rmtree(stored, ignore_errors=True)  # what an earlier run has stored would be found
+    try:
+        for at in range(options.engines):
+            file = options.work / f"engine-{at}.yaml"
+            file.write_text(json.dumps(engine_document(options, at), indent=1), encoding="utf-8")
+            sets = [part for each in options.engine_set for part in ("--set", each)]
+            variables = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
+            if not options.tiny:
+                variables["CUDA_VISIBLE_DEVICES"] = str(at)
+            command = [sys.executable, "-m", "spillway_engine", "--config", str(file), *sets]
+            processes.start(f"engine-{at}", command, variables)
+        processes.wait_ready({f"engine-{at}": f"{url}/ready" for at, url in enumerate(engine_urls)})
+        print(f"   engines are ready after {time.monotonic() - began:.0f} s", flush=True)
+        for at, url in enumerate(engine_urls):
+            asyncio.run(warm_up(LegsLoad(url, "model", options.vocabulary, f"warm {at}"), options.scale))
+        for name in options.systems:
+            values = measure(options, name, options.work, engine_urls)
+            written |= {f"{name}_{figure}": round(value, 5) for figure, value in values.items()}
+            options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+            print(f"   {name}: after {time.monotonic() - began:.0f} s", flush=True)
+    finally:
+        processes.end(options.end_seconds)
+        shutil.rmtree(stored, ignore_errors=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the engines end too
+    options = parsed(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    options.shared_folder.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    scale = options.scale
+    written: dict[str, float] = {
+        "engines": options.engines,
+        "seconds_of_a_mix": options.seconds,
+        "prompt_tokens": scale.long.prompt_tokens,
+        "bound_of_first_token_seconds": scale.first_token_bound_seconds,
+        "bound_of_token_seconds": scale.token_bound_seconds,
+        "processors": os.cpu_count() or 0,
+    }
+    run(options, written)
+    written |= {key: round(value, 4) for key, value in compared(written, options.systems, options.mixes).items()}
+    options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    print(table(written, options.systems))
+    for key, value in written.items():
+        if key.endswith(("_over_better", "_over_plain")):
+            print(f"{key} {value:.3f}")
+    print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from system.disaggregation import (
+    CUDA,
+    HAND_OVER,
+    SYSTEMS,
+    compared,
+    engine_document,
+    figures,
+    gateway_document,
+    legs_counted,
+    median_of_buckets,
+    parsed,
+    table,
+)
+from system.legs_load import Kind, LegsLoad, Timed
+
+from spillway_engine.settings_reader import load_engine_settings
+from spillway_gateway.config.settings import load_config
+
+KIND = Kind(100, 3, 1.0)
+
+
+@pytest.fixture
+def options(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 5000}')
+    return parsed(["--model", str(tmp_path), "--work", str(tmp_path), "--engines", "4"])
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("plain", ["both"] * 4),
+        ("always", ["prefill", "prefill", "decode", "decode"]),
+        ("auto", ["prefill", "prefill", "decode", "decode"]),
+        ("auto_both", ["both", "both", "decode", "decode"]),
+    ],
+)
+def test_the_gateway_reads_the_file_of_each_system(name, roles, options, tmp_path):
+    file = tmp_path / "gateway.yaml"
+    file.write_text(json.dumps(gateway_document(options, SYSTEMS[name])))
+    config = load_config(file)
+    assert [engine.role.value for engine in config.models[0].engines] == roles
+    assert config.disaggregation.is_off == (name == "plain")
+    assert config.disaggregation.uncached_tokens_min == 1_024
+
+
+def test_the_engines_read_theirs_and_share_one_tier(options, tmp_path):
+    paths = set()
+    for at in range(2):
+        file = tmp_path / f"engine-{at}.yaml"
+        file.write_text(json.dumps(engine_document(options, at)))
+        settings = load_engine_settings(file, [])
+        paths.add(settings.offload.shared_tier.nvme.path)
+        assert "--max-num-batched-tokens=2048" in settings.extra_args
+    assert paths == {str(tmp_path / "nvme")}
+
+
+def timed(first: float, gaps: list[float], error: str | None = None) -> Timed:
+    return Timed(KIND, first, gaps, list(range(len(gaps) + 1)), 100, 0, error)
+
+
+def test_goodput_counts_what_is_within_both_bounds():
+    requests = [
+        timed(0.5, [0.01, 0.01]),
+        timed(1.5, [0.01, 0.01]),  # its first token was late
+        timed(0.5, [0.01, 0.2]),  # its other tokens were
+        timed(0.5, [0.01], error="a failure"),
+    ]
+    found = figures(requests, 10.0, CUDA)
+    assert found["goodput_requests_per_second"] == pytest.approx(0.1)
+    assert (found["requests"], found["failed_requests"]) == (4, 1)
+    assert found["between_tokens_p99_seconds"] == 0.2
+
+
+def test_a_median_is_interpolated_within_its_bucket_over_all_models():
+    lines = [f"# TYPE {HAND_OVER} histogram"]
+    for model in ("a", "b"):
+        for bound, count in (("0.01", 1), ("0.02", 5), ("+Inf", 5)):
+            lines.append(f'{HAND_OVER}_bucket{{le="{bound}",model="{model}"}} {count}.0')
+    assert median_of_buckets("\n".join(lines) + "\n", HAND_OVER) == pytest.approx(0.01 + 0.01 * 3 / 8)
+    assert median_of_buckets("", HAND_OVER) == 0.0
+
+
+def test_legs_are_counted_whatever_the_order_of_labels():
+    page = (
+        'spillway_gateway_legs_total{model="m",decision="two",reason="price"} 3.0\n'
+        'spillway_gateway_legs_total{model="m",decision="two",reason="always"} 2.0\n'
+        'spillway_gateway_legs_total{decision="one",model="m",reason="short"} 7.0\n'
+    )
+    assert (legs_counted(page, "one"), legs_counted(page, "two")) == (7.0, 5.0)
+
+
+def test_auto_is_compared_with_the_better_of_the_others_by_figure():
+    written = {}
+    for system, goodput, first in (("plain", 2.0, 0.4), ("always", 1.0, 0.2), ("auto", 1.8, 0.25)):
+        written[f"{system}_mixed_goodput_requests_per_second"] = goodput
+        written[f"{system}_mixed_first_token_p50_seconds"] = first
+        written[f"{system}_mixed_between_tokens_p99_seconds"] = first
+    found = compared(written, ["plain", "always", "auto"], ["mixed"])
+    assert found["auto_mixed_goodput_over_better"] == pytest.approx(0.9)
+    assert found["auto_mixed_first_token_speed_over_better"] == pytest.approx(0.8)
+    assert found["always_mixed_between_tokens_p99_over_plain"] == pytest.approx(0.5)
+    rows = table(written | found, ["plain", "always", "auto"]).splitlines()
+    assert rows[1].split() == ["mixed_goodput_requests_per_second", "2", "1", "1.8"]
+
+
+def test_first_tokens_and_gaps_are_taken_from_the_events_with_ids():
+    load, request = LegsLoad("", "model", 5_000, "seed"), timed(0.0, [])
+    request.ids.clear()
+    request.error = "the stream ended without [DONE]"
+    last = 0.0
+    for event in (
+        '{"choices":[{"token_ids":[]}]}',
+        '{"choices":[{"token_ids":[1]}]}',
+        '{"choices":[{"token_ids":[2, 3]}]}',
+    ):
+        last = load._event(event.encode(), request, last)
+    load._event(b'{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3}}', request, last)
+    load._event(b"[DONE]", request, last)
+    assert (request.ids, len(request.gaps), request.prompt_tokens, request.error) == ([1, 2, 3], 1, 9, None)
+    assert request.first_token_seconds > 0
