@@ -270,6 +270,10 @@ bench-attack: $(STAMP) ## How much longer another client's stream waits while th
 bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
 	@$(BIN)/python bench/scheduler_step.py $(BENCH)
 
+.PHONY: bench-node-tier
+bench-node-tier: $(STAMP) ## One CPU tier for engines of one machine: first tokens by whose prefix it is, after a kill, memory, hit ratio. About ten minutes
+	@$(BIN)/python bench/node_tier.py $(BENCH)
+
 .PHONY: bench-no-hit
 bench-no-hit: $(STAMP) ## Throughput where nothing is ever hit: no offload, CPU tier, and shared tiers. About 8 GB
 	@$(BIN)/python bench/no_hit.py $(BENCH)

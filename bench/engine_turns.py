@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +24,21 @@ def answer_rounds(answer: Callable[[str], str]) -> None:
 
 
 class Turn:
-    """One engine's process, asked for rounds."""
+    """One engine's process, asked for rounds. variables: added to its environment."""
 
-    def __init__(self, name: str, command: Sequence[str], log: TextIO) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: TextIO, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self._log = log
         self._process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **(variables or {})},
+            start_new_session=True,
         )
 
     def wait_ready(self) -> None:
@@ -45,8 +55,13 @@ class Turn:
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """The process and all that it started, as a container that is killed."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
