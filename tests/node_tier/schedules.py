@@ -19,7 +19,7 @@ from blake3 import blake3
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector.engine.node_rows import NodeRows, NodeRowsSpec, RowChecks
-from spillway_connector.errors import DeviceCopyError
+from spillway_connector.errors import DeviceCopyError, TierTimeout
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, READY, WRITING
 from spillway_connector.testing.generation import make_node_tier
@@ -28,6 +28,7 @@ from spillway_connector.tiers.disk.slab.writers import new_number
 ROW_BYTES = 4096
 TOKEN_BYTES = 32
 CONTEXT = ReqContext(req_id="r")
+_LOCKED_OUT = "another process held the lock"
 NAMESPACES = (b"a" * 16, b"a" * 16, b"a" * 16, b"b" * 16)  # most engines share theirs
 
 
@@ -98,6 +99,7 @@ class Schedule:
             (self.reset, 1),
             (self.kill, 1),
             (self.kill_within, 1),
+            (self.lock_out, 1),
         ]
         chosen, weights = zip(*actions, strict=True)
         for _ in range(steps):
@@ -189,11 +191,13 @@ class Schedule:
         engine.tier.touch(self.some_keys(), CONTEXT)
 
     def sync(self, engine: Engine) -> None:
+        had_left = engine.tier._left is not None
         engine.tier.sync()
         engine.tier.take_events()
+        self.seen["came back"] += had_left and engine.tier._left is None
 
     def pass_time(self, _: Engine) -> None:
-        self.seconds += self.random.choice((0.01, 0.3, 1.1))
+        self.seconds += self.random.choice((0.01, 0.3, 1.1, 6.0))
 
     def haunt(self, _: Engine) -> None:
         """A device whose engine was killed goes on writing for a moment."""
@@ -235,6 +239,17 @@ class Schedule:
             self.seen["killed within"] += 1
         self.kill(engine)
 
+    def lock_out(self, engine: Engine) -> None:
+        """The lock cannot be had: the engine leaves, and comes back when it can."""
+
+        def changing(*_: object) -> object:
+            raise TierTimeout(_LOCKED_OUT)
+
+        engine.region.changing = changing  # type: ignore[method-assign,assignment]
+        self.random.choice((self.store, self.load, self.read, self.end, self.reset))(engine)
+        del engine.region.changing
+        self.seen["left"] += engine.tier._left is not None
+
     # -- judgements
 
     def put(self, region: NodeRegion, row: int, token: bytes) -> None:
@@ -267,7 +282,7 @@ class Schedule:
         # After a reset, the engines that did not make it may still use the row of before.
         assert self.seen["resets"] or len(ready) == len(set(ready)), "one chunk has two rows"
         for engine in self.engines:
-            assert engine.tier._left is None, engine.tier._left
+            assert engine.tier._left in (None, _LOCKED_OUT), engine.tier._left
             pictured = engine.tier._rows
             assert {row: key for key, row in pictured.items()} == engine.tier._chunk_in
             assert engine.tier.ready <= pictured.keys()

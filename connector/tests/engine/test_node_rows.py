@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,16 @@ class Node:
         assert isinstance(tier, NodeRows)
         self.engines.append(tier)
         return tier
+
+    @contextmanager
+    def lock_held(self) -> Iterator[None]:
+        """By a process that has stopped."""
+        descriptor = os.open(next(self.folder.glob("rows-*/lock")), os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
 
     def kill(self, tier: NodeRows) -> None:
         """What the kernel does when the last process of an engine has ended."""
@@ -484,6 +496,55 @@ def test_a_reset_announces_what_it_has_dropped_from_the_node(node: Node):
     second.prepare_load([key(1)], CONTEXT)
     first.reset_cache()
     assert told(first) == [(True, 2)]
+
+
+def rejoin(node: Node, tier: NodeRows) -> None:
+    node.seconds += 6
+    tier.sync()
+
+
+def test_an_engine_that_left_for_want_of_the_lock_comes_back(node: Node, caplog):
+    first, second = node.engine(), node.engine()
+    store(first, 1, 2)
+    reading = second.prepare_load([key(1)], CONTEXT) if looked_up(second, 1) is HIT else None
+    writing = second.prepare_store([key(3), key(4)], CONTEXT)
+    assert isinstance(reading, NodeRowsSpec) and writing is not None
+    with node.lock_held():
+        assert second.prepare_store([key(9)], CONTEXT) is None
+        assert looked_up(second, 2) is MISS
+        second.complete_store([key(3)], CONTEXT, True)  # cannot be published
+        rejoin(node, second)
+        assert looked_up(second, 2) is MISS
+    rejoin(node, second)
+    assert "again" in caplog.text
+    assert [looked_up(second, number) for number in (1, 2, 3, 4)] == [HIT, HIT, MISS, PENDING]
+    assert looked_up(first, 3) is MISS  # its row is free
+    second.complete_store([key(4)], CONTEXT, True)
+    assert looked_up(first, 4) is HIT
+    assert RowChecks(second._index)._holds(reading)
+    second.complete_load([key(1)], CONTEXT)
+    store(first, 5, 6)  # evicts the oldest two, which nobody reads any more: one row is free
+    assert looked_up(second, 1) is MISS
+
+
+def test_an_engine_that_left_and_was_reset_meanwhile_takes_nothing_of_before(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 1)
+    assert looked_up(second, 1) is HIT
+    with node.lock_held():
+        assert second.prepare_store([key(9)], CONTEXT) is None
+        second.reset_cache()
+    store(first, 2)
+    rejoin(node, second)
+    assert [looked_up(second, number) for number in (1, 2)] == [MISS, HIT]
+
+
+def test_an_engine_whose_weights_changed_does_not_come_back(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 1)
+    second.weights_changed()
+    rejoin(node, second)
+    assert looked_up(second, 1) is MISS
 
 
 def test_an_engine_that_joins_announces_what_it_finds_and_one_that_leaves_that_it_loads_no_more(node: Node):

@@ -34,6 +34,7 @@ from spillway_connector.transfer.announcements import Announcement, Announcement
 logger = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 0.4  # between two looks for engines that were killed
+_REJOIN_SECONDS = 5.0  # between two attempts of an engine that has left, which wait for nothing
 STORE_ID_BYTES = 8
 _LOOKAHEAD = 32  # of the oldest chunks, those that others may have used since
 
@@ -105,6 +106,7 @@ class NodeRows(LruRows):
         self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
         self._oldest_generation = 0  # what was claimed before it was dropped by a reset
         self._left: str | None = None
+        self._may_rejoin = True  # as long as its weights are those of the namespace
         self._sweep_at = 0.0
         self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
         self._news = Announcements(clock) if enable_events else None
@@ -139,6 +141,7 @@ class NodeRows(LruRows):
     @override
     def sync(self) -> None:
         if self._left is not None:
+            self._try_to_rejoin()
             return
         if self._clock() >= self._sweep_at:
             self._sweep_at = self._clock() + _SWEEP_SECONDS
@@ -229,8 +232,8 @@ class NodeRows(LruRows):
         self._retention.forget([key])
 
     def _change(self, change: Callable[[NodeIndex], object]) -> bool:
-        """Make a change under the lock, with a picture that is up to date. False: it was not made, and the tier is left
-        for good."""
+        """Make a change under the lock, with a picture that is up to date. False: it was not made, and the tier is
+        left."""
         if self._left is not None:
             return False
         try:
@@ -250,10 +253,12 @@ class NodeRows(LruRows):
 
     def _leave(self, why: str) -> None:
         logger.error(
-            "Spillway: this engine leaves the CPU tier of its node and serves without one until it is restarted: %s",
+            "Spillway: this engine leaves the CPU tier of its node and serves without one until %s: %s",
+            "it can be used again" if self._may_rejoin else "it is restarted",
             why,
         )
         self._left = why
+        self._sweep_at = self._clock() + _REJOIN_SECONDS
         idle = self.ready.difference(self._readers)
         super()._announce(idle, removed=True)
         for key in idle:
@@ -261,9 +266,37 @@ class NodeRows(LruRows):
         self._foreign.clear()
         self.changed_chunks.add_all()
 
+    def _try_to_rejoin(self) -> None:
+        """Use the rows again, if the lock can be had at once and the files are those that this engine's processes map.
+
+        What this engine read or wrote when it left, and still does, has its pins and claims. Claims whose copies have
+        ended meanwhile are released; all else in the picture is seen anew.
+        """
+        if not self._may_rejoin or self._clock() < self._sweep_at:
+            return
+        self._sweep_at = self._clock() + _REJOIN_SECONDS
+        try:
+            with self._node.changing(0.0) as index:
+                writing = self._reset_writes.union(self.rows_of(self._mine))
+                ended = [row for row in index.written_by(self._place).tolist() if row not in writing]
+                if ended:
+                    index.free(rows_of(ended))
+                used = rows_of(self._chunk_in)
+                seen = self._seen[used]
+                self._seen[:] = NO_STAMP
+                self._seen[used] = seen
+                self._segments = index.new_segments()
+                self._look()
+        except (OSError, TierTimeout):
+            return
+        logger.warning("Spillway: this engine uses the CPU tier of its node again")
+        self._left = None
+        self.changed_chunks.add_all()
+
     @override
     def weights_changed(self) -> None:
         """The other engines' chunks are those of the old weights, and no other engine could use this engine's."""
+        self._may_rejoin = False
         if self._left is None:
             self._leave("the weights of its model change")
 
@@ -474,7 +507,8 @@ class NodeRows(LruRows):
                 freed.extend(self._chunk_in[row] for row in rows.tolist())
             self._oldest_generation = index.generation
 
-        self._change(free)
+        if not self._change(free):
+            self._oldest_generation = self._index.generation
         super()._announce(self.ready.difference(freed), removed=True)
         self.ready.intersection_update(freed)  # of which the rest of the node is told
         self._reset_writes.update(self.rows_of(self._mine))

@@ -214,12 +214,16 @@ class NodeIndex:
                 self._pins[:, place] = 0
                 self._engines[place, 1] = max(now_ms, 1)
             elif abs(now_ms - dead_ms) >= DEAD_ROWS_KEPT_MS:
-                left = np.flatnonzero(((self.stamps & _STATE) == WRITING) & (self._owners == place))
+                left = self.written_by(place)
                 if len(left):
                     self.free(left)
                 self._engines[place] = 0
                 released += len(left)
         return released
+
+    def written_by(self, place: int) -> Rows:
+        """The rows that the engine at `place` has claimed and not published."""
+        return np.flatnonzero(((self.stamps & _STATE) == WRITING) & (self._owners == place))
 
     def engines(self) -> int:
         """How many engines have a place."""
