@@ -161,7 +161,7 @@ class Engines:
         return float(answer["seconds"])
 
     def rows(self) -> dict[int, int]:
-        """Of the region, by state."""
+        """The number of rows of the region by state, and the bytes of a row as that of state -1."""
         (folder,) = self.region.glob("rows-*")
         row_bytes = int(folder.name.removeprefix("rows-"))
         rows = (folder / "rows").stat().st_size // row_bytes

@@ -15,7 +15,8 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine import spec_base
-from spillway_connector.engine.node_rows import NodeRows, NodeRowsSpec, RowChecks
+from spillway_connector.engine.node_rows import NodeRows
+from spillway_connector.engine.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError
 from spillway_connector.node.region import NodeRegion, agreed_region
@@ -430,7 +431,7 @@ def test_a_spec_uses_the_rows_of_the_node_and_rows_of_its_own_if_it_may_not(tmp_
     facts.cleanup()
 
 
-def told(tier: NodeRows) -> list[tuple[bool, int]]:
+def announced(tier: NodeRows) -> list[tuple[bool, int]]:
     """Whether it is gone and the number of each chunk that is announced."""
     tier.sync()
     return [(one.removed, single[0]) for one in tier.take_announcements() for single in one.keys]
@@ -441,61 +442,61 @@ def test_a_change_is_announced_by_the_engine_that_made_it_alone(node: Node):
     (joined,) = first.take_announcements()
     assert list(second.take_announcements()) == [joined] and not joined.removed and not joined.keys
     store(first, 1, 2, 3, 4)
-    assert told(first) == [(False, 1), (False, 2), (False, 3), (False, 4)]
-    assert told(second) == []
+    assert announced(first) == [(False, 1), (False, 2), (False, 3), (False, 4)]
+    assert announced(second) == []
     node.seconds += 20
-    assert told(second) == []
+    assert announced(second) == []
     store(second, 5)
-    assert told(second) == [(True, 1), (False, 5)]
-    assert told(first) == []
+    assert announced(second) == [(True, 1), (False, 5)]
+    assert announced(first) == []
 
 
 def test_engines_of_another_namespace_name_another_store_and_what_they_displace_is_announced(node: Node):
     first, other = node.engine(), node.engine(THEIRS)
     store(first, 1, 2, 3, 4)
-    told(first)
+    announced(first)
     assert {one.store_id for one in first.take_announcements()}.isdisjoint(
         one.store_id for one in other.take_announcements()
     )
     node.seconds += 20
     store(other, 9)
-    assert told(other) == [(False, 9)]
-    assert told(first) == [(True, 1)]
+    assert announced(other) == [(False, 9)]
+    assert announced(first) == [(True, 1)]
 
 
 def test_what_an_engine_has_said_just_now_and_another_changes_it_says_anew(node: Node):
     """The events of two engines reach the gateway by two ways, so the later one may come first."""
     first, second = node.engine(), node.engine()
     store(first, 1, 2, 3, 4)
-    told(first)
+    announced(first)
     store(second, 5)
-    assert told(first) == [(True, 1)]
+    assert announced(first) == [(True, 1)]
     store(second, 1)
-    assert told(first) == [(True, 2), (False, 1)]
+    assert announced(first) == [(True, 2), (False, 1)]
 
 
 def test_what_a_killed_engine_changed_last_is_announced_by_another_one(node: Node):
     first, second = node.engine(), node.engine()
     store(first, 1, 2, 3, 4)
-    told(second)
+    announced(second)
     node.seconds += 20
     store(first, 5)
-    assert told(second) == []
+    assert announced(second) == []
     node.kill(first)
     node.seconds += 0.5
-    told(second)
+    announced(second)
     node.seconds += DEAD_ROWS_KEPT_MS / 1000
-    assert set(told(second)) == {(True, 1), (False, 5)}
+    assert set(announced(second)) == {(True, 1), (False, 5)}
 
 
 def test_a_reset_announces_what_it_has_dropped_from_the_node(node: Node):
     first, second = node.engine(), node.engine()
     store(first, 1, 2)
-    told(first)
+    announced(first)
     second.sync()
     second.prepare_load([key(1)], CONTEXT)
     first.reset_cache()
-    assert told(first) == [(True, 2)]
+    assert announced(first) == [(True, 2)]
 
 
 def rejoin(node: Node, tier: NodeRows) -> None:
@@ -552,7 +553,7 @@ def test_an_engine_that_joins_announces_what_it_finds_and_one_that_leaves_that_i
     store(first, 1)
     node.kill(first)
     second = node.engine()
-    assert told(second) == [(False, 1)]
+    assert announced(second) == [(False, 1)]
     second.weights_changed()
     (left,) = second.take_announcements()
     assert left.removed and not left.keys

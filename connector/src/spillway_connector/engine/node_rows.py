@@ -23,11 +23,11 @@ import numpy as np
 from blake3 import blake3
 from typing_extensions import override
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector.engine.cpu_tier import LruRows
-from spillway_connector.errors import DeviceCopyError, HostMemoryError, TierTimeout
-from spillway_connector.node.region import OPEN_SECONDS, NodeRegion
+from spillway_connector.engine.row_checks import NodeRowsSpec
+from spillway_connector.errors import TierTimeout
+from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex, rows_of
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
@@ -37,43 +37,6 @@ _SWEEP_SECONDS = 0.4  # between two looks for engines that were killed
 _REJOIN_SECONDS = 5.0  # between two attempts of an engine that has left, which wait for nothing
 STORE_ID_BYTES = 8
 _LOOKAHEAD = 32  # of the oldest chunks, those that others may have used since
-
-
-class NodeRowsSpec(CPULoadStoreSpec):
-    """Rows to be loaded, and by what they are recognised before and after the copy."""
-
-    def __init__(self, rows: list[int], stamps: list[int], checks: list[int]) -> None:
-        super().__init__(rows)
-        self.stamps = np.array(stamps, np.uint64)
-        self.checks = np.array(checks, np.uint64)
-
-
-class RowChecks:
-    """The checks of a rank: whether rows hold what is to be loaded from them, before each copy and after it."""
-
-    def __init__(self, index: NodeIndex) -> None:
-        self._index = index
-        self._loading: dict[int, NodeRowsSpec] = {}  # by copy
-
-    def require(self, host: LoadStoreSpec) -> None:
-        """Raises DeviceCopyError."""
-        if isinstance(host, NodeRowsSpec) and not self._holds(host):
-            raise DeviceCopyError("rows of the node's CPU tier were given to other chunks before they were loaded")
-
-    def submitted(self, copy_id: int, host: LoadStoreSpec) -> None:
-        if isinstance(host, NodeRowsSpec):
-            self._loading[copy_id] = host
-
-    def still_held(self, copy_id: int) -> bool:
-        """Whether the rows of a copy that has ended held all the while what was to be loaded. Once for each copy."""
-        host = self._loading.pop(copy_id, None)
-        if host is None or self._holds(host):
-            return True
-        logger.warning("KV load %d: rows of the node's CPU tier were given to other chunks meanwhile", copy_id)
-        return False
-
-    def _holds(self, host: NodeRowsSpec) -> bool:
-        return self._index.holds(host.block_ids.astype(np.intp), host.stamps, host.checks)
 
 
 class NodeRows(LruRows):
@@ -112,25 +75,13 @@ class NodeRows(LruRows):
         self._news = Announcements(clock) if enable_events else None
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
         self.prepare_read = self._prepare_read
-        place = None
-        try:
-            with region.changing(OPEN_SECONDS) as index:
-                index.sweep(region.lease.is_held, None, self._now_ms())
-                place = index.join(region.lease.number)
-        except (OSError, TierTimeout) as error:
-            raise HostMemoryError(f"the CPU tier of this node cannot be joined: {error}") from error
-        if place is None:
-            raise HostMemoryError(f"{region.path} has no place for another engine; start fewer on this node")
-        self._place = place
+        self._place = region.join(self._now_ms())
         self.sync()
         if self._news is not None:
             self._news.storing(self.ready)  # whoever has computed them may have ended
         logger.info(
             "Spillway: the CPU tier of this node is %s, shared by %d engines; %d of its %d chunks are this namespace's",
-            region.path,
-            self._index.engines(),
-            len(self._rows),
-            self._num_rows,
+            *(region.path, self._index.engines(), len(self._rows), self._num_rows),
         )
 
     def _now_ms(self) -> int:
@@ -199,21 +150,17 @@ class NodeRows(LruRows):
         super()._announce(gone, removed=True)
         super()._announce(come, removed=False)
         if self._news is not None and (gone or come):
-            if self._is_mixed:
-                self._news.removed(gone)
-            else:
-                self._news.changed(gone, gone=True)
-            self._news.changed(come, gone=False)
+            (self._news.removed if self._is_mixed else self._news.lost)(gone)
+            self._news.gained(come)
         if changed:
             self.changed_chunks.add(changed)
 
     @override
     def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
         """What this engine has changed itself."""
-        told = list(keys)
-        super()._announce(told, removed)
+        super()._announce(changed := list(keys), removed)
         if self._news is not None:
-            (self._news.removed if removed else self._news.storing)(told)
+            (self._news.removed if removed else self._news.storing)(changed)
 
     @property
     @override
@@ -470,9 +417,8 @@ class NodeRows(LruRows):
         if idle:
             self._index.unpin(rows_of(idle), self._place)
         if self._left is not None:
-            for key in pinned:
-                if key not in self._readers and key in self.ready:
-                    self._drop(self._rows[key], key)
+            for key in self.ready.intersection(pinned).difference(self._readers):
+                self._drop(self._rows[key], key)
 
     # -- resets
 
@@ -510,7 +456,7 @@ class NodeRows(LruRows):
         if not self._change(free):
             self._oldest_generation = self._index.generation
         super()._announce(self.ready.difference(freed), removed=True)
-        self.ready.intersection_update(freed)  # of which the rest of the node is told
+        self.ready.intersection_update(freed)  # whose removal is announced
         self._reset_writes.update(self.rows_of(self._mine))
         super().reset_cache()
         self._free_list.clear()

@@ -484,16 +484,14 @@ class SchedulerHalf(ResettableHalf):
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Upstream's contract, except that keys are cut to vLLM's block hashes, as in the device's own events, and that
-        the contents of shared tiers and of the node's rows are announced too."""
+        """Upstream's contract, but keys are cut to vLLM's block hashes, and what engines share is announced too."""
         for event in super().take_events():
-            if self.manager.primary_tier.announces_store:
-                continue
             if isinstance(event, BlockStored | BlockRemoved):
                 event.block_hashes = [
                     one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes
                 ]
-            yield event
+            if not self.manager.primary_tier.announces_store:
+                yield event
         yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)
 
     @override

@@ -32,7 +32,6 @@ from spillway_connector.engine.namespace_fields import (
     require_shareable_hashes,
     require_shareable_scales,
 )
-from spillway_connector.engine.node_rows import RowChecks
 from spillway_connector.engine.patching import in_force
 from spillway_connector.engine.process_settings import (
     ProcessSettings,
@@ -40,6 +39,7 @@ from spillway_connector.engine.process_settings import (
     memory_lock_limit,
     worker_process,
 )
+from spillway_connector.engine.row_checks import RowChecks
 from spillway_connector.engine.stages import StageFacts, agree
 from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.transports import OpenTransport, copy_path, open_transport, transport_name

@@ -139,6 +139,19 @@ class NodeRegion:
             yield self.index
             self.index.end()  # after an exception it is mended by the next holder
 
+    def join(self, now_ms: int) -> int:
+        """The place of this engine in the index, for its scheduler's process. Raises HostMemoryError."""
+        place = None
+        try:
+            with self.changing(OPEN_SECONDS) as index:
+                index.sweep(self.lease.is_held, None, now_ms)
+                place = index.join(self.lease.number)
+        except (OSError, TierTimeout) as error:
+            raise HostMemoryError(f"the CPU tier of this node cannot be joined: {error}") from error
+        if place is None:
+            raise HostMemoryError(f"{self.path} has no place for another engine; start fewer on this node")
+        return place
+
     def close(self) -> None:
         """This process uses the region no longer; its memory stays."""
         self.lease.release()

@@ -1,0 +1,51 @@
+"""How a rank recognises what is in rows of the node that it loads from: before each copy and after it."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from vllm.v1.kv_offload.base import LoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from spillway_connector.errors import DeviceCopyError
+from spillway_connector.plan.node_index import NodeIndex
+
+logger = logging.getLogger(__name__)
+
+
+class NodeRowsSpec(CPULoadStoreSpec):
+    """Rows to be loaded, and by what they are recognised before and after the copy."""
+
+    def __init__(self, rows: list[int], stamps: list[int], checks: list[int]) -> None:
+        super().__init__(rows)
+        self.stamps = np.array(stamps, np.uint64)
+        self.checks = np.array(checks, np.uint64)
+
+
+class RowChecks:
+    """The checks of a rank: whether rows hold what is to be loaded from them, before each copy and after it."""
+
+    def __init__(self, index: NodeIndex) -> None:
+        self._index = index
+        self._loading: dict[int, NodeRowsSpec] = {}  # by copy
+
+    def require(self, host: LoadStoreSpec) -> None:
+        """Raises DeviceCopyError."""
+        if isinstance(host, NodeRowsSpec) and not self._holds(host):
+            raise DeviceCopyError("rows of the node's CPU tier were given to other chunks before they were loaded")
+
+    def submitted(self, copy_id: int, host: LoadStoreSpec) -> None:
+        if isinstance(host, NodeRowsSpec):
+            self._loading[copy_id] = host
+
+    def still_held(self, copy_id: int) -> bool:
+        """Whether the rows of a copy that has ended held all the while what was to be loaded. Once for each copy."""
+        host = self._loading.pop(copy_id, None)
+        if host is None or self._holds(host):
+            return True
+        logger.warning("KV load %d: rows of the node's CPU tier were given to other chunks meanwhile", copy_id)
+        return False
+
+    def _holds(self, host: NodeRowsSpec) -> bool:
+        return self._index.holds(host.block_ids.astype(np.intp), host.stamps, host.checks)
