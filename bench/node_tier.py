@@ -64,7 +64,7 @@ SMALL_MODEL = {  # 32 KiB of KV for each token in float32
 CPU_LENGTHS, CUDA_LENGTHS = (512, 2048), (8192, 32_000)
 CPU_TIER_BYTES, CUDA_TIER_BYTES = 1 << 30, 24 << 30
 TRACE_ENGINES = (2, 4, 8)
-TRACE_SESSIONS = 48
+TRACE_SESSIONS = 24
 ROUTERS = ("pinned", "spread", "rolling")
 
 

@@ -42,7 +42,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,17 +65,21 @@ from vllm.v1.request import RequestStatus
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine import prefix_tier
+from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.v023.cpu_tier import make_cpu_tier
+from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.namespace import Namespace
+from spillway_connector.node.region import NodeRegion
+from spillway_connector.tiers.disk.slab.writers import new_number
 from spillway_connector.tiers.tier import Tier
 
 BLOCK_TOKENS, ROW_BYTES = 128, 4096
 WARM_STEPS = 100
 PAUSE_SECONDS = 0.002
+NODE_NAMESPACE = bytes(16)
 FOREVER_SECONDS = 3600.0
 DEVICE_BLOCKS = [KVCacheBlock(number) for number in range(1, 4096)]  # made once, as by vLLM's block pool
 SCENARIOS = ("ready", "pending", "promotions", "stores", "misses", "answers")
@@ -249,12 +253,25 @@ def fake_spec(manager: object, num_rows: int) -> SimpleNamespace:
 
 
 @contextmanager
-def spillway_rig(num_rows: int, folder: Path, layout: str = "slab") -> Iterator[Rig]:
+def node_rig(num_rows: int, folder: Path, layout: str = "slab") -> Iterator[Rig]:
+    """SpillwayRig with the CPU tier of a node, which no other engine uses."""
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-step-", dir="/dev/shm") as memory:
+        node = NodeRegion(Path(memory), num_rows, ROW_BYTES, new_number())
+        tier = make_node_tier(node, NODE_NAMESPACE, False)
+        with _spillway_rig(num_rows, folder, layout, node.memory, tier) as rig:
+            yield rig
+
+
+def spillway_rig(num_rows: int, folder: Path, layout: str = "slab") -> AbstractContextManager[Rig]:
     region = HostRegion(region_path(f"bench-step-{os.getpid()}"), num_rows, ROW_BYTES)
     region.unlink_name()
+    return _spillway_rig(num_rows, folder, layout, region, make_cpu_tier(num_rows, region, "lru", enable_events=False))
+
+
+@contextmanager
+def _spillway_rig(num_rows: int, folder: Path, layout: str, region: HostRegion, cpu_tier: CpuTier) -> Iterator[Rig]:
     hold = threading.Event()
     hold.set()
-    cpu_tier = make_cpu_tier(num_rows, region, "lru", enable_events=False)
     geometry = SimpleNamespace(payload_bytes=ROW_BYTES, row_bytes=ROW_BYTES)
     spec = SimpleNamespace(
         geometry=geometry, namespace=Namespace.of({"bench": "scheduler_step"}), announces_blocks=False
@@ -485,7 +502,7 @@ def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespac
     figures = Figures()
     folder = Path(tempfile.mkdtemp(prefix="spillway-bench-step-"))
     try:
-        layout = {"layout": KINDS[name].layout} if make_rig is spillway_rig else {}
+        layout = {} if make_rig is upstream_rig else {"layout": KINDS[name].layout}
         with make_rig(2 * given.chunks, folder, **layout) as rig:  # type: ignore[attr-defined]
             scenario = KINDS[name](rig, given.requests, given.chunks)
             scenario.prepare()
@@ -533,9 +550,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=1000, help="in play, all waiting requests together")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--only", default=",".join(SCENARIOS), help=f"of {','.join(SCENARIOS)}")
-    parser.add_argument("--rivals", default="spillway,upstream")
+    parser.add_argument("--rivals", default="spillway,upstream", help="of spillway,node,upstream")
     given = parser.parse_args(arguments)
-    rivals = {"spillway": spillway_rig, "upstream": upstream_rig}
+    rivals = {"spillway": spillway_rig, "node": node_rig, "upstream": upstream_rig}
     report: dict[str, float] = {
         "chunks_in_play": given.chunks,
         "waiting_requests": given.requests,
