@@ -1,6 +1,7 @@
 """Time to the first token of a long prompt, by where its KV comes from, on this machine and in one run.
 
-    python bench/first_token.py [--runs 5] [--tokens 4096] [--tiers nvme redis fs] [--vllm 0.23 0.32] [--busy-loops 2]
+    python bench/first_token.py [--runs 5] [--tokens 4096] [--tiers nvme redis s3 fs] [--vllm 0.23 0.32]
+        [--busy-loops 2]
 
 One pair of engines per vLLM and shared tier, one pair after the other. Engine A computes each prompt (recompute), asks
 it again (device hit), and once more after the others have evicted it from the device (CPU tier). Engine B, which never
@@ -8,6 +9,11 @@ computed any of them, then asks each of them once: its first hit comes from the 
 system tier under the same connector and CPU tier, for comparison. A vLLM that has tiering of its own (0.30 and newer)
 is measured with that too, without Spillway's connector: with `fs`, and with Spillway's NVMe and Redis tiers as its
 secondary tiers.
+
+s3 is measured on a path that takes a while (slow_path.py): so many milliseconds of round trip as its rows say, each
+with prompts of its own, beside the time in which the same objects come through the same path, as many at once, without
+an engine. Whether loading pays is for the engine to decide there, as it is everywhere but here. In the last rows the
+path is so narrow that it does not: the first prompt after the change, and those behind it.
 
 Each figure is the median over `--runs` prompts after a warm-up prompt. Every hit must cover all whole
 blocks of its prompt and give the same tokens as the device hit, or the run fails. Prints a table, writes
@@ -20,6 +26,7 @@ use too; the report is then build/bench/first_token_busy.json.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import json
 import random
@@ -31,14 +38,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import obstore
 import redis
+from obstore.store import S3Store
+from slow_path import SlowPath, slow_path
 from stock_engines import stock_stack
 
 from spillway_connector.tiers.disk.files.inspect import FileInspector
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
+from spillway_stack import object_store
 from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS, environment_problems
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.ports import is_free
@@ -52,10 +63,17 @@ DEVICE_SPARE_BLOCKS = 4  # the device holds one prompt, so each prompt evicts th
 STORED_SECONDS = 60.0
 # This measures the cost of a load, so the engine may not decline a slow one.
 ALWAYS_LOAD = ("offload.prefillTokensPerSecond=1", "offload.sharedTier.lookupTimeoutSeconds=2")
+MAY_RECOMPUTE = ("offload.sharedTier.lookupTimeoutSeconds=2",)
 REQUEST_SECONDS = 600.0
-TIERS = ("nvme", "redis", "fs")
+TIERS = ("nvme", "redis", "s3", "fs")
 SHARED_ROW = {"nvme": "nvme_tier", "redis": "redis_tier", "fs": "upstream_fs_tier"}
-ROWS = ("recompute", "device_hit", "cpu_tier", *SHARED_ROW.values())
+ROUND_TRIPS_MS = (1, 10, 50)
+S3_ROW = {milliseconds: f"s3_tier_at_{milliseconds}_ms" for milliseconds in ROUND_TRIPS_MS}
+# The first prompt that finds the path narrow, and those after it, of which some probe it.
+NARROW_ROWS = ("s3_tier_narrow_first", "s3_tier_narrow_later")
+NARROW_SHARE = 0.4  # of the bandwidth at which loading takes as long as computing
+RAW_ROW = "{row}_objects_alone"
+ROWS = ("recompute", "device_hit", "cpu_tier", *SHARED_ROW.values(), *S3_ROW.values(), *NARROW_ROWS)
 OUTPUT = Path("build/bench/first_token.json")
 OUTPUT_BUSY = Path("build/bench/first_token_busy.json")
 BUSY_SECONDS = 900.0  # a busy loop ends by itself then, or when its parent has ended
@@ -136,6 +154,8 @@ def measure_all(
     """Seconds per row, of all tiers' pairs together."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for tier in tiers:
+        if engines.stock and tier == "s3":
+            continue  # it is measured with the gate, which is the connector's
         for row, measured in measure(engines, tier, tokens, runs, busy_loops).items():
             seconds[row] += measured
     return seconds
@@ -144,12 +164,20 @@ def measure_all(
 def measure(engines: Engines, tier: str, tokens: int, runs: int, busy_loops: int) -> dict[str, list[float]]:
     """Seconds per row for one pair of engines. Raises BenchError on a partial hit or a different answer."""
     blocks = tokens // BLOCK_TOKENS
-    prompts = [make_prompt(f"{tier} {number}", tokens + TAIL_TOKENS) for number in range(runs + 1)]
+    # s3: prompts for each round trip and for the narrow path, of which the first stands alone.
+    asked = runs * (len(ROUND_TRIPS_MS) + 1) + 1 if tier == "s3" else runs
+    prompts = [make_prompt(f"{tier} {number}", tokens + TAIL_TOKENS) for number in range(asked + 1)]
     print(f"{engines.title}, {tier}: starting two engines", flush=True)
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as name:
         folder = Path(name)
-        settings = settings_for(engines, tier, blocks, runs + 1, folder)
-        if engines.stock:
+        settings = settings_for(engines, tier, blocks, len(prompts), folder)
+        if tier == "s3":
+            with slow_path(settings.s3_port()) as path:
+                endpoint = f"offload.sharedTier.s3.endpoint=http://127.0.0.1:{path.port}"
+                settings = replace(settings, engine_overrides=(*settings.engine_overrides, endpoint))
+                with LocalStack(settings, folder) as stack, beside(busy_loops):
+                    seconds = ask_all_of_s3(stack, path, prompts, tokens, runs)
+        elif engines.stock:
             started = stock_stack(settings, folder, tier)
             with started.stack as stack, beside(busy_loops):
                 seconds = ask_all(stack, started.model, tier, prompts, tokens)
@@ -157,8 +185,8 @@ def measure(engines: Engines, tier: str, tokens: int, runs: int, busy_loops: int
             with LocalStack(settings, folder) as stack, beside(busy_loops):
                 seconds = ask_all(stack, stack.model.served_name, tier, prompts, tokens)
     for row, measured in seconds.items():
-        print(f"  {row}: {', '.join(f'{value:.3f}' for value in measured[1:])} s", flush=True)
-    return {row: measured[1:] for row, measured in seconds.items()}
+        print(f"  {row}: {', '.join(f'{value:.3f}' for value in measured)} s", flush=True)
+    return seconds
 
 
 @contextmanager
@@ -179,8 +207,103 @@ def beside(busy_loops: int) -> Iterator[None]:
 def ask_all(
     stack: LocalStack, model: str, tier: str, prompts: Sequence[list[int]], tokens: int
 ) -> dict[str, list[float]]:
-    """Seconds per row, the warm-up prompt's first."""
-    first, second = (int(engine.url.rsplit(":", 1)[1]) for engine in stack.engines)
+    """Seconds per row, without the warm-up prompt's."""
+    seconds, known = ask_first(stack, model, tier, prompts, tokens)
+    for prompt, expected in zip(prompts, known, strict=True):
+        answer = full_hit(f"{tier}: shared tier", ask(port_of(stack, 1), model, prompt), tokens, expected)
+        seconds[SHARED_ROW[tier]].append(answer.first_token_seconds)
+    return {row: measured[1:] for row, measured in seconds.items()}
+
+
+def port_of(stack: LocalStack, engine: int) -> int:
+    return int(stack.engines[engine].url.rsplit(":", 1)[1])
+
+
+def ask_all_of_s3(
+    stack: LocalStack, path: SlowPath, prompts: Sequence[list[int]], tokens: int, runs: int
+) -> dict[str, list[float]]:
+    """As `ask_all`: the second engine at each round trip, and on a narrow path."""
+    model, second = stack.model.served_name, port_of(stack, 1)
+    seconds, known = ask_first(stack, model, "s3", prompts, tokens)
+    ask(second, model, make_prompt("a prompt that no engine knows", tokens + TAIL_TOKENS))  # measures its prefill
+    left = iter(zip(prompts, known, strict=True))
+    prompt, expected = next(left)
+    full_hit("s3: warm-up", ask(second, model, prompt), tokens, expected)
+    measured = {row: values[1:] for row, values in seconds.items()}
+    for milliseconds, row in S3_ROW.items():
+        path.round_trip_seconds = milliseconds / 1000
+        measured[row] = []
+        for _ in range(runs):
+            prompt, expected = next(left)
+            answer = full_hit(row, ask(second, model, prompt), tokens, expected)
+            measured[row].append(answer.first_token_seconds)
+        measured[RAW_ROW.format(row=row)] = [
+            objects_alone(path.port, tokens // BLOCK_TOKENS) for _ in range(max(3, runs))
+        ]
+    path.round_trip_seconds = 0.01
+    block_bytes = statistics.mean(block_sizes(stack))
+    computed = statistics.median(measured["recompute"])
+    path.bytes_per_second = NARROW_SHARE * block_bytes * (tokens // BLOCK_TOKENS) / computed
+    for number, (prompt, expected) in enumerate(left):
+        answer = ask(second, model, prompt)
+        if answer.tokens != expected:
+            raise BenchError(f"s3, narrow path: answered {answer.tokens}, the device hit answered {expected}")
+        measured.setdefault(NARROW_ROWS[min(number, 1)], []).append(answer.first_token_seconds)
+    return measured
+
+
+def bucket_at(port: int) -> S3Store:
+    key_id, secret = object_store.KEYS.values()
+    return S3Store(
+        object_store.BUCKET,
+        endpoint=f"http://127.0.0.1:{port}",
+        region="us-east-1",
+        access_key_id=key_id,
+        secret_access_key=secret,
+        client_options={"allow_http": True},
+    )
+
+
+def objects_in(port: int) -> list[tuple[str, int]]:
+    """The blocks in the object store: name, bytes."""
+    found = (each for page in obstore.list(bucket_at(port)) for each in page)
+    return [(each["path"], each["size"]) for each in found if not each["path"].endswith("document")]
+
+
+def block_sizes(stack: LocalStack) -> list[int]:
+    return [size for _, size in objects_in(stack.settings.s3_port())]
+
+
+def objects_alone(port: int, count: int) -> float:
+    """Seconds in which so many objects come through this port at once, over connections that are there already."""
+    bucket = bucket_at(port)
+    names = [name for name, _ in objects_in(port)[: 2 * count]]
+
+    async def get_all(wanted: Sequence[str]) -> float:
+        async def get(name: str) -> None:
+            reply = await obstore.get_async(bucket, name)
+            await reply.bytes_async()
+
+        begun = time.perf_counter()
+        await asyncio.gather(*(get(name) for name in wanted))
+        return time.perf_counter() - begun
+
+    async def warm_and_get() -> float:
+        await get_all(names[count:])
+        return await get_all(names[:count])
+
+    return asyncio.run(warm_and_get())
+
+
+def ask_first(
+    stack: LocalStack, model: str, tier: str, prompts: Sequence[list[int]], tokens: int
+) -> tuple[dict[str, list[float]], list[tuple[int, ...]]]:
+    """Have the first engine answer each prompt from each of its tiers, until all blocks are in the shared tier.
+
+    Returns:
+        Seconds per row, the warm-up prompt's first, and the answer to each prompt.
+    """
+    first = port_of(stack, 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     known: list[tuple[int, ...]] = []
     for prompt in prompts:
@@ -195,15 +318,12 @@ def ask_all(
         answer = full_hit(f"{tier}: CPU tier", ask(first, model, prompt), tokens, expected)
         seconds["cpu_tier"].append(answer.first_token_seconds)
     wait_stored(stored_counter(tier, stack), tokens // BLOCK_TOKENS * len(prompts))
-    for prompt, expected in zip(prompts, known, strict=True):
-        answer = full_hit(f"{tier}: shared tier", ask(second, model, prompt), tokens, expected)
-        seconds[SHARED_ROW[tier]].append(answer.first_token_seconds)
-    return seconds
+    return seconds, known
 
 
 def settings_for(engines: Engines, tier: str, blocks: int, prompts: int, folder: Path) -> StackSettings:
     """The CPU tier holds every prompt, the device one of them."""
-    overrides = ALWAYS_LOAD
+    overrides = MAY_RECOMPUTE if tier == "s3" else ALWAYS_LOAD
     if tier == "fs":
         upstream = {"type": "fs", "root_dir": str(folder / "fs")}
         overrides += (f"offload.extraTiers={json.dumps([upstream])}",)
@@ -221,7 +341,7 @@ def settings_for(engines: Engines, tier: str, blocks: int, prompts: int, folder:
 
 def free_port() -> int:
     for port in range(12_000, 30_000, 10):
-        if all(is_free(port + distance) for distance in (0, 100, 101, 200, 201, 300, 301, 400)):
+        if all(is_free(port + distance) for distance in (0, 100, 101, 200, 201, 300, 301, 400, *range(410, 418))):
             return port
     raise BenchError("no free family of ports between 12000 and 30400")
 
@@ -283,6 +403,8 @@ def stored_counter(tier: str, stack: LocalStack) -> Callable[[], int]:
     if tier == "redis":
         server = redis.Redis.from_url(stack.valkey_url)
         return lambda: whole_blocks(server)
+    if tier == "s3":
+        return lambda: len(block_sizes(stack))
     if tier == "nvme":
         parts = FileInspector(stack.folder.nvme), SlabInspector(stack.folder.nvme)
         return lambda: sum(1 for part in parts for _ in part.frames(headers=False))
@@ -315,7 +437,11 @@ def figures(prefix: str, seconds: dict[str, list[float]]) -> dict[str, float]:
         part[f"{prefix}{row}_slowest_seconds"] = round(max(seconds[row]), 4)
         if row != "recompute":
             part[f"{prefix}recompute_over_{row}_ratio"] = round(medians["recompute"] / median, 2)
-        if row in SHARED_ROW.values():
+        if (raw := seconds.get(RAW_ROW.format(row=row))) is not None:
+            alone = statistics.median(raw)
+            part[f"{prefix}{row}_objects_alone_seconds"] = round(alone, 4)
+            part[f"{prefix}{row}_share_of_bandwidth_ratio"] = round(alone / (median - medians["device_hit"]), 2)
+        if row in SHARED_ROW.values() or row in S3_ROW.values():
             part[f"{prefix}{row}_over_cpu_tier_ratio"] = round(median / medians["cpu_tier"], 2)
     return part
 
@@ -332,6 +458,9 @@ def render(report: dict[str, float | int | str], measured: Sequence[Engines]) ->
     return "\n".join(lines)
 
 
+_ALONE = ("objects_alone_seconds", "share_of_bandwidth_ratio")
+
+
 def _rows(report: dict[str, float | int | str], prefix: str) -> list[str]:
     lines = []
     for row in ROWS:
@@ -339,9 +468,12 @@ def _rows(report: dict[str, float | int | str], prefix: str) -> list[str]:
             times = [report[f"{prefix}{row}{kind}_seconds"] for kind in ("", "_fastest", "_slowest")]
             ratio = report.get(f"{prefix}recompute_over_{row}_ratio", 1.0)
             cells = "".join(f"{float(seconds):>8.3f} s" for seconds in times)
-            shared = row in SHARED_ROW.values()
+            shared = f"{prefix}{row}_over_cpu_tier_ratio" in report
             share = f"{float(report[f'{prefix}{row}_over_cpu_tier_ratio']):>12.2f}x" if shared else ""
-            lines.append(f"  {row.replace('_', ' '):34}{cells}{float(ratio):>9.1f}x{share}")
+            if f"{prefix}{row}_objects_alone_seconds" in report:
+                alone, reached = (report[f"{prefix}{row}_{part}"] for part in _ALONE)
+                share += f", its objects alone {float(alone):.3f} s: {100 * float(reached):.0f} % of the bandwidth"
+            lines.append(f"  {row.replace('_', ' '):34}{cells}{float(ratio):>9.2f}x{share}")
     return lines
 
 

@@ -7,7 +7,7 @@ import yaml
 from spillway_engine.chart_keys import settings_tree
 from spillway_engine.errors import SettingsError
 from spillway_engine.settings_reader import engine_settings
-from spillway_stack import make_variables
+from spillway_stack import make_variables, object_store
 from spillway_stack.components import (
     Component,
     PreparedModel,
@@ -43,6 +43,18 @@ def test_engines_can_be_tested_without_a_gateway() -> None:
     assert [component.name for component in components] == ["valkey", "engine-0"]
 
 
+def test_the_object_store_runs_before_the_engines_and_they_alone_get_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "server_binary", lambda: Path("/bin/weed"))
+    settings = StackSettings(engines=1, port=9000, shared_tier="s3")
+    _, store, engine, gateway = plan_components(settings, MODEL, FOLDER, Path("/bin/valkey"))
+
+    assert (store.name, store.port, len(set(store.ports))) == ("object-store", 9410, len(object_store.PORTS))
+    assert engine.environment == object_store.KEYS and not gateway.environment
+    files = configuration_files(settings, MODEL, FOLDER)
+    secret = object_store.KEYS["AWS_SECRET_ACCESS_KEY"]
+    assert [path.name for path, text in files.items() if secret in text] == ["object-store.json"]
+
+
 def test_overrides_reach_every_engine() -> None:
     settings = StackSettings(engine_overrides=("model.dtype=float32",))
     (_, engine, _, _) = plan_components(settings, MODEL, FOLDER, Path("/bin/valkey"))
@@ -63,7 +75,7 @@ def test_engines_run_in_the_environment_of_their_vllm() -> None:
 
 
 def test_the_engine_service_accepts_what_the_stack_writes() -> None:
-    for tier in ("nvme", "redis", "none"):
+    for tier in ("nvme", "redis", "s3", "none"):
         for offload in (True, False):
             settings = StackSettings(port=9000, shared_tier=tier, offload=offload)
             engine = engine_settings(engine_configuration(settings, MODEL, FOLDER, 1))

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from spillway_stack import make_variables
+from spillway_stack import make_variables, object_store
 from spillway_stack.bundled_model import PreparedModel
 from spillway_stack.engine_environments import interpreter
 from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
@@ -49,8 +49,10 @@ class Component:
 def plan_components(
     settings: StackSettings, model: PreparedModel, folder: StateFolder, valkey_binary: Path
 ) -> list[Component]:
-    """The components in start order: Valkey, engines, gateway."""
+    """The components in start order: Valkey, object store, engines, gateway. Raises StackError."""
     components = [_valkey(settings, folder, valkey_binary)]
+    if settings.shared_tier == "s3":
+        components.append(_object_store(settings, folder))
     components += [_engine(settings, folder, index) for index in range(settings.engines)]
     if settings.gateway:
         components.append(_gateway(settings, folder))
@@ -64,7 +66,10 @@ def configuration_files(settings: StackSettings, model: PreparedModel, folder: S
         for index in range(settings.engines)
     }
     files[folder.config / "gateway.yaml"] = gateway_configuration(settings, model)
-    return {path: yaml.safe_dump(tree, sort_keys=False) for path, tree in files.items()}
+    texts = {path: yaml.safe_dump(tree, sort_keys=False) for path, tree in files.items()}
+    if settings.shared_tier == "s3":
+        texts[_identities_file(folder)] = object_store.identities()
+    return texts
 
 
 def engine_configuration(
@@ -127,7 +132,30 @@ def _shared_tier(settings: StackSettings, folder: StateFolder) -> dict[str, Any]
         return {"type": "nvme", "nvme": {"path": str(folder.nvme), "maxBytes": settings.nvme_max_bytes}}
     if settings.shared_tier == "redis":
         return {"type": "redis", "redis": {"url": f"redis://127.0.0.1:{settings.valkey_port()}/0"}}
+    if settings.shared_tier == "s3":
+        endpoint = f"http://127.0.0.1:{settings.s3_port()}"
+        return {"type": "s3", "s3": {"bucket": object_store.BUCKET, "endpoint": endpoint}}
     return {"type": "none"}
+
+
+def _identities_file(folder: StateFolder) -> Path:
+    return folder.config / "object-store.json"
+
+
+def _object_store(settings: StackSettings, folder: StateFolder) -> Component:
+    port = settings.s3_port()
+    binary, data = object_store.server_binary(), folder.object_store
+    arguments = object_store.server_arguments(binary, data, _identities_file(folder), port)
+    ports = range(port, port + len(object_store.PORTS))
+    return Component(
+        "object-store",
+        arguments,
+        port,
+        ready_path="/healthz",
+        ports=tuple(ports),
+        stop_rank=2,
+        environment=dict(object_store.KEYS),
+    )
 
 
 def _valkey(settings: StackSettings, folder: StateFolder, binary: Path) -> Component:
@@ -159,6 +187,7 @@ def _engine(settings: StackSettings, folder: StateFolder, index: int) -> Compone
         stop_rank=1,
         stop_timeout_seconds=40,
         hurry=True,
+        environment=dict(object_store.KEYS) if settings.shared_tier == "s3" else {},
     )
 
 

@@ -28,7 +28,16 @@ VARIABLES = {
 }
 # Settings that the stack chooses, because its components have to agree on them.
 RESERVED = frozenset(
-    {"name", "host", "door", "kvEvents.enabled", "offload.sharedTier.nvme.path", "offload.sharedTier.redis.url"}
+    {
+        "name",
+        "host",
+        "door",
+        "kvEvents.enabled",
+        "offload.sharedTier.nvme.path",
+        "offload.sharedTier.redis.url",
+        "offload.sharedTier.s3.bucket",
+        "offload.sharedTier.s3.endpoint",
+    }
 )
 OVERRIDES = "ENGINE_SET"
 

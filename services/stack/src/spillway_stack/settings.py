@@ -18,7 +18,7 @@ from spillway_stack.errors import StackError
 RANKS_KEY = "dataParallelSize"
 DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
 SELF_CHECKS = get_args(get_type_hints(LifecycleSettings)["self_check"])
-SHARED_TIERS = ("nvme", "redis", "none")
+SHARED_TIERS = ("nvme", "redis", "s3", "none")
 VALKEY_MAX_BYTES = 1 << 30
 GATEWAY_MEMORY_BYTES = 400 << 20  # of each of its processes
 ENGINES_MAX = 50
@@ -29,7 +29,7 @@ PORTS_APART = 100  # of engines, events and replays
 class StackSettings:
     """Defaults suit two cores and 12 GB: a device cache of ten thousand tokens, small enough to see eviction."""
 
-    port: int = Gateway().port  # gateway; engines + 100, events + 200, replays + 300, Valkey + 400
+    port: int = Gateway().port  # gateway; engines + 100, events + 200, replays + 300, Valkey + 400, S3 + 410
     engines: int = 2
     model: str = ""  # folder or hub name; empty: the bundled SmolLM2-135M-Instruct
     shared_tier: str = "nvme"
@@ -53,7 +53,7 @@ class StackSettings:
         """From the variables of `make up`. Raises StackError naming the variable."""
         default = cls()
         settings = cls(
-            port=_number(environment, "PORT", default.port, least=1, most=65_535 - 400),
+            port=_number(environment, "PORT", default.port, least=1, most=65_535 - 420),
             engines=_number(environment, "ENGINES", default.engines, least=1, most=ENGINES_MAX),
             model=_model(environment.get("MODEL", "")),
             shared_tier=_choice(environment, "SHARED_TIER", default.shared_tier, SHARED_TIERS),
@@ -117,6 +117,10 @@ class StackSettings:
 
     def valkey_port(self) -> int:
         return self.port + 400
+
+    def s3_port(self) -> int:
+        """The port of S3; those of the object store's other parts follow."""
+        return self.port + 410
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-compatible; the inverse is `from_dict`."""

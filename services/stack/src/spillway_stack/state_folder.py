@@ -37,11 +37,15 @@ class StateFolder:
     def valkey(self) -> Path:
         return self.root / "valkey"
 
+    @property
+    def object_store(self) -> Path:
+        return self.root / "object-store"
+
     def log_file(self, component: str) -> Path:
         return self.logs / f"{component}.log"
 
     def create(self) -> None:
-        for folder in (self.logs, self.config, self.nvme, self.valkey):
+        for folder in (self.logs, self.config, self.nvme, self.valkey, self.object_store):
             folder.mkdir(parents=True, exist_ok=True)
 
     def read_state(self) -> dict[str, Any] | None:
