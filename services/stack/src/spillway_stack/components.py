@@ -148,7 +148,7 @@ def _object_store(settings: StackSettings, folder: StateFolder) -> Component:
     arguments = object_store.server_arguments(binary, data, _identities_file(folder), port)
     ports = range(port, port + len(object_store.PORTS))
     return Component(
-        "object-store",
+        object_store.NAME,
         arguments,
         port,
         ready_path="/healthz",

