@@ -71,11 +71,16 @@ class NvmeStore(Section, frozen=True):
     page_cache: PageCache = "auto"  # auto: slabs use it while memory is idle, where the kernel can tell what lies there
 
 
-class NvmeTierConfig(NvmeStore, frozen=True):
-    """One entry of `secondary_tiers` of type nvme."""
+class TierEntry(Section, frozen=True, kw_only=True):
+    """What an entry of `secondary_tiers` has besides its store."""
 
     encryption: EncryptionConfig | None = None
     limits: TransferLimits = TransferLimits()
+    below: TierBelow | None = None  # takes what is idle here, and is asked for what is not here
+
+
+class NvmeTierConfig(NvmeStore, TierEntry, frozen=True):
+    """One entry of `secondary_tiers` of type nvme."""
 
 
 class RedisTls(Section, frozen=True):
@@ -104,11 +109,8 @@ class RedisStore(Section, frozen=True):
     tenant_max_bytes: ByteCount | None = None  # of one tenant's values; beyond it, its least recently used are evicted
 
 
-class RedisTierConfig(RedisStore, frozen=True):
+class RedisTierConfig(RedisStore, TierEntry, frozen=True):
     """One entry of `secondary_tiers` of type redis."""
-
-    encryption: EncryptionConfig | None = None
-    limits: TransferLimits = TransferLimits()
 
 
 class NodeTierConfig(Section, frozen=True):
@@ -136,14 +138,19 @@ class S3Store(Section, frozen=True):
     connections: Count = S3_CONNECTIONS
 
 
-class S3TierConfig(S3Store, frozen=True):
+class S3TierConfig(S3Store, TierEntry, frozen=True):
     """One entry of `secondary_tiers` of type s3."""
-
-    encryption: EncryptionConfig | None = None
-    limits: TransferLimits = TransferLimits()
 
 
 TierConfig = NvmeTierConfig | RedisTierConfig | S3TierConfig
+TIER_TYPES = ("nvme", "redis", "s3")
+
+
+class TierBelow(Section, frozen=True):
+    """The shared tier behind another one: its `below`, which has idle_seconds besides the keys of an entry."""
+
+    tier: TierConfig
+    idle_seconds: float = _CHART.shared_tier.below.idle_seconds  # without a use, after which a chunk is copied into it
 
 
 @own_keys
@@ -216,10 +223,26 @@ def _in_our_words(prompt_only: object, generated_tokens: object) -> str:
 
 
 def parse_tier(tier_type: str, options: Mapping[str, Any]) -> TierConfig:
-    """One entry of `secondary_tiers` without its `type`: the keys of its store, of TierLimits, and `encryption`.
+    """One entry of `secondary_tiers` without its `type`: keys of its store and of TierLimits, `encryption`, `below`.
 
     Raises ConfigError naming the key.
     """
+    config = _parse_one(tier_type, {key: value for key, value in options.items() if key != "below"})
+    given = options.get("below")
+    if given is None:
+        return config
+    where = f"secondary tier {tier_type!r}: below"
+    if not isinstance(given, Mapping) or given.get("type") not in TIER_TYPES or given["type"] == tier_type:
+        others = ", ".join(each for each in TIER_TYPES if each != tier_type)
+        raise ConfigError(f"{where}: {given!r} is no tier of another type; write its settings with type: {others}")
+    rest = {key: value for key, value in given.items() if key not in ("type", "idle_seconds")}
+    idle_seconds = given.get("idle_seconds", _CHART.shared_tier.below.idle_seconds)
+    if isinstance(idle_seconds, bool) or not isinstance(idle_seconds, int | float) or idle_seconds <= 0:
+        raise ConfigError(f"{where}: idle_seconds: {idle_seconds!r} given, seconds above 0 needed")
+    return structs.replace(config, below=TierBelow(_parse_one(str(given["type"]), rest), float(idle_seconds)))
+
+
+def _parse_one(tier_type: str, options: Mapping[str, Any]) -> TierConfig:
     where = f"secondary tier {tier_type!r}"
     names = SettingNames(others=f"{where}: {{path}}")
     bounds = {key: value for key, value in options.items() if key in TierLimits.__struct_fields__}

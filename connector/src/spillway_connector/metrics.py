@@ -150,6 +150,12 @@ TIER_STORES_SKIPPED = Metric(
     "Chunks not handed to a shared tier although nothing failed, by reason.",
     ("tier", "reason"),
 )
+TIER_DEMOTIONS = Metric(
+    "spillway_tier_demotions",
+    Kind.COUNTER,
+    "Idle chunks of the shared tier above, by what became of them in this tier below it.",
+    ("tier", "outcome"),
+)
 TIER_READY = Metric(
     "spillway_tier_ready",
     Kind.GAUGE,
@@ -229,6 +235,7 @@ ALL = (
     TIER_DEADLINES_EXPIRED,
     TIER_MISSES,
     TIER_STORES_SKIPPED,
+    TIER_DEMOTIONS,
     TIER_READY,
     TIER_WEIGHTS_CHANGED,
     PREFILL_RATE,

@@ -16,8 +16,8 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier import CpuTier
-from spillway_connector.engine.prefix_tier import PrefixTier
-from spillway_connector.plan.load_cost import LoadGate, LoadPolicy, RateMeter
+from spillway_connector.engine.prefix_tier import PrefixTier, gate_of
+from spillway_connector.plan.load_cost import LoadPolicy, RateMeter
 from spillway_connector.plan.meeting import Rates
 from spillway_connector.plan.prefix_memo import ChangeLog, PrefixAnswer, PrefixMemo, Step
 from spillway_connector.transfer.jobs import ARRIVALS_REPORTED_FROM
@@ -118,8 +118,7 @@ class PrefixLookupManager(OffloadingManager):
         policy = LoadPolicy()
         self.prefill_rate = RateMeter(policy.half_life_seconds, config.prefill_tokens_per_second)
         self._gates = {
-            tier: LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
-            for tier in secondary_tiers
+            tier: gate_of(tier, policy, chunk_tokens, chunk_bytes, self.prefill_rate) for tier in secondary_tiers
         }
         self._not_worth: dict[str, int] = {tier.tier_type: 0 for tier in secondary_tiers}
         self._misses: dict[tuple[str, MissReason], int] = {}

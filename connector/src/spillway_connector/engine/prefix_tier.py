@@ -6,7 +6,6 @@ What a generation's interface calls things differs (answers, ids of rows, argume
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,20 +15,22 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from spillway_connector.config import NvmeTierConfig, parse_tier
-from spillway_connector.engine.open_tier import open_tier
+from spillway_connector.config import TIER_TYPES, parse_tier
+from spillway_connector.engine.open_shared_tier import open_shared_tier
 from spillway_connector.engine.tenancy import hands_over, session_of_context, tenant_of_context
-from spillway_connector.engine.tier_stats import TierReport
+from spillway_connector.engine.tier_stats import JointReport, TierReport
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.plan.load_cost import Gate, JointGate, LoadGate, LoadPolicy, RateMeter
 from spillway_connector.plan.prefix_memo import ChangeLog
-from spillway_connector.transfer.announcements import Announcement, Announcements
+from spillway_connector.transfer.announcements import Announcement
+from spillway_connector.transfer.chain import TierChain
 from spillway_connector.transfer.lookups import Answers
 from spillway_connector.transfer.shared_tier import SharedTier
 
 logger = logging.getLogger(__name__)
 
-TIER_TYPES = ("nvme", "redis", "s3")
+__all__ = ["TIER_TYPES", "ChunkOwner", "PrefixTier", "SharedTierBase", "TierJobResult", "gate_of", "load_rates_of"]
 
 
 class ChunkOwner(Protocol):
@@ -73,9 +74,33 @@ class PrefixTier(SecondaryTierManager):
         """(job, chunks) of loads under way: those loaded since the last call, each once; their jobs still end."""
         return ()
 
+    def gate(self, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter) -> Gate:
+        """Whether loads from here pay, by what they reach. Called once."""
+        return LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
+
+    def load_rates(self, gate: Gate) -> Iterable[tuple[str, float | None]]:
+        """(tier, bytes per second) of what :meth:`gate` gave."""
+        return [(self.tier_type, gate.load_rate.per_second)]
+
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         """What lookup() would return for each of `keys` (at least one), up to and including the first MISS."""
+
+
+def gate_of(
+    tier: SecondaryTierManager, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter
+) -> Gate:
+    """The gate of a tier of Spillway's, or of another."""
+    if isinstance(tier, PrefixTier):
+        return tier.gate(policy, chunk_tokens, chunk_bytes, prefill_rate)
+    return LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
+
+
+def load_rates_of(tier: SecondaryTierManager, gate: Gate) -> Iterable[tuple[str, float | None]]:
+    """(tier, bytes per second) behind a gate that gate_of gave."""
+    if isinstance(tier, PrefixTier):
+        return tier.load_rates(gate)
+    return [(tier.tier_type, gate.load_rate.per_second)]
 
 
 class SharedTierBase(PrefixTier):
@@ -84,20 +109,45 @@ class SharedTierBase(PrefixTier):
     def _open(self, spec: ChunkOwner, primary_kv_view: memoryview, tier_type: str, options: dict[str, Any]) -> None:
         """The constructor's second half, behind that of vLLM's class. Raises ConfigError."""
         config = parse_tier(tier_type, options)
-        tier = open_tier(config, spec.namespace, spec.geometry.payload_bytes)
         self._rows = primary_kv_view.cast("B")
-        self._shared = SharedTier(
-            tier,
-            rows=self._rows,
-            row_bytes=spec.geometry.row_bytes,
-            payload_bytes=spec.geometry.payload_bytes,
-            limits=config.limits,
-            room_bytes=(config.max_bytes or 0) if isinstance(config, NvmeTierConfig) else 0,
-            announcements=Announcements(time.monotonic) if spec.announces_blocks else None,
+        self._shared = open_shared_tier(
+            config, spec.namespace, spec.geometry, self._rows, announces_blocks=spec.announces_blocks
         )
+        self._chain = self._shared if isinstance(self._shared, TierChain) else None
         self.answered_requests = self._shared.answered_requests
-        self.report = TierReport(tier_type, self._shared)
-        logger.info("Shared tier %s: namespace %s", tier_type, spec.namespace.hex)
+        members = (self._shared,) if isinstance(self._shared, SharedTier) else self._shared.members
+        self.report = JointReport([TierReport(member.tier_name, member) for member in members], self._chain)
+        logger.info("Shared tier %s: namespace %s", self.names, spec.namespace.hex)
+
+    @property
+    def names(self) -> str:
+        """The types of the tiers, the one above first, as processes report them."""
+        return self.tier_type if self._chain is None else ">".join(tier.tier_name for tier in self._chain.members)
+
+    def gate(self, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter) -> Gate:
+        """Whether loads from here pay. Called once; a chain has a gate for each of its tiers from then on."""
+        if self._chain is None:
+            return super().gate(policy, chunk_tokens, chunk_bytes, prefill_rate)
+        members = [
+            LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
+            for _ in self._chain.members
+        ]
+        gate = JointGate(members, RateMeter(policy.half_life_seconds))
+        self._chain.use_gate(gate, prefill_rate, chunk_bytes)
+        self._gates = dict(zip((tier.tier_name for tier in self._chain.members), members, strict=True))
+        return gate
+
+    def load_rates(self, gate: Gate) -> Iterable[tuple[str, float | None]]:
+        if self._chain is None:
+            return super().load_rates(gate)
+        return [(name, each.load_rate.per_second) for name, each in self._gates.items()]
+
+    def take_not_worth(self) -> Iterable[tuple[str, int]]:
+        """(tier, lookups) that were not sent to a tier because loading from it alone does not pay."""
+        if self._chain is None or not self._chain.not_worth:
+            return ()
+        count, self._chain.not_worth = self._chain.not_worth, 0
+        return [(self._chain.members[1].tier_name, count)]
 
     @property
     @override
@@ -112,7 +162,7 @@ class SharedTierBase(PrefixTier):
     def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
         return cast(list[tuple[int, list[OffloadKey]]], self._shared.arrived())
 
-    def take_announcements(self) -> list[Announcement]:
+    def take_announcements(self) -> list[tuple[str, Announcement]]:
         return self._shared.take_announcements()
 
     def count_request(self, keys: Sequence[OffloadKey]) -> None:
@@ -134,6 +184,10 @@ class SharedTierBase(PrefixTier):
     def end_request(self, req_context: ReqContext) -> None:
         if (named := session_of_context(req_context)) is not None:
             self._shared.end_request_of_session(*named)
+
+    def take_promoted(self, job_id: int) -> Sequence[bytes]:
+        """The chunks of a load that has ended which a tier below gave, to be stored in the tier above it."""
+        return () if self._chain is None else self._chain.take_promoted(job_id)
 
     def weights_changed(self) -> None:
         self._shared.weights_changed()

@@ -202,7 +202,7 @@ class SpecBase(OffloadingSpec):
                 "Spillway: CPU tier of %d chunks of %d bytes; shared tiers: %s",
                 self.num_rows,
                 self.geometry.row_bytes,
-                ", ".join(tier.tier_type for tier in tiers) or "none",
+                self._manager.settings()["shared_tiers"],
             )
         return self._manager
 

@@ -7,7 +7,7 @@ whole picture is drawn, when a rare count has moved and otherwise once a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -15,6 +15,7 @@ from spillway_connector import metrics
 from spillway_connector.engine.samples import SampledStats, sample_key
 from spillway_connector.tiers.tier import Clock
 from spillway_connector.transfer.breaker import BreakerState
+from spillway_connector.transfer.chain import TierChain
 from spillway_connector.transfer.shared_tier import SharedTier
 from spillway_connector.transfer.stats import TierStats
 
@@ -47,6 +48,7 @@ _GAUGES = (
     (metrics.TIER_WEIGHTS_CHANGED, "weights_changed"),
 )
 REPORTED = (
+    metrics.TIER_DEMOTIONS,
     *(metric for metric, _ in (*_FREQUENT_COUNTS, *_FREQUENT_TOTALS, *_RARE_COUNTS, *_GAUGES)),
     metrics.TIER_BREAKER_OPEN,
 )
@@ -118,6 +120,31 @@ class TierReport:
                     sample = self._keys[name, key] = sample_key(metric, self._tier_type, *_labels(key))
                 samples[sample] = count - reported.get(key, 0)
                 reported[key] = count
+
+
+class JointReport:
+    """The reports of one shared tier, or of two behind each other and of what goes from one to the other."""
+
+    def __init__(self, reports: Sequence[TierReport], chain: TierChain | None) -> None:
+        self._reports = reports
+        self._chain = chain
+        self._reported: dict[str, int] = {}
+
+    def has_updates(self) -> bool:
+        """Whether :meth:`add_to` has something to report."""
+        return any(report.has_updates() for report in self._reports)
+
+    def add_to(self, stats: SampledStats) -> None:
+        """Add what changed since the last call."""
+        for report in self._reports:
+            report.add_to(stats)
+        if self._chain is None:
+            return
+        below = self._chain.members[1].tier_name
+        for outcome, count in self._chain.demotions.outcomes().items():
+            if count != self._reported.get(outcome):
+                stats.add(metrics.TIER_DEMOTIONS, count - self._reported.get(outcome, 0), below, outcome.value)
+                self._reported[outcome] = count
 
 
 def _labels(key: Enum | str | tuple[Enum | str, ...]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
@@ -24,7 +24,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.early_loads import PendingRows
 from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promotion
-from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
+from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult, load_rates_of
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
@@ -111,7 +111,7 @@ class TieringManager(PrefixLookupManager):
         return {
             "cpu_blocks": self._num_rows,
             "chunk_tokens": self._chunk_tokens,
-            "shared_tiers": ",".join(tier.tier_type for tier in self.secondary_tiers) or "none",
+            "shared_tiers": ",".join(_names_of(tier) for tier in self.secondary_tiers) or "none",
         }
 
     def count_request(self, keys: Sequence[OffloadKey]) -> None:
@@ -142,8 +142,7 @@ class TieringManager(PrefixLookupManager):
         for announcement in self.primary_tier.take_announcements():
             yield NODE_STORE, announcement
         for tier in self._shared_tiers:
-            for announcement in tier.take_announcements():
-                yield tier.tier_type, announcement
+            yield from tier.take_announcements()
 
     @abstractmethod
     def _make_job(
@@ -233,12 +232,15 @@ class TieringManager(PrefixLookupManager):
             if not self.may_probe(job.req_context.req_id):
                 gate.measured(now)
             self._unreported = True
+        promoted = tier.take_promoted(result.job_id) if isinstance(tier, SharedTierBase) else ()
         if reset_rows is not None:
             return
         if arrived:
             self.primary_tier.complete_write(arrived, job.req_context, True)
         if lost:
             self.primary_tier.complete_write(lost, job.req_context, False)
+        if promoted and (upward := [key for key in promoted if key in self.primary_tier.ready]):
+            self._submit_store(tier, cast(list[OffloadKey], upward), job.req_context)
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -444,10 +446,13 @@ class TieringManager(PrefixLookupManager):
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
         for tier, gate in self._gates.items():
-            rate = gate.load_rate.per_second
-            if rate is not None and rate != self._reported_rates.get(tier.tier_type):
-                self._reported_rates[tier.tier_type] = rate
-                stats.add(metrics.TIER_LOAD_RATE, rate, tier.tier_type)
+            for name, load_rate in load_rates_of(tier, gate):
+                if load_rate is not None and load_rate != self._reported_rates.get(name):
+                    self._reported_rates[name] = load_rate
+                    stats.add(metrics.TIER_LOAD_RATE, load_rate, name)
+        for shared in self._shared_tiers:
+            for name, count in shared.take_not_worth():
+                self._not_worth[name] = self._not_worth.get(name, 0) + count
         for tier_type, count in self._not_worth.items():
             if count:
                 stats.add(metrics.TIER_NOT_WORTH, count, tier_type)
@@ -456,3 +461,7 @@ class TieringManager(PrefixLookupManager):
             stats.add(metrics.TIER_MISSES, count, tier_type, reason.value)
         self._misses.clear()
         return stats
+
+
+def _names_of(tier: SecondaryTierManager) -> str:
+    return tier.names if isinstance(tier, SharedTierBase) else tier.tier_type

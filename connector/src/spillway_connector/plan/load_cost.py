@@ -8,8 +8,9 @@ argument.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 _STEPS_MAX = 64  # vLLM keeps at most a handful of steps in flight
 _PREFILL_TOKENS_MIN = 128  # a step with fewer mostly decodes: no measure of the prefill rate
@@ -111,6 +112,18 @@ def loading_pays(
     return size_bytes / load_bytes_per_second <= margin * tokens / prefill_tokens_per_second
 
 
+class Gate(Protocol):
+    """Whether requests may load from a tier now. load_rate: what loads from it have reached."""
+
+    load_rate: RateMeter
+
+    def pays(self, prefill_rate: RateMeter, /) -> bool: ...
+
+    def measured(self, now: float, /) -> None: ...
+
+    def passes(self, request_id: str, prefill_rate: RateMeter, now: float, /) -> bool: ...
+
+
 class LoadGate:
     """Open while loading from one tier pays; when it does not, opens for one request every `probe_seconds`."""
 
@@ -143,3 +156,29 @@ class LoadGate:
             self._probed_at, self._probing_request = now, request_id
             return True
         return False
+
+
+class JointGate:
+    """The gate of tiers that stand behind each other: open while loading from any of them pays, as their gates say."""
+
+    def __init__(self, members: Sequence[LoadGate], load_rate: RateMeter) -> None:
+        self.members = members
+        self.load_rate = load_rate
+
+    def pays(self, prefill_rate: RateMeter) -> bool:
+        """Whether any request may load from one of the tiers now."""
+        return any(gate.pays(prefill_rate) for gate in self.members)
+
+    def measured(self, now: float) -> None:
+        """See LoadGate.measured."""
+        for gate in self.members:
+            gate.measured(now)
+
+    def passes(self, request_id: str, prefill_rate: RateMeter, now: float) -> bool:
+        """Whether this request may load from one of the tiers now."""
+        return any([gate.passes(request_id, prefill_rate, now) for gate in self.members])
+
+    def open_members(self, request_id: str, prefill_rate: RateMeter, now: float) -> list[int]:
+        """From which of the tiers this request may load now, by position; from all, if it was let in against them."""
+        found = [number for number, gate in enumerate(self.members) if gate.passes(request_id, prefill_rate, now)]
+        return found or list(range(len(self.members)))

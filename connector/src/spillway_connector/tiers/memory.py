@@ -91,12 +91,15 @@ class MemoryTier:
             return [(self._digest, key) in self.medium.frames for key in keys]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self.peek(key, target, deadline)
+        self.renew([key], deadline)
+
+    def peek(self, key: bytes, target: memoryview, deadline: float) -> None:
         self.prepare(deadline)
         with self.medium.lock:
             frame = self.medium.frames.get((self._digest, key))
             if frame is None:
                 raise TierMiss
-            self.medium.frames.move_to_end((self._digest, key))
         payload = memoryview(frame)[HEADER_BYTES:]
         verify(
             memoryview(frame)[:HEADER_BYTES],

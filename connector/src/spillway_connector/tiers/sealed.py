@@ -21,7 +21,7 @@ import binascii
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,15 @@ from spillway_connector.errors import ConfigError, CorruptReason, TierCorrupt
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
 from spillway_connector.plan.sessions import SessionUse
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, SessionTier, StoreOutcome, Tier
+from spillway_connector.tiers.tier import (
+    NO_TENANT,
+    BlockInMemory,
+    EvictionReason,
+    PeekableTier,
+    SessionTier,
+    StoreOutcome,
+    Tier,
+)
 
 TAG_BYTES = 16
 NONCE_BYTES = 12
@@ -233,9 +241,18 @@ class SealedTier:
         return self.tier.contains(keys, deadline)
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._load(self.tier.load, key, target, deadline)
+
+    def peek(self, key: bytes, target: memoryview, deadline: float) -> None:
+        """See tier.PeekableTier; a load if the wrapped tier is none."""
+        self._load(self.tier.peek if isinstance(self.tier, PeekableTier) else self.tier.load, key, target, deadline)
+
+    def _load(
+        self, load: Callable[[bytes, memoryview, float], None], key: bytes, target: memoryview, deadline: float
+    ) -> None:
         buffer = self._take_buffer()
         try:
-            self.tier.load(key, buffer, deadline)
+            load(key, buffer, deadline)
             self._seal.open(key, buffer, target)
         finally:
             self._return_buffer(buffer)

@@ -194,6 +194,15 @@ class LeasingTier(Tier, Protocol):
 
 
 @runtime_checkable
+class PeekableTier(Tier, Protocol):
+    """A tier whose entries can be read without being used, so that a copy of them does not make them stay."""
+
+    def peek(self, key: bytes, target: memoryview, deadline: float) -> None:
+        """What :meth:`load` does, without renewing the entry's age: what it would evict next stays the same."""
+        ...
+
+
+@runtime_checkable
 class SessionTier(Tier, Protocol):
     """A tier whose order of eviction follows sessions. What it learns is a hint: one that is lost costs hits."""
 

@@ -59,10 +59,11 @@ class SharedTier:
         clock: Clock = time.monotonic,
         announcements: Announcements | None = None,
         room_bytes: int = 0,
+        answered_requests: ChangeLog[str] | None = None,
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
             raise ValueError(f"payload_bytes: {payload_bytes}; the tier has {tier.payload_bytes}, a row {row_bytes}")
-        self.answered_requests: ChangeLog[str] = ChangeLog()
+        self.answered_requests: ChangeLog[str] = ChangeLog() if answered_requests is None else answered_requests
         self._tier = tier
         self._rows_total = rows.nbytes // row_bytes
         self._payload_bytes = payload_bytes
@@ -267,11 +268,30 @@ class SharedTier:
         """Drop the request's waiting time. Its jobs go on and are reported."""
         self._lookups.drop_request(request_id)
 
-    def take_announcements(self) -> list[Announcement]:
-        """What to announce about the tier's contents since the last call, in order. Called once per scheduler step."""
+    def take_announcements(self) -> list[tuple[str, Announcement]]:
+        """What to announce about the tier's contents since the last call, in order, each with the tier's name.
+
+        Called once per scheduler step.
+        """
         if self._announcements is None:
             return []
-        return self._announcements.take(self._tier.store_id, self._lookups.ready and self.open)
+        taken = self._announcements.take(self._tier.store_id, self._lookups.ready and self.open)
+        return [(self._tier.name, announcement) for announcement in taken]
+
+    @property
+    def tier_name(self) -> str:
+        """The tier's metric label."""
+        return self._tier.name
+
+    def breaker_of(self, operation: Operation) -> Breaker:
+        """For what uses the tier beside this object."""
+        return self._breakers[operation]
+
+    def stored_by_others(self, keys: Sequence[bytes]) -> None:
+        """Another part of this process has stored these chunks in the tier."""
+        self._presence.put_many(list(keys), True, self._clock())
+        if self._announcements is not None:
+            self._announcements.storing(keys)
 
     def step_end(self) -> None:
         """Send this step's lookups as one batch. Called once per scheduler step."""

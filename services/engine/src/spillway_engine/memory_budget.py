@@ -166,7 +166,7 @@ def _cpu_chunks(settings: EngineSettings, row_bytes: int) -> int:
 def _index_bytes(settings: EngineSettings, row_bytes: int) -> int:
     """0 without slabs, and if only the file system bounds them, because its size is not known here."""
     tier = settings.offload.shared_tier
-    if not settings.offload.enabled or tier.type != "nvme" or tier.nvme.mode == "files" or not tier.nvme.max_bytes:
+    if not settings.offload.enabled or "nvme" not in tier.types or tier.nvme.mode == "files" or not tier.nvme.max_bytes:
         return 0
     return copies_bytes(row_bytes, tier.nvme.max_bytes)
 
@@ -260,9 +260,14 @@ def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
         "loadQueueBytesMax": tier.load_queue_bytes_max,
         "storeQueueBytesMax": tier.store_queue_bytes_max,
     }
-    if tier.type == "nvme":
+    if tier.below.type != "none":
+        bounds |= {
+            "below.loadQueueBytesMax": tier.below.load_queue_bytes_max,
+            "below.storeQueueBytesMax": tier.below.store_queue_bytes_max,
+        }
+    if "nvme" in tier.types:
         bounds |= {"nvme.maxBytes": tier.nvme.max_bytes, "nvme.tenantMaxBytes": tier.nvme.tenant_max_bytes}
-    elif tier.type == "redis":
+    if "redis" in tier.types:
         bounds |= {"redis.tenantMaxBytes": tier.redis.tenant_max_bytes}
     return [
         f"{names.given(SHARED_TIER + key, format_byte_count(bound))} holds no chunk of {format_byte_count(row_bytes)}; "

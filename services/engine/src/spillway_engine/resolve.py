@@ -19,6 +19,7 @@ from spillway_engine.pod_channel import PodBrief
 from spillway_engine.reference_likelihood import reference_name
 from spillway_engine.settings import EngineSettings
 from spillway_engine.tier_files import misplaced_tier, require_tier_files
+from spillway_engine.tier_settings import SharedTierSettings
 from spillway_engine.vllm_arguments import (
     SERVER_MODULE,
     public_configuration,
@@ -190,13 +191,17 @@ def _shared_tier_text(settings: EngineSettings) -> str:
     if tier.type == "none":
         return "none"
     sealed = "" if tier.encryption is None else f", sealed with key {tier.encryption.key_id}"
-    if tier.type == "redis":
-        return f"redis, {tier.redis.url}{sealed}"
-    if tier.type == "s3":
-        return f"s3, {tier.s3.bucket}/{tier.s3.prefix}, {tier.s3.endpoint or f'AWS {tier.s3.region}'}{sealed}"
+    return "; below it ".join(_store_text(tier, each) for each in tier.types) + sealed
+
+
+def _store_text(tier: SharedTierSettings, tier_type: str) -> str:
+    if tier_type == "redis":
+        return f"redis, {tier.redis.url}"
+    if tier_type == "s3":
+        return f"s3, {tier.s3.bucket}/{tier.s3.prefix}, {tier.s3.endpoint or f'AWS {tier.s3.region}'}"
     bound = (
         format_byte_count(tier.nvme.max_bytes)
         if tier.nvme.max_bytes is not None
         else "four fifths of what the file system can give"
     )
-    return f"nvme, {tier.nvme.path}, {tier.nvme.mode}, up to {bound}{sealed}"
+    return f"nvme, {tier.nvme.path}, {tier.nvme.mode}, up to {bound}"

@@ -20,7 +20,6 @@ from spillway_engine.tier_settings import (
     NVME,
     REDIS,
     S3,
-    SHARED_TIER,
     EncryptionSettings,
     SharedTierSettings,
     connector_refusal,
@@ -37,9 +36,9 @@ def require_tier_files(
     names: SettingNames = PLAIN_NAMES,
 ) -> None:
     """Raises SettingsError naming the setting and the file or variable, never what is in it."""
-    if tier.type == "nvme" and tier.nvme.mode == "slab":
+    if "nvme" in tier.types and tier.nvme.mode == "slab":
         _require_local_disk(Path(tier.nvme.path), names, mounts)
-    if tier.type == "redis":
+    if "redis" in tier.types:
         redis = tier.redis
         files = {
             "passwordFile": redis.password_file,
@@ -56,13 +55,13 @@ def require_tier_files(
                     f"{names.name(REDIS + key)}: the environment variable {variable} is not set; "
                     "set it from a Secret, or remove the setting"
                 )
-    if tier.type == "s3":
+    if "s3" in tier.types:
         if tier.s3.ca_file is not None:
             _require_readable(names.given(S3 + "caFile", tier.s3.ca_file), Path(tier.s3.ca_file))
         for given, other in permutations(_KEY_VARIABLES):
             if environment.get(given) and not environment.get(other):
                 raise SettingsError(
-                    f"{names.given(SHARED_TIER + 'type', 's3')}: the environment variable {given} is set, but {other} "
+                    f"{names.given(*tier.setting_of('s3'))}: the environment variable {given} is set, but {other} "
                     "is not; set both from a Secret, or none for a workload identity"
                 )
     if tier.type != "none" and tier.encryption is not None:
@@ -71,7 +70,7 @@ def require_tier_files(
 
 def misplaced_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAMES) -> str | None:
     """What is wrong with the folder of an NVMe tier; None if nothing is. No reason not to start: engines serve."""
-    if tier.type != "nvme":
+    if "nvme" not in tier.types:
         return None
     try:
         problem = missing_parent(Path(tier.nvme.path))

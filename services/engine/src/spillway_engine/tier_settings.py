@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from spillway_connector.config import (
     EncryptionConfig,
@@ -24,8 +24,11 @@ from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_engine.chart_keys import camel_case, camel_case_keys
 from spillway_engine.errors import SettingsError
+from spillway_settings.values.kinds import Seconds
+from spillway_settings.values.offload import TierBelow, TierType
 
 SHARED_TIER = "offload.sharedTier."
+BELOW = SHARED_TIER + "below."
 NVME = SHARED_TIER + "nvme."
 REDIS = SHARED_TIER + "redis."
 S3 = SHARED_TIER + "s3."
@@ -60,29 +63,57 @@ class S3TierSettings(S3Store, frozen=True):
     bucket: str = ""
 
 
+_BELOW = TierBelow()
+
+
+@camel_case_keys
+class TierBelowSettings(TierLimits, frozen=True):
+    type: TierType = _BELOW.type
+    idle_seconds: Seconds = _BELOW.idle_seconds
+    lookup_timeout_seconds: Seconds = _BELOW.lookup_timeout_seconds
+    load_timeout_seconds: Seconds = _BELOW.load_timeout_seconds
+
+
 @camel_case_keys
 class SharedTierSettings(TierLimits, frozen=True):
-    type: Literal["none", "nvme", "redis", "s3"] = "none"
+    type: TierType = "none"
+    below: TierBelowSettings = TierBelowSettings()
     nvme: NvmeTierSettings = NvmeTierSettings()
     redis: RedisTierSettings = RedisTierSettings()
     s3: S3TierSettings = S3TierSettings()
     encryption: EncryptionSettings | None = None
+
+    @property
+    def types(self) -> tuple[TierType, ...]:
+        """Of the tiers in use, the one above first."""
+        return tuple(each for each in (self.type, self.below.type) if each != "none")
+
+    def setting_of(self, tier_type: TierType) -> tuple[str, TierType]:
+        """The setting that chooses a type in use, and the type."""
+        return (SHARED_TIER if self.type == tier_type else BELOW) + "type", tier_type
 
 
 def secondary_tiers(tier: SharedTierSettings) -> list[dict[str, Any]]:
     """One dict as spillway_connector.config.parse_tier reads it; none for type `none`. What is not set is left out."""
     if tier.type == "none":
         return []
-    if tier.type == "nvme":
+    entry = _entry(tier, tier.type, tier)
+    if tier.below.type != "none":
+        entry["below"] = {**_entry(tier, tier.below.type, tier.below), "idle_seconds": tier.below.idle_seconds}
+    return [entry]
+
+
+def _entry(tier: SharedTierSettings, tier_type: TierType, limits: TierLimits) -> dict[str, Any]:
+    if tier_type == "nvme":
         store = _given(tier.nvme, NvmeStore)
-    elif tier.type == "s3":
+    elif tier_type == "s3":
         store = _given(tier.s3, S3Store)
     else:
         store = _given(tier.redis, RedisStore)
         del store["tls"]
         store |= {f"tls_{key}": file for key, file in _given(tier.redis.tls, RedisTls).items()}
     encryption = {} if tier.encryption is None else {"encryption": _given(tier.encryption, EncryptionConfig)}
-    return [{"type": tier.type, **store, **_given(tier, TierLimits), **encryption}]
+    return {"type": tier_type, **store, **_given(limits, TierLimits), **encryption}
 
 
 def _given(settings: object, kind: type[Any]) -> dict[str, Any]:
@@ -110,14 +141,24 @@ class _SectionNames:
 
 def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAMES) -> None:
     """Refuse what needs no look at the machine. Raises SettingsError with what to change."""
-    if tier.type == "nvme" and not tier.nvme.path.startswith("/"):
+    if tier.below.type != "none" and tier.below.type == tier.type:
+        raise SettingsError(
+            f"{names.given(BELOW + 'type', tier.below.type)} is the type of the tier above, too; choose another one"
+        )
+    if tier.below.type != "none" and tier.type == "none":
+        raise SettingsError(
+            f"{names.given(BELOW + 'type', tier.below.type)}, but {names.given(SHARED_TIER + 'type', 'none')}; "
+            f"set {names.name(SHARED_TIER + 'type')} to it, or to a tier that is nearer"
+        )
+    uses = tier.types
+    if "nvme" in uses and not tier.nvme.path.startswith("/"):
         raise SettingsError(
             f"{names.given(NVME + 'path', repr(tier.nvme.path))} is no absolute folder; "
-            f"{names.given(SHARED_TIER + 'type', 'nvme')} needs one that every engine of this model can reach"
+            f"{names.given(*tier.setting_of('nvme'))} needs one that every engine of this model can reach"
         )
-    if tier.type == "redis" and not tier.redis.url:
+    if "redis" in uses and not tier.redis.url:
         raise SettingsError(
-            f"{names.name(REDIS + 'url')} is empty; {names.given(SHARED_TIER + 'type', 'redis')} needs it, "
+            f"{names.name(REDIS + 'url')} is empty; {names.given(*tier.setting_of('redis'))} needs it, "
             "e.g. redis://cache:6379/0"
         )
     if tier.type == "none" and tier.encryption is not None:
@@ -125,17 +166,17 @@ def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAME
             f"{names.name(ENCRYPTION[:-1])} is set, but {names.given(SHARED_TIER + 'type', 'none')}; "
             "it seals a shared tier: choose nvme, redis or s3"
         )
-    if tier.type == "redis":
+    if "redis" in uses:
         try:
             RedisEndpoint.from_url(tier.redis.url)
         except ConfigError as error:
             raise connector_refusal(error, names) from error
     try:
-        if tier.type == "nvme":
+        if "nvme" in uses:
             check_nvme(tier.nvme, _SectionNames(names, NVME))
-        elif tier.type == "redis":
+        if "redis" in uses:
             check_redis(tier.redis, _SectionNames(names, REDIS))
-        elif tier.type == "s3":
+        if "s3" in uses:
             check_s3(tier.s3, _SectionNames(names, S3))
         if tier.encryption is not None:
             check_encryption(tier.encryption, _SectionNames(names, ENCRYPTION))

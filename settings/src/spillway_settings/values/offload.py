@@ -27,6 +27,7 @@ from spillway_settings.values.kinds import (
 from spillway_settings.values.pods import CertificateSecret, SecretReference
 
 EvictionPolicy = Literal["lru", "arc"]
+TierType = Literal["none", "nvme", "redis", "s3"]
 Storing = Literal["auto", "eager", "late"]
 QueueOrder = Literal["prefix", "arrival"]
 NvmeMode = Literal["files", "slab", "auto"]
@@ -124,8 +125,18 @@ class TransferSettings(Section, frozen=True):
     store_queue_seconds_max: Seconds = 5
 
 
+class TierBelow(TransferSettings, frozen=True):
+    """The tier behind sharedTier; its store is in the section of sharedTier that its type names."""
+
+    type: TierType = "none"
+    idle_seconds: Seconds = 60
+    lookup_timeout_seconds: Seconds = 1
+    load_timeout_seconds: Seconds = 5
+
+
 class SharedTier(TransferSettings, frozen=True):
-    type: Literal["none", "nvme", "redis", "s3"] = "none"
+    type: TierType = "none"
+    below: TierBelow = TierBelow()
     nvme: NvmeTier = NvmeTier()
     redis: RedisTier = RedisTier()
     s3: S3Tier = S3Tier()

@@ -178,8 +178,10 @@ class FrameFiles:
         self.frame_bytes = PAGE_BYTES + self._whole_bytes + (PAGE_BYTES if self._tail_bytes else 0)
         self._pages = threading.local()
 
-    def read(self, path: str, depth: int, target: memoryview, deadline: float, oldest_ns: int = 0) -> memoryview:
-        """Fill ``target`` and return the header page (valid until this thread's next call); renews the mtime.
+    def read(
+        self, path: str, depth: int, target: memoryview, deadline: float, oldest_ns: int = 0, *, renew: bool = True
+    ) -> memoryview:
+        """Fill ``target`` and return the header page (valid until this thread's next call); may renew the mtime.
 
         depth: see own_files.py. oldest_ns: a frame last used before is expired. Raises TierMiss (expired),
         FileNotFoundError, OSError, TierCorrupt(SHORT, LENGTH or FOREIGN), TierTimeout. Nothing is verified.
@@ -198,7 +200,7 @@ class FrameFiles:
                 raise TierCorrupt(reason, f"{path}: {size} bytes, a frame has {self.frame_bytes}")
             header = self.read_at(descriptor, 0, target, deadline)
             try:
-                if status.st_nlink == 1:  # or it is being published, or a file from outside
+                if renew and status.st_nlink == 1:  # or it is being published, or a file from outside
                     self.renew(descriptor)
             except OSError:
                 pass  # a read-only file system keeps its order

@@ -149,11 +149,21 @@ class RedisTier:
         return [self._integer(accepted(answer)) == 1 for answer in answers[: len(keys)]]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
-        if target.nbytes != self.payload_bytes:
-            raise ValueError(f"target: {target.nbytes} bytes given, {self.payload_bytes} needed")
-        self.receive(key, Owned(target), deadline)
+        self._receive_block(key, self._owned(target), deadline, renew=True)
+
+    def peek(self, key: bytes, target: memoryview, deadline: float) -> None:
+        """The time to live stays; what maxmemory-policy makes of the read is the server's."""
+        self._receive_block(key, self._owned(target), deadline, renew=False)
 
     def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
+        self._receive_block(key, lease, deadline, renew=True)
+
+    def _owned(self, target: memoryview) -> Owned:
+        if target.nbytes != self.payload_bytes:
+            raise ValueError(f"target: {target.nbytes} bytes given, {self.payload_bytes} needed")
+        return Owned(target)
+
+    def _receive_block(self, key: bytes, lease: Lease, deadline: float, *, renew: bool) -> None:
         self.prepare(deadline)
         names = self._plan.names(self._names.block(key))
         headers: list[FrameHeader | None] = [None] * self._plan.count
@@ -185,7 +195,7 @@ class RedisTier:
                 )
 
             targets = [[Span.of(raws[index]), Span(lease, *self._plan.ranges[index])] for index in indices]
-            values = [(names[index], self._ttl_of(index)) for index in indices]
+            values = [(names[index], self._ttl_of(index) if renew else None) for index in indices]
             self._receive(values, targets, prove, take_in, deadline)
 
         try:
@@ -200,7 +210,7 @@ class RedisTier:
             raise TierCorrupt(CorruptReason.SHORT, f"{self._endpoint}: stripes of the block are gone") from None
         found = [header for header in headers if header is not None]
         self._plan.check_together(found)
-        if self._quotas is not None:
+        if renew and self._quotas is not None:
             self._quotas.use(key, found[commit].tenant)
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:

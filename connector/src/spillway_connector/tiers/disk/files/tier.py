@@ -168,9 +168,16 @@ class FileTier:
         return None
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._read(key, target, deadline, renew=True)
+
+    def peek(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._read(key, target, deadline, renew=False)
+
+    def _read(self, key: bytes, target: memoryview, deadline: float, *, renew: bool) -> None:
         self._prepare_for_reading(deadline)
+        path, oldest_ns = self._path(key), self._space.oldest_ns()
         try:
-            header = self._files.read(self._path(key), FRAME_DEPTH, target, deadline, self._space.oldest_ns())
+            header = self._files.read(path, FRAME_DEPTH, target, deadline, oldest_ns, renew=renew)
         except (FileNotFoundError, NotADirectoryError):
             raise TierMiss from None
         except OSError as error:

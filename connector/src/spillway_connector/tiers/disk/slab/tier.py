@@ -221,6 +221,12 @@ class SlabTier:
         return self._live(pool.index, keys) if len(keys) != 1 else [self._live_one(pool.index, keys[0])]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._note_hit(self._read(key, target, deadline))
+
+    def peek(self, key: bytes, target: memoryview, deadline: float) -> None:
+        self._read(key, target, deadline)
+
+    def _read(self, key: bytes, target: memoryview, deadline: float) -> _Entry:
         entry = self._entry(key, deadline)
         try:
             header = entry.pool.chunks.read(entry.slot, entry.epoch, target, deadline)
@@ -235,7 +241,7 @@ class SlabTier:
             raise TierMiss(f"the chunk has been dropped, or replaced: {gone.strerror}") from None
         except OSError as error:
             raise tier_error(error, f"{self._folder}: reading a frame") from error
-        self._note_hit(entry)
+        return entry
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
         """From the page cache."""

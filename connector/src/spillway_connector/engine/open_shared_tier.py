@@ -1,0 +1,58 @@
+"""From one configured entry to the shared tier that the scheduler drives: one tier, or one behind another."""
+
+from __future__ import annotations
+
+import time
+
+from spillway_connector.config import NvmeTierConfig, TierConfig
+from spillway_connector.engine.open_tier import open_tier
+from spillway_connector.namespace import Namespace
+from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.plan.prefix_memo import ChangeLog
+from spillway_connector.tiers.tier import Tier
+from spillway_connector.transfer.announcements import Announcements
+from spillway_connector.transfer.chain import TierChain
+from spillway_connector.transfer.demotions import Demotions
+from spillway_connector.transfer.shared_tier import SharedTier
+from spillway_connector.transfer.stats import Operation
+
+
+def open_shared_tier(
+    config: TierConfig, namespace: Namespace, geometry: ChunkGeometry, rows: memoryview, *, announces_blocks: bool
+) -> SharedTier | TierChain:
+    """rows: of the CPU tier. announces_blocks: whether somebody hears what lies in the tiers. Raises ConfigError."""
+    answered: ChangeLog[str] = ChangeLog()
+
+    def drive(tier: Tier, of: TierConfig) -> SharedTier:
+        return SharedTier(
+            tier,
+            rows=rows,
+            row_bytes=geometry.row_bytes,
+            payload_bytes=geometry.payload_bytes,
+            limits=of.limits,
+            room_bytes=(of.max_bytes or 0) if isinstance(of, NvmeTierConfig) else 0,
+            announcements=Announcements(time.monotonic) if announces_blocks else None,
+            answered_requests=answered,
+        )
+
+    above = open_tier(config, namespace, geometry.payload_bytes)
+    if config.below is None:
+        return drive(above, config)
+    try:
+        below = open_tier(config.below.tier, namespace, geometry.payload_bytes)
+    except BaseException:
+        above.close()
+        raise
+    driven = drive(below, config.below.tier)
+    limits = config.below.tier.limits
+    demotions = Demotions(
+        above,
+        below,
+        idle_seconds=config.below.idle_seconds,
+        threads=max(1, limits.io_threads // 2),
+        lookup_seconds=limits.lookup_timeout_seconds,
+        store_seconds=limits.store_timeout_seconds,
+        breaker=driven.breaker_of(Operation.STORE),
+        clock=time.monotonic,
+    )
+    return TierChain(drive(above, config), driven, demotions, clock=time.monotonic)
