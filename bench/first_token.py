@@ -68,6 +68,8 @@ MAY_RECOMPUTE = (
     # Two slow cores run two engines and the store: it is not the speed of stores that is measured.
     "offload.sharedTier.storeQueueSecondsMax=120",
     "offload.sharedTier.storeTimeoutSeconds=120",
+    "offload.sharedTier.loadTimeoutSeconds=20",
+    "offload.requestWaitSeconds=20",
 )
 REQUEST_SECONDS = 600.0
 TIERS = ("nvme", "redis", "s3", "fs")

@@ -69,7 +69,8 @@ start-engine.sh: |
 - {name: ASCEND_RT_VISIBLE_DEVICES, value: {{ $engine.accelerator.visibleDevices.value | quote }}}
 {{- end }}{{- end }}
 {{- $redis := default (dict "passwordAs" "") .item.redisSecret }}{{- $tier := $engine.offload.sharedTier }}
-{{- $s3 := and $engine.offload.enabled (eq $tier.type "s3") | ternary $tier.s3.existingSecret (dict "name" "") }}
+{{- $inBucket := and $engine.offload.enabled (has "s3" (list $tier.type $tier.below.type)) }}
+{{- $s3 := ternary $tier.s3.existingSecret (dict "name" "") $inBucket }}
 {{- range list (list "HF_TOKEN" $engine.model.hubTokenSecret.name $engine.model.hubTokenSecret.key)
   (list "VLLM_API_KEY" $engine.apiKeySecret.name $engine.apiKeySecret.key)
   (list $names.variables.redisUsername (empty $redis.usernameKey | ternary "" $redis.name) $redis.usernameKey)
@@ -120,7 +121,8 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 
 {{/* item -> is there a folder for the shared tier in the pod? */}}
 {{- define "spillway.usesNvme" -}}
-{{- if and .engine.offload.enabled (eq .engine.offload.sharedTier.type "nvme") -}}true{{- end -}}
+{{- $tier := .engine.offload.sharedTier -}}
+{{- if and .engine.offload.enabled (has "nvme" (list $tier.type $tier.below.type)) -}}true{{- end -}}
 {{- end -}}
 
 {{/* item -> the size of the shared tier's volume. */}}

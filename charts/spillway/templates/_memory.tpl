@@ -115,8 +115,10 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $indexBytes := 0 -}}{{- $stagingBytes := 0 -}}
 {{- if and $offload.enabled (ne $tier.type "none") -}}
 {{- $stagingBytes = mul (int64 $tier.ioThreads) (ternary 3 2 $tier.encryption.enabled) $rowBytes $cores -}}
+{{- $below := ternary 0 (int64 $tier.below.ioThreads) (eq $tier.below.type "none") -}}
+{{- $stagingBytes = add $stagingBytes (mul $below (ternary 4 3 $tier.encryption.enabled) $rowBytes $cores) -}}
 {{- end -}}
-{{- if and $offload.enabled (eq $tier.type "nvme") -}}
+{{- if and $offload.enabled (has "nvme" (list $tier.type $tier.below.type)) -}}
 {{- $stagingBytes = add $stagingBytes (include "spillway.bytes" (dict "value" $engine.memory.pageCache
   "path" (printf "%s.memory.pageCache" $path)) | int64) -}}
 {{- $most := include "spillway.nvmeMaxBytes" (dict "item" (dict "engine" $engine "path" $path)) | int64 -}}

@@ -36,14 +36,17 @@ item.redisSecret. */}}
 {{- $names := $item.names -}}
 {{- $folder := $names.folders.secrets -}}{{- $files := list -}}
 {{- $_ := set $out "type" $tier.type -}}{{- if ne $tier.type "none" -}}
-{{- include "spillway.passed" (dict "section" (omit $tier "nvme" "redis" "s3" "encryption") "out" $out) -}}
+{{- include "spillway.passed" (dict "section" (omit $tier "below" "nvme" "redis" "s3" "encryption") "out" $out) -}}
+{{- if ne $tier.below.type "none" -}}{{- $below := dict -}}{{- $_ := set $out "below" $below -}}
+{{- include "spillway.passed" (dict "section" $tier.below "out" $below) -}}{{- end -}}
 {{- end -}}
-{{- if eq $tier.type "nvme" -}}
+{{- $types := list $tier.type $tier.below.type -}}
+{{- if has "nvme" $types -}}
 {{- $nvme := dict -}}
 {{- include "spillway.passed" (dict "section" (omit $tier.nvme "volume") "out" $nvme) -}}
 {{- with include "spillway.nvmeMaxBytes" (dict "item" $item) -}}{{- $_ := set $nvme "maxBytes" (int64 .) -}}{{- end -}}
 {{- $_ = set $out "nvme" $nvme -}}
-{{- else if eq $tier.type "redis" -}}
+{{- end -}}{{- if has "redis" $types -}}
 {{- $url := $tier.redis.url -}}
 {{- if and (not $url) .root.Values.redis.enabled -}}{{- $url = include "spillway.redisUrl" .root -}}{{- end -}}
 {{- $redis := dict -}}
@@ -70,7 +73,7 @@ item.redisSecret. */}}
 {{- $files = append $files (dict "name" .name "items" (list (dict "key" .certificateKey "path" "redis-client.crt")
   (dict "key" .privateKeyKey "path" "redis-client.key"))) -}}
 {{- end -}}{{- end -}}{{- with $tls -}}{{- $_ := set $redis "tls" . -}}{{- end -}}{{- $_ = set $out "redis" $redis -}}
-{{- else if eq $tier.type "s3" -}}{{- $s3 := dict -}}
+{{- end -}}{{- if has "s3" $types -}}{{- $s3 := dict -}}
 {{- include "spillway.passed" (dict "section" (omit $tier.s3 "existingSecret" "caSecret") "out" $s3) -}}
 {{- if not $tier.s3.endpoint -}}{{- $_ := unset $s3 "endpoint" -}}{{- end -}}
 {{- with $tier.s3.caSecret -}}{{- if .name -}}{{- $_ := set $s3 "caFile" (printf "%s/s3-ca.crt" $folder) -}}
@@ -98,6 +101,7 @@ nvme, {{ $tier.nvme.mode }}, up to {{ $most }} on {{ $tier.nvme.volume.type }}
 {{- else if eq $tier.type "s3" -}}
 s3, {{ $tier.s3.bucket }}/{{ $tier.s3.prefix }} at {{ $tier.s3.endpoint | default "AWS" }}
 {{- else -}}redis, {{ $settings.redis.url }}{{- end -}}
+{{- if ne $tier.below.type "none" }}; below it {{ $tier.below.type }}{{ end }}
 {{- if $tier.encryption.enabled }}, sealed with key {{ $tier.encryption.keyId }}{{ end }}
 {{- end -}}{{- end -}}
 

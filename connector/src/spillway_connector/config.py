@@ -27,7 +27,7 @@ from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
 from spillway_settings.keys import own_keys
-from spillway_settings.typed import Count, Settings, WrongSetting, read_settings
+from spillway_settings.typed import Count, Positive, Settings, WrongSetting, read_settings
 from spillway_settings.values.offload import (
     BUCKET_ENDPOINT_PATTERN,
     BUCKET_PATTERN,
@@ -71,16 +71,12 @@ class NvmeStore(Section, frozen=True):
     page_cache: PageCache = "auto"  # auto: slabs use it while memory is idle, where the kernel can tell what lies there
 
 
-class TierEntry(Section, frozen=True, kw_only=True):
-    """What an entry of `secondary_tiers` has besides its store."""
+class NvmeTierConfig(NvmeStore, frozen=True):
+    """One entry of `secondary_tiers` of type nvme."""
 
     encryption: EncryptionConfig | None = None
     limits: TransferLimits = TransferLimits()
-    below: TierBelow | None = None  # takes what is idle here, and is asked for what is not here
-
-
-class NvmeTierConfig(NvmeStore, TierEntry, frozen=True):
-    """One entry of `secondary_tiers` of type nvme."""
+    below: TierBelow | None = None
 
 
 class RedisTls(Section, frozen=True):
@@ -109,8 +105,12 @@ class RedisStore(Section, frozen=True):
     tenant_max_bytes: ByteCount | None = None  # of one tenant's values; beyond it, its least recently used are evicted
 
 
-class RedisTierConfig(RedisStore, TierEntry, frozen=True):
+class RedisTierConfig(RedisStore, frozen=True):
     """One entry of `secondary_tiers` of type redis."""
+
+    encryption: EncryptionConfig | None = None
+    limits: TransferLimits = TransferLimits()
+    below: TierBelow | None = None
 
 
 class NodeTierConfig(Section, frozen=True):
@@ -136,10 +136,16 @@ class S3Store(Section, frozen=True):
     path_style: bool = _CHART.shared_tier.s3.path_style  # https://host/bucket/key; else https://bucket.host/key
     ca_file: str | None = None  # authorities trusted besides the system's
     connections: Count = S3_CONNECTIONS
+    puts_per_second_max: Positive | None = _CHART.shared_tier.s3.puts_per_second_max
+    gets_per_second_max: Positive | None = _CHART.shared_tier.s3.gets_per_second_max  # HEAD counts as GET
 
 
-class S3TierConfig(S3Store, TierEntry, frozen=True):
+class S3TierConfig(S3Store, frozen=True):
     """One entry of `secondary_tiers` of type s3."""
+
+    encryption: EncryptionConfig | None = None
+    limits: TransferLimits = TransferLimits()
+    below: TierBelow | None = None
 
 
 TierConfig = NvmeTierConfig | RedisTierConfig | S3TierConfig

@@ -150,6 +150,12 @@ TIER_STORES_SKIPPED = Metric(
     "Chunks not handed to a shared tier although nothing failed, by reason.",
     ("tier", "reason"),
 )
+TIER_REQUESTS = Metric(
+    "spillway_tier_requests",
+    Kind.COUNTER,
+    "Requests to an object store, which cost money, by kind.",
+    ("tier", "kind"),
+)
 TIER_DEMOTIONS = Metric(
     "spillway_tier_demotions",
     Kind.COUNTER,
@@ -235,6 +241,7 @@ ALL = (
     TIER_DEADLINES_EXPIRED,
     TIER_MISSES,
     TIER_STORES_SKIPPED,
+    TIER_REQUESTS,
     TIER_DEMOTIONS,
     TIER_READY,
     TIER_WEIGHTS_CHANGED,

@@ -161,7 +161,7 @@ class Used:
 
     def hear(self) -> None:
         names = {key_of(row): row for row in range(ROWS)}
-        for each in self.shared.take_announcements():
+        for _, each in self.shared.take_announcements():
             if not each.keys:
                 self.loads_from = None if each.removed else each.store_id
             elif each.removed:

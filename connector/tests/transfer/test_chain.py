@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +57,7 @@ class Rig:
         for row in range(ROWS):
             self.rows[row, :PAYLOAD] = payload_of(row, PAYLOAD)
         answered: ChangeLog[str] = ChangeLog()
+        progress = threading.Event()
         tiers = above or self.memory(self.above), below or self.memory(self.below)
         driven = [
             SharedTier(
@@ -67,6 +69,7 @@ class Rig:
                 clock=self.clock,
                 announcements=announcements,
                 answered_requests=answered,
+                progress=progress,
             )
             for tier, announcements in zip(tiers, announced, strict=True)
         ]

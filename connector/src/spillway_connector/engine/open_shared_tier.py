@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from spillway_connector.config import NvmeTierConfig, TierConfig
@@ -22,6 +23,7 @@ def open_shared_tier(
 ) -> SharedTier | TierChain:
     """rows: of the CPU tier. announces_blocks: whether somebody hears what lies in the tiers. Raises ConfigError."""
     answered: ChangeLog[str] = ChangeLog()
+    progress = threading.Event()
 
     def drive(tier: Tier, of: TierConfig) -> SharedTier:
         return SharedTier(
@@ -33,6 +35,7 @@ def open_shared_tier(
             room_bytes=(of.max_bytes or 0) if isinstance(of, NvmeTierConfig) else 0,
             announcements=Announcements(time.monotonic) if announces_blocks else None,
             answered_requests=answered,
+            progress=progress,
         )
 
     above = open_tier(config, namespace, geometry.payload_bytes)

@@ -56,7 +56,14 @@ def _open_plain_tier(config: TierConfig, namespace: Namespace, payload_bytes: in
         from spillway_connector.tiers.s3.place import S3Place
         from spillway_connector.tiers.s3.tier import S3Tier
 
-        return S3Tier(namespace, payload_bytes, S3Place.of(config), connections=config.connections)
+        return S3Tier(
+            namespace,
+            payload_bytes,
+            S3Place.of(config),
+            connections=config.connections,
+            puts_per_second_max=config.puts_per_second_max,
+            gets_per_second_max=config.gets_per_second_max,
+        )
     # Imported here alone: redis-py takes 25 MB and half a second.
     from spillway_connector.tiers.redis.tier import RedisTier
 

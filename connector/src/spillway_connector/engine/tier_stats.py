@@ -38,6 +38,7 @@ _RARE_COUNTS = (
     (metrics.TIER_SHED, "shed"),
     (metrics.TIER_EVICTED_FRAMES, "evictions"),
     (metrics.TIER_QUARANTINED, "quarantined"),
+    (metrics.TIER_REQUESTS, "requests"),
 )
 _GAUGES = (
     (metrics.TIER_HELD_BLOCKS, "held_blocks"),

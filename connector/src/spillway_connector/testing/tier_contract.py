@@ -106,6 +106,15 @@ class TierContract:
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
         assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
 
+    def test_a_peek_gives_what_a_load_gives(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        if isinstance(tier, PeekableTier):
+            tier.store(key_of(1), payload_of(1), soon())
+            target = memoryview(bytearray(PAYLOAD_BYTES))
+            tier.peek(key_of(1), target, soon())
+            assert target == payload_of(1)
+            assert isinstance(error_of(lambda: tier.peek(key_of(2), target, soon())), TierMiss)
+
     def test_renewing_keeps_what_is_there_and_makes_nothing(self, make_tier: MakeTier) -> None:
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
         keys = [key_of(seed) for seed in range(4)]

@@ -38,6 +38,7 @@ from spillway_connector.plan.sessions import SessionUse
 from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.tier import (
     NO_TENANT,
+    BilledTier,
     BlockInMemory,
     EvictionReason,
     PeekableTier,
@@ -221,6 +222,11 @@ class SealedTier:
     @property
     def quarantined(self) -> Mapping[str, int]:
         return self.tier.quarantined
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """See tier.BilledTier; none if the wrapped tier is none."""
+        return self.tier.requests if isinstance(self.tier, BilledTier) else {}
 
     @property
     def under_pressure(self) -> bool:

@@ -194,6 +194,16 @@ class LeasingTier(Tier, Protocol):
 
 
 @runtime_checkable
+class BilledTier(Tier, Protocol):
+    """A tier in a store whose every request costs money."""
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """Requests since the start, by kind: put, get, head, delete."""
+        ...
+
+
+@runtime_checkable
 class PeekableTier(Tier, Protocol):
     """A tier whose entries can be read without being used, so that a copy of them does not make them stay."""
 

@@ -20,7 +20,7 @@ from spillway_connector.limits import DEFAULT_LIMITS, TransferLimits
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.plan.sessions import SessionFollower, SessionHint, session_tag
-from spillway_connector.tiers.tier import NO_TENANT, Clock, SessionTier, Tier
+from spillway_connector.tiers.tier import NO_TENANT, BilledTier, Clock, SessionTier, Tier
 from spillway_connector.transfer.announcements import Announcement, Announcements
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import JobOutcome, TransferJob, check_shape
@@ -60,6 +60,7 @@ class SharedTier:
         announcements: Announcements | None = None,
         room_bytes: int = 0,
         answered_requests: ChangeLog[str] | None = None,
+        progress: threading.Event | None = None,
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
             raise ValueError(f"payload_bytes: {payload_bytes}; the tier has {tier.payload_bytes}, a row {row_bytes}")
@@ -78,7 +79,7 @@ class SharedTier:
         self._announcements = announcements
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
         self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
-        self._progress = threading.Event()
+        self._progress = threading.Event() if progress is None else progress
         self._renewals = Renewals(tier, clock)
         self._lookups = TierLookups(
             tier,
@@ -337,6 +338,7 @@ class SharedTier:
             late_completions=counters.late_completions,
             quarantined=dict(self._tier.quarantined),
             evictions=self.evictions(),
+            requests=dict(self._tier.requests) if isinstance(self._tier, BilledTier) else {},
             resident_bytes=self._lookups.resident_bytes,
             queued_store_bytes=self._jobs.queued_bytes[Operation.STORE],
             queued_load_bytes=self._jobs.queued_bytes[Operation.LOAD],

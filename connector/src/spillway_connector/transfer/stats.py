@@ -96,6 +96,7 @@ class TierStats:
     late_completions: int  # I/O that ended after its job had been given up; its bytes were dropped
     quarantined: dict[str, int]  # damaged files that were renamed, by reason
     evictions: dict[str, int]  # frames this process removed though nothing was wrong with them, by reason
+    requests: dict[str, int]  # of a store whose requests cost money, by kind
     resident_bytes: int
     held_blocks: int
     queued_store_bytes: int

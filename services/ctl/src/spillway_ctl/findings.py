@@ -7,7 +7,7 @@ window.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], wind
             *_settings(engine),
             _patches(engine),
             _copies(engine, window_seconds),
-            _shared_tier(engine, window_seconds),
+            *_shared_tiers(engine, window_seconds),
             _clock(engine.name, engine.skew_seconds),
             _events(engine, gateway, window_seconds),
         ]
@@ -165,6 +165,8 @@ def _tiers(engine: EngineReading) -> str | None:
     own = engine.setting("offload", "sharedTier", "type")
     if own is None or engine.held("not_shared"):
         return None
+    below = engine.setting("offload", "sharedTier", "below", "type")
+    own = own if below in (None, "none") else f"{own}>{below}"
     others = [str(tier.get("type")) for tier in mappings(engine.setting("offload", "extraTiers"))]
     return ",".join([*([] if own == "none" else [str(own)]), *others]) or "none"
 
@@ -252,8 +254,15 @@ def _copies(engine: EngineReading, window_seconds: float) -> Finding:
     return Finding("device copies", engine.name, Verdict.OK, found)
 
 
-def _shared_tier(engine: EngineReading, window_seconds: float) -> Finding:
-    name, kind = "shared tier", engine.setting("offload", "sharedTier", "type")
+def _shared_tiers(engine: EngineReading, window_seconds: float) -> Iterator[Finding]:
+    """One line for the shared tier, and one for the tier below it."""
+    kind, below = (engine.setting("offload", "sharedTier", *path, "type") for path in ((), ("below",)))
+    yield _shared_tier(engine, window_seconds, "shared tier", kind)
+    if below not in (None, "none") and kind != "none" and engine.setting("offload", "enabled") is not False:
+        yield _shared_tier(engine, window_seconds, "tier below it", below)
+
+
+def _shared_tier(engine: EngineReading, window_seconds: float, name: str, kind: Any) -> Finding:
     page = engine.after
     if engine.setting("offload", "enabled") is False or kind == "none":
         return Finding(name, engine.name, Verdict.OK, "none is configured")
@@ -264,7 +273,8 @@ def _shared_tier(engine: EngineReading, window_seconds: float) -> Finding:
             "load the model from a folder or a hub's cache, or set offload.weightsVersion; see Weights and adapters"
         )
         return Finding(name, engine.name, Verdict.FAILED, f"not used: {'; '.join(sorted(reasons))}", change)
-    ready = page.series("spillway_tier_ready")
+    own = {} if kind is None else {"tier": str(kind)}
+    ready = page.series("spillway_tier_ready", **own)
     if not ready:
         return Finding(name, engine.name, Verdict.NOT_CHECKED, NO_REPORT)
     place, change = _place(engine, kind)
@@ -272,16 +282,16 @@ def _shared_tier(engine: EngineReading, window_seconds: float) -> Finding:
     if away:
         return Finding(name, engine.name, Verdict.FAILED, f"{', '.join(away)} at {place} cannot be used", change)
     resting = sorted(
-        labels.get("operation", "?") for labels, value in page.series("spillway_tier_breaker_open") if value
+        labels.get("operation", "?") for labels, value in page.series("spillway_tier_breaker_open", **own) if value
     )
     if resting:
         found = f"{kind} at {place}: the breaker of {', '.join(resting)} is open after repeated failures"
         return Finding(name, engine.name, Verdict.FAILED, found, change)
     if page.total("spillway_tier_weights_changed"):
         return Finding(name, engine.name, Verdict.FAILED, "rests: weights changed in place", "restart the engine")
-    now, ever = engine.growth("spillway_tier_failures_total")
+    now, ever = engine.growth("spillway_tier_failures_total", **own)
     if now:
-        why = ", ".join(_grown_reasons(engine, "spillway_tier_failures_total"))
+        why = ", ".join(_grown_reasons(engine, "spillway_tier_failures_total", own))
         found = f"{kind} at {place}: {now:.0f} operations failed within {window_seconds:.0f} s ({why})"
         return Finding(name, engine.name, Verdict.FAILED, found, change)
     found = f"{kind} at {place} is used; no failure within {window_seconds:.0f} s, {ever:.0f} since the start"
@@ -310,12 +320,15 @@ def _place(engine: EngineReading, kind: Any) -> tuple[str, str]:
     )
 
 
-def _grown_reasons(engine: EngineReading, series: str) -> list[str]:
+_ANY: Mapping[str, str] = {}
+
+
+def _grown_reasons(engine: EngineReading, series: str, own: Mapping[str, str] = _ANY) -> list[str]:
     """What the counter's labels name as operation and reason, of those that grew within the window."""
     grown = set()
-    for labels, _ in (engine.after or Exposition("")).series(series):
+    for labels, _ in (engine.after or Exposition("")).series(series, **own):
         which = {name: labels[name] for name in ("operation", "reason") if name in labels}
-        if engine.growth(series, **which)[0]:
+        if engine.growth(series, **own, **which)[0]:
             grown.add(" ".join(which.values()))
     return sorted(grown)
 

@@ -72,8 +72,8 @@ class StoreChoice:
         )
 
 
-def choice_from_config(path: Path) -> StoreChoice:
-    """The shared tier of an engine. Raises SettingsError, CommandError."""
+def choice_from_config(path: Path, *, below: bool = False) -> StoreChoice:
+    """The shared tier of an engine, or the one below it. Raises SettingsError, CommandError."""
     tier = load_engine_settings(path).offload.shared_tier
     encryption = tier.encryption
     key_file = None if encryption is None or encryption.key_file is None else Path(encryption.key_file)
@@ -83,14 +83,15 @@ def choice_from_config(path: Path) -> StoreChoice:
         key_file = None
     if key_env is not None and key_env not in os.environ:
         key_env = None
-    if tier.type == "nvme":
+    chosen = tier.below.type if below else tier.type
+    if chosen == "nvme":
         return StoreChoice(
             nvme=Path(tier.nvme.path),
             max_bytes=tier.nvme.max_bytes,
             encryption_key_file=key_file,
             encryption_key_env=key_env,
         )
-    if tier.type == "redis":
+    if chosen == "redis":
         redis = tier.redis
         return StoreChoice(
             redis=redis.url,
@@ -103,8 +104,10 @@ def choice_from_config(path: Path) -> StoreChoice:
             encryption_key_file=key_file,
             encryption_key_env=key_env,
         )
-    if tier.type == "s3":
+    if chosen == "s3":
         return StoreChoice(s3=S3Place.of(tier.s3), encryption_key_file=key_file, encryption_key_env=key_env)
+    if below:
+        raise CommandError(f"--config {path}: offload.sharedTier.below.type is none, so no tier is below this one")
     raise CommandError(f"--config {path}: offload.sharedTier.type is none, so this engine has no shared tier")
 
 

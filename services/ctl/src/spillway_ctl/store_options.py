@@ -36,6 +36,7 @@ def with_store(command: argparse.ArgumentParser) -> None:
     one.add_argument("--redis", metavar="URL", help="redis://, redis-sentinel:// or redis-cluster://, rediss for TLS")
     one.add_argument("--s3", metavar="URL", help="s3://BUCKET/PREFIX/ of an object store")
     one.add_argument("--config", metavar="FILE", type=Path, help="engine.yaml: its offload.sharedTier is the tier")
+    where.add_argument("--below", action="store_true", help="with --config: its offload.sharedTier.below instead")
     for name, (metavar, purpose) in _LOGIN.items():
         where.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=purpose)
     where.add_argument("--s3-endpoint", metavar="URL", help="https://host:port; default: AWS's own of the region")
@@ -52,13 +53,15 @@ def with_store(command: argparse.ArgumentParser) -> None:
 def choice_of(given: argparse.Namespace) -> StoreChoice:
     """Raises CommandError, SettingsError."""
     if given.config is not None:
-        choice = choice_from_config(given.config)
+        choice = choice_from_config(given.config, below=given.below)
     elif given.nvme is not None or given.redis is not None:
         choice = StoreChoice(nvme=given.nvme, redis=given.redis)
     elif given.s3 is not None:
         choice = StoreChoice(s3=place_of(given.s3, given.s3_endpoint, given.s3_region, given.tls_ca_file))
     else:
         raise CommandError(NO_STORE)
+    if given.below and given.config is None:
+        raise CommandError("--below belongs to --config, which is not given")
     for option in ("s3_endpoint", "s3_region"):
         if getattr(given, option) is not None and given.s3 is None:
             raise CommandError(f"--{option.replace('_', '-')} belongs to --s3, which is not given")

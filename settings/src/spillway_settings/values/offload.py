@@ -100,6 +100,8 @@ class S3Tier(Section, frozen=True):
     existing_secret: S3Keys = S3Keys()
     ca_secret: SecretReference = SecretReference(key="ca.crt")
     connections: Count = 32
+    puts_per_second_max: Positive | None = 500
+    gets_per_second_max: Positive | None = 2000
 
 
 class Encryption(Section, frozen=True):
@@ -141,6 +143,11 @@ class SharedTier(TransferSettings, frozen=True):
     redis: RedisTier = RedisTier()
     s3: S3Tier = S3Tier()
     encryption: Encryption = Encryption()
+
+
+def tier_types(tier: SharedTier) -> tuple[TierType, ...]:
+    """Of the tiers in use, the one above first."""
+    return tuple(each for each in (tier.type, tier.below.type) if each != "none")
 
 
 class ConnectorSettings(Section, frozen=True):

@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from obstore.store import S3Store
 from spillway_connector.errors import ConfigError, RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.tiers.s3.faults import explained
 from spillway_connector.tiers.s3.place import S3Place
+from spillway_connector.tiers.s3.request_rate import RequestRate
 from spillway_connector.tiers.tier import Clock
 
 _Result = TypeVar("_Result")
@@ -35,10 +37,26 @@ class S3Client:
     Credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN), else the web identity of the service
     account, else the container's or the node's metadata service; the last three are renewed before they expire.
     connections: requests at once, of lookups and of blocks each. A request beyond them waits within its deadline.
+    puts_per_second_max, gets_per_second_max: HEAD counts as GET, as on a bill; None: no bound.
+
+    Attributes:
+        requests: How many were begun, by kind: put, get, head, delete. What obstore repeats counts once.
     """
 
-    def __init__(self, place: S3Place, connections: int, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        place: S3Place,
+        connections: int,
+        clock: Clock = time.monotonic,
+        *,
+        puts_per_second_max: float | None = None,
+        gets_per_second_max: float | None = None,
+    ) -> None:
         self.place = place
+        self.requests: Counter[str] = Counter()
+        puts = None if puts_per_second_max is None else RequestRate(puts_per_second_max)
+        gets = None if gets_per_second_max is None else RequestRate(gets_per_second_max)
+        self._rates = {"put": puts, "get": gets, "head": gets}
         self._clock = clock
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,6 +86,17 @@ class S3Client:
             raise
         except Exception as error:
             raise explained(error, str(self.place)) from error
+
+    async def turn(self, kind: str, deadline: float) -> None:
+        """Wait until a request may begin, and count it. Raises TierRefused(QUEUE_AGE) if that is too late."""
+        rate, now = self._rates.get(kind), self._clock()
+        if rate is not None:
+            if now + rate.wait_seconds(now) >= deadline:
+                bound = "putsPerSecondMax" if kind == "put" else "getsPerSecondMax"
+                raise TierRefused(RefusedReason.QUEUE_AGE, f"{self.place}: s3.{bound}: too many requests at once")
+            if wait := rate.begin(now):
+                await asyncio.sleep(wait)
+        self.requests[kind] += 1
 
     def close(self) -> None:
         """Cancel what is under way. May be called twice."""

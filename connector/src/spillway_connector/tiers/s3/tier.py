@@ -52,6 +52,8 @@ class S3Tier:
         place: S3Place,
         *,
         connections: int = S3_CONNECTIONS,
+        puts_per_second_max: float | None = None,
+        gets_per_second_max: float | None = None,
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
@@ -60,7 +62,13 @@ class S3Tier:
         self._digest = namespace.digest16
         self._place = place
         self._names = S3Names(root_of(place.prefix), namespace.hex)
-        self._client = S3Client(place, connections, clock)
+        self._client = S3Client(
+            place,
+            connections,
+            clock,
+            puts_per_second_max=puts_per_second_max,
+            gets_per_second_max=gets_per_second_max,
+        )
         self._wall_clock = wall_clock
         self._prepared = False
         self._conditional = True  # until the store refuses a write under a condition
@@ -72,6 +80,11 @@ class S3Tier:
         """By endpoint, bucket and prefix as configured: under two names one bucket counts as two."""
         return store_id_of(self._place.name, self._digest)
 
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """See tier.BilledTier."""
+        return self._client.requests
+
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
         """None: only the store can tell."""
         return None
@@ -79,7 +92,7 @@ class S3Tier:
     def prepare(self, deadline: float) -> None:
         if self._prepared:
             return
-        stored = self._client.run(self._stored_document, deadline)
+        stored = self._client.run(lambda: self._stored_document(deadline), deadline)
         if stored != self._namespace.document:
             raise TierRefused(
                 RefusedReason.NAMESPACE,
@@ -92,7 +105,7 @@ class S3Tier:
         self.prepare(deadline)
 
         async def ask_all() -> list[bool]:
-            asking = [asyncio.ensure_future(self._is_there(key)) for key in keys]
+            asking = [asyncio.ensure_future(self._is_there(key, deadline)) for key in keys]
             try:
                 return list(await asyncio.gather(*asking))
             finally:
@@ -109,6 +122,7 @@ class S3Tier:
 
         async def get() -> obstore.Bytes:
             async with self._client.transfers:
+                await self._client.turn("get", deadline)
                 reply = await obstore.get_async(self._client.bucket, self._names.block(key))
                 size = reply.meta["size"]
                 if size != frame_bytes:  # nothing of it is read: it may be of any size
@@ -129,7 +143,7 @@ class S3Tier:
         self.prepare(deadline)
         header = build_header(self._digest, key, source, created_ms=int(self._wall_clock() * 1000), tenant=tenant)
         frame = b"".join((header, source))
-        if not self._client.run(lambda: self._put(self._names.block(key), frame), deadline):
+        if not self._client.run(lambda: self._put(self._names.block(key), frame, deadline), deadline):
             return StoreOutcome.PRESENT
         with self._written_lock:
             self._written += len(frame)
@@ -141,6 +155,7 @@ class S3Tier:
     def discard(self, key: bytes, deadline: float) -> None:
         async def delete() -> None:
             async with self._client.transfers:
+                await self._client.turn("delete", deadline)
                 await obstore.delete_async(self._client.bucket, self._names.block(key))
 
         try:
@@ -151,20 +166,24 @@ class S3Tier:
     def resident_bytes(self, deadline: float) -> int:
         """What this process has stored: a bucket's size is known to a listing alone. Asks whether the store answers."""
         self.prepare(deadline)
-        self._client.run(self._ask, deadline)
+        self._client.run(lambda: self._ask(deadline), deadline)
         with self._written_lock:
             return self._written
 
     def close(self) -> None:
         self._client.close()
 
-    async def _ask(self) -> None:
+    async def _ask(self, deadline: float) -> None:
         """Whether the store answers, and why not: to GET it gives a reason."""
-        if await self._found_document() is None:
+        if await self._found_document(deadline) is None:
             self._prepared = False  # a purge has removed it; the next operation writes it again
 
-    async def _is_there(self, key: bytes) -> bool:
+    async def _is_there(self, key: bytes, deadline: float) -> bool:
         async with self._client.lookups:
+            try:
+                await self._client.turn("head", deadline)
+            except TierRefused:
+                return False  # beyond the bound of requests, and a hint anyway
             try:
                 await obstore.head_async(self._client.bucket, self._names.block(key))
             except FileNotFoundError:
@@ -173,26 +192,27 @@ class S3Tier:
                 pass
             else:
                 return True
-        await self._ask()  # a reply to HEAD gives no reason
+        await self._ask(deadline)  # a reply to HEAD gives no reason
         raise TierRefused(
             RefusedReason.PERMISSION,
             f"{self._place}: the document may be read, but not whether an object is there: the credentials lack "
             "s3:ListBucket on the bucket, without which a missing object is answered like a forbidden one",
         )
 
-    async def _stored_document(self) -> bytes:
+    async def _stored_document(self, deadline: float) -> bytes:
         """The document that is there, or ours after it was written."""
-        while (stored := await self._found_document()) is None:
+        while (stored := await self._found_document(deadline)) is None:
             try:
-                if await self._put(self._names.document, self._namespace.document):
+                if await self._put(self._names.document, self._namespace.document, deadline):
                     return self._namespace.document
             except PermissionDeniedError:
                 return self._namespace.document  # nothing contradicts it, and loads may still succeed
             # else another engine wrote one meanwhile
         return stored
 
-    async def _found_document(self) -> bytes | None:
+    async def _found_document(self, deadline: float) -> bytes | None:
         async with self._client.lookups:
+            await self._client.turn("get", deadline)
             try:
                 reply = await obstore.get_async(self._client.bucket, self._names.document)
             except FileNotFoundError as error:
@@ -207,9 +227,10 @@ class S3Tier:
                 )
             return bytes(await reply.bytes_async())
 
-    async def _put(self, name: str, value: bytes) -> bool:
+    async def _put(self, name: str, value: bytes, deadline: float) -> bool:
         """Write one object; False: there was one."""
         async with self._client.transfers:
+            await self._client.turn("put", deadline)
             if self._conditional:
                 try:
                     await obstore.put_async(self._client.bucket, name, value, mode="create", use_multipart=False)

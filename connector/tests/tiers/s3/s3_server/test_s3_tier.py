@@ -148,3 +148,16 @@ def test_a_server_that_is_killed_is_unreachable_and_no_call_hangs(tmp_path: Path
             lambda: tier.store(key_of(2), payload_of(2), soon()),
         ):
             assert isinstance(error_of(call), TierUnreachable)
+
+
+def test_requests_are_counted_by_kind_and_those_beyond_the_bound_are_not_made(place: S3Place) -> None:
+    tier = S3Tier(NAMESPACE, PAYLOAD_BYTES, place, puts_per_second_max=0.001, gets_per_second_max=1000)
+    try:
+        tier.prepare(soon())  # the document is the one put of this second
+        before = dict(tier.requests)
+        refused = error_of(lambda: tier.store(key_of(1), payload_of(1), soon()))
+        assert refused.reason == RefusedReason.QUEUE_AGE and "putsPerSecondMax" in str(refused)
+        assert tier.contains([key_of(1), key_of(2)], soon()) == [False, False]
+        assert dict(tier.requests) == {**before, "head": 2} and before == {"get": 1, "put": 1}
+    finally:
+        tier.close()

@@ -46,6 +46,9 @@ def _waits(release: Release) -> Iterator[Finding]:
             waits[f"{path}.queueOvertakeSeconds"] = offload.queue_overtake_seconds
         if offload.enabled and offload.shared_tier.type != "none":
             waits[f"{path}.sharedTier.lookupTimeoutSeconds"] = offload.shared_tier.lookup_timeout_seconds
+            if offload.shared_tier.below.type != "none":
+                below = offload.shared_tier.below
+                waits[f"{path}.sharedTier.below.lookupTimeoutSeconds"] = below.lookup_timeout_seconds
     for setting, seconds in waits.items():
         if seconds >= timeouts.first_byte_seconds:
             yield Finding(

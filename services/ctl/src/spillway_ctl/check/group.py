@@ -15,6 +15,7 @@ from spillway_ctl.check.pod_memory import PodMemory, pod_memory
 from spillway_engine.platform_facts import BLOCK_TOKENS_MULTIPLE
 from spillway_settings.shared_names import FOLDERS
 from spillway_settings.values.engine import Engine
+from spillway_settings.values.offload import tier_types
 from spillway_settings.values.release import Values
 
 _HCCL = {
@@ -100,7 +101,7 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def uses_nvme(self) -> bool:
-        return self.engine.offload.enabled and self.engine.offload.shared_tier.type == "nvme"
+        return self.engine.offload.enabled and "nvme" in tier_types(self.engine.offload.shared_tier)
 
     @property
     def uses_hub(self) -> bool:
@@ -269,14 +270,15 @@ def _secret_files(engine: Engine, values: Values) -> tuple[str, ...]:
     found = []
     if not engine.offload.enabled or tier.type == "none":
         return ()
-    if tier.type == "redis":
+    types = tier_types(tier)
+    if "redis" in types:
         secret = tier.redis.existing_secret.name
         if not secret and not tier.redis.url and values.redis.enabled:
             secret = values.redis.existing_secret.name
         if secret and tier.redis.existing_secret.password_as == "file":  # noqa: S105 - the way it is given
             found.append(secret)
         found += [each.name for each in (tier.redis.tls.ca_secret, tier.redis.tls.client_secret) if each.name]
-    if tier.type == "s3" and tier.s3.ca_secret.name:
+    if "s3" in types and tier.s3.ca_secret.name:
         found.append(tier.s3.ca_secret.name)
     if tier.encryption.enabled:
         found.append(tier.encryption.key_secret_name)

@@ -16,6 +16,7 @@ from spillway_engine.memory_budget import DEFAULT_LONGEST_PROMPTS, PROCESS_BYTES
 from spillway_engine.model_shape import DTYPE_BYTES
 from spillway_settings.shared_names import PROCESS_PER_RANK
 from spillway_settings.values.engine import Engine
+from spillway_settings.values.offload import tier_types
 
 _QUEUES_MAPPED_BYTES, _QUEUES_MAPPED_BYTES_PER_RANK = 160 << 20, 240 << 20
 _COMPUTED_BYTES_MAX = 8 << 50  # what the chart's sums hold in 64 bits
@@ -196,7 +197,7 @@ def _tier_fitting(key: str, row: int, free: int) -> str:
 def _index(engine: Engine, row: int) -> int:
     """What an engine core's copies of the index of slabs take, if the values bound the tier."""
     tier = engine.offload.shared_tier
-    if not engine.offload.enabled or tier.type != "nvme" or tier.nvme.mode == "files":
+    if not engine.offload.enabled or "nvme" not in tier_types(tier) or tier.nvme.mode == "files":
         return 0
     most = nvme_max_bytes(engine)
     return copies_bytes(row, most) if most else 0
@@ -208,7 +209,9 @@ def _staging(engine: Engine, row: int, cores: int) -> int:
         return 0
     # Each thread: a chunk in flight, one on its way to or from the store, and a sealed one.
     buffers = tier.io_threads * (3 if tier.encryption.enabled else 2) * row * cores
-    return buffers + (size(engine.memory.page_cache) if tier.type == "nvme" else 0)
+    if tier.below.type != "none":  # and half as many threads copy what is idle
+        buffers += tier.below.io_threads * (4 if tier.encryption.enabled else 3) * row * cores
+    return buffers + (size(engine.memory.page_cache) if "nvme" in tier_types(tier) else 0)
 
 
 def nvme_max_bytes(engine: Engine) -> int | None:

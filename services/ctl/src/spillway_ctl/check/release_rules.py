@@ -11,6 +11,7 @@ from typing import Any
 from spillway_ctl.check.engine_rules import volume_names
 from spillway_ctl.check.finding import Finding, number, quoted, shown
 from spillway_ctl.check.group import Release
+from spillway_settings.values.offload import tier_types
 
 _SELECTED = (
     "app.kubernetes.io/name",
@@ -97,7 +98,7 @@ def _shared_folders(release: Release) -> Iterator[Finding]:
 def _redis(release: Release) -> Iterator[Finding]:
     redis = release.values.redis
     tiers = [group.engine.offload.shared_tier for group in release.groups if group.engine.offload.enabled]
-    if redis.enabled and not any(tier.type == "redis" and not tier.redis.url for tier in tiers):
+    if redis.enabled and not any("redis" in tier_types(tier) and not tier.redis.url for tier in tiers):
         yield Finding(
             "redis.enabled",
             "true, but no engine uses it",

@@ -11,7 +11,7 @@ from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, qu
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
 from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases
-from spillway_settings.values.offload import BUCKET_ENDPOINT_PATTERN, BUCKET_PATTERN, BUCKET_PREFIX_PATTERN
+from spillway_settings.values.offload import BUCKET_ENDPOINT_PATTERN, BUCKET_PATTERN, BUCKET_PREFIX_PATTERN, tier_types
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
 _HOSTS = f"{_HOST}(,{_HOST})*"
@@ -51,13 +51,26 @@ def tier_findings(group: Group, release: Release) -> Iterator[Finding]:
     elif tier.type != "none":
         yield from _bounds(group, at)
         yield from _encryption(group, at)
-        if tier.type == "nvme":
+        if tier.below.type == tier.type:
+            yield Finding(
+                f"{at}.below.type",
+                f"{tier.type} given, which is the tier above it",
+                "set another type, or none: each type has one section of settings here",
+            )
+        types = tier_types(tier)
+        if "nvme" in types:
             yield from _nvme(group, at)
-        elif tier.type == "redis":
+        if "redis" in types:
             yield from _redis(group, release, at)
-        else:
+        if "s3" in types:
             yield from _s3(group, release, at)
         yield from _secret_files(group, at)
+    elif tier.below.type != "none":
+        yield Finding(
+            f"{at}.below.type",
+            f"{tier.below.type}, but sharedTier.type is none, and nothing is above it",
+            f"set sharedTier.type: {tier.below.type}, or name the nearer tier there",
+        )
     elif tier.encryption.enabled:
         yield Finding(
             f"{at}.encryption.enabled",
@@ -119,11 +132,15 @@ def _bounds(group: Group, at: str) -> Iterator[Finding]:
     """A bound below one chunk lets nothing through."""
     tier, row = group.engine.offload.shared_tier, group.memory.row
     bounds = {"loadQueueBytesMax": tier.load_queue_bytes_max, "storeQueueBytesMax": tier.store_queue_bytes_max}
-    if tier.type == "nvme":
+    types = tier_types(tier)
+    if len(types) > 1:
+        bounds["below.loadQueueBytesMax"] = tier.below.load_queue_bytes_max
+        bounds["below.storeQueueBytesMax"] = tier.below.store_queue_bytes_max
+    if "nvme" in types:
         bounds["nvme.maxBytes"] = tier.nvme.max_bytes  # type: ignore[assignment]
-    if tier.type != "s3":
-        own = tier.nvme if tier.type == "nvme" else tier.redis
-        bounds[f"{tier.type}.tenantMaxBytes"] = own.tenant_max_bytes  # type: ignore[assignment]
+        bounds["nvme.tenantMaxBytes"] = tier.nvme.tenant_max_bytes  # type: ignore[assignment]
+    if "redis" in types:
+        bounds["redis.tenantMaxBytes"] = tier.redis.tenant_max_bytes  # type: ignore[assignment]
     for key, bound in bounds.items():
         if bound is not None and size(bound) < row:
             yield Finding(
@@ -131,7 +148,7 @@ def _bounds(group: Group, at: str) -> Iterator[Finding]:
                 f"{bytes_text(size(bound))} holds no chunk of {bytes_text(row)}",
                 f"set it to {row} or more, or lower offload.blocksPerChunk",
             )
-    from_volume = nvme_max_bytes(group.engine) if tier.type == "nvme" and tier.nvme.max_bytes is None else None
+    from_volume = nvme_max_bytes(group.engine) if "nvme" in types and tier.nvme.max_bytes is None else None
     if from_volume is not None and from_volume < row:
         yield Finding(
             f"{at}.nvme.volume.size",
@@ -347,10 +364,12 @@ def _far_lookups(group: Group, at: str) -> Iterator[Finding]:
     chunks = math.ceil(engine.model.max_length / (engine.block_size * engine.offload.blocks_per_chunk))
     rounds = math.ceil(chunks / tier.s3.connections) - 1 + _OPENING_ROUND_TRIPS
     needed = round(rounds * _FAR_SECONDS, 2)
-    if tier.lookup_timeout_seconds < needed:
+    limits, own = (tier, "") if tier.type == "s3" else (tier.below, "below.")
+    timeout = limits.lookup_timeout_seconds
+    if timeout < needed:
         yield Finding(
-            f"{at.removesuffix('.s3')}.lookupTimeoutSeconds",
-            f"{number(tier.lookup_timeout_seconds)} given, but a lookup of the longest prompt is {chunks} requests, "
+            f"{at.removesuffix('s3')}{own}lookupTimeoutSeconds",
+            f"{number(timeout)} given, but a lookup of the longest prompt is {chunks} requests, "
             f"{tier.s3.connections} at once, and takes {number(needed)} s at a round trip of "
             f"{number(_FAR_SECONDS * 1000)} ms: too late, it finds nothing",
             f"set it to {number(needed)} or more unless the store is nearer, or raise blocksPerChunk or s3.connections",

@@ -73,7 +73,8 @@ def _of_setting(
     is_read_anywhere = False
     for key, engine in groups.items():
         choice = _at(engine, by)
-        if _is_chosen(rule, choice):
+        other = rule.get("orReadBy", reader).removeprefix("engine.")
+        if _is_chosen(rule, choice) or _is_chosen(rule, _at(engine, other)):
             is_read_anywhere = True
         elif key:
             # What an entry inherits from `engine` may be there for the other entries.
