@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from spillway_connector.config import ConnectorConfig, NvmeTierConfig, RedisTierConfig, RedisTls, parse_tier
+from spillway_connector.config import (
+    ConnectorConfig,
+    NvmeTierConfig,
+    RedisTierConfig,
+    RedisTls,
+    S3TierConfig,
+    parse_tier,
+)
 from spillway_connector.device.pinned import CHUNK_BYTES
 from spillway_connector.errors import ConfigError
 from spillway_connector.limits import DEFAULT_LIMITS
@@ -126,3 +133,29 @@ def test_what_is_constructed_without_settings_has_the_defaults_of_the_settings()
     for name in ("ttl_seconds", "connections", "payload_connections"):
         assert parameters[name].default == getattr(config, name), name
     assert inspect.signature(SharedTier).parameters["limits"].default == config.limits == DEFAULT_LIMITS
+
+
+def test_a_tier_below_another_is_read_with_bounds_of_its_own() -> None:
+    below = {"type": "s3", "bucket": "kv-cache", "idle_seconds": 30, "lookup_timeout_seconds": 2}
+    config = parse_tier("nvme", {"path": "/kv", "below": below})
+
+    assert config.below is not None and config.below.idle_seconds == 30
+    assert isinstance(config.below.tier, S3TierConfig) and config.below.tier.limits.lookup_timeout_seconds == 2
+    assert config.limits.lookup_timeout_seconds != 2
+
+
+@pytest.mark.parametrize(
+    ("below", "message"),
+    [
+        (
+            {"type": "nvme", "path": "/kv"},
+            "is no tier of another type; write its settings with type: redis, s3",
+        ),
+        ("s3", "below: 's3' is no tier of another type"),
+        ({"type": "s3", "bucket": "kv-cache", "idle_seconds": 0}, "idle_seconds: 0 given, seconds above 0 needed"),
+        ({"type": "s3", "bucket": "kv-cache", "below": {}}, "below: unknown setting"),
+    ],
+)
+def test_a_tier_below_that_is_none_is_refused(below: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_tier("nvme", {"path": "/kv", "below": below})

@@ -2,7 +2,14 @@
 
 import yaml
 
-from spillway_connector.config import EncryptionConfig, NvmeTierConfig, RedisTierConfig, RedisTls, parse_tier
+from spillway_connector.config import (
+    EncryptionConfig,
+    NvmeTierConfig,
+    RedisTierConfig,
+    RedisTls,
+    S3TierConfig,
+    parse_tier,
+)
 from spillway_connector.transfer.shared_tier import TransferLimits
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, secondary_tiers
@@ -84,3 +91,24 @@ def test_a_password_by_variable() -> None:
 def test_defaults_are_those_of_the_connector() -> None:
     assert parsed("{type: nvme, nvme: {path: /kv}}") == NvmeTierConfig(path="/kv")
     assert parsed("{type: redis, redis: {url: 'redis://h'}}") == RedisTierConfig(url="redis://h")
+
+
+def test_a_tier_below_has_the_store_of_its_section_and_bounds_of_its_own() -> None:
+    config = parsed(f"""
+    type: nvme
+    nvme: {{path: /kv}}
+    s3: {{bucket: kv-cache, prefix: chat/}}
+    encryption: {{keyId: "2026", keyFile: /keys/kv}}
+    below:
+        type: s3
+        idleSeconds: 30
+        {LIMITS.replace("    ", "        ").strip()}""")
+
+    assert isinstance(config, NvmeTierConfig) and config.limits == TransferLimits()
+    assert config.below is not None and config.below.idle_seconds == 30
+    assert config.below.tier == S3TierConfig(
+        bucket="kv-cache",
+        prefix="chat/",
+        encryption=EncryptionConfig("2026", key_file="/keys/kv"),
+        limits=PARSED_LIMITS,
+    )

@@ -37,6 +37,15 @@ REFUSED = {
         "{type: none, redis: {url: 'redis://u:p@h:1/0'}}",
         "redis.url holds credentials",
     ),
+    "a tier below of the same type": (
+        "{type: nvme, nvme: {path: /kv}, below: {type: nvme}}",
+        "below.type: nvme is the type of the tier above, too",
+    ),
+    "a tier below none": ("{below: {type: s3}, s3: {bucket: kv-cache}}", "below.type: s3, but "),
+    "a bucket below without a name": (
+        "{type: nvme, nvme: {path: /kv}, below: {type: s3}}",
+        "s3.bucket: '' names no bucket",
+    ),
     "a bucket without a name": ("type: s3", "s3.bucket: '' names no bucket"),
     "a bucket with capitals": ("{type: s3, s3: {bucket: UPPER}}", "names no bucket"),
     "a prefix that runs into names": (

@@ -124,6 +124,7 @@ class SharedTierBase(PrefixTier):
         """The types of the tiers, the one above first, as processes report them."""
         return self.tier_type if self._chain is None else ">".join(tier.tier_name for tier in self._chain.members)
 
+    @override
     def gate(self, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter) -> Gate:
         """Whether loads from here pay. Called once; a chain has a gate for each of its tiers from then on."""
         if self._chain is None:
@@ -137,6 +138,7 @@ class SharedTierBase(PrefixTier):
         self._gates = dict(zip((tier.tier_name for tier in self._chain.members), members, strict=True))
         return gate
 
+    @override
     def load_rates(self, gate: Gate) -> Iterable[tuple[str, float | None]]:
         if self._chain is None:
             return super().load_rates(gate)

@@ -28,7 +28,7 @@ from spillway_connector.errors import (
     TierTimeout,
 )
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.tier import EvictionReason, StoreOutcome, Tier
+from spillway_connector.tiers.tier import EvictionReason, PeekableTier, StoreOutcome, Tier
 
 MakeTier = Callable[[Namespace, int], Tier]
 MakeSmallTier = Callable[[int], Tier]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_offload.base import ReqContext
 
 from spillway_connector.testing.models import write_tiny_llama
 
@@ -22,6 +25,14 @@ SHAPE = (NUM_BLOCKS, 2, BLOCK_TOKENS, 2, 32)  # FlashAttention's
 
 def namespace_of(root: Path, model: Path, cache: torch.Tensor, **settings: Any) -> tuple[str, dict[str, Any]]:
     """Start an engine's connector with caches like these on this directory; name and document of what it writes to."""
+    with started(model, cache, {"type": "nvme", "path": str(root), "max_bytes": 1 << 26}, **settings) as manager:
+        namespace = manager.secondary_tiers[0]._offloading_spec.namespace
+        return namespace.hex, json.loads(namespace.document)
+
+
+@contextmanager
+def started(model: Path, cache: torch.Tensor, tier: dict[str, Any], **settings: Any) -> Iterator[Any]:
+    """The manager of an engine's connector with caches like these and this shared tier."""
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -38,7 +49,7 @@ def namespace_of(root: Path, model: Path, cache: torch.Tensor, **settings: Any) 
                 "spec_name": "SpillwayOffloadingSpec",
                 "spec_module_path": "spillway_connector.engine.spec",
                 "num_cpu_blocks": 3,
-                "secondary_tiers": [{"type": "nvme", "path": str(root), "max_bytes": 1 << 26}],
+                "secondary_tiers": [tier],
             },
         },
         **settings,
@@ -51,10 +62,9 @@ def namespace_of(root: Path, model: Path, cache: torch.Tensor, **settings: Any) 
     worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_config)
     worker.register_kv_caches({"layers.0": cache})
     scheduler: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, kv_config)
-    namespace = scheduler.connector_scheduler.manager.secondary_tiers[0]._offloading_spec.namespace
+    yield scheduler.connector_scheduler.manager
     scheduler.shutdown()
     worker.shutdown()
-    return namespace.hex, json.loads(namespace.document)
 
 
 def in_memory(order: tuple[int, ...]) -> torch.Tensor:
@@ -72,3 +82,18 @@ def test_two_engines_share_exactly_when_their_caches_lie_alike(tmp_path: Path, m
     (tensor,) = document["layout"][0]["layers"][0]["tensors"]
     assert tensor["shape"] == ["blocks", 2, BLOCK_TOKENS, 2, 32]
     assert document["weights"].startswith("weights:")
+
+
+def test_a_tier_below_another_is_driven_by_the_same_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    # Nobody answers there; the tier above serves nevertheless.
+    below = {"type": "redis", "url": "redis://127.0.0.1:1/0", "idle_seconds": 1}
+    tier = {"type": "nvme", "path": str(tmp_path / "kv"), "max_bytes": 1 << 26, "below": below}
+    with started(write_tiny_llama(tmp_path / "model"), in_memory((0, 1, 2, 3, 4)), tier) as manager:
+        assert manager.settings()["shared_tiers"] == "nvme>redis"
+        (driven,) = manager.secondary_tiers
+        assert driven.open and driven.lookup_prefix([b"key" * 12], ReqContext(req_id="r")).found
+        manager.prefill_rate.add(1000.0, 1.0, 0.0)
+        assert manager._gates[driven].pays(manager.prefill_rate)
+        samples = manager.take_samples().samples()
+        assert {"tier_ready|nvme", "tier_ready|redis", "tier_demotions|redis|forgotten"} <= samples.keys()

@@ -85,7 +85,7 @@ class SharedTierSettings(TierLimits, frozen=True):
 
     @property
     def types(self) -> tuple[TierType, ...]:
-        """Of the tiers in use, the one above first."""
+        """The types of the tiers in use, the one above first."""
         return tuple(each for each in (self.type, self.below.type) if each != "none")
 
     def setting_of(self, tier_type: TierType) -> tuple[str, TierType]:

@@ -146,7 +146,7 @@ class SharedTier(TransferSettings, frozen=True):
 
 
 def tier_types(tier: SharedTier) -> tuple[TierType, ...]:
-    """Of the tiers in use, the one above first."""
+    """The types of the tiers in use, the one above first."""
     return tuple(each for each in (tier.type, tier.below.type) if each != "none")
 
 

@@ -81,6 +81,8 @@ class StockTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, **of_base)
         self.locality = self._locality(locality)
         config = self._parse(options)
+        if config.below is not None:
+            raise ConfigError(f"secondary tier {tier_type!r}: below: vLLM's own tiering has no such thing; remove it")
         engine = engine_objects(offloading_spec)
         bounds_tenants = not isinstance(config, S3TierConfig) and config.tenant_max_bytes is not None
         if bounds_tenants and engine.scheduler_half is None:

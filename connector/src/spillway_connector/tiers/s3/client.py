@@ -21,14 +21,32 @@ from obstore.store import S3Store
 from spillway_connector.errors import ConfigError, RefusedReason, TierError, TierRefused, TierTimeout
 from spillway_connector.tiers.s3.faults import explained
 from spillway_connector.tiers.s3.place import S3Place
-from spillway_connector.tiers.s3.request_rate import RequestRate
 from spillway_connector.tiers.tier import Clock
 
 _Result = TypeVar("_Result")
 RETRIES_MAX = 3
 FIRST_PAUSE = timedelta(milliseconds=100)
 LONGEST_PAUSE = timedelta(seconds=1)
+BURST_SECONDS = 1.0  # so long a pause of requests may be made up for at once: a lookup asks for all of a prompt
 CANCEL_SECONDS = 1.0  # what a cancelled request may take to end
+
+
+class RequestRate:
+    """At most ``per_second`` requests, after a pause more at once."""
+
+    def __init__(self, per_second: float) -> None:
+        self._seconds_each = 1.0 / per_second
+        self._next_at = float("-inf")  # from when on the next request may begin, the burst left aside
+
+    def wait_seconds(self, now: float) -> float:
+        """How long a request that comes now has to wait."""
+        return max(0.0, max(self._next_at, now - BURST_SECONDS) - now)
+
+    def begin(self, now: float) -> float:
+        """Count a request that comes now; how long it has to wait."""
+        wait = self.wait_seconds(now)
+        self._next_at = max(self._next_at, now - BURST_SECONDS) + self._seconds_each
+        return wait
 
 
 class S3Client:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.tiers.s3.request_rate import BURST_SECONDS, RequestRate
+from spillway_connector.tiers.s3.client import BURST_SECONDS, RequestRate
 
 
 def test_after_a_pause_a_burst_begins_at_once_and_the_next_waits() -> None:
