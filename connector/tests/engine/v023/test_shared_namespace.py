@@ -16,6 +16,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import ReqContext
 
+from spillway_connector import metrics
+from spillway_connector.engine.samples import sample_key
 from spillway_connector.testing.models import write_tiny_llama
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 6
@@ -96,4 +98,5 @@ def test_a_tier_below_another_is_driven_by_the_same_manager(tmp_path: Path, monk
         manager.prefill_rate.add(1000.0, 1.0, 0.0)
         assert manager._gates[driven].pays(manager.prefill_rate)
         samples = manager.take_samples().samples()
-        assert {"tier_ready|nvme", "tier_ready|redis", "tier_demotions|redis|forgotten"} <= samples.keys()
+        ready = {sample_key(metrics.TIER_READY, name) for name in ("nvme", "redis")}
+        assert ready | {sample_key(metrics.TIER_DEMOTIONS, "redis", "forgotten")} <= samples.keys()
