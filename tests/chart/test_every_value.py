@@ -77,6 +77,10 @@ NO_REDIS = nested(
 NO_CLAIM = nested("engine.model.volume.claimName", "")
 NVME = laid_over(NO_REDIS, nested("engine.offload.sharedTier.type", "nvme"))
 S3 = laid_over(NO_REDIS, nested("engine.offload.sharedTier", {"type": "s3", "s3": {"bucket": "kv-cache"}}))
+BELOW = laid_over(
+    NO_REDIS,
+    nested("engine.offload.sharedTier", {"type": "nvme", "below": {"type": "s3"}, "s3": {"bucket": "kv-cache"}}),
+)
 S3_SECRET = laid_over(S3, nested("engine.offload.sharedTier.s3.existingSecret.name", "kv-s3"))
 S3_CA = laid_over(S3, nested("engine.offload.sharedTier.s3.caSecret.name", "kv-ca"))
 EMBEDDED = laid_over(NO_REDIS, nested("redis", {"enabled": True, "existingSecret": {"name": "valkey"}}))
@@ -129,6 +133,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
         NO_REDIS, nested("engine.offload.sharedTier", {"type": "none", "encryption": UNSEALED})
     ),
     "engine.offload.sharedTier.nvme": NVME,
+    "engine.offload.sharedTier.below": BELOW,
     "engine.offload.sharedTier.s3": S3,
     "engine.offload.sharedTier.s3.existingSecret": S3_SECRET,
     "engine.offload.sharedTier.s3.caSecret": S3_CA,
