@@ -65,6 +65,26 @@ def gateway_of(tmp_path):
     return load
 
 
+ROLES = {
+    "engine": {"offload": {"sharedTier": {"type": "redis"}}},
+    "engines": {"d": {"role": "decode"}, "p": {"role": "prefill"}, "w": {}},
+    "redis": {"enabled": True},
+}
+
+
+def test_groups_of_one_served_name_are_one_model_with_the_roles_of_its_engines(gateway_of):
+    (model,) = gateway_of(render(values=ROLES)).models
+    found = model.discovery.kubernetes
+    assert (found.service, found.role.value) == ("chat-spillway-engine-d-pods", "decode")
+    services = {"chat-spillway-engine-p-pods": "prefill", "chat-spillway-engine-w-pods": "both"}
+    assert {name: role.value for name, role in found.role_services.items()} == services
+
+    listing = nested("gateway.discovery.type", "static")
+    (model,) = gateway_of(render(values={**ROLES, **listing})).models
+    assert [engine.role.value for engine in model.engines] == ["decode"] * 2 + ["prefill"] * 2 + ["both"] * 2
+    assert len({engine.url for engine in model.engines}) == 6
+
+
 @pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.stem)
 def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of):
     """Engines are found through the Service that has their ports, or listed by the names that it gives them."""
@@ -457,15 +477,14 @@ def another(value, name):
     if isinstance(value, list):
         return [f"other-{value[0]}", *value[1:]]
     if isinstance(value, str):
-        return {"info": "debug"}.get(value, f"other-{value}")
+        return {"info": "debug", "auto": "always"}.get(value, f"other-{value}")
     return not value if isinstance(value, bool) else value / 2 if name == "sample_ratio" else value * 2
 
 
 # Written by the chart from engines, service and lifecycle; the rest has a section of its name under `gateway`.
 ELSEWHERE = {"models", "listen", "shutdown"}
-WITH_ROLES = {"disaggregation"}  # of engines with roles, which the chart does not install
 NUMBERS = {"processes"}  # which stand under `gateway` themselves
-SECTIONS = sorted(fields_of(GatewayConfig) - ELSEWHERE - WITH_ROLES - NUMBERS)
+SECTIONS = sorted(fields_of(GatewayConfig) - ELSEWHERE - NUMBERS)
 AUTH = {"keys_file": "keysSecret", "salt_secret_file": "saltSecret", "engine_key_file": "engineKeySecret"}
 
 

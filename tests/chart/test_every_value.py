@@ -302,6 +302,9 @@ CHANGES: dict[str, Any] = {
     "gateway.limits.repliesBytesMax": "64MiB",
     "gateway.index.bytesMax": "1MiB",
     "gateway.continuation.bytesMax": "1MiB",
+    "gateway.disaggregation.mode": "always",
+    "gateway.disaggregation.tokenMsMax": 20,
+    "engine.role": "decode",
     "gateway.connections.headBytesMax": "1MiB",
     "gateway.connections.targetBytesMax": "1MiB",
     "gateway.connections.bodyBytesPerSecondMin": "1MiB",
@@ -499,6 +502,8 @@ FORMED = (
     *("whenUnsatisfiable", "gateway.service.type", "gateway.limits", "gateway.index", "gateway.log.level", "redis.cpu"),
     *(
         "gateway.auth.unsaltedRoutes",
+        "gateway.disaggregation.mode",
+        "engine.role",
         "gateway.auth.saltSecret.key",  # which may not be keysSecret's entry too
         "gateway.auth.engineKeySecret.key",
         "gateway.auth.sharedLimits.url",

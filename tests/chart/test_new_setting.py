@@ -30,8 +30,8 @@ ENGINE_SECTIONS: dict[str, dict[str, Any]] = {
     "offload.sharedTier.redis": {"type": "redis", "redis": {"url": "redis://cache:6379/0"}},
 }
 GATEWAY_SECTIONS = (
-    "connections", "timeouts", "health", "limits", "routing", "retention", "breaker", "continuation", "admission",
-    "cors", "index", "log", "audit", "tracing", "reload",
+    "connections", "timeouts", "health", "limits", "routing", "retention", "breaker", "continuation", "disaggregation",
+    "admission", "cors", "index", "log", "audit", "tracing", "reload",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ CHART = Gateway()
 SECTIONS: list[tuple[type[msgspec.Struct], msgspec.Struct]] = [
     *((type(getattr(gateway.GatewayConfig(()), name)), getattr(CHART, name)) for name in (
         "connections", "timeouts", "health", "limits", "routing", "breaker", "admission", "index", "log", "audit",
-        "reload", "continuation", "tracing",
+        "reload", "continuation", "disaggregation", "tracing",
     )),
     (gateway.SharedLimitsConfig, CHART.auth.shared_limits),
     (ConnectorConfig, Offload()),

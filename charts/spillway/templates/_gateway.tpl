@@ -24,11 +24,13 @@ gateway.yaml: |
 {{- define "spillway.gatewaySettings" -}}
 {{- $out := .out -}}{{- $gateway := deepCopy .root.Values.gateway -}}
 {{- include "spillway.wholeNumbers" $gateway -}}
-{{- $models := list -}}
+{{- $models := list -}}{{- $named := dict -}}
 {{- range .root.spillwayPlan -}}
 {{- $model := dict "name" .servedName "aliases" (default list .engine.model.aliases) -}}
 {{- include "spillway.gatewayModel" (dict "root" $.root "item" . "model" $model) -}}
-{{- $models = append $models $model -}}
+{{- with get $named .servedName -}}
+{{- include "spillway.joinedModel" (dict "model" . "more" $model) -}}
+{{- else -}}{{- $_ := set $named .servedName $model -}}{{- $models = append $models $model -}}{{- end -}}
 {{- end -}}
 {{- $listen := dict "host" .root.Values.listenAddress "port" $gateway.port -}}
 {{- with $gateway.opsPort -}}{{- $_ := set $listen "opsPort" . -}}{{- end -}}
@@ -39,7 +41,7 @@ gateway.yaml: |
   "reloadSeconds" $gateway.tls.reloadSeconds) -}}
 {{- end -}}
 {{- range $section := list "connections" "timeouts" "health" "limits" "routing" "retention" "breaker" "continuation"
-  "admission" "cors" "index" "log" "audit" "tracing" "reload" -}}
+  "disaggregation" "admission" "cors" "index" "log" "audit" "tracing" "reload" -}}
 {{- $settings := dict -}}
 {{- include "spillway.passed" (dict "section" (get $gateway $section) "out" $settings) -}}
 {{- $_ := set $out $section $settings -}}{{- end -}}
@@ -51,6 +53,15 @@ gateway.yaml: |
   "auth" (include "spillway.gatewayAuth" (merge (dict "names" .root.spillwayNames) $gateway.auth) | fromYaml)
   "shutdown" (pick $gateway.lifecycle "drainDelaySeconds" "drainTimeoutSeconds"))) -}}
 {{- end -}}
+
+{{/* (model, more): the engines of a further group of the same model into model. */}}
+{{- define "spillway.joinedModel" -}}
+{{- $model := .model -}}
+{{- with .more.engines -}}{{- $_ := set $model "engines" (concat (default list $model.engines) .) -}}{{- end -}}
+{{- with (default dict .more.discovery).kubernetes -}}
+{{- $found := $model.discovery.kubernetes -}}
+{{- $roles := set (default dict $found.roleServices) .service (default "both" .role) -}}
+{{- $_ := set $found "roleServices" $roles -}}{{- end -}}{{- end -}}
 
 {{/* (root, item, model): what the gateway has to know of a group into model. */}}
 {{- define "spillway.gatewayModel" -}}
@@ -99,6 +110,7 @@ gateway.yaml: |
 {{- $events := $item.engine.kvEvents -}}{{- $ranks := int64 $item.engine.dataParallelSize -}}
 {{- $found := dict -}}{{- $type := $root.Values.gateway.discovery.type -}}
 {{- if gt $ranks 1 -}}{{- $_ := set $found "dataParallelRanks" $ranks -}}{{- end -}}
+{{- if ne $item.engine.role "both" -}}{{- $_ := set $found "role" $item.engine.role -}}{{- end -}}
 {{- /* A list without an entry is none: a model without pods is asked for by its name, until there is one. */ -}}
 {{- if or (ne $type "static") (eq (int64 $item.pods) 0) -}}
 {{- $isWatched := eq $type "kubernetes" -}}

@@ -63,18 +63,21 @@ changes, and a new rule goes there. Above each is why it is here; tests/chart/mi
 
 {{/* 6. A running gateway goes on with its old models, and no new one starts. */}}
 {{- define "spillway.rule.served" -}}
-{{- $served := dict -}}
+{{- $served := dict -}}{{- $owners := dict -}}{{- $withRoles := dict -}}
+{{- range .spillwayPlan -}}
+{{- if ne .engine.role "both" -}}{{- $_ := set $withRoles .servedName true -}}{{- end -}}{{- end -}}
 {{- range $item := .spillwayPlan -}}
 {{- $names := concat (list .servedName) (default list .engine.model.aliases) -}}
 {{- range concat (default list .engine.lora.adapters) (default list .engine.lora.aliases) -}}
 {{- $names = append $names .name -}}
 {{- end -}}
 {{- range $names -}}
-{{- if hasKey $served . -}}
+{{- $isOneModel := and (hasKey $withRoles $item.servedName) (eq (get $owners .) $item.servedName) -}}
+{{- if and (hasKey $served .) (not (and $isOneModel (ne (get $served .) $item.path))) -}}
 {{- printf "%s: the name %q is already served by %s; set another model.servedName, alias or name of an adapter\n"
   $item.path . (get $served .) -}}
 {{- end -}}
-{{- $_ := set $served . $item.path -}}{{- end -}}{{- end -}}{{- end -}}
+{{- $_ := set $served . $item.path -}}{{- $_ = set $owners . $item.servedName -}}{{- end -}}{{- end -}}{{- end -}}
 
 {{/* 7. An index of slabs that several kernels map is overwritten: the tier that running engines share is lost. */}}
 {{- define "spillway.rule.slab" -}}

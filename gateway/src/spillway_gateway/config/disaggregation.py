@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from spillway_gateway.errors import ConfigError
 from spillway_settings.roles import EngineRole, missing_role
-from spillway_settings.typed import CamelSection, Count, NotNegative, Positive
+from spillway_settings.values.gateway import Disaggregation
 
 if TYPE_CHECKING:
     from spillway_gateway.config.settings import ModelConfig
@@ -14,14 +14,8 @@ if TYPE_CHECKING:
 _MODES = ("auto", "always", "off", False)  # YAML reads a plain `off` as false
 
 
-class DisaggregationConfig(CamelSection, frozen=True):
-    mode: str | bool = "auto"
-    uncached_tokens_min: Count = 1024  # a prompt with fewer to compute takes one leg
-    # Mean time between two tokens of the decode engine's answers, above which no price is compared; None: no bound.
-    token_ms_max: Positive | None = None
-    hand_over_ms: NotNegative = 50.0  # its price, while none was measured within a minute
-    hand_over_seconds_max: Positive = 2.0  # wait for the prompt in the shared tier once it is computed
-    prefill_seconds_max: Positive = 60.0  # then another engine computes it
+class DisaggregationConfig(Disaggregation, frozen=True):
+    """token_ms_max: mean time between two tokens of the decode engine's answers, above which no price is compared."""
 
     @property
     def is_off(self) -> bool:

@@ -280,6 +280,7 @@ class UpdateStrategy(Section, frozen=True):
 
 class Engine(PodSettings, frozen=True):
     replicas: Pods = 2
+    role: Literal["both", "prefill", "decode"] = "both"
     model: Model = Model()
     lora: Lora = Lora()
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1

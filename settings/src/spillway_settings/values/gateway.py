@@ -162,6 +162,15 @@ class Continuation(Section, frozen=True):
     bytes_max: Size = "64MiB"
 
 
+class Disaggregation(Section, frozen=True):
+    mode: Annotated[str | bool, Meta(extra_json_schema={"enum": ["auto", "always", "off", False]})] = "auto"
+    uncached_tokens_min: Count = 1024
+    token_ms_max: Positive | None = None
+    hand_over_ms: NotNegative = 50
+    hand_over_seconds_max: Seconds = 2
+    prefill_seconds_max: Seconds = 60
+
+
 class Breaker(Section, frozen=True):
     failures: Count = 5
     window_requests: Count = 20
@@ -377,6 +386,7 @@ class Gateway(PodSettings, frozen=True):
     routing: Routing = Routing()
     retention: Retention = Retention()
     continuation: Continuation = Continuation()
+    disaggregation: Disaggregation = Disaggregation()
     breaker: Breaker = Breaker()
     admission: Admission = Admission()
     auth: Auth = Auth()

@@ -11,6 +11,7 @@ from typing import Any
 from spillway_ctl.check.engine_rules import volume_names
 from spillway_ctl.check.finding import Finding, number, quoted, shown
 from spillway_ctl.check.group import Release
+from spillway_ctl.check.role_rules import role_findings
 from spillway_settings.values.offload import tier_types
 
 _SELECTED = (
@@ -39,6 +40,7 @@ _INSTALLED = (
 def release_findings(release: Release) -> Iterator[Finding]:
     yield from secret_names({key: value for key, value in release.tree.items() if key != "extraObjects"}, "")
     yield from _served_names(release)
+    yield from role_findings(release)
     yield from _shared_folders(release)
     yield from _redis(release)
     yield from _installed(release)
@@ -51,19 +53,22 @@ def release_findings(release: Release) -> Iterator[Finding]:
 
 
 def _served_names(release: Release) -> Iterator[Finding]:
-    served: dict[str, str] = {}
+    served: dict[str, tuple[str, str]] = {}  # name -> group, model
+    with_roles = {group.served_name for group in release.groups if group.engine.role != "both"}
     for group in release.groups:
         model, lora = group.engine.model, group.engine.lora
         names = [group.served_name, *model.aliases]
         names += [adapter.name for adapter in lora.adapters] + [alias.name for alias in lora.aliases]
         for name in names:
-            if name in served:
+            path, model_name = served.get(name, (group.path, group.served_name))
+            one_model = model_name == group.served_name in with_roles and path != group.path
+            if name in served and not one_model:
                 yield Finding(
                     group.path,
-                    f"the name {quoted(name)} is already served by {served[name]}",
+                    f"the name {quoted(name)} is already served by {path}",
                     "give one of them another model.servedName, alias or name of an adapter",
                 )
-            served[name] = group.path
+            served[name] = group.path, group.served_name
 
 
 def _shared_folders(release: Release) -> Iterator[Finding]:
