@@ -166,7 +166,7 @@ def legs_counted(page: str, decision: str) -> float:
 
 
 def figures(timed: Sequence[Timed], seconds: float, scale: Scale) -> dict[str, float]:
-    """Of one mix."""
+    """The figures of one mix."""
     answered = [one for one in timed if one.error is None]
     gaps = [gap for one in answered for gap in one.gaps]
     firsts = [one.first_token_seconds for one in answered]
