@@ -181,14 +181,14 @@ def measure_neighbour(given: argparse.Namespace) -> dict[str, float]:
             for at in range(given.rounds + 1):  # the first one warms up
                 row: dict[str, list[float]] = defaultdict(list)
                 for number in numbers:
-                    computed = engines.ask(number, f"{at} {number}", tokens, reset=True)
+                    computed = engines.ask(number, f"{at} {number} {tokens}", tokens, reset=True)
                     if computed["cached"]:
                         raise gpu.BenchError(f"a new prompt had {computed['cached']} cached tokens")
                     row["computed"].append(computed["seconds"])
                 for number in numbers:
                     asked = {"own": number, "neighbour": (number - 1) % given.engines}
                     for kind in sorted(asked, reverse=bool((at + number) % 2)):
-                        row[kind].append(engines.load(number, f"{at} {asked[kind]}", tokens, kind))
+                        row[kind].append(engines.load(number, f"{at} {asked[kind]} {tokens}", tokens, kind))
                 for kind, values in row.items() if at else ():
                     seconds[f"{kind}_{tokens}"].append(statistics.mean(values))
         tokens = given.lengths[-1]
@@ -214,7 +214,7 @@ def measure_restart(given: argparse.Namespace) -> dict[str, float]:
         print(f"an engine is ready after {engines.start([0]):.0f} s", flush=True)
         for tokens in given.lengths:
             for at in range(given.rounds + 1):
-                engines.ask(0, f"before {at}", tokens, reset=True)
+                engines.ask(0, f"before {at} {tokens}", tokens, reset=True)
         ready = engines.rows()[READY]
         engines.kill(0)
         report["restart_seconds"] = engines.start([1])
@@ -223,9 +223,9 @@ def measure_restart(given: argparse.Namespace) -> dict[str, float]:
         for tokens in given.lengths:
             for at in range(given.rounds + 1):
                 row: dict[str, float] = {}
-                engines.ask(1, f"after {at}", tokens, reset=True)
+                engines.ask(1, f"after {at} {tokens}", tokens, reset=True)
                 for kind, prompt in sorted({"own": "after", "restarted": "before"}.items(), reverse=bool(at % 2)):
-                    row[kind] = engines.load(1, f"{prompt} {at}", tokens, kind)
+                    row[kind] = engines.load(1, f"{prompt} {at} {tokens}", tokens, kind)
                 for kind, value in row.items() if at else ():
                     seconds[f"{kind}_{tokens}"].append(value)
         report["restart_answers_differing"] = engines.answers_differing

@@ -142,6 +142,7 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
                 "type": chosen.choice(["none", "nvme", "redis"]),
                 "ioThreads": chosen.randrange(1, 33),
                 "encryption": {"enabled": chosen.random() < 0.5},
+                "below": {"type": chosen.choice(["none", "s3"]), "ioThreads": chosen.randrange(1, 33)},
                 "nvme": {
                     "mode": chosen.choice(["auto", "slab", "files"]),
                     "maxBytes": chosen.choice([None, "8TB", "300GiB"]),

@@ -33,7 +33,8 @@ LEVELS = {
         "model_facts shared_rules size_rules typed_values unknown_key",
         "pod_memory shape",
         "group",
-        "ascend_rules auth_rules credential_rules device_rules duration_rules pod_rules role_rules route_rules unread_rules",
+        "ascend_rules auth_rules credential_rules device_rules duration_rules pod_rules role_rules route_rules"
+        " unread_rules",
         "container_rules engine_rules",
         "gateway_rules model_rules release_rules tier_rules",
         "judgement vllm_parser",

@@ -967,6 +967,14 @@ def test_a_tier_short_of_room_takes_only_what_was_asked_for_before(rig: Rig) -> 
     assert all(rig.memory().contains(keys(range(8)), rig.clock() + 1))
 
 
+def test_a_tier_short_of_room_takes_what_another_engine_is_about_to_load(rig: Rig) -> None:
+    shared = rig.start(PressedTier(rig.memory()))
+    shared.count_request(keys(range(4)))
+    shared.submit_store(1, keys(range(4)), range(4), hand_over=True)
+    assert rig.outcome(1).success
+    assert all(rig.memory().contains(keys(range(4)), rig.clock() + 1))
+
+
 class PressedSessionTier(PressedTier):
     """One that follows sessions, and has room of the tenant's own for even seeds alone."""
 

@@ -205,10 +205,10 @@ class SharedTier:
         """Write the rows to the tier for ``tenant``; they must stay unchanged until the job is reported.
 
         session: of the request whose chunks these are. hand_over: another engine is to load them as soon as they are
-        announced, so they are announced when the store has ended. Keys that are there already, or on their way by
-        another job, count as done; so do those that a tier under pressure does not admit, and all once the weights have
-        changed. With the breaker open or too many bytes in hand the rest is dropped and counted: no request waits for a
-        store.
+        announced, so they are announced when the store has ended, and a tier under pressure admits them. Keys that are
+        there already, or on their way by another job, count as done; so do others that a tier under pressure does not
+        admit, and all once the weights have changed. With the breaker open or too many bytes in hand the rest is
+        dropped and counted: no request waits for a store.
         """
         job = self._open(job_id, Operation.STORE, keys, row_indices, tenant)
         job.hand_over = hand_over
@@ -228,7 +228,7 @@ class SharedTier:
             if known:
                 self._jobs.skip(job, known, SkipReason.PRESENT)
                 wanted, rows = _those_not_in(known, wanted, rows)
-            if self._tier.under_pressure:
+            if self._tier.under_pressure and not hand_over:  # which the other engine asks for next
                 rare = self._requested_once(wanted)
                 rare -= self._renewals.held_of(rare)
                 if job.session is not None and session is not None and self._sessions.is_expected(tenant, session):

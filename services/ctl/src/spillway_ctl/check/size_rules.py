@@ -74,6 +74,8 @@ def _engine_sizes(engine: Engine) -> dict[str, Any]:
         "offload.cpuBytes": engine.offload.cpu_bytes,
         "offload.sharedTier.loadQueueBytesMax": tier.load_queue_bytes_max,
         "offload.sharedTier.storeQueueBytesMax": tier.store_queue_bytes_max,
+        "offload.sharedTier.below.loadQueueBytesMax": tier.below.load_queue_bytes_max,
+        "offload.sharedTier.below.storeQueueBytesMax": tier.below.store_queue_bytes_max,
         "offload.sharedTier.nvme.maxBytes": tier.nvme.max_bytes,
         "offload.sharedTier.nvme.tenantMaxBytes": tier.nvme.tenant_max_bytes,
         "offload.sharedTier.nvme.volume.size": tier.nvme.volume.size,

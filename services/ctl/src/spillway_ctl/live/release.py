@@ -26,6 +26,7 @@ from spillway_ctl.live.asking import Asker, CheckFailed
 from spillway_ctl.live.chat import ANSWER_TOKENS, QUESTION, plain_chat, streamed_chat
 from spillway_ctl.named_text import read_named
 from spillway_ctl.readings import TEXT, WORDS
+from spillway_settings.byte_sizes import parse_byte_count
 from spillway_settings.wire import CONFIG_PATH, ENGINE_HEADER, RANK_HEADER
 
 # Network policies and Services name a pod's address some seconds after it has begun to run; until then a connection is
@@ -229,8 +230,18 @@ def differences(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
     elif isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
         for index, pair in enumerate(zip(expected, actual, strict=True)):
             yield from differences(*pair, f"{path}[{index}]")
-    elif expected != actual:
+    elif expected != actual and not _is_that_size(expected, actual):
         yield f"{path} is {actual!r}, not {expected!r}"
+
+
+def _is_that_size(text: Any, actual: Any) -> bool:
+    """Whether the values write, as text, the bytes that a process reads."""
+    if not isinstance(text, str) or type(actual) is not int:
+        return False
+    try:
+        return parse_byte_count(text) == actual
+    except ValueError:
+        return False
 
 
 def _ready_engines(asker: Asker, model: Mapping[str, Any]) -> list[str]:
