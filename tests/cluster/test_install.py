@@ -17,6 +17,8 @@ from cluster.report import Row
 from cluster.values import MODEL, OPERATIONS_PORT, simulated
 from stack_driver.deadlines import eventually
 
+from spillway_settings.byte_sizes import parse_byte_count
+
 LISTED_KINDS = (
     "pods,services,endpoints,endpointslices,configmaps,secrets,serviceaccounts,roles,rolebindings,deployments,"
     "replicasets,statefulsets,controllerrevisions,poddisruptionbudgets,networkpolicies,horizontalpodautoscalers,"
@@ -148,6 +150,8 @@ def require_equal(expected: object, actual: object, path: str = "") -> int:
     if isinstance(expected, list):
         assert isinstance(actual, list) and len(expected) == len(actual), f"{path}: {actual!r}, not {expected!r}"
         return sum(require_equal(*pair, f"{path}[{index}]") for index, pair in enumerate(zip(expected, actual)))
+    if isinstance(expected, str) and type(actual) is int:  # a size, as the values write it
+        expected = parse_byte_count(expected)
     assert expected == actual, f"{path}: {actual!r}, not {expected!r}"
     return 1
 
