@@ -17,7 +17,13 @@ _WAITING_BYTES_MAX = 4 << 20  # of one connection and direction: what a fast sen
 
 
 class SlowPath:
-    """port: where it listens. round_trip_seconds, bytes_per_second (None: no bound): of what arrives from now on."""
+    """The proxy.
+
+    Attributes:
+        port: It listens on this port of loopback.
+        round_trip_seconds: Of what arrives from now on.
+        bytes_per_second: Bandwidth of each direction for what arrives from now on; None: no bound.
+    """
 
     def __init__(self, target_port: int) -> None:
         self.round_trip_seconds = 0.0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from free_ports import free_port
+
+from spillway_stack import object_store
 
 START_SECONDS = 60.0
 _TRIES = 3
@@ -55,18 +55,7 @@ class S3Server:
             return False
 
     def make_bucket(self, name: str = BUCKET) -> None:
-        import obstore  # here: environments without it collect the conftests that name this
-
-        made = obstore.store.S3Store(
-            name,
-            endpoint=self.endpoint,
-            region="us-east-1",
-            access_key_id=KEYS[0],
-            secret_access_key=KEYS[1],
-            client_options={"allow_http": True},
-        )
-        obstore.put(made, "made", b"")
-        obstore.delete(made, "made")
+        object_store.make_bucket(name, self.port, *KEYS)
 
     def kill(self) -> None:
         self.process.kill()
@@ -90,37 +79,14 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
 
 def _started(folder: Path) -> S3Server | None:
     """None: it ended, for example because another process has taken one of its ports."""
-    binary = shutil.which("weed", path=str(Path(sys.executable).parent))
-    assert binary is not None, "weed is not beside the interpreter: make install"
     folder.mkdir(parents=True)
     identities = folder / "identities.json"
     identities.write_text(json.dumps(_IDENTITIES))
-    port = free_port()
-    ports = {name: free_port() for name in _PORTS}
+    ports = [free_port() for _ in object_store.PORTS]
+    command = object_store.server_arguments(object_store.server_binary(), folder, identities, ports)
     with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                binary,
-                "server",
-                f"-dir={folder}",
-                "-ip=127.0.0.1",
-                "-ip.bind=127.0.0.1",
-                "-filer",
-                "-s3",
-                f"-s3.port={port}",
-                f"-s3.config={identities}",
-                "-s3.iam=false",
-                "-s3.port.iceberg=0",
-                "-s3.port.lance=0",
-                "-master.volumeSizeLimitMB=64",
-                "-volume.max=8",
-                *(f"-{name}={number}" for name, number in ports.items()),
-            ],
-            stdout=log,
-            stderr=log,
-            cwd=folder,
-        )
-    server = S3Server(port, process)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    server = S3Server(ports[0], process)
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         if server.answers():
@@ -128,14 +94,3 @@ def _started(folder: Path) -> S3Server | None:
         time.sleep(0.05)
     server.kill()
     return None
-
-
-_PORTS = (
-    "master.port",
-    "master.port.grpc",
-    "volume.port",
-    "volume.port.grpc",
-    "filer.port",
-    "filer.port.grpc",
-    "s3.port.grpc",
-)

@@ -524,7 +524,7 @@ def test_an_engine_that_left_for_want_of_the_lock_comes_back(node: Node, caplog)
     assert looked_up(first, 4) is HIT
     assert RowChecks(second._index)._holds(reading)
     second.complete_load([key(1)], CONTEXT)
-    store(first, 5, 6)  # evicts the oldest two, which nobody reads any more: one row is free
+    store(first, 5, 6)  # evicts the oldest two, which no engine reads any more: one row is free
     assert looked_up(second, 1) is MISS
 
 

@@ -1,4 +1,4 @@
-"""Two shared tiers behind each other: where chunks are found, loaded from and stored, and what a failing one costs."""
+"""Two shared tiers behind each other: which of them a chunk is found in and stored in, and what faults cost."""
 
 from __future__ import annotations
 
@@ -288,7 +288,8 @@ def test_each_tier_has_a_gate_of_its_own_and_the_slow_one_is_probed(rig: Rig) ->
     rig.fill(rig.below, [1])
     chain = rig.start(above=SlowTier(rig.memory(rig.above), rig.clock, 0.1, {Operation.LOAD}))
     policy = LoadPolicy()
-    gate = JointGate([LoadGate(policy, 128, PAYLOAD, RateMeter(10.0)) for _ in range(2)], RateMeter(10.0))
+    members = [LoadGate(policy, 128, PAYLOAD, RateMeter(10.0)) for _ in range(2)]
+    gate = JointGate(["nvme", "s3"], members, RateMeter(10.0))
     computing = RateMeter(10.0, pinned=1000.0)
     chain.use_gate(gate, computing, PAYLOAD)
     gate.members[0].load_rate.add(1e9, 1.0, rig.clock())
@@ -303,6 +304,8 @@ def test_each_tier_has_a_gate_of_its_own_and_the_slow_one_is_probed(rig: Rig) ->
     assert rig.load([0]).success
     assert gate.members[0].load_rate.updated_at == rig.clock()
     assert gate.members[1].load_rate.updated_at != rig.clock()
+    (above, first), (below, second) = gate.load_rates("nvme")
+    assert (above, below) == ("nvme", "s3") and first is not None and second is not None and first > second
 
 
 def test_each_tier_announces_what_it_holds_under_its_own_name(rig: Rig) -> None:

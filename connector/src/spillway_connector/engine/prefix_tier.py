@@ -15,7 +15,7 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from spillway_connector.config import TIER_TYPES, parse_tier
+from spillway_connector.config import parse_tier
 from spillway_connector.engine.open_shared_tier import open_shared_tier
 from spillway_connector.engine.tenancy import hands_over, session_of_context, tenant_of_context
 from spillway_connector.engine.tier_stats import JointReport, TierReport
@@ -29,8 +29,6 @@ from spillway_connector.transfer.lookups import Answers
 from spillway_connector.transfer.shared_tier import SharedTier
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["TIER_TYPES", "ChunkOwner", "PrefixTier", "SharedTierBase", "TierJobResult", "gate_of", "load_rates_of"]
 
 
 class ChunkOwner(Protocol):
@@ -74,33 +72,9 @@ class PrefixTier(SecondaryTierManager):
         """(job, chunks) of loads under way: those loaded since the last call, each once; their jobs still end."""
         return ()
 
-    def gate(self, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter) -> Gate:
-        """Whether loads from here pay, by what they reach. Called once."""
-        return LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
-
-    def load_rates(self, gate: Gate) -> Iterable[tuple[str, float | None]]:
-        """(tier, bytes per second) of what :meth:`gate` gave."""
-        return [(self.tier_type, gate.load_rate.per_second)]
-
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         """What lookup() would return for each of `keys` (at least one), up to and including the first MISS."""
-
-
-def gate_of(
-    tier: SecondaryTierManager, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter
-) -> Gate:
-    """The gate of a tier of Spillway's, or of another."""
-    if isinstance(tier, PrefixTier):
-        return tier.gate(policy, chunk_tokens, chunk_bytes, prefill_rate)
-    return LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
-
-
-def load_rates_of(tier: SecondaryTierManager, gate: Gate) -> Iterable[tuple[str, float | None]]:
-    """(tier, bytes per second) behind a gate that gate_of gave."""
-    if isinstance(tier, PrefixTier):
-        return tier.load_rates(gate)
-    return [(tier.tier_type, gate.load_rate.per_second)]
 
 
 class SharedTierBase(PrefixTier):
@@ -113,43 +87,23 @@ class SharedTierBase(PrefixTier):
         self._shared = open_shared_tier(
             config, spec.namespace, spec.geometry, self._rows, announces_blocks=spec.announces_blocks
         )
-        self._chain = self._shared if isinstance(self._shared, TierChain) else None
+        self.chain = self._shared if isinstance(self._shared, TierChain) else None
         self.answered_requests = self._shared.answered_requests
         members = (self._shared,) if isinstance(self._shared, SharedTier) else self._shared.members
-        self.report = JointReport([TierReport(member.tier_name, member) for member in members], self._chain)
+        self.report = JointReport([TierReport(member.tier_name, member) for member in members], self.chain)
         logger.info("Shared tier %s: namespace %s", self.names, spec.namespace.hex)
 
     @property
     def names(self) -> str:
         """The types of the tiers, the one above first, as processes report them."""
-        return self.tier_type if self._chain is None else ">".join(tier.tier_name for tier in self._chain.members)
-
-    @override
-    def gate(self, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter) -> Gate:
-        """Whether loads from here pay. Called once; a chain has a gate for each of its tiers from then on."""
-        if self._chain is None:
-            return super().gate(policy, chunk_tokens, chunk_bytes, prefill_rate)
-        members = [
-            LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds))
-            for _ in self._chain.members
-        ]
-        gate = JointGate(members, RateMeter(policy.half_life_seconds))
-        self._chain.use_gate(gate, prefill_rate, chunk_bytes)
-        self._gates = dict(zip((tier.tier_name for tier in self._chain.members), members, strict=True))
-        return gate
-
-    @override
-    def load_rates(self, gate: Gate) -> Iterable[tuple[str, float | None]]:
-        if self._chain is None:
-            return super().load_rates(gate)
-        return [(name, each.load_rate.per_second) for name, each in self._gates.items()]
+        return self.tier_type if self.chain is None else ">".join(tier.tier_name for tier in self.chain.members)
 
     def take_not_worth(self) -> Iterable[tuple[str, int]]:
         """(tier, lookups) that were not sent to a tier because loading from it alone does not pay."""
-        if self._chain is None or not self._chain.not_worth:
+        if self.chain is None or not self.chain.not_worth:
             return ()
-        count, self._chain.not_worth = self._chain.not_worth, 0
-        return [(self._chain.members[1].tier_name, count)]
+        count, self.chain.not_worth = self.chain.not_worth, 0
+        return [(self.chain.members[1].tier_name, count)]
 
     @property
     @override
@@ -189,7 +143,7 @@ class SharedTierBase(PrefixTier):
 
     def take_promoted(self, job_id: int) -> Sequence[bytes]:
         """The chunks of a load that has ended which a tier below gave, to be stored in the tier above it."""
-        return () if self._chain is None else self._chain.take_promoted(job_id)
+        return () if self.chain is None else self.chain.take_promoted(job_id)
 
     def weights_changed(self) -> None:
         self._shared.weights_changed()
@@ -236,3 +190,17 @@ class SharedTierBase(PrefixTier):
     def shutdown(self) -> None:
         self._shared.close()
         self._rows.release()
+
+
+def gate_of(
+    tier: SecondaryTierManager, policy: LoadPolicy, chunk_tokens: int, chunk_bytes: int, prefill_rate: RateMeter
+) -> Gate:
+    """Whether loads from a tier pay, by what they reach; a chain asks the gate of each of its tiers from then on."""
+    chain = tier.chain if isinstance(tier, SharedTierBase) else None
+    names = [tier.tier_type] if chain is None else [member.tier_name for member in chain.members]
+    gates = [LoadGate(policy, chunk_tokens, chunk_bytes, RateMeter(policy.half_life_seconds)) for _ in names]
+    if chain is None:
+        return gates[0]
+    gate = JointGate(names, gates, RateMeter(policy.half_life_seconds))
+    chain.use_gate(gate, prefill_rate, chunk_bytes)
+    return gate

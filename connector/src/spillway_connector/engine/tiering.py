@@ -24,7 +24,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.early_loads import PendingRows
 from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promotion
-from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult, load_rates_of
+from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
@@ -446,7 +446,7 @@ class TieringManager(PrefixLookupManager):
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
         for tier, gate in self._gates.items():
-            for name, load_rate in load_rates_of(tier, gate):
+            for name, load_rate in gate.load_rates(tier.tier_type):
                 if load_rate is not None and load_rate != self._reported_rates.get(name):
                     self._reported_rates[name] = load_rate
                     stats.add(metrics.TIER_LOAD_RATE, load_rate, name)

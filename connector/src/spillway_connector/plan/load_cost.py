@@ -123,6 +123,8 @@ class Gate(Protocol):
 
     def passes(self, request_id: str, prefill_rate: RateMeter, now: float, /) -> bool: ...
 
+    def load_rates(self, tier: str, /) -> Sequence[tuple[str, float | None]]: ...
+
 
 class LoadGate:
     """Open while loading from one tier pays; when it does not, opens for one request every `probe_seconds`."""
@@ -157,11 +159,22 @@ class LoadGate:
             return True
         return False
 
+    def load_rates(self, tier: str) -> list[tuple[str, float | None]]:
+        """The tier's name and the bytes per second that loads from it have reached; None: not measured."""
+        return [(tier, self.load_rate.per_second)]
+
 
 class JointGate:
-    """The gate of tiers that stand behind each other: open while loading from any of them pays, as their gates say."""
+    """The gate of tiers that stand behind each other: open while loading from any of them pays, as their gates say.
 
-    def __init__(self, members: Sequence[LoadGate], load_rate: RateMeter) -> None:
+    Args:
+        names: Of the tiers, in their order.
+        members: A gate for each tier.
+        load_rate: What loads have reached, whichever tier they came from.
+    """
+
+    def __init__(self, names: Sequence[str], members: Sequence[LoadGate], load_rate: RateMeter) -> None:
+        self._names = names
         self.members = members
         self.load_rate = load_rate
 
@@ -177,6 +190,11 @@ class JointGate:
     def passes(self, request_id: str, prefill_rate: RateMeter, now: float) -> bool:
         """Whether this request may load from one of the tiers now."""
         return any([gate.passes(request_id, prefill_rate, now) for gate in self.members])
+
+    def load_rates(self, tier: str) -> list[tuple[str, float | None]]:
+        """See LoadGate.load_rates; of each member, under its own name."""
+        pairs = zip(self._names, self.members, strict=True)
+        return [(name, gate.load_rate.per_second) for name, gate in pairs]
 
     def open_members(self, request_id: str, prefill_rate: RateMeter, now: float) -> list[int]:
         """From which of the tiers this request may load now, by position; from all, if it was let in against them."""

@@ -40,7 +40,6 @@ class _Load:
 class TierChain:
     """``above`` and ``below`` as one tier; they share one ChangeLog of answered requests and one event of progress.
 
-
     All methods are called on the scheduler thread and return at once, except ``drain`` and ``close``.
     """
 

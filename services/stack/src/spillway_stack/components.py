@@ -145,8 +145,8 @@ def _identities_file(folder: StateFolder) -> Path:
 def _object_store(settings: StackSettings, folder: StateFolder) -> Component:
     port = settings.s3_port()
     binary, data = object_store.server_binary(), folder.object_store
-    arguments = object_store.server_arguments(binary, data, _identities_file(folder), port)
     ports = range(port, port + len(object_store.PORTS))
+    arguments = object_store.server_arguments(binary, data, _identities_file(folder), ports)
     return Component(
         object_store.NAME,
         arguments,

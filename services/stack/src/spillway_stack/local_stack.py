@@ -293,7 +293,7 @@ class LocalStack:
             if time.monotonic() > deadline:
                 raise NotReadyInTime(f"{store.name} was not ready after {STORE_START_SECONDS:.0f} s; see make logs")
             time.sleep(POLL_SECONDS)
-        object_store.make_bucket(store.port)
+        object_store.make_bucket(object_store.BUCKET, store.port, *object_store.KEYS.values())
 
     def _line(self, status: ComponentStatus) -> ComponentLine:
         detail = status.detail

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from spillway_stack.errors import StackError
@@ -13,8 +14,8 @@ NAME = "object-store"
 BUCKET = "spillway"
 # Of a store that only this machine reaches; engines get them by their environment alone.
 KEYS = {"AWS_ACCESS_KEY_ID": "local-stack", "AWS_SECRET_ACCESS_KEY": "local-stack-secret"}
-VOLUME_MAX_MB = 256
-VOLUMES_MAX = 24
+VOLUME_MAX_MB, VOLUMES_MAX = 256, 24  # which bounds what it keeps to 6 GB
+# Of the parts of one server, that of S3 first.
 PORTS = (
     "s3.port",
     "s3.port.grpc",
@@ -46,16 +47,16 @@ def server_binary() -> Path:
     return Path(found)
 
 
-def make_bucket(s3_port: int) -> None:
+def make_bucket(name: str, s3_port: int, access_key: str, secret_key: str) -> None:
     """The server makes a bucket at the first write to it, and engines read first. Raises StackError."""
     import obstore  # noqa: PLC0415 - only a stack with this store needs it
 
     bucket = obstore.store.S3Store(
-        BUCKET,
+        name,
         endpoint=f"http://127.0.0.1:{s3_port}",
         region="us-east-1",
-        access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
-        secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+        access_key_id=access_key,
+        secret_access_key=secret_key,
         client_options={"allow_http": True},
     )
     try:
@@ -66,9 +67,15 @@ def make_bucket(s3_port: int) -> None:
         raise StackError(f"the object store made no bucket: {reason}; see make logs COMPONENT=object-store") from error
 
 
-def server_arguments(binary: Path, folder: Path, identities_file: Path, first_port: int) -> list[str]:
-    """The command of one server whose ports begin with that of S3."""
-    ports = [f"-{name}={first_port + distance}" for distance, name in enumerate(PORTS)]
+def server_arguments(binary: Path, folder: Path, identities_file: Path, ports: Iterable[int]) -> list[str]:
+    """The command of one server.
+
+    Args:
+        binary: Of the server.
+        folder: For what it keeps.
+        identities_file: Who may do what.
+        ports: A port for each of PORTS.
+    """
     return [
         str(binary),
         "server",
@@ -83,5 +90,5 @@ def server_arguments(binary: Path, folder: Path, identities_file: Path, first_po
         "-s3.port.lance=0",
         f"-master.volumeSizeLimitMB={VOLUME_MAX_MB}",
         f"-volume.max={VOLUMES_MAX}",
-        *ports,
+        *(f"-{name}={port}" for name, port in zip(PORTS, ports, strict=True)),
     ]

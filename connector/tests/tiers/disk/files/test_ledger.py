@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spillway_connector.testing.tier_contract import soon
@@ -53,6 +53,8 @@ def test_a_note_of_a_file_behind_a_link_removes_nothing_there(tmp_path: Path) ->
 
 
 @given(st.binary(max_size=200), st.sampled_from([MAKE, REMOVE]))
+@example(b".", MAKE)
+@example(b".", REMOVE)
 def test_no_note_whatever_its_path_raises_or_leaves_the_store(
     tmp_path_factory: pytest.TempPathFactory, named: bytes, change: int
 ) -> None:

@@ -142,7 +142,7 @@ class Ledger:
         """Complete or undo the change of a writer that was killed, and correct the number."""
         path = f"{self._folder}/{note.path}"
         if note.change is _Change.MAKE:
-            with suppress(FileNotFoundError, NotADirectoryError, NotOwn):
+            with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, NotOwn):
                 unlink_own(path, self._depth_of(path))
             gone = True
         else:
