@@ -64,7 +64,7 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine import prefix_tier
+from spillway_connector.engine import open_shared_tier
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
@@ -278,8 +278,8 @@ def _spillway_rig(num_rows: int, folder: Path, layout: str, region: HostRegion, 
     )
     options = {"path": str(folder / "nvme"), "mode": layout, "max_bytes": 1 << 28}
     options |= {name: FOREVER_SECONDS for name in ("lookup_timeout_seconds", "load_timeout_seconds")}
-    open_tier = prefix_tier.open_tier
-    with patch.object(prefix_tier, "open_tier", lambda *given: held(open_tier(*given), hold)):
+    open_tier = open_shared_tier.open_tier
+    with patch.object(open_shared_tier, "open_tier", lambda *given: held(open_tier(*given), hold)):
         tier = SharedTierAdapter(spec, cpu_tier.get_kv_memoryview(), "nvme", **options)  # type: ignore[arg-type]
     manager = SpillwayTieringManager(
         cpu_tier,

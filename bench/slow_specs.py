@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.kv_offload.tiering.fs import manager as upstream
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from spillway_connector.engine import prefix_tier
+from spillway_connector.engine import open_shared_tier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.testing.faults import Throttle, ThrottledTier
 from spillway_connector.transfer.stats import Operation
@@ -18,7 +18,7 @@ from spillway_connector.transfer.stats import Operation
 __all__ = ["SpillwayOffloadingSpec", "UpstreamSpec"]
 
 _throttle = Throttle(float(os.environ["BENCH_TIER_BYTES_PER_SECOND"]))
-_open_tier, _load_block = prefix_tier.open_tier, upstream.load_block
+_open_tier, _load_block = open_shared_tier.open_tier, upstream.load_block
 
 
 class UpstreamSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -34,5 +34,5 @@ def _load_block_slowly(source_path: str, view: memoryview, offset: int, block_si
     _load_block(source_path, view, offset, block_size)
 
 
-prefix_tier.open_tier = _open_slow_tier
+open_shared_tier.open_tier = _open_slow_tier
 upstream.load_block = _load_block_slowly

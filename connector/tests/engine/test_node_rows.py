@@ -20,7 +20,7 @@ from spillway_connector.engine.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError
 from spillway_connector.node.region import NodeRegion, agreed_region
-from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, SEARCHED, WRITING
+from spillway_connector.plan.node_index import _RECORD_WORDS, DEAD_ROWS_KEPT_MS, SEARCHED, WRITING
 from spillway_connector.testing.generation import HIT, MISS, PENDING, make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
 
@@ -51,7 +51,7 @@ class Node:
     @contextmanager
     def lock_held(self) -> Iterator[None]:
         """By a process that has stopped."""
-        descriptor = os.open(next(self.folder.glob("rows-*/lock")), os.O_RDWR)
+        descriptor = os.open(next(self.folder.glob("rows-*/index")), os.O_RDWR)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -218,7 +218,7 @@ def test_a_row_that_changed_under_a_copy_fails_it(node: Node):
     checks.submitted(7, spec)
     checks.submitted(8, spec)
     assert checks.still_held(7)
-    tier._index.stamps[spec.block_ids] += np.uint64(4)
+    tier._index.stamp_array[spec.block_ids] += np.uint64(4)
     assert not checks.still_held(8)
     assert checks.still_held(9)  # of no load
 
@@ -226,7 +226,7 @@ def test_a_row_that_changed_under_a_copy_fails_it(node: Node):
 def test_a_damaged_entry_of_the_index_is_no_hit(node: Node):
     first = node.engine()
     store(first, 1, 2)
-    first._index._keys[first.rows_of([key(1)])[0], 20] ^= 1
+    first._index._record_words[first.rows_of([key(1)])[0] * _RECORD_WORDS + 4] ^= 1  # of its key
     second = node.engine()
     assert [looked_up(second, number) for number in (1, 2)] == [MISS, HIT]
 
@@ -312,6 +312,8 @@ def test_an_engine_leaves_a_region_whose_files_were_removed(node: Node, caplog):
     store(tier, 1, 2)
     spec = tier.prepare_load([key(1)], CONTEXT)
     os.unlink(node.folder / f"rows-{ROW_BYTES}" / "index")
+    node.seconds += 1.0  # until the next look at the files
+    tier.sync()
     assert tier.prepare_store([key(3)], CONTEXT) is None
     assert "leaves the CPU tier of its node" in caplog.text
     assert looked_up(tier, 2) is MISS
@@ -343,7 +345,7 @@ def test_a_region_of_another_size_is_refused_while_an_engine_uses_it_and_replace
 def test_a_region_of_another_version_or_one_that_was_never_finished_is_replaced(node: Node, caplog):
     for word, why in ((1, "it has version 7"), (0, "it was never finished")):
         tier = node.engine()
-        tier._index._header[word] = 7
+        tier._index._words[word] = 7
         node.kill(tier)
         node.kill(node.engine())
         assert f"is replaced: {why}" in caplog.text

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 from blake3 import blake3
@@ -28,7 +28,7 @@ from spillway_connector.engine.cpu_tier import LruRows
 from spillway_connector.engine.row_checks import NodeRowsSpec
 from spillway_connector.errors import TierTimeout
 from spillway_connector.node.region import NodeRegion
-from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex, rows_of
+from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
 logger = logging.getLogger(__name__)
@@ -97,11 +97,15 @@ class NodeRows(LruRows):
         if self._clock() >= self._sweep_at:
             self._sweep_at = self._clock() + _SWEEP_SECONDS
             engines = self._index.engines()
-            self._change(lambda index: index.sweep(self._node.lease.is_held, self._place, self._now_ms()))
+            self._change(self._sweep, followed=False)
             if self._news is not None and self._index.engines() < engines:
                 self._news.others_ended()
         if self._index.version != self._version and self._left is None:
             self._look()
+
+    def _sweep(self, index: NodeIndex) -> None:
+        self._node.require_files()
+        index.sweep(self._node.lease.is_held, self._place, self._now_ms())
 
     def _look(self) -> None:
         self._version = self._index.version
@@ -142,7 +146,7 @@ class NodeRows(LruRows):
                 continue
             if row not in self._chunk_in:
                 self._chunk_in[row] = key
-                self._used_ms[key] = int(self._index.used_ms[row])
+                self._used_ms[key] = self._index.used_ms[row]
             if is_ready and key not in self.ready:
                 self.ready.add(key)
                 come.append(key)
@@ -178,9 +182,9 @@ class NodeRows(LruRows):
         self._mine.discard(key)
         self._retention.forget([key])
 
-    def _change(self, change: Callable[[NodeIndex], object]) -> bool:
-        """Make a change under the lock, with a picture that is up to date. False: it was not made, and the tier is
-        left."""
+    def _change(self, change: Callable[[NodeIndex], object], *, followed: bool = True) -> bool:
+        """Make a change under the lock, with a picture that is up to date. followed: the change brings the picture up
+        to date itself. False: it was not made, and the tier is left."""
         if self._left is not None:
             return False
         try:
@@ -188,6 +192,9 @@ class NodeRows(LruRows):
                 if index.version != self._version:
                     self._look()
                 change(index)
+                if followed:
+                    self._version = index.version
+                    index.skip_changes(self._segments)
         except (OSError, TierTimeout) as error:
             self._leave(str(error))
             return False
@@ -195,8 +202,8 @@ class NodeRows(LruRows):
 
     def _took(self, rows: Iterable[int]) -> None:
         """This engine has changed these rows itself, and its picture with them."""
-        changed = rows_of(rows)
-        self._seen[changed] = self._index.stamps[changed]
+        for row in rows:
+            self._seen[row] = self._index.stamps[row]
 
     def _leave(self, why: str) -> None:
         logger.error(
@@ -224,11 +231,11 @@ class NodeRows(LruRows):
         self._sweep_at = self._clock() + _REJOIN_SECONDS
         try:
             with self._node.changing(0.0) as index:
+                self._node.require_files()
                 writing = self._reset_writes.union(self.rows_of(self._mine))
-                ended = [row for row in index.written_by(self._place).tolist() if row not in writing]
-                if ended:
-                    index.free(rows_of(ended))
-                used = rows_of(self._chunk_in)
+                ended = [row for row in index.written_by(self._place) if row not in writing]
+                index.free(ended)
+                used = list(self._chunk_in)
                 seen = self._seen[used]
                 self._seen[:] = NO_STAMP
                 self._seen[used] = seen
@@ -265,7 +272,7 @@ class NodeRows(LruRows):
         rows = [row for row in map(self._rows.get, keys) if row is not None]
         if rows and self._left is None:
             now_ms = self._now_ms()
-            self._index.use(rows_of(rows), now_ms)
+            self._index.use(rows, now_ms)
             self._used_ms.update((self._chunk_in[row], now_ms) for row in rows)
 
     @override
@@ -283,7 +290,7 @@ class NodeRows(LruRows):
             stored = list(output.keys_to_store)
             rows = self.rows_of(stored)
             now_ms = self._now_ms()
-            index.claim(rows_of(rows), self._namespace, stored, self._place, now_ms)
+            index.claim(rows, self._namespace, stored, self._place, now_ms)
             self._took(rows)
             self._chunk_in.update(zip(rows, stored, strict=True))
             self._used_ms.update(dict.fromkeys(stored, now_ms))
@@ -296,12 +303,11 @@ class NodeRows(LruRows):
         """Called with the lock; the rows of what was just evicted are in _free_list."""
         evicted, self._free_list = self._free_list, []
         if evicted:
-            rows = rows_of(evicted)
-            self._index.free(rows)
+            self._index.free(evicted)
             self._took(evicted)
             for row in evicted:
                 self._used_ms.pop(self._chunk_in.pop(row), None)
-        found: list[int] = self._index.take_free(count).tolist()
+        found = evicted if len(evicted) == count else self._index.take_free(count)
         assert len(found) == count, f"{count} rows were to be free, {len(found)} are"
         return found
 
@@ -309,16 +315,16 @@ class NodeRows(LruRows):
         """Free rows that this picture does not show: those used before its oldest chunk, and others if it is short."""
         if count <= 0 or not self._foreign:
             return
-        rows = rows_of(self._foreign)
-        rows = rows[~index.pinned(rows)]
-        rows = rows[np.argsort(index.used_ms[rows], kind="stable")][:count]
-        if len(rows) and len(self.ready) - len(self._readers) >= count:
+        rows = np.fromiter(self._foreign, np.intp)
+        oldest_first = rows[np.argsort(index.used_ms_array[rows], kind="stable")].tolist()
+        if len(self.ready) - len(self._readers) >= count:
             oldest = next((self._used_ms[key] for key in self._rows if key in self.ready), 0)
-            rows = rows[index.used_ms[rows] <= oldest]
-        if len(rows):
-            index.free(rows)
-            self._took(rows.tolist())
-            self._foreign.difference_update(rows.tolist())
+            oldest_first = list(takewhile(lambda row: index.used_ms[row] <= oldest, oldest_first))
+        chosen = list(islice((row for row in oldest_first if not index.is_pinned(row)), count))
+        if chosen:
+            index.free(chosen)
+            self._took(chosen)
+            self._foreign.difference_update(chosen)
 
     @override
     def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
@@ -330,21 +336,20 @@ class NodeRows(LruRows):
         """The oldest chunks that other engines have used since become the youngest."""
         for _ in range(1 + len(self._rows) // (count + _LOOKAHEAD)):
             oldest = list(islice(self._rows.items(), count + _LOOKAHEAD))
-            used = self._index.used_ms[rows_of(row for _, row in oldest)].tolist()
-            newer = [(key, now) for (key, _), now in zip(oldest, used, strict=True) if now > self._used_ms[key]]
-            for key, used_ms in sorted(newer, key=lambda one: one[1]):
+            newer = [(key, now) for key, row in oldest if (now := self._index.used_ms[row]) > self._used_ms[key]]
+            for key, now in sorted(newer, key=lambda one: one[1]):
                 self._rows.move_to_end(key)
-                self._used_ms[key] = used_ms
+                self._used_ms[key] = now
             if len(oldest) - len(newer) >= count:
                 return
 
     @override
     def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
-        return super()._all_may_leave(batch, kept) and not self._index.pinned(rows_of(self.rows_of(batch))).any()
+        return super()._all_may_leave(batch, kept) and not self._index.any_pinned(self.rows_of(batch))
 
     @override
     def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
-        return super()._may_leave(key, kept) and not self._index.pinned(rows_of([self._rows[key]]))[0]
+        return super()._may_leave(key, kept) and not self._index.is_pinned(self._rows[key])
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -352,7 +357,7 @@ class NodeRows(LruRows):
         rows = self.rows_of(mine)
 
         def publish(index: NodeIndex) -> None:
-            (index.publish if success else index.free)(rows_of(rows))
+            (index.publish if success else index.free)(rows)
             self._took(rows)
 
         if not mine:
@@ -383,22 +388,19 @@ class NodeRows(LruRows):
         return self._pin(list(keys), req_context)
 
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> NodeRowsSpec | None:
-        rows: list[int] = []
+        spec: NodeRowsSpec | None = None
 
         def pin(index: NodeIndex) -> None:
-            if not self.ready.issuperset(keys):
-                return
-            found = self.rows_of(keys)
-            numbers = rows_of(found)
-            if index.are_ready(numbers):
-                rows.extend(found)
-                index.pin(numbers, self._place)
+            nonlocal spec
+            rows = self.rows_of(keys)
+            if self.ready.issuperset(keys) and index.are_ready(rows):
+                index.pin(rows, self._place)
+                spec = NodeRowsSpec(rows, [index.stamps[row] for row in rows], index.checks(rows))
 
-        if not self._change(pin) or len(rows) < len(keys):
+        if not self._change(pin) or spec is None:
             return None
         super().prepare_load(keys, req_context)
-        numbers = rows_of(rows)
-        return NodeRowsSpec(rows, self._seen[numbers].tolist(), self._index.checks[numbers].tolist())
+        return spec
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -415,7 +417,7 @@ class NodeRows(LruRows):
         super().complete_load(pinned, req_context)
         idle = self.rows_of(key for key in pinned if key not in self._readers)
         if idle:
-            self._index.unpin(rows_of(idle), self._place)
+            self._index.unpin(idle, self._place)
         if self._left is not None:
             for key in self.ready.intersection(pinned).difference(self._readers):
                 self._drop(self._rows[key], key)
@@ -445,12 +447,11 @@ class NodeRows(LruRows):
         freed: list[OffloadKey] = []
 
         def free(index: NodeIndex) -> None:
-            rows = rows_of(self._rows[key] for key in self.ready if key not in self._readers)
-            rows = rows[~index.pinned(rows)]
-            if len(rows):
-                index.free(rows)
-                self._took(rows.tolist())
-                freed.extend(self._chunk_in[row] for row in rows.tolist())
+            idle = self.rows_of(key for key in self.ready if key not in self._readers)
+            rows = [row for row in idle if not index.is_pinned(row)]
+            index.free(rows)
+            self._took(rows)
+            freed.extend(self._chunk_in[row] for row in rows)
             self._oldest_generation = index.generation
 
         if not self._change(free):
@@ -486,12 +487,11 @@ class NodeRows(LruRows):
                 ended.append(row)
         if not ended:
             return
-        numbers = rows_of(ended)
-        self._index.unpin(numbers, self._place)
+        self._index.unpin(ended, self._place)
         written = self._reset_writes.intersection(ended)
         if written:
             self._reset_writes -= written
-            self._change(lambda index: index.free(rows_of(written)))
+            self._change(lambda index: index.free(list(written)), followed=False)
 
     @override
     def shutdown(self) -> None:

@@ -1,7 +1,7 @@
 """The memory of a node's rows: files that every engine of the node maps, the lock of their index, the engines' leases.
 
-    <path>/rows-<bytes of a row>/lock       who holds it changes the index
-                                 index      plan/node_index.py
+    <path>/rows-<bytes of a row>/lock       who holds it opens the files below, or makes them
+                                 index      plan/node_index.py; who holds its lock changes it
                                  rows       the chunks
                                  writers/   a lease for each engine, which each of its processes holds
 
@@ -83,11 +83,10 @@ class NodeRegion:
                 unlink_own(path, _FILE_DEPTH, missing_ok=True)
             self._make()
         descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
-        try:
-            self._inode = os.fstat(descriptor).st_ino
-            mapping = mmap.mmap(descriptor, NodeIndex.bytes_of(self.num_rows))
-        finally:
-            os.close(descriptor)
+        # Of the index itself: whoever has mapped it takes this lock, also where another file has its name by now.
+        self._index_lock = FileLock.on_open_file(self._index_path, descriptor, time.monotonic)
+        self._inode = os.fstat(descriptor).st_ino
+        mapping = mmap.mmap(descriptor, NodeIndex.bytes_of(self.num_rows))
         self.index = NodeIndex(memoryview(mapping), self.num_rows)
         self.memory = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
 
@@ -131,13 +130,20 @@ class NodeRegion:
 
     @contextmanager
     def changing(self, patience_seconds: float = CHANGE_SECONDS) -> Iterator[NodeIndex]:
-        """Hold the lock of the index. Raises TierTimeout, OSError (RegionGone)."""
-        with self._lock.held(time.monotonic() + patience_seconds):
-            if os.stat(self._index_path).st_ino != self._inode:
-                raise RegionGone(f"{self._index_path} is another file")
+        """Hold the lock of the index. Raises TierTimeout, OSError."""
+        self._index_lock.acquire(time.monotonic() + patience_seconds)
+        try:
             self.index.begin()
             yield self.index
             self.index.end()  # after an exception it is mended by the next holder
+        finally:
+            self._index_lock.release()
+
+    def require_files(self) -> None:
+        """Engines that start now find what this one maps: with other files they would share nothing, safely. Raises
+        OSError (RegionGone)."""
+        if os.stat(self._index_path).st_ino != self._inode:
+            raise RegionGone(f"{self._index_path} is another file")
 
     def join(self, now_ms: int) -> int:
         """The place of this engine in the index, for its scheduler's process. Raises HostMemoryError."""
@@ -156,6 +162,7 @@ class NodeRegion:
         """This process uses the region no longer; its memory stays."""
         self.lease.release()
         self._lock.close()
+        self._index_lock.close()
         self.memory.cleanup()
 
 

@@ -39,6 +39,14 @@ class FileLock:
         self._clock = clock
         self._thread_lock = threading.Lock()
         self._descriptor: int | None = None
+        self._file: tuple[int, int] | None = None  # device and inode of what was opened by name
+
+    @classmethod
+    def on_open_file(cls, path: Path, descriptor: int, clock: Clock) -> FileLock:
+        """The lock on a file that is open, and becomes the lock's to close, whatever has its name later."""
+        lock = cls(path, clock)
+        lock._descriptor = descriptor
+        return lock
 
     @contextmanager
     def held(self, deadline: float) -> Iterator[int]:
@@ -46,16 +54,26 @@ class FileLock:
 
         Raises TierTimeout, and OSError if the file cannot be opened (FileNotFoundError: its folder is missing).
         """
+        descriptor = self.acquire(deadline)
+        try:
+            yield descriptor
+        finally:
+            self.release()
+
+    def acquire(self, deadline: float) -> int:
+        """As :meth:`held`; release() must follow."""
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - self._clock())):
             raise TierTimeout(f"{self.path}: another thread held the lock")
         try:
-            descriptor = self._acquire(deadline)
-            try:
-                yield descriptor
-            finally:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        finally:
+            return self._acquire(deadline)
+        except BaseException:
             self._thread_lock.release()
+            raise
+
+    def release(self) -> None:
+        assert self._descriptor is not None
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._thread_lock.release()
 
     def close(self) -> None:
         """Close the file. While another thread holds the lock it stays open until the process ends."""
@@ -70,6 +88,8 @@ class FileLock:
         while True:
             if self._descriptor is None:
                 self._descriptor = self._open()
+                status = os.fstat(self._descriptor)
+                self._file = status.st_dev, status.st_ino
             descriptor = self._descriptor
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +99,7 @@ class FileLock:
                 time.sleep(pause)  # flock has no timeout of its own
                 pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
                 continue
-            if self._is_current(descriptor):
+            if self._is_current():
                 return descriptor
             self._close_file()  # removed or replaced: other processes lock the file that has the name now
 
@@ -88,12 +108,14 @@ class FileLock:
         flags = os.O_CREAT | os.O_RDWR
         return open_own(self.path, flags, self._depth, links=self._links, owners_checked=self._owners_checked)
 
-    def _is_current(self, descriptor: int) -> bool:
+    def _is_current(self) -> bool:
+        if self._file is None:
+            return True
         try:
-            on_disk, held = os.stat(self.path, follow_symlinks=False), os.fstat(descriptor)
+            on_disk = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return (on_disk.st_dev, on_disk.st_ino) == (held.st_dev, held.st_ino)
+        return (on_disk.st_dev, on_disk.st_ino) == self._file
 
     def _close_file(self) -> None:
         if self._descriptor is not None:
