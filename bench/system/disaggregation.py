@@ -2,9 +2,11 @@
 
     PYTHONPATH=bench:... python -m system.disaggregation --model FOLDER [--engines 2] [--tiny]
         [--systems plain always auto auto_both] [--mixes prefill_heavy decode_heavy mixed] [--seconds 15]
-        [--shared-folder /dev/shm/spillway-bench] [--engine-set KEY=VALUE ...] [--gateway-set KEY=VALUE ...]
+        [--store nvme|node] [--shared-folder /dev/shm/spillway-bench] [--engine-set KEY=VALUE ...]
+        [--gateway-set KEY=VALUE ...]
 
-The engines start once and share one NVMe tier; roles and decisions are settings of the gateway. Systems: `plain`, no
+The engines start once and share one NVMe tier, or with `--store node` one CPU tier; roles and decisions are settings of
+the gateway. Systems: `plain`, no
 roles; `always` and `auto`, one half of the engines prefill and the other one decode; `auto_both`, one half both and the
 other one decode, so that all engines take whole requests. In turns, for each system:
 
@@ -42,7 +44,11 @@ from system.device_run import BLOCK_TOKENS, Ports, Processes, RealSystem, counte
 from system.legs_load import Kind, LegsLoad, Timed
 from system.report import percentile
 
-SYSTEM = RealSystem("one", spillway=True, shared="nvme")
+SYSTEMS_OF_STORES = {
+    "nvme": RealSystem("one", spillway=True, shared="nvme"),
+    "node": RealSystem("one", spillway=True),
+}
+STORE_METRICS = ("spillway_gateway_engine_shared_stores", "spillway_gateway_engine_node_blocks")
 STORES_KNOWN_SECONDS = 60.0
 CACHED = "vllm:prompt_tokens_cached_total{}"
 HAND_OVER = "spillway_gateway_hand_over_seconds"
@@ -145,15 +151,17 @@ def median_of_buckets(page: str, name: str) -> float:
     return 0.0
 
 
-def stores_known(page: str) -> float:
+def engines_with_stores(page: str) -> int:
     """Engines of which the gateway knows the store that they load from."""
-    samples = (
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == "spillway_gateway_engine_shared_stores"
+    shared, node = STORE_METRICS
+    return len(
+        {
+            sample.labels["engine"]
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == node or (sample.name == shared and sample.value > 0)
+        }
     )
-    return sum(1.0 for value in samples if value > 0)
 
 
 def legs_counted(page: str, decision: str) -> float:
@@ -254,9 +262,9 @@ def measure(options: argparse.Namespace, name: str, folder: Path, engine_urls: S
 
 def wait_for_stores(url: str, engines: int) -> None:
     until = time.monotonic() + STORES_KNOWN_SECONDS
-    while (known := stores_known(read(f"{url}/metrics"))) < engines:
+    while (known := engines_with_stores(read(f"{url}/metrics"))) < engines:
         if time.monotonic() > until:
-            raise SystemExit(f"the gateway knows the shared store of {known:g} of {engines} engines")
+            raise SystemExit(f"the gateway knows the shared store of {known} of {engines} engines")
         time.sleep(0.1)
 
 
@@ -314,10 +322,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals in each mix")
     parser.add_argument("--rate", type=float, default=1.0, help="times the rates of arrivals")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--shared-folder", type=Path, help="of the NVMe tier (default: in WORK)")
+    parser.add_argument("--store", choices=list(SYSTEMS_OF_STORES), default="nvme", help="node: the node's CPU tier")
+    parser.add_argument("--shared-folder", type=Path, help="of that store (default: in WORK)")
     parser.add_argument("--nvme-max", default="64GiB")
     parser.add_argument("--device-blocks", type=int, default=2_000)
-    parser.add_argument("--cpu-gib", type=float, default=16.0)
+    parser.add_argument("--cpu-gib", type=float, default=16.0, help="of each engine, or of the node")
     parser.add_argument("--max-length", type=int, default=16_384)
     parser.add_argument("--batched-tokens", type=int, default=2_048, help="that an engine computes in one step")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights, which is as fast")
@@ -343,7 +352,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def engine_document(options: argparse.Namespace, at: int) -> dict[str, Any]:
     """spillway_engine's configuration file of one engine."""
-    document = device_run.engine_document(options, SYSTEM, options.shared_folder, at)
+    document = device_run.engine_document(options, SYSTEMS_OF_STORES[options.store], options.shared_folder, at)
+    if options.store == "node":
+        offload = document["offload"]
+        path = str(options.shared_folder / "node")
+        offload["nodeTier"] = {"path": path, "bytes": offload["cpuBytes"], "fallback": "refuse"}
     if not options.tiny:
         kept = [each for each in document["extraArgs"] if not each.startswith("--max-num-batched-tokens")]
         document["extraArgs"] = [*kept, f"--max-num-batched-tokens={options.batched_tokens}"]
@@ -354,7 +367,7 @@ def run(options: argparse.Namespace, written: dict[str, float]) -> None:
     """Every system on the same engines; adds to `written`."""
     ports, processes = Ports(options.first_port), Processes(options.work)
     engine_urls = [f"http://127.0.0.1:{ports.engine(at)}" for at in range(options.engines)]
-    stored, began = options.shared_folder / "nvme", time.monotonic()
+    stored, began = options.shared_folder / options.store, time.monotonic()
     shutil.rmtree(stored, ignore_errors=True)  # what an earlier run has stored would be found
     try:
         for at in range(options.engines):

@@ -10,6 +10,7 @@ from system.disaggregation import (
     SYSTEMS,
     compared,
     engine_document,
+    engines_with_stores,
     figures,
     gateway_document,
     legs_counted,
@@ -49,15 +50,28 @@ def test_the_gateway_reads_the_file_of_each_system(name, roles, options, tmp_pat
     assert config.disaggregation.uncached_tokens_min == 1_024
 
 
-def test_the_engines_read_theirs_and_share_one_tier(options, tmp_path):
+@pytest.mark.parametrize("store", ["nvme", "node"])
+def test_the_engines_read_theirs_and_share_one_tier(store, options, tmp_path):
+    options.store = store
     paths = set()
     for at in range(2):
         file = tmp_path / f"engine-{at}.yaml"
         file.write_text(json.dumps(engine_document(options, at)))
         settings = load_engine_settings(file, [])
-        paths.add(settings.offload.shared_tier.nvme.path)
+        offload = settings.offload
+        paths.add(offload.shared_tier.nvme.path if store == "nvme" else offload.node_tier.path)
         assert "--max-num-batched-tokens=2048" in settings.extra_args
-    assert paths == {str(tmp_path / "nvme")}
+    assert paths == {str(tmp_path / store)}
+
+
+def test_an_engine_is_known_to_share_a_store_by_either_metric():
+    page = """
+spillway_gateway_engine_shared_stores{model="model",engine="a"} 1.0
+spillway_gateway_engine_shared_stores{model="model",engine="b"} 0.0
+spillway_gateway_engine_shared_stores{model="model",engine="c"} 0.0
+spillway_gateway_engine_node_blocks{model="model",engine="c"} 0.0
+"""
+    assert engines_with_stores(page) == 2
 
 
 def timed(first: float, gaps: list[float], error: str | None = None) -> Timed:
