@@ -21,7 +21,7 @@ BENCHES = [path for path in tracked_files() if path.startswith("bench/") and pat
 
 
 def file_of(module: str) -> Path | None:
-    """Of a module or package of the product."""
+    """The source of a module or package of the product; None if there is none."""
     top, *rest = module.split(".")
     if top not in SOURCES:
         return None
