@@ -81,6 +81,8 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
     (CHAT, {"type": "keepalive"}, Kind.NOTHING),
     (CHAT, choice(delta={}, finish_reason="error"), Kind.FAILED),
     (CHAT, choice(text="a", finish_reason="error"), Kind.FAILED),
+    (CHAT, choice(delta={"content": ""}, finish_reason="abort"), Kind.FAILED),
+    (CHAT, choice(text="", finish_reason="abort"), Kind.FAILED),
     (MESSAGES, {"type": "message_start", "message": {"id": "1", "content": []}}, Kind.PREAMBLE),
     (MESSAGES, {"type": "ping"}, Kind.NOTHING),
     (MESSAGES, {"type": "content_block_start", "content_block": {"type": "text", "text": ""}}, Kind.PREAMBLE),
@@ -105,6 +107,8 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
     (MESSAGES, {"type": "error", "error": {"type": "overloaded_error", "message": "m"}}, Kind.FAILED),
     (MESSAGES, {"type": "error", "error": {"type": "invalid_request_error", "message": "m"}}, Kind.REFUSED),
     (MESSAGES, {"type": "error", "error": {"type": "rate_limit_error", "message": "m"}}, Kind.REFUSED),
+    (MESSAGES, {"object": "error", "message": "m", "type": "InternalServerError", "code": 500}, Kind.FAILED),
+    (MESSAGES, {"object": "error", "message": "m", "type": "BadRequestError", "code": 400}, Kind.REFUSED),
     (RESPONSES, {"type": "response.created", "response": RESPONSE}, Kind.PREAMBLE),
     (RESPONSES, {"type": "response.queued", "response": RESPONSE}, Kind.PREAMBLE),
     (RESPONSES, {"type": "response.in_progress", "response": RESPONSE}, Kind.PREAMBLE),
@@ -118,6 +122,12 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
     (RESPONSES, {"type": "response.completed", "response": {**RESPONSE, "status": "completed"}}, Kind.END),
     (RESPONSES, {"type": "response.incomplete", "response": {**RESPONSE, "status": "incomplete"}}, Kind.END),
     (RESPONSES, {"type": "response.completed", "response": {**RESPONSE, "status": "failed"}}, Kind.FAILED),
+    (RESPONSES, {"type": "response.completed", "response": {**RESPONSE, "status": "cancelled"}}, Kind.FAILED),
+    (
+        RESPONSES,
+        {"type": "response.cancelled", "response": {**RESPONSE, "status": "cancelled", "background": True}},
+        Kind.END,
+    ),
     (RESPONSES, {"type": "response.failed", "response": {**RESPONSE, "status": "failed"}}, Kind.FAILED),
     (RESPONSES, {"type": "response.failed", "response": {"error": {"code": "server_error"}}}, Kind.FAILED),
     (RESPONSES, {"type": "response.failed", "response": {"error": {"code": "invalid_prompt"}}}, Kind.REFUSED),
@@ -127,6 +137,7 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
     (RESPONSES, {"type": "error", "code": "invalid_prompt", "message": "m"}, Kind.REFUSED),
     (RESPONSES, {"type": "error", "error": {"code": 400, "message": "m"}}, Kind.REFUSED),
     (RESPONSES, error(500), Kind.FAILED),
+    (RESPONSES, {"object": "error", "message": "m", "type": "InternalServerError", "code": 500}, Kind.FAILED),
     (RESPONSES, {"type": "response.something_new"}, Kind.PART),
 ]
 
@@ -136,8 +147,9 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
 def test_the_kind_of_an_event(dialect: Dialect, document: dict[str, Any], kind: Kind, end: str) -> None:
     event = sse(document, dialect, end)
     named_by_data_alone = f"data:{json.dumps(document)}{end}{end}".encode()
+    named_as_sse_does = f"event: message{end}".encode() + named_by_data_alone
     over_lines = event.replace(b"{", f"{{{end}data: ".encode(), 1)
-    for each in (event, named_by_data_alone, over_lines, b": comment\n\n" + event):
+    for each in (event, named_by_data_alone, named_as_sse_does, over_lines, b": comment\n\n" + event):
         assert first_event(each, dialect).kind is kind
         ended = [found.kind for found in endings(each, dialect)]
         assert ended == ([kind] if kind in (Kind.END, Kind.REFUSED, Kind.FAILED) else [])

@@ -9,6 +9,7 @@
 | END      | `[DONE]`                                    | `message_stop`                | `response.completed`, ... |
 | REFUSED  | `error` of status 4xx                       | `error` of such a type        | `error`, or `failed`, of  |
 | FAILED   | any other `error`, finish reason `error`    | any other `error`             | such a code; of any other |
+|          | or `abort`                                  |                               | code; an abort            |
 
 Failover, figures, learned rates, timeouts, the circuit breaker and continuation all go by these kinds. What no row
 names counts as a part of an answer, so that nothing unknown is held back or sent twice.
@@ -52,7 +53,7 @@ _NOTHING, _PREAMBLE, _PART, _END = (Event(kind) for kind in (Kind.NOTHING, Kind.
 # An event that ends a stream holds one of these. Quotes inside a JSON string are escaped, so most generated text does
 # not; what does is parsed.
 _MARKS = {
-    Dialect.OPENAI: (b"[DONE]", b'"error"', b"event:"),
+    Dialect.OPENAI: (b"[DONE]", b'"error"', b'"abort"', b"event:"),
     Dialect.ANTHROPIC: (b"message_stop", b'"error"', b"event: error", b"event:error", b"[DONE]"),
     Dialect.RESPONSES: (
         *(b"response." + end for end in (b"completed", b"incomplete", b"cancelled", b"failed", b"error")),
@@ -64,6 +65,9 @@ _MARKS = {
 }
 _FAILURES = frozenset({"error", "response.failed", "response.error"})
 _ALIVE = frozenset({"ping", "keepalive"})
+_NO_NAME = frozenset({"", "message"})  # SSE's own name of an event that is given none
+# Finish reasons of answers that the engine gave up. vLLM aborts what runs when it is paused or shut down.
+_GIVEN_UP = {"error": "it ended an answer with the finish reason 'error'", "abort": "it aborted the request"}
 _RESPONSES_PREAMBLE = frozenset({"response.created", "response.queued", "response.in_progress"})
 _RESPONSES_END = frozenset({"response.completed", "response.incomplete", "response.cancelled"})
 _ENDS_BY_NAME = _RESPONSES_END | {"message_stop"}
@@ -128,6 +132,7 @@ class _Response(msgspec.Struct):
 
 class _Typed(msgspec.Struct):
     type: Any = None
+    object: Any = None
     error: Any = None
     code: Any = None
     message: Any = None
@@ -273,13 +278,14 @@ def _chunk(name: str, chunk: _Chunk, ids_asked: bool) -> Event:
     if name == "error" or chunk.object == "error":
         return _error({"message": chunk.message, "code": chunk.code, "type": chunk.type})
     if chunk.choices is msgspec.UNSET:
-        if (name or chunk.type) in _ALIVE:
+        if (chunk.type if name in _NO_NAME else name) in _ALIVE:
             return _NOTHING
         return _PART if chunk.usage is msgspec.UNSET else Event(Kind.USAGE)
     if not chunk.choices:
         return Event(Kind.USAGE)
-    if any(choice.finish_reason == "error" for choice in chunk.choices):
-        return Event(Kind.FAILED, "it ended an answer with the finish reason 'error'")
+    for choice in chunk.choices:
+        if isinstance(choice.finish_reason, str) and choice.finish_reason in _GIVEN_UP:
+            return Event(Kind.FAILED, _GIVEN_UP[choice.finish_reason])
     for choice in chunk.choices:
         delta = choice.delta
         said = any(value for key, value in delta.items() if key != "role") if isinstance(delta, dict) else delta
@@ -291,11 +297,12 @@ def _chunk(name: str, chunk: _Chunk, ids_asked: bool) -> Event:
 
 
 def _typed(name: str, event: _Typed, dialect: Dialect) -> Event:
-    kind = name or event.type
-    if kind in _FAILURES or (kind is None and event.error is not None):
+    kind = event.type if name in _NO_NAME else name
+    untyped = event.object == "error" or (kind is None and event.error is not None)  # as in chat
+    if untyped or kind in _FAILURES:
         error = event.response.error if event.response is not None else event.error
         if error is None:
-            error = {"message": event.message, "code": event.code}
+            error = {"message": event.message, "code": event.code, "type": event.type if untyped else None}
         return _error(error)
     if kind in _ALIVE:
         return _NOTHING
@@ -317,6 +324,8 @@ def _responses(kind: str, event: _Typed) -> Event:
     if kind in _RESPONSES_END:
         if response is not None and (response.status == "failed" or response.error is not None):
             return _error(response.error or {})
+        if response is not None and response.status == "cancelled" and response.background is not True:
+            return Event(Kind.FAILED, _GIVEN_UP["abort"])  # no client can cancel it
         return _END
     if kind in _RESPONSES_PREAMBLE:
         # A background response goes on without this connection, and the client asks for it by the id.
