@@ -1,6 +1,7 @@
 """Rendered ConfigMaps go through the real readers of the engine service and the gateway and mean what values say."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -85,6 +86,23 @@ def test_groups_of_one_served_name_are_one_model_with_the_roles_of_its_engines(g
     assert len({engine.url for engine in model.engines}) == 6
 
 
+def test_a_group_with_a_role_scales_by_the_requests_of_its_own_pods():
+    scaling = {"autoscaling": {"enabled": True}}
+    engines = {"d": {"role": "decode", **scaling}, "p": {"role": "prefill", **scaling}}
+    rendered = render(values={**ROLES, "engines": engines})
+    queries = {
+        group: rendered.named("ScaledObject", f"chat-spillway-engine-{group}")["spec"]["triggers"][0]["metadata"][
+            "query"
+        ]
+        for group in engines
+    }
+    for group, query in queries.items():
+        pattern = re.search(r'pod=~"([^"]+)"', query)[1]
+        assert re.fullmatch(pattern, f"chat-spillway-engine-{group}-0")
+        others = [f"chat-spillway-engine-{other}-0" for other in ("d", "p", f"{group}-2") if other != group]
+        assert not any(re.fullmatch(pattern, other) for other in others)
+
+
 @pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.stem)
 def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of):
     """Engines are found through the Service that has their ports, or listed by the names that it gives them."""
@@ -93,7 +111,8 @@ def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of)
     listing = gateway_of(render(file, values=nested("gateway.discovery.type", "static")))
 
     workloads = rendered.of_kind("StatefulSet", "engine")
-    assert len(gateway.models) == len(workloads)
+    served = {engine_of(rendered, workload["metadata"]["name"]).served_name for workload in workloads}
+    assert {model.name for model in gateway.models} == served and len(gateway.models) == len(served)
     for workload in workloads:
         name = workload["metadata"]["name"]
         engine = engine_of(rendered, name)
@@ -104,15 +123,16 @@ def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of)
         service = rendered.named("Service", workload["spec"]["serviceName"])
         ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
         found = model.discovery.kubernetes
-        assert (found.service, found.namespace) == (service["metadata"]["name"], "llm") and not model.engines
+        assert service["metadata"]["name"] in (found.service, *found.role_services)
+        assert found.namespace == "llm" and not model.engines
         assert ports[found.port] == engine.port
         assert ports[found.kv_events_port] == engine.kv_events.port
         assert ports[found.kv_replay_port] == engine.kv_events.replay_port
         host = f"{name}-0.{workload['spec']['serviceName']}.llm.svc.cluster.local"
-        assert listed.engines[0].name == engine.name
-        assert listed.engines[0].url == f"http://{host}:{engine.port}" and ports["http"] == engine.port
-        assert listed.engines[0].kv_events == f"tcp://{host}:{engine.kv_events.port}"
-        assert listed.engines[0].kv_replay == f"tcp://{host}:{engine.kv_events.replay_port}"
+        first = next(one for one in listed.engines if one.name == engine.name)
+        assert first.url == f"http://{host}:{engine.port}" and ports["http"] == engine.port
+        assert first.kv_events == f"tcp://{host}:{engine.kv_events.port}"
+        assert first.kv_replay == f"tcp://{host}:{engine.kv_events.replay_port}"
 
 
 OFFLOAD = yaml.safe_load("""

@@ -65,6 +65,12 @@ def _of_model(groups: list[Group], discovery: str) -> Iterator[Finding]:
                 "0, but no request wakes a group of engines whose model another group serves too",
                 "set it to 1",
             )
+        if group.engine.autoscaling.enabled and group.engine.autoscaling.trigger == "gateway":
+            yield Finding(
+                f"{group.path}.autoscaling.trigger",
+                "gateway, which counts the requests of a model, but other groups of engines serve this one too",
+                "set engines",
+            )
         yield from _place(group, first)
     for group in groups[1:]:
         for name, value in _EQUAL.items():
