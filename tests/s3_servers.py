@@ -42,6 +42,8 @@ _IDENTITIES = {
 class S3Server:
     port: int
     process: subprocess.Popen[bytes]
+    command: list[str]
+    folder: Path
 
     @property
     def endpoint(self) -> str:
@@ -61,6 +63,20 @@ class S3Server:
         self.process.kill()
         self.process.wait()
 
+    def restart(self) -> None:
+        """After kill(): the same server over the same data."""
+        self.process = _process(self.command, self.folder)
+        assert self.answers_soon(), f"the S3 server did not start again; its log is in {self.folder}"
+
+    def answers_soon(self) -> bool:
+        """False: it ended, or does not answer."""
+        deadline = time.monotonic() + START_SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if self.answers():
+                return True
+            time.sleep(0.05)
+        return False
+
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
@@ -77,6 +93,11 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
         server.kill()
 
 
+def _process(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "server.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+
+
 def _started(folder: Path) -> S3Server | None:
     """None: it ended, for example because another process has taken one of its ports."""
     folder.mkdir(parents=True)
@@ -84,13 +105,8 @@ def _started(folder: Path) -> S3Server | None:
     identities.write_text(json.dumps(_IDENTITIES))
     ports = [free_port() for _ in object_store.PORTS]
     command = object_store.server_arguments(object_store.server_binary(), folder, identities, ports)
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    server = S3Server(ports[0], process)
-    deadline = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        if server.answers():
-            return server
-        time.sleep(0.05)
+    server = S3Server(ports[0], _process(command, folder), command, folder)
+    if server.answers_soon():
+        return server
     server.kill()
     return None

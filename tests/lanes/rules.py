@@ -122,6 +122,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_doctor.py": ("other_vllm",),
     "tests/e2e/test_metrics.py": ("other_vllm",),
     "tests/e2e/test_upgrade.py": ("other_vllm",),
+    "tests/engine_chain": ("engine", "s3"),
     "tests/engine_lives": ("vllm",),
     "tests/engine_matrix": ("engine",),
     "tests/engine_events": ("vllm",),

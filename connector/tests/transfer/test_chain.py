@@ -17,7 +17,7 @@ from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.faults import CorruptingTier, FlakyTier, RefusingTier, SlowTier
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.tier import Tier
+from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
 from spillway_connector.transfer.announcements import Announcements
 from spillway_connector.transfer.calling_thread import Call
 from spillway_connector.transfer.chain import TierChain
@@ -70,8 +70,9 @@ class Rig:
                 announcements=announcements,
                 answered_requests=answered,
                 progress=progress,
+                admits_all=admits_all,
             )
-            for tier, announcements in zip(tiers, announced, strict=True)
+            for tier, announcements, admits_all in zip(tiers, announced, (True, False), strict=True)
         ]
         demotions = Demotions(
             *tiers,
@@ -210,6 +211,44 @@ def test_while_the_tier_above_evicts_chunks_go_below_sooner(rig: Rig) -> None:
     pressed.store(key_of(20), payload_of(20, PAYLOAD), rig.clock() + 1)
 
     assert rig.demote() == {DemotionOutcome.LOST: 1, DemotionOutcome.STORED: 7}
+
+
+def test_a_store_under_way_is_not_idle_however_long_it_takes(rig: Rig) -> None:
+    """Read above before it is written it would count as lost, and never go below."""
+    begun, written = threading.Barrier(2), threading.Event()
+
+    class WaitingTier(MemoryTier):
+        under_pressure = True  # type: ignore[assignment]
+
+        def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+            begun.wait(REAL_SECONDS)
+            assert written.wait(REAL_SECONDS)
+            return super().store(key, source, deadline, tenant)
+
+    chain = rig.start(above=WaitingTier(NAMESPACE, PAYLOAD, rig.above, clock=rig.clock))
+    chain.submit_store(1, [key_of(0)], [0])
+    begun.wait(REAL_SECONDS)
+    rig.clock.advance(IDLE_SECONDS * PRESSED_SHARE)
+    assert rig.demote() == {}
+    written.set()
+    while not (outcomes := chain.finished()):
+        assert chain.wait_for_progress(REAL_SECONDS)
+    assert outcomes[0].success
+    rig.clock.advance(IDLE_SECONDS * PRESSED_SHARE)
+
+    assert rig.demote() == {DemotionOutcome.STORED: 1}
+
+
+def test_what_another_engine_stored_above_goes_below_once_this_one_has_loaded_it(rig: Rig) -> None:
+    rig.fill(rig.above, range(3))
+    chain = rig.start()
+    rig.look(range(2))
+    chain.submit_load(1, [key_of(0), key_of(1)], [0, 1], b"tenant-1")
+    while not chain.finished():
+        assert chain.wait_for_progress(REAL_SECONDS)
+    rig.clock.advance(IDLE_SECONDS)
+
+    assert rig.demote() == {DemotionOutcome.STORED: 2} and rig.held(rig.below) == [0, 1]
 
 
 def test_what_came_from_below_is_not_demoted_again(rig: Rig) -> None:

@@ -160,8 +160,11 @@ class SharedTierBase(PrefixTier):
             hand_over=hands_over(req_context),
         )
 
-    def _load(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int]) -> None:
-        self._shared.submit_load(job_id, list(keys), rows)
+    def _load(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int], req_context: ReqContext) -> None:
+        if self.chain is None:
+            self._shared.submit_load(job_id, list(keys), rows)
+        else:
+            self.chain.submit_load(job_id, list(keys), rows, tenant_of_context(req_context))
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:

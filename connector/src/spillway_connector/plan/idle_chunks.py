@@ -54,5 +54,9 @@ class IdleChunks:
             del self._used[chunk.key]
         return due
 
+    def remove(self, key: bytes) -> None:
+        """The tier does not hold it."""
+        self._used.pop(key, None)
+
     def clear(self) -> None:
         self._used.clear()

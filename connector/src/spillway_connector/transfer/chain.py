@@ -30,7 +30,9 @@ class _Load:
     """A job that both tiers do a part of. parts: how many have not ended."""
 
     parts: int
+    from_above: tuple[bytes, ...]
     from_below: tuple[bytes, ...]
+    tenant: bytes
     done: list[bytes] = field(default_factory=list)
     failed: dict[bytes, TierError] = field(default_factory=dict)
     seconds: float = 0.0
@@ -146,14 +148,21 @@ class TierChain:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def submit_load(self, job_id: int, keys: Sequence[bytes], row_indices: Sequence[int]) -> None:
+    def submit_load(
+        self, job_id: int, keys: Sequence[bytes], row_indices: Sequence[int], tenant: bytes = NO_TENANT
+    ) -> None:
         """Fill the rows, each from the tier in which the last lookup found its chunk."""
         places = self._found_below
         from_below = [position for position, key in enumerate(keys) if key in places] if places else []
         below = set(from_below)
         from_above = [position for position in range(len(keys)) if position not in below]
         parts = [part for part in ((self._above, from_above), (self._below, from_below)) if part[1]]
-        self._loads[job_id] = _Load(len(parts), tuple(keys[position] for position in from_below))
+        self._loads[job_id] = _Load(
+            len(parts),
+            tuple(keys[position] for position in from_above),
+            tuple(keys[position] for position in from_below),
+            tenant,
+        )
         for tier, positions in parts:
             tier.submit_load(
                 job_id, [keys[position] for position in positions], [row_indices[position] for position in positions]
@@ -171,7 +180,7 @@ class TierChain:
     ) -> None:
         """Write the rows to the tier above. See SharedTier.submit_store."""
         self._above.submit_store(job_id, keys, row_indices, tenant, session, hand_over=hand_over)
-        self.demotions.add([key for key in keys if key not in self._found_below], tenant)
+        self.demotions.begin_store(job_id, [key for key in keys if key not in self._found_below], tenant)
 
     def finished(self) -> list[JobOutcome]:
         """See SharedTier.finished; a load ends with its last part."""
@@ -180,6 +189,7 @@ class TierChain:
             for outcome in tier.finished():
                 load = self._loads.get(outcome.job_id) if outcome.operation is Operation.LOAD else None
                 if load is None:
+                    self.demotions.end_store(outcome.job_id, outcome.failed.keys())
                     ended.append(outcome)
                 elif (whole := self._end_part(number, load, outcome)) is not None:
                     ended.append(whole)
@@ -197,6 +207,7 @@ class TierChain:
         if load.parts:
             return None
         del self._loads[part.job_id]
+        self.demotions.add([key for key in load.from_above if key not in load.failed], load.tenant)
         if promoted := tuple(key for key in load.from_below if key not in load.failed):
             self._promoted[part.job_id] = promoted
         return JobOutcome(part.job_id, part.operation, tuple(load.done), load.failed, load.seconds, load.moved)
@@ -233,6 +244,8 @@ class TierChain:
     def weights_changed(self) -> None:
         """See SharedTier.weights_changed. What the tier above holds of the former weights is not demoted any more."""
         self.demotions.clear()
+        for load in self._loads.values():
+            load.from_above = ()
         for tier in self.members:
             tier.weights_changed()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 
 from spillway_connector.errors import TierCorrupt, TierError
@@ -72,8 +72,10 @@ class Demotions:
         self._lookup_seconds, self._store_seconds = lookup_seconds, store_seconds
         self._breaker = breaker
         self._clock = clock
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # of the five below
         self._idle = IdleChunks(KNOWN_CHUNKS_MAX)
+        self._storing: dict[bytes, int] = {}  # the job that stores a chunk above
+        self._keys_of: dict[int, Sequence[bytes]] = {}  # of these jobs
         self._outcomes: Counter[DemotionOutcome] = Counter()
         self._closed = threading.Event()
         self._stored: deque[bytes] = deque()
@@ -83,9 +85,26 @@ class Demotions:
     # --- scheduler thread -------------------------------------------------------------------------------------------
 
     def add(self, keys: Sequence[bytes], tenant: bytes) -> None:
-        """The tier above holds these chunks of one prefix, or soon will."""
+        """The tier above holds these chunks of one prefix."""
         with self._lock:
             self._idle.add(keys, tenant, self._clock())
+
+    def begin_store(self, job_id: int, keys: Sequence[bytes], tenant: bytes) -> None:
+        """The tier above will hold these chunks. They may be idle before it does, and before end_store says so: an
+        engine without requests takes no step in which it would."""
+        with self._lock:
+            self._idle.add(keys, tenant, self._clock())
+            self._storing.update(dict.fromkeys(keys, job_id))
+            self._keys_of[job_id] = keys
+
+    def end_store(self, job_id: int, failed: Collection[bytes]) -> None:
+        """The job is over, and the tier above has its chunks but those that failed."""
+        with self._lock:
+            for key in self._keys_of.pop(job_id, ()):
+                if self._storing.get(key) == job_id:
+                    del self._storing[key]
+                    if key in failed:
+                        self._idle.remove(key)
 
     def use(self, keys: Sequence[bytes]) -> None:
         """A request has these chunks."""
@@ -96,6 +115,8 @@ class Demotions:
         """Demote nothing of what is known."""
         with self._lock:
             self._idle.clear()
+            self._storing.clear()
+            self._keys_of.clear()
 
     def take_stored(self) -> list[bytes]:
         """What the tier below holds since the last call, in this order."""
@@ -182,7 +203,8 @@ class Demotions:
             self._end(DemotionOutcome.LOST)
             return True
         except TierError:
-            self._end(DemotionOutcome.LOST)
+            if not self._await_store(chunk):
+                self._end(DemotionOutcome.LOST)
             return True
         if not self._breaker.allow():
             return False
@@ -194,6 +216,14 @@ class Demotions:
         self._breaker.record_success()
         self._end(DemotionOutcome.STORED if outcome is StoreOutcome.STORED else DemotionOutcome.PRESENT, chunk.key)
         return True
+
+    def _await_store(self, chunk: IdleChunk) -> bool:
+        """Whether the chunk is still being stored above; then it is due again after a while."""
+        with self._lock:
+            if chunk.key not in self._storing:
+                return False
+            self._idle.add([chunk.key], chunk.tenant, self._clock())
+            return True
 
     def _discard(self, key: bytes) -> None:
         try:

@@ -44,6 +44,7 @@ class SharedTier:
 
     rows: flat writable bytes of the CPU tier, row i at ``i * row_bytes``; its first ``payload_bytes`` are moved, the
     padding is not. ``tier`` is closed by close(). ``room_bytes``: what it has room for, if that is known.
+    ``admits_all``: whether it takes what was asked for once also while it is short of room.
     ``announcements``: given if anybody hears them. ``answered_requests``: requests whose lookup may return something
     else than PENDING now. ``counters``: for the scheduler thread.
     """
@@ -59,6 +60,7 @@ class SharedTier:
         clock: Clock = time.monotonic,
         announcements: Announcements | None = None,
         room_bytes: int = 0,
+        admits_all: bool = False,
         answered_requests: ChangeLog[str] | None = None,
         progress: threading.Event | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class SharedTier:
         self._rows_total = rows.nbytes // row_bytes
         self._payload_bytes = payload_bytes
         self._room_bytes = room_bytes
+        self._admits_all = admits_all
         self._limits = limits
         self._clock = clock
         self.counters = TierCounters()
@@ -228,7 +231,8 @@ class SharedTier:
             if known:
                 self._jobs.skip(job, known, SkipReason.PRESENT)
                 wanted, rows = _those_not_in(known, wanted, rows)
-            if self._tier.under_pressure and not hand_over:  # which the other engine asks for next
+            # What is handed over the other engine asks for next.
+            if self._tier.under_pressure and not hand_over and not self._admits_all:
                 rare = self._requested_once(wanted)
                 rare -= self._renewals.held_of(rare)
                 if job.session is not None and session is not None and self._sessions.is_expected(tenant, session):

@@ -34,7 +34,7 @@ class SharedTierAdapter(SharedTierBase):
 
     @override
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._load(job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist())
+        self._load(job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist(), job_metadata.req_context)
 
     @override
     def on_schedule_end(self) -> None:

@@ -66,7 +66,7 @@ class SharedTierAdapter(SharedTierBase):
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids.tolist())
+        self._load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids.tolist(), job_metadata.req_context)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

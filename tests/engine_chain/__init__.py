@@ -1,0 +1,1 @@
+"""A CPU tier, a small NVMe tier and a bucket behind it, under a real engine."""
