@@ -177,3 +177,13 @@ def test_a_bucket_is_told_as_requests_and_at_given_prices_as_money(plan):
     assert "1,000 prompts cost stored 0.16, loaded 0.0256" in out
 
     assert "PUT" not in plan(rendered("redis"), "--prompt-tokens", "4096")[1]
+
+
+def test_a_bucket_below_is_asked_for_each_chunk_before_it_is_stored(plan):
+    text = rendered(sharedTier={"type": "redis", "below": {"type": "s3"}})
+    prices = "--put-price", "5", "--get-price", "0.4"
+    code, out, _ = plan(text, "--prompt-tokens", "4096", *prices)
+    assert code == 0
+    assert ["tier", "below", "it", "s3"] in [line.split() for line in out.splitlines()]
+    assert "4,096 tokens: 32 HEAD and 32 PUT stored, 32 HEAD and 32 GET loaded" in out
+    assert "1,000 prompts cost stored 0.173, loaded 0.0256" in out

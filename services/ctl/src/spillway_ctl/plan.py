@@ -46,34 +46,45 @@ def _document(group: PlannedEngines, given: Rates, prompts: Sequence[int]) -> di
     bytes_per_token, chunk_tokens = int(memory["bytesPerToken"]), int(memory["chunkTokens"])
     prefill = rates.prefill_tokens_per_second
     longest = int(group.settings["model"]["maxLength"])
+    is_below = group.tier_below == "s3"
+    has_bucket = is_below or group.shared_tier == "s3"
     firsts = [first_token(tokens, bytes_per_token, chunk_tokens, rates) for tokens in prompts if tokens <= longest]
     return {
         "name": group.name,
         "model": group.model,
         "memory": memory,
         "shared_tier": group.shared_tier,
+        "tier_below": group.tier_below,
         "rates": asdict(rates),
         "break_even_bytes_per_second": break_even_bytes_per_second(bytes_per_token, prefill) if prefill else None,
         "first_tokens": [asdict(first) for first in firsts],
-        **({"requests": _requests(prompts, longest, memory, given)} if group.shared_tier == "s3" else {}),
+        **({"requests": _requests(prompts, longest, memory, given, is_below)} if has_bucket else {}),
     }
 
 
-def _requests(prompts: Sequence[int], longest: int, memory: dict[str, Any], rates: Rates) -> list[str]:
-    """What prompts of these lengths ask of an object store, and what it costs at the given prices."""
+def _requests(prompts: Sequence[int], longest: int, memory: dict[str, Any], rates: Rates, is_below: bool) -> list[str]:
+    """What prompts of these lengths ask of an object store, and what it costs at the given prices.
+
+    is_below: it is the tier below another, which is asked for each chunk before it is copied there.
+    """
     found = []
     for tokens in prompts:
         chunks = tokens // int(memory["chunkTokens"]) * int(memory.get("kvGroups", 1))
         if tokens > longest or not chunks:
             continue
         put, get = rates.put_price_per_million, rates.get_price_per_million
+        stored = None if put is None else chunks * (put + ((get or 0.0) if is_below else 0.0))
+        loaded = None if get is None else 2 * chunks * get
         prices = [
-            f"{text} {count * price / 1000:.3g}"
-            for text, count, price in (("stored", chunks, put), ("loaded", 2 * chunks, get))
+            f"{text} {price / 1000:.3g}"
+            for text, price in (("stored", stored), ("loaded", loaded))
             if price is not None
         ]
         costs = f"; 1,000 prompts cost {', '.join(prices)}" if prices else ""
-        found.append(f"{tokens:,} tokens: {chunks:,} PUT stored, {chunks:,} HEAD and {chunks:,} GET loaded{costs}")
+        first = f"{chunks:,} HEAD and " if is_below else ""
+        found.append(
+            f"{tokens:,} tokens: {first}{chunks:,} PUT stored, {chunks:,} HEAD and {chunks:,} GET loaded{costs}"
+        )
     return found
 
 
@@ -101,6 +112,8 @@ def _lines(document: dict[str, Any]) -> list[str]:
         ),
         ("shared tier", f"{document['shared_tier']}{_index(memory)}"),
     ]
+    if document["tier_below"] != "none":
+        rows.append(("tier below it", document["tier_below"]))
     rows += [("requests to the bucket", each) for each in document.get("requests", ())]
     break_even = document["break_even_bytes_per_second"]
     if break_even is None:

@@ -33,6 +33,12 @@ class PlannedEngines:
         return str(offload.get("sharedTier", {}).get("type", "none")) if offload["enabled"] else "none"
 
     @property
+    def tier_below(self) -> str:
+        """The type of the tier below the shared tier."""
+        below = self.settings["offload"].get("sharedTier", {}).get("below", {})
+        return str(below.get("type", "none")) if self.shared_tier != "none" else "none"
+
+    @property
     def prefill_tokens_per_second(self) -> float | None:
         rate = self.settings["offload"].get("prefillTokensPerSecond")
         return float(rate) if rate else None

@@ -24,6 +24,7 @@ _SYSTEM_FOLDER = re.compile(
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
 )
 _FAR_SECONDS = 0.05  # a round trip to a store that is not near, its own time included
+_CONNECTION_BYTES_PER_SECOND = 80 << 20  # of one connection: AWS names 85 to 90 MB/s
 _OPENING_ROUND_TRIPS = 3  # TCP, TLS and the request of a connection that is new
 _KEY_ITSELF = re.compile(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})")
 _PUBLIC_NAME = re.compile(r"[A-Za-z0-9._-]*")
@@ -356,6 +357,7 @@ def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
             "list its address in networkPolicy.engineEgress",
         )
     yield from _far_lookups(group, at)
+    yield from _far_loads(group, at)
 
 
 def _far_lookups(group: Group, at: str) -> Iterator[Finding]:
@@ -373,6 +375,25 @@ def _far_lookups(group: Group, at: str) -> Iterator[Finding]:
             f"{tier.s3.connections} at once, and takes {number(needed)} s at a round trip of "
             f"{number(_FAR_SECONDS * 1000)} ms: too late, it finds nothing",
             f"set it to {number(needed)} or more unless the store is nearer, or raise blocksPerChunk or s3.connections",
+            is_note=True,
+        )
+
+
+def _far_loads(group: Group, at: str) -> Iterator[Finding]:
+    """Each thread loads one chunk after the other; what comes late is computed."""
+    engine, tier, row = group.engine, group.engine.offload.shared_tier, group.memory.row
+    limits, own = (tier, "") if tier.type == "s3" else (tier.below, "below.")
+    chunks = math.ceil(engine.model.max_length / (engine.block_size * engine.offload.blocks_per_chunk))
+    at_once = min(limits.io_threads, tier.s3.connections)
+    needed = round(math.ceil(chunks / at_once) * (_FAR_SECONDS + row / _CONNECTION_BYTES_PER_SECOND), 1)
+    timeout = limits.load_timeout_seconds
+    if timeout < needed:
+        yield Finding(
+            f"{at.removesuffix('s3')}{own}loadTimeoutSeconds",
+            f"{number(timeout)} given, but to load the longest prompt, {chunks} requests of {bytes_text(row)}, "
+            f"{at_once} at once, takes {number(needed)} s at a round trip of {number(_FAR_SECONDS * 1000)} ms and "
+            f"{bytes_text(_CONNECTION_BYTES_PER_SECOND)}/s a connection: what comes later is computed",
+            f"set it to {number(needed)} or more, or raise {own}ioThreads, unless computing is faster",
             is_note=True,
         )
 
