@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -20,7 +21,13 @@ from spillway_gateway.testing.running import until
 from spillway_gateway.tokens import word_tables
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
-from spillway_gateway.tokens.word_tables import WordTables, build_tiny_models, free_tables
+from spillway_gateway.tokens.word_tables import (
+    PARKED_MODELS,
+    RENEWAL_CHARS,
+    WordTables,
+    build_tiny_models,
+    free_tables,
+)
 
 MB = 1_000_000
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
@@ -81,6 +88,27 @@ def test_the_tables_of_all_models_of_a_thread_are_freed(library: Tokenizer) -> N
 
 def exact(library: Tokenizer, text: str) -> bytes:
     return token_bytes(library.encode(text, add_special_tokens=False).ids)
+
+
+def test_text_of_new_words_alone_fills_no_more_than_is_renewed_in_time(library: Tokenizer) -> None:
+    """A thread keeps the tables of so many models at once, and each gets new words until the renewal is due."""
+    filled = []
+
+    def on_a_thread_of_its_own() -> None:
+        own = [fastokens.Tokenizer.from_json_str(library.to_str()) for _ in range(PARKED_MODELS + 1)]
+        texts = (words(seed, 20_000) for seed in itertools.count())  # drawn while it is measured, and soon gone
+        before, chars = resident(), 0
+        while chars < RENEWAL_CHARS:
+            text = next(texts)
+            own[len(own) * chars // RENEWAL_CHARS].encode_batch_flat([text], False)
+            chars += len(text)
+        filled.append(resident() - before)
+
+    thread = threading.Thread(target=on_a_thread_of_its_own)
+    thread.start()
+    thread.join()
+
+    assert filled[0] < 300 * MB  # 140; 550 with four times the characters
 
 
 async def test_renewals_follow_the_characters_and_no_answer_changes(library: Tokenizer, threads: FairThreads) -> None:

@@ -1,8 +1,8 @@
 """Bounds the memory that fastokens keeps for the event loop's thread.
 
-fastokens keeps the words that a thread has tokenised, and their ids, in tables of that thread. They double up to 64 MiB
-for short words, take as much again for long ones, and have no setting. Dropping the tokenizer does not free them; the
-end of the thread does, so FairThreads ends its threads. The event loop's cannot end.
+fastokens keeps the words that a thread has tokenised, and their ids, in tables of that thread. They double until short
+words take some 140 MB and long ones as much again, of each model, and have no setting. Dropping the tokenizer does not
+free them; the end of the thread does, so FairThreads ends its threads. The event loop's cannot end.
 
 A thread's tables belong to one model. fastokens (0.3.5) keeps those of the model in use and of PARKED_MODELS before it,
 and frees the least recently used when there are more. So after RENEWAL_CHARS the thread tokenises one letter with tiny
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Plain English or code meets some hundred new words in 100,000 characters, Chinese several thousand: a clause without
 # spaces is one word to a tokenizer.
-RENEWAL_CHARS = 64 * 1024 * 1024
+# Text of new words alone adds some 140 MB within as many, for one model as for four.
+RENEWAL_CHARS = 16 * 1024 * 1024
 NON_ASCII_WEIGHT = 8
 PARKED_MODELS = 3
 _LETTER = "a"
@@ -76,8 +77,9 @@ class WordTables:
         except Exception as error:
             if not self._failed:
                 logger.warning(
-                    "fastokens' tables of words cannot be freed, and may grow to some 100 MB; tried again after %d "
-                    "more characters: %s",
+                    "fastokens' tables of words cannot be freed, and may grow to some 300 MB for each of %d models; "
+                    "tried again after %d more characters: %s",
+                    PARKED_MODELS + 1,
                     self._renewal_chars,
                     error,
                 )
