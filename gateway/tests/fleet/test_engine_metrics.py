@@ -49,6 +49,15 @@ def test_a_page_of_a_data_parallel_engine() -> None:
     )
 
 
+def test_each_of_two_shared_tiers_has_its_own_rate_whichever_is_named_first() -> None:
+    below = b'spillway_tier_load_bytes_per_second{engine="0",model_name="m",tier="s3"} 6e9\n'
+    for page in (PAGE + below, below + PAGE):
+        reading = read_metrics(page)
+        assert (reading.shared_load_tokens_per_second, reading.below_load_tokens_per_second) == (50_000, 60_000)
+    alone = read_metrics(PAGE.replace(b'tier="nvme"', b'tier="s3"'))
+    assert (alone.shared_load_tokens_per_second, alone.below_load_tokens_per_second) == (50_000, None)
+
+
 def test_each_rank_of_a_page_has_its_own_reading() -> None:
     readings = {rank: read_metrics(page) for rank, page in pages_of_ranks(PAGE).items()}
 

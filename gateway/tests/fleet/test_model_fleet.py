@@ -36,7 +36,7 @@ def fleet_of(
 
 
 def rates_of(prefill: float, cpu: float) -> EngineRates:
-    return EngineRates(prefill, cpu, 40_000, 10)
+    return EngineRates(prefill, cpu, 40_000, 10, 40_000)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 500)), max_size=80))
@@ -166,6 +166,17 @@ def test_a_reported_rate_has_precedence_and_may_be_withdrawn() -> None:
 
     engine.observed(EngineReading(), engine.own_work())
     assert engine.rates == rates_of(5_000, 100_000)
+
+
+def test_the_tier_below_has_its_own_rate_and_is_never_taken_for_faster_before_it_is_measured() -> None:
+    engine = fleet_of(["a"]).engines["a"]
+    found = []
+    for shared, below in ((9_000, None), (90_000, None), (90_000, 2_000)):
+        reading = EngineReading(shared_load_tokens_per_second=shared, below_load_tokens_per_second=below)
+        engine.observed(reading, engine.own_work())
+        found.append(engine.rates.below_load_tokens_per_second)
+
+    assert found == [9_000, 40_000, 2_000]
 
 
 def test_what_others_sent_counts_until_the_reading_is_stale() -> None:

@@ -127,10 +127,29 @@ def test_blocks_of_a_store_count_for_every_engine_that_loads_from_it() -> None:
     made.apply("a", BlockRemoved([1, 2], Tier.DEVICE, 0))
 
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8), "b": HeldPrefix(0, 0, 8)}
-    assert [made.shared_reach_of(name) for name in "abc"] == [(1, 2, None), (1, 2, None), (1, 0, None)]
+    assert [made.shared_reach_of(name) for name in "abc"] == [({"redis": 2}, None)] * 2 + [({"nvme": 0}, None)]
     assert made.shared_stores == 2
     made.apply("b", stored([1], None, PROMPT[:4]))
     assert made.match(keys(PROMPT), BLOCK)["b"] == HeldPrefix(4, 0, 4)
+
+
+def test_of_two_shared_tiers_the_nearer_one_counts_and_the_one_below_for_what_it_has_alone() -> None:
+    made = index()
+    below = "s3/00000000000000dd"
+    made.add_engine("c")
+    made.apply("a", stored([1, 2, 3], None, PROMPT[:12]))
+    made.apply("a", in_store([1, 2], REDIS))
+    made.apply("a", in_store([2, 3], below))
+    made.apply("b", in_store([], REDIS))
+    for name in "bc":
+        made.apply(name, in_store([], below))
+    made.apply("a", BlockRemoved([1, 2, 3], Tier.DEVICE, 0))
+    held = HeldPrefix(0, 0, 12, below_tokens=4)
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": held, "b": held}
+    assert made.shared_reach_of("b").blocks == {"redis": 2, "s3": 2}
+    made.apply("a", in_store([1], below))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": held, "b": held, "c": HeldPrefix(0, 0, 12)}  # its nearest
 
 
 def test_blocks_of_a_node_are_in_the_cpu_tier_of_all_its_engines() -> None:
@@ -145,7 +164,7 @@ def test_blocks_of_a_node_are_in_the_cpu_tier_of_all_its_engines() -> None:
     made.apply("a", BlockRemoved([1, 2, 3], Tier.DEVICE, 0))
     held = HeldPrefix(0, 8, 4)
     assert made.match(keys(PROMPT), BLOCK) == {"a": held, "b": held}
-    assert [made.shared_reach_of(name) for name in "abc"] == [(1, 1, 2), (1, 1, 2), (1, 1, None)]
+    assert [made.shared_reach_of(name) for name in "abc"] == [({"redis": 1}, 2)] * 2 + [({"redis": 1}, None)]
     assert made.in_a_store(keys(PROMPT)) == 0  # no engine of another node could load the first one
 
     made.apply("b", BlockRemoved([2], Tier.CPU, 0, store=node))

@@ -201,7 +201,7 @@ async def test_the_engine_of_a_waiting_request_is_told_its_prefix(start_engine: 
     config = gateway_config([engine], admission={"requestsPerEngineMax": 1})
     async with running_fronts(config) as fronts, aiohttp.ClientSession() as http:
         index = fronts.gateway.fleets[0].index
-        await until(lambda: index.shared_reach_of("fake-0").blocks == 2)
+        await until(lambda: index.shared_reach_of("fake-0").blocks == {"nvme": 2})
         held = await ask(http, fronts.urls[0], stream=True)
         await until(lambda: all(front.reported_full() for front in fronts.started))
         waiting = asyncio.create_task(status_of(http, fronts.urls[1], prompt=known + PROMPT))

@@ -98,6 +98,22 @@ def test_of_equal_prefixes_the_nearest_is_chosen(spread_key: int, tokens: int, t
     assert (decision.engine_name, without_device.engine_name) == ("device", "cpu")
 
 
+def test_what_only_the_tier_below_has_is_priced_at_its_own_rate() -> None:
+    rates = structs.replace(RATES, below_load_tokens_per_second=2_000.0)
+    above, below, both = (HeldPrefix(shared_tokens=4_000, below_tokens=tokens) for tokens in (0, 4_000, 1_000))
+    costs = [cost_of(EngineView("a", True, 0, 0, rates, held), 4_001).load_ms for held in (above, below, both)]
+    assert costs == [100.0, 2_000.0, 500.0]  # both are read at the same time
+    unmeasured = cost_of(engine("a", below), 4_001).load_ms
+    assert unmeasured == 100.0
+
+
+def test_of_equally_long_prefixes_in_shared_tiers_the_nearer_is_chosen_however_short() -> None:
+    near, far = HeldPrefix(shared_tokens=16), HeldPrefix(shared_tokens=16, below_tokens=16)
+    for view in ((engine("a", far), engine("b", near)), (engine("b", near), engine("a", far))):
+        decision = plan_route(RouteRequest(17, 7), FleetView(view), FACTOR)
+        assert decision is not None and decision.engine_name == "b"
+
+
 def test_a_queue_longer_than_the_recompute_outbids_the_prefix() -> None:
     view = FleetView((engine("a"), engine("b", HeldPrefix(256, 0, 0), running=3, queued=50_000)))
 

@@ -44,7 +44,7 @@ async def full(start_engine: Any, client: aiohttp.ClientSession, **admission: An
     publisher.removed([1, 2])
     async with running_gateway(config) as running:
         index = running.gateway.fleets[0].index
-        await until(lambda: index.shared_reach_of("fake-0").blocks == 2)
+        await until(lambda: index.shared_reach_of("fake-0").blocks == {"nvme": 2})
         engine.fault = HoldInStream(2, asyncio.Event())
         held = asyncio.create_task(ask(client, running, list(range(8)), stream=True))
         await until(lambda: running.gateway.admissions["fake"].is_full)

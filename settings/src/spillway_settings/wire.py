@@ -41,6 +41,8 @@ RETENTION_SECONDS_MAX = 7 * 86_400
 # That another engine is to go on with the prompt (true): its chunks are announced once they can be loaded.
 HAND_OVER_MEMBER = "spillway_hand_over"
 
+# Types of shared tiers, the nearest medium first; of two that an engine loads from, its lookups find most in that one.
+STORE_TYPES = ("nvme", "redis", "s3")
 NODE_STORE = "node"  # in a store's medium: the CPU tier of a node, which its engines share
 
 _STORE_MEDIUM = re.compile(r"[a-z][a-z0-9]{0,15}/[0-9a-f]{16}")
@@ -59,6 +61,11 @@ def store_medium(tier_type: str, store_id: bytes) -> str:
 def names_a_store(medium: str) -> bool:
     """Whether the medium of a KV event is a `store_medium`."""
     return _STORE_MEDIUM.fullmatch(medium) is not None
+
+
+def type_of_store(medium: str) -> str:
+    """The tier type in a `store_medium`."""
+    return medium.partition("/")[0]
 
 
 def names_a_node(medium: str) -> bool:

@@ -119,6 +119,7 @@ class Engine:
             cpu_load_tokens_per_second=routing.cpu_load_tokens_per_second,
             shared_load_tokens_per_second=routing.shared_load_tokens_per_second,
             running_request_ms=routing.running_request_ms,
+            below_load_tokens_per_second=routing.shared_load_tokens_per_second,
         )
         self.prefill = PrefillRate(
             RateSamples(FLEET_SAMPLES) if fleet_samples is None else fleet_samples, routing.prefill_tokens_per_second
@@ -264,11 +265,13 @@ class Engine:
         self._resident_at_reading = self.resident_tokens
         self.prefill.reported = reading.prefill_tokens_per_second
         default = self._default_rates
+        shared = reading.shared_load_tokens_per_second or default.shared_load_tokens_per_second
         self._rates = structs.replace(
             self._rates,
             cpu_load_tokens_per_second=reading.cpu_load_tokens_per_second or default.cpu_load_tokens_per_second,
-            shared_load_tokens_per_second=reading.shared_load_tokens_per_second
-            or default.shared_load_tokens_per_second,
+            shared_load_tokens_per_second=shared,
+            below_load_tokens_per_second=reading.below_load_tokens_per_second
+            or min(shared, default.shared_load_tokens_per_second),
         )
 
     def unobserved(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 from spillway_gateway.fleet.prefill_rate import usable_rate
+from spillway_settings.wire import STORE_TYPES
 
 PAGE_BYTES_MAX = 4 * 1024 * 1024
 SAMPLES_MAX = 2048  # of the names that are read; an engine of 64 ranks has about ten for each
@@ -38,7 +39,8 @@ class EngineReading(NamedTuple):
     kv_capacity_tokens: int | None = None
     prefill_tokens_per_second: float | None = None
     cpu_load_tokens_per_second: float | None = None
-    shared_load_tokens_per_second: float | None = None
+    shared_load_tokens_per_second: float | None = None  # of the nearest shared tier
+    below_load_tokens_per_second: float | None = None  # of the one behind it
     computed_tokens: float | None = None  # of prompts and answers, since its start
     token_intervals: float = 0.0  # between two tokens of an answer, since its start
     token_seconds: float = 0.0  # all of them together
@@ -89,14 +91,12 @@ def read_metrics(page: bytes) -> EngineReading:
         *_values(page, b"vllm:generation_tokens_total"),
     ]
     bytes_per_token = _bytes_per_token(page)
-    cpu = shared = None
+    cpu = shared = below = None
     if bytes_per_token is not None:
         seconds = sum(_values(page, b"spillway_device_copy_seconds_total", b'direction="load"'))
         if seconds > 0:
             cpu = _loaded_bytes(page) / seconds / bytes_per_token
-        links = _values(page, b"spillway_tier_load_bytes_per_second")
-        if links:
-            shared = max(links) / bytes_per_token
+        shared, below = (None if rate is None else rate / bytes_per_token for rate in _link_rates(page))
     return EngineReading(
         waiting_requests=_count(waiting),
         running_requests=_count(running),
@@ -105,6 +105,7 @@ def read_metrics(page: bytes) -> EngineReading:
         prefill_tokens_per_second=usable_rate(sum(prefill)),
         cpu_load_tokens_per_second=usable_rate(cpu),
         shared_load_tokens_per_second=usable_rate(shared),
+        below_load_tokens_per_second=usable_rate(below),
         computed_tokens=sum(computed) if computed else None,
         token_intervals=sum(_values(page, b"vllm:inter_token_latency_seconds_count")),
         token_seconds=sum(_values(page, b"vllm:inter_token_latency_seconds_sum")),
@@ -124,6 +125,16 @@ def _bytes_per_token(page: bytes) -> float | None:
     tokens = sum(_values(page, b"vllm:external_prefix_cache_hits_total"))
     size = _loaded_bytes(page) / tokens if tokens > 0 else 0.0
     return size if 0 < size < float("inf") else None
+
+
+def _link_rates(page: bytes) -> tuple[float | None, float | None]:
+    """Bytes per second of loads from the nearest shared tier and from the one behind it, by the fastest rank."""
+    name = b"spillway_tier_load_bytes_per_second"
+    found = [max(_values(page, name, b'tier="%s"' % kind.encode()), default=None) for kind in STORE_TYPES]
+    rates = [rate for rate in found if rate is not None]
+    if len(rates) > 1:
+        return rates[0], rates[1]
+    return max(_values(page, name), default=None), None
 
 
 def _loaded_bytes(page: bytes) -> float:

@@ -19,7 +19,7 @@ from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK
 from spillway_gateway.fleet.engine_blocks import EARLY_MAX, EngineBlocks, StoredChain, chain_of, scoped_key
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from spillway_gateway.fleet.expected_blocks import Expected, ExpectedBlocks
-from spillway_gateway.fleet.prefix_match import StoreReaders, match_blocks
+from spillway_gateway.fleet.prefix_match import StoreOf, StoreReaders, match_blocks
 from spillway_gateway.fleet.shared_stores import SharedReach, SharedStores
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_key, namespace_key
@@ -393,8 +393,8 @@ class PrefixIndex:
         """How many of a prompt's blocks, from its first one on, lie in stores of shared tiers that any engine loads
         from."""
         stores = 0
-        for bit, _, is_of_node in self._store_readers():
-            if not is_of_node:
+        for bit, _, what in self._store_readers():
+            if what is not StoreOf.NODE:
                 stores |= bit
         for position, key in enumerate(keys):
             entry = self._shards[key & self._shard_mask].get(key)
@@ -406,7 +406,7 @@ class PrefixIndex:
         """How much of a prompt each engine holds; engines that hold nothing are absent. Does not count as use of the
         blocks: accepted() on the chosen engine does."""
         devices = self._sizes.devices(tokens_per_block)
-        device_blocks, shared_blocks, total_blocks = match_blocks(
+        device_blocks, shared_blocks, below_blocks, total_blocks = match_blocks(
             self._shards,
             self._shard_mask,
             keys,
@@ -429,5 +429,6 @@ class PrefixIndex:
                     device_tokens=device * tokens_per_block,
                     cpu_tokens=(total - device - shared) * tokens_per_block,
                     shared_tokens=shared * tokens_per_block,
+                    below_tokens=below_blocks.get(bit, 0) * tokens_per_block,
                 )
         return held

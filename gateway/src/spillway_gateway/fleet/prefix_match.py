@@ -2,19 +2,30 @@
 
 Each engine reads a prefix as vLLM does: the longest start on its device first, then onwards through its CPU tier and
 the shared tier. A block of a store counts for the engines that load from it, in the CPU tier if the store is that of
-their node; one whose event names no store, for the engine alone that announced it.
+their node; one whose event names no store, for the engine alone that announced it. Of two shared tiers the nearer one
+is read, if it has the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 
 from spillway_gateway.fleet.block_table import Entry, Shard
 from spillway_gateway.fleet.event_decoder import Tier
 from spillway_gateway.fleet.expected_blocks import Expected
 
-# By store: its bit in masks of holders, device bits of its engines, and whether its blocks are in their CPU tier.
-StoreReaders = tuple[tuple[int, int, bool], ...]
+
+class StoreOf(IntEnum):
+    """What a store is to an engine that loads from it."""
+
+    NODE = 0  # its CPU tier
+    SHARED = 1  # its shared tier, the nearest if there are several
+    BELOW = 2  # one behind that
+
+
+# By store: its bit in masks of holders, device bits of engines that load from it, and what it is to these.
+StoreReaders = tuple[tuple[int, int, StoreOf], ...]
 _NOT_HELD = Entry()
 Counts = dict[int, int]  # leading blocks by an engine's device bit, its slot times BITS_PER_ENGINE; absent: none
 
@@ -29,22 +40,25 @@ def match_blocks(
     expected: Mapping[int, Expected],
     hidden: int,
     now: float,
-) -> tuple[Counts, Counts, Counts]:
+) -> tuple[Counts, Counts, Counts, Counts]:
     """Match one prompt.
 
     keys: request keys of its blocks, in order. devices: device bits of the engines that can hold blocks of this size.
     stores: who loads from which store. expected: blocks of prompts that were routed. hidden: device bits that do not
     count now. now: monotonic seconds, for what counts until some time.
 
-    Returns the blocks on the device, those read from the shared tier, and all of them; the rest is in the CPU tier.
+    Returns the blocks on the device, those read from shared tiers, those of them from the tier below another, and all
+    of them; the rest is in the CPU tier.
     """
     on_device = devices & ~hidden
     visible = ~hidden
     loading = 0  # engines beyond their device's part, still in one of the lower tiers
     device_blocks: dict[int, int] = {}
     shared_blocks: dict[int, int] = {}
+    below_blocks: dict[int, int] = {}
     total_blocks: dict[int, int] = {}
     position = 0
+    node, nearest = StoreOf.NODE, StoreOf.SHARED
     for key in keys:
         entry = shards[key & shard_mask].get(key)
         routed = expected.get(key)
@@ -72,12 +86,20 @@ def match_blocks(
             cpu = loading & (mask >> Tier.CPU)
             if cpu != loading:
                 readable = mask >> Tier.SHARED
-                for store, readers, is_of_node in stores:
+                below = 0
+                for store, readers, what in stores:
                     if mask & store:
-                        if is_of_node:
+                        if what is nearest:
+                            readable |= readers
+                        elif what is node:
                             cpu |= loading & readers
                         else:
-                            readable |= readers
+                            below |= readers
+                if below:
+                    below &= loading & ~cpu & ~readable
+                    for bit in set_bits(below):
+                        below_blocks[bit] = below_blocks.get(bit, 0) + 1
+                    readable |= below
                 shared = loading & ~cpu & readable
                 for bit in set_bits(shared):
                     shared_blocks[bit] = shared_blocks.get(bit, 0) + 1
@@ -92,7 +114,7 @@ def match_blocks(
         total_blocks[bit] = position
     for bit in set_bits(loading):
         total_blocks[bit] = position
-    return device_blocks, shared_blocks, total_blocks
+    return device_blocks, shared_blocks, below_blocks, total_blocks
 
 
 def set_bits(mask: int) -> Iterator[int]:

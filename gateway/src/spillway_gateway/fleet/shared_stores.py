@@ -15,19 +15,19 @@ from typing import NamedTuple
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE
 from spillway_gateway.fleet.engine_blocks import EngineBlocks
 from spillway_gateway.fleet.event_decoder import Tier
-from spillway_gateway.fleet.prefix_match import StoreReaders
-from spillway_settings.wire import names_a_node
+from spillway_gateway.fleet.prefix_match import StoreOf, StoreReaders
+from spillway_settings.wire import STORE_TYPES, names_a_node, type_of_store
 
 STORES_MAX = 256  # of one model; those of more nodes, or of fleets gone within the hour, are not indexed
+_FARTHEST = len(STORE_TYPES)
 UNUSED_SECONDS = 3600.0  # without any engine, after which what is known of a store is dropped
 
 
 class SharedReach(NamedTuple):
-    """From how many stores of shared tiers an engine loads, and how many blocks are known to lie there. node_blocks: in
-    the CPU tier of its node; None if it shares none."""
+    """How many blocks are known to lie in the stores of shared tiers that an engine loads from, by their type.
+    node_blocks: in the CPU tier of its node; None if it shares none."""
 
-    stores: int
-    blocks: int
+    blocks: dict[str, int]
     node_blocks: int | None
 
 
@@ -87,7 +87,7 @@ class SharedStores:
 
     def reach_of(self, engine_name: str) -> SharedReach:
         """The reach of one engine."""
-        stores = blocks = 0
+        blocks: dict[str, int] = {}
         node_blocks: int | None = None
         for name, store in self._stores.items():
             if engine_name not in store.engines:
@@ -95,8 +95,9 @@ class SharedStores:
             if names_a_node(name):
                 node_blocks = (node_blocks or 0) + len(store.blocks.request_keys)
             else:
-                stores, blocks = stores + 1, blocks + len(store.blocks.request_keys)
-        return SharedReach(stores, blocks, node_blocks)
+                kind = type_of_store(name)
+                blocks[kind] = blocks.get(kind, 0) + len(store.blocks.request_keys)
+        return SharedReach(blocks, node_blocks)
 
     def pop_unused(self) -> list[EngineBlocks]:
         """Forget the stores that no engine has used for UNUSED_SECONDS; their blocks are to be freed."""
@@ -110,18 +111,37 @@ class SharedStores:
 
     def readers(self, device_bit_of: Callable[[str], int]) -> StoreReaders:
         """For prefix_match: of each store in use."""
-        found: list[tuple[int, int, bool]] = []
+        found: list[tuple[int, int, StoreOf]] = []
+        nearest: dict[str, int] = {}  # by engine, of the types of shared tiers that it loads from
         for name, store in self._stores.items():
-            if store.engines:
-                is_of_node = names_a_node(name)
-                bit = 1 << (store.blocks.slot * BITS_PER_ENGINE + (Tier.CPU if is_of_node else Tier.SHARED))
-                found.append((bit, _union(map(device_bit_of, store.engines)), is_of_node))
+            if not names_a_node(name):
+                for engine in store.engines:
+                    nearest[engine] = min(nearest.get(engine, _FARTHEST), _distance(name))
+        for name, store in self._stores.items():
+            if not store.engines:
+                continue
+            if names_a_node(name):
+                bit = 1 << (store.blocks.slot * BITS_PER_ENGINE + Tier.CPU)
+                found.append((bit, _union(map(device_bit_of, store.engines)), StoreOf.NODE))
+                continue
+            bit = 1 << (store.blocks.slot * BITS_PER_ENGINE + Tier.SHARED)
+            above = [engine for engine in store.engines if nearest[engine] >= _distance(name)]
+            below = store.engines.difference(above)
+            for engines, what in ((above, StoreOf.SHARED), (below, StoreOf.BELOW)):
+                if engines:
+                    found.append((bit, _union(map(device_bit_of, engines)), what))
         return tuple(found)
 
     def _leave(self, store: _Store, engine_name: str) -> None:
         store.engines.discard(engine_name)
         if not store.engines and store.unused_since is None:
             store.unused_since = self._clock()
+
+
+def _distance(store_id: str) -> int:
+    """The place of its type among STORE_TYPES; of any other type, behind them."""
+    kind = type_of_store(store_id)
+    return STORE_TYPES.index(kind) if kind in STORE_TYPES else _FARTHEST
 
 
 def _union(masks: Iterable[int]) -> int:

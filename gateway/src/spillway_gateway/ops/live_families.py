@@ -46,7 +46,7 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
     in_reach = GaugeMetricFamily(
         "spillway_gateway_engine_shared_blocks",
         "Blocks that are known to lie in the stores from which the engine loads.",
-        labels=by_engine,
+        labels=(*by_engine, "tier"),
     )
     in_node = GaugeMetricFamily(
         "spillway_gateway_engine_node_blocks",
@@ -85,8 +85,9 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
             ejections.add_metric(labels, engine.breaker.opened_total)
             foreign.add_metric(labels, engine.foreign.requests)
             shared = fleet.index.shared_reach_of(engine.name)
-            loads_from.add_metric(labels, shared.stores)
-            in_reach.add_metric(labels, shared.blocks)
+            loads_from.add_metric(labels, len(shared.blocks))
+            for tier, blocks_there in shared.blocks.items():
+                in_reach.add_metric((*labels, tier), blocks_there)
             if shared.node_blocks is not None:
                 in_node.add_metric(labels, shared.node_blocks)
         index = fleet.index

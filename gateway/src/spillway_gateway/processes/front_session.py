@@ -257,6 +257,7 @@ class FrontSession:
                 lease.expected_prefill_seconds,
                 decision.candidates if asked.detailed else (),
                 decision.legs,
+                held.below_tokens,
             )
         )
         return True

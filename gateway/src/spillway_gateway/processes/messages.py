@@ -279,10 +279,11 @@ class Routed(Message, tag=70, frozen=True):
     expected_prefill_seconds: float
     candidates: tuple[Candidate, ...] = ()
     legs: Legs | None = None
+    below_tokens: int = 0
 
     @property
     def held(self) -> HeldPrefix:
-        return HeldPrefix(self.device_tokens, self.cpu_tokens, self.shared_tokens)
+        return HeldPrefix(self.device_tokens, self.cpu_tokens, self.shared_tokens, self.below_tokens)
 
 
 class Waiting(Message, tag=71, frozen=True):

@@ -30,6 +30,7 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
     device_tokens: int = 0
     cpu_tokens: int = 0
     shared_tokens: int = 0
+    below_tokens: int = 0  # those of shared_tokens that the tier below the shared tier has alone
 
     @property
     def total_tokens(self) -> int:
@@ -42,13 +43,15 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
             self.device_tokens * tokens // of_tokens,
             self.cpu_tokens * tokens // of_tokens,
             self.shared_tokens * tokens // of_tokens,
+            self.below_tokens * tokens // of_tokens,
         )
 
     def first(self, tokens: int) -> HeldPrefix:
         """The first tokens alone."""
         device = min(self.device_tokens, tokens)
         cpu = min(self.cpu_tokens, tokens - device)
-        return HeldPrefix(device, cpu, min(self.shared_tokens, tokens - device - cpu))
+        shared = min(self.shared_tokens, tokens - device - cpu)
+        return HeldPrefix(device, cpu, shared, min(self.below_tokens, shared))
 
     def tier_of_first_missing(self, found_tokens: int) -> TierLabel | None:
         """The tier that was to hold the first token that is not there; without it those behind it are of no use. None:
@@ -70,6 +73,7 @@ class EngineRates(msgspec.Struct, frozen=True, gc=False):
     cpu_load_tokens_per_second: float
     shared_load_tokens_per_second: float
     running_request_ms: float
+    below_load_tokens_per_second: float = 0.0  # of the tier below the shared tier; 0: as that
 
 
 class EngineView(msgspec.Struct, frozen=True, gc=False):

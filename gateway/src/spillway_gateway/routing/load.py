@@ -71,7 +71,7 @@ def cost_of(engine: EngineView, prompt_tokens: int, computed_from: int = 0, comp
     if held.cpu_tokens:
         link_ms = 1000.0 * engine.cpu_link_tokens / rates.cpu_load_tokens_per_second
     if held.shared_tokens:
-        shared_ms = 1000.0 * held.shared_tokens / rates.shared_load_tokens_per_second
+        shared_ms = _shared_time_ms(held, rates)
         displaced_ms = shared_ms * crowding(engine.shared_busy_share)
         own_link_ms = 1000.0 * engine.shared_link_tokens / rates.shared_load_tokens_per_second
         link_ms = max(link_ms, own_link_ms, engine.store_wait_ms)
@@ -107,6 +107,13 @@ def uncached_tokens(held: HeldPrefix, prompt_tokens: int) -> int:
 
 def load_time_ms(held: HeldPrefix, rates: EngineRates) -> float:
     """Until what an engine's tiers hold of a prompt is on its device."""
-    return 1000.0 * (
-        held.cpu_tokens / rates.cpu_load_tokens_per_second + held.shared_tokens / rates.shared_load_tokens_per_second
-    )
+    cpu_ms = 1000.0 * held.cpu_tokens / rates.cpu_load_tokens_per_second
+    return cpu_ms + _shared_time_ms(held, rates) if held.shared_tokens else cpu_ms
+
+
+def _shared_time_ms(held: HeldPrefix, rates: EngineRates) -> float:
+    """Each of two shared tiers at its own rate: they are read at the same time, so the longer part counts."""
+    below, rate = held.below_tokens, rates.shared_load_tokens_per_second
+    if not below or not rates.below_load_tokens_per_second:
+        return 1000.0 * held.shared_tokens / rate
+    return 1000.0 * max((held.shared_tokens - below) / rate, below / rates.below_load_tokens_per_second)

@@ -170,6 +170,7 @@ def pick(
             -candidate.engine.held.total_tokens,
             -candidate.engine.held.device_tokens,
             -candidate.engine.held.cpu_tokens,
+            candidate.engine.held.below_tokens,
             candidate is not own,
             candidate.engine.running_requests,
             -weight(candidate.engine.name, request.spread_key),

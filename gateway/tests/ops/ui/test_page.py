@@ -84,18 +84,18 @@ async def test_what_lies_in_a_shared_tier_is_shown_at_every_engine_that_loads_fr
         for medium in (store, node):
             second.stored([], None, [], 0, medium=medium)
         index = running.gateway.fleets[0].index
-        await until(lambda: index.shared_reach_of("fake-1") == (1, 2, 1))
+        await until(lambda: index.shared_reach_of("fake-1") == ({"redis": 2}, 1))
         async with client.get(running.url + "/ui/state") as reply:
             (model,) = (await reply.json())["models"]
         async with client.get(running.url + "/metrics") as reply:
             page = await reply.text()
-    shown = [(engine["sharedStores"], engine["sharedBlocks"], engine["nodeBlocks"]) for engine in model["engines"]]
-    assert shown == [(1, 2, 1), (1, 2, 1), (0, 0, None)]
+    shown = [(engine["sharedBlocks"], engine["nodeBlocks"]) for engine in model["engines"]]
+    assert shown == [({"redis": 2}, 1), ({"redis": 2}, 1), ({}, None)]
     assert re.findall(r'spillway_gateway_engine_node_blocks\{[^}]*"(fake-.)"[^}]*\} (.*)', page) == [
         ("fake-0", "1.0"),
         ("fake-1", "1.0"),
     ]
-    assert re.search(r'spillway_gateway_engine_shared_blocks\{[^}]*"fake-1"[^}]*\} 2\.0', page)
+    assert re.search(r'spillway_gateway_engine_shared_blocks\{[^}]*"fake-1"[^}]*"redis"[^}]*\} 2\.0', page)
 
 
 async def test_an_engine_that_is_away_says_why(start_engine: Any) -> None:

@@ -173,7 +173,7 @@ function updateEngine(row, engine) {
   text(prefill, whole.format(engine.prefillTokensPerSecond));
   text(first, `${milliseconds(engine.firstByte.p50Ms)} / ${milliseconds(engine.firstByte.p99Ms)}`);
   const held = engine.nodeBlocks === null ? [] : [`${whole.format(engine.nodeBlocks)} blocks in the node's CPU tier`];
-  if (engine.sharedStores) held.push(`${whole.format(engine.sharedBlocks)} blocks in the shared tier`);
+  for (const [tier, blocks] of Object.entries(engine.sharedBlocks)) held.push(`${whole.format(blocks)} blocks in ${tier}`);
   const moving = engine.tiers.map((way) =>
     `${way.tier} ${way.direction === "load" ? "in" : "out"} ${bytes(way.bytesPerSecond)}/s`);
   text(tiers, [...held, ...moving].join(", ") || "-");

@@ -104,7 +104,7 @@ def _engine(
         "prefillTokensPerSecond": rates.prefill_tokens_per_second,
         "cpuLoadTokensPerSecond": rates.cpu_load_tokens_per_second,
         "sharedLoadTokensPerSecond": rates.shared_load_tokens_per_second,
-        "sharedStores": shared.stores,
+        "belowLoadTokensPerSecond": rates.below_load_tokens_per_second or None,
         "sharedBlocks": shared.blocks,
         "nodeBlocks": shared.node_blocks,
         "firstByte": percentiles([noted.seconds for noted in first_bytes if noted.engine == engine.name]),
@@ -143,7 +143,12 @@ def _decision(noted: NotedDecision) -> dict[str, Any]:
 
 
 def _held(held: HeldPrefix) -> dict[str, int]:
-    return {"device": held.device_tokens, "cpu": held.cpu_tokens, "shared": held.shared_tokens}
+    return {
+        "device": held.device_tokens,
+        "cpu": held.cpu_tokens,
+        "shared": held.shared_tokens,
+        "below": held.below_tokens,
+    }
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
