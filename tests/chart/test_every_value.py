@@ -132,6 +132,8 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.offload.enabled": laid_over(
         NO_REDIS, nested("engine.offload.sharedTier", {"type": "none", "encryption": UNSEALED})
     ),
+    "engine.offload.nodeTier": nested("engine.offload.nodeTier.enabled", True),
+    "engine.offload.nodeTier.enabled": {},
     "engine.offload.sharedTier.nvme": NVME,
     "engine.offload.sharedTier.below": BELOW,
     "engine.offload.sharedTier.s3": S3,
@@ -241,6 +243,8 @@ CHANGES: dict[str, Any] = {
     "engine.offload.computeWhileLoading": "on",
     "engine.offload.evictionPolicy": "arc",
     "engine.offload.batchMemcpy": "on",
+    "engine.offload.nodeTier.bytes": "65GiB",
+    "engine.offload.nodeTier.fallback": "refuse",
     "engine.offload.sharedTier.type": "nvme",
     "engine.offload.sharedTier.nvme.path": "/kv",
     "engine.offload.sharedTier.below.type": "redis",
@@ -488,6 +492,7 @@ FORMED = (
     "engine.offload.transport",
     *("engine.offload.sharedTier.type", "engine.offload.sharedTier.nvme", "engine.offload.sharedTier.redis.url"),
     "engine.offload.sharedTier.below",
+    "engine.offload.nodeTier",
     *("passwordAs", "loadQueueBytesMax", "storeQueueBytesMax"),
     *("engine.memory", "engine.cpu", "engine.lifecycle", "engine.image.variant", "engine.image.digest", "redis.memory"),
     "engine.image.vllm",

@@ -9,6 +9,7 @@ from chart.rendering import CHART, render
 from prometheus_client.parser import text_string_to_metric_families
 
 from spillway_connector.metrics import ALL, Kind
+from spillway_ctl.node_tier import metrics_text
 from spillway_gateway.app import Gateway
 from spillway_gateway.config.settings import parse_config
 
@@ -38,7 +39,8 @@ def own_series(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.fixture(scope="module")
 def known_series(own_series: set[str]) -> set[str]:
-    return own_series | FOREIGN
+    keeper = re.findall(r"^# TYPE (\S+)", metrics_text([], 0, {}), re.MULTILINE)
+    return own_series | FOREIGN | set(keeper)
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +141,9 @@ SIMULATED = set(SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_t
 NO_SERIES = {"spillway_session", "spillway_promote", "spillway_settle"} | SIMULATED
 
 
-def test_series_that_the_pages_name_exist(own_series):
+def test_series_that_the_pages_name_exist(own_series, known_series):
     """A name that ends in `_` is the beginning of several (`spillway_tier_*`)."""
-    known = own_series | {name.removesuffix("_bucket") for name in own_series} | {"spillway_simulator_lag_seconds"}
+    known = known_series | {name.removesuffix("_bucket") for name in own_series} | {"spillway_simulator_lag_seconds"}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     named = {name for page in pages for name in re.findall(r"\bspillway_[a-z_]+(?=[`{}\[* ])", page.read_text())}
     packages = {path.name for pattern in ("*", "services/*") for path in ROOT.glob(f"{pattern}/src/spillway_*")}

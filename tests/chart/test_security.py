@@ -119,7 +119,7 @@ def test_redis_is_closed_to_everyone_but_engines():
 def test_policies_select_real_ports_and_pods():
     for file in EXAMPLES:
         rendered = render(file)
-        workloads = [*rendered.of_kind("StatefulSet"), *rendered.of_kind("Deployment")]
+        workloads = [each for kind in ("StatefulSet", "Deployment", "DaemonSet") for each in rendered.of_kind(kind)]
         for policy in rendered.of_kind("NetworkPolicy"):
             wanted = policy["spec"]["podSelector"]["matchLabels"].items()
             if policy["metadata"]["labels"]["app.kubernetes.io/component"] == "test":

@@ -69,6 +69,7 @@ class MemoryCase:
         """What the engine service computes in a pod of that size."""
         engine, offload = self.engine, self.engine["offload"]
         sizes = {key: offload[key] for key in ("numCpuBlocks", "cpuBytes") if key in offload}
+        node = offload["nodeTier"]
         tree = {
             "model": {
                 "path": "m",
@@ -84,6 +85,7 @@ class MemoryCase:
                 "enabled": offload["enabled"],
                 "blocksPerChunk": offload["blocksPerChunk"],
                 "sharedTier": self.shared_tier(),
+                **({"nodeTier": {key: node[key] for key in ("bytes", "fallback")}} if node["enabled"] else {}),
                 **sizes,
             },
         }
@@ -138,6 +140,11 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
             **size,
             "enabled": chosen.random() < 0.9,
             "blocksPerChunk": chosen.randrange(1, 17),
+            "nodeTier": {
+                "enabled": chosen.random() < 0.3,
+                "bytes": chosen.choice(["2TiB", "900GB"]),
+                "fallback": chosen.choice(["private", "refuse"]),
+            },
             "sharedTier": {
                 "type": chosen.choice(["none", "nvme", "redis"]),
                 "ioThreads": chosen.randrange(1, 33),
@@ -220,6 +227,7 @@ def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
             "sharedMemoryNeededBytes": budget.shared_memory_needed_bytes,
             **({"kvGroups": budget.kv_groups} if budget.kv_groups > 1 else {}),
             **({"tierIndexBytes": budget.tier_index_bytes} if budget.tier_index_bytes else {}),
+            **({"nodeTierBytes": budget.node_tier_bytes} if budget.node_tier_bytes else {}),
         }
         if case.platform != "cpu" or figures["deviceBlocks"] == budget.device_blocks:
             # Where they would be more than a quarter of a pod the engine service alone takes fewer device blocks.
@@ -232,4 +240,5 @@ def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
         has_scales = case.shape.latent_dim is not None and budget.kv_dtype.endswith("_per_token_head")
         assert budget.fits or has_scales or not is_large or figures["cpuChunks"] == 0, (case, budget.problems)
     assert sum("tierIndexBytes" in figures for figures in computed["memory"]) > len(cases) // 10
+    assert sum("nodeTierBytes" in figures for figures in computed["memory"]) > len(cases) // 10
     assert compared > len(cases) * 0.9

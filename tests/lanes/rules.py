@@ -51,6 +51,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/stock": ("vllm",),
     "connector/tests/engine_npu": ("engine",),
     "connector/tests/identity": (NOTHING,),
+    "connector/tests/node": (NOTHING,),
     "connector/tests/plan": (NOTHING,),
     "connector/tests/testing": (NOTHING,),
     "connector/tests/tiers": (NOTHING,),

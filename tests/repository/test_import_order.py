@@ -16,7 +16,7 @@ LEVELS = {
         "findings frame_filter namespace_summary nvme_store plan_input progress readings redis_store s3_store "
         "seal_check",
         "named_text run store_choice",
-        "check doctor listing plan_options purge status store_options tenant_id",
+        "check doctor listing node_tier plan_options purge status store_options tenant_id",
         "live plan verify",
         "doctor_options",
         "options",
@@ -37,6 +37,7 @@ LEVELS = {
         " unread_rules",
         "container_rules engine_rules",
         "gateway_rules model_rules release_rules tier_rules",
+        "node_rules",
         "judgement vllm_parser",
         "command_line",
     ),

@@ -13,7 +13,6 @@ LINES_MIN = 25
 # Shorter ones, each with the reason for which it is a module.
 SHORT: dict[str, str] = {
     "connector/src/spillway_connector/device/cuda/gather.py": "the kernel: imported only where Triton is installed",
-    "connector/src/spillway_connector/device/memory_nodes.py": "what the host has; host_region maps what it is given",
     "connector/src/spillway_connector/engine/connector.py": "a path that users' configurations of vLLM name",
     "connector/src/spillway_connector/engine/engine_logging.py": "called by the connector of every generation",
     "connector/src/spillway_connector/engine/spec.py": "a path that users' configurations of vLLM name",

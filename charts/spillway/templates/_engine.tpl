@@ -99,8 +99,7 @@ memory: {{ include "spillway.quantity" .item.memory.memoryLimitBytes }}
 hugepages-{{ .pageSize }}: {{ include "spillway.sizeQuantity" (dict "value" .amount "path" $at) }}
 {{- end }}{{- end }}
 {{- range $name, $amount := .item.engine.accelerator.extraResources }}
-{{ $name | quote }}: {{ toString $amount | quote }}
-{{- end }}
+{{ $name | quote }}: {{ toString $amount | quote }}{{ end }}
 {{- with get .item.engine.ephemeralStorage .kind }}
 {{- $at := printf "%s.ephemeralStorage" $.item.path }}
 ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at) }}
@@ -123,6 +122,11 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 {{- define "spillway.usesNvme" -}}
 {{- $tier := .engine.offload.sharedTier -}}
 {{- if and .engine.offload.enabled (has "nvme" (list $tier.type $tier.below.type)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* item -> the node's folder of the CPU tier that its engines share; empty: they share none. */}}
+{{- define "spillway.nodeFolder" -}}
+{{- with .engine.offload -}}{{- if and .enabled .nodeTier.enabled -}}{{ .nodeTier.hostPath }}{{- end -}}{{- end -}}
 {{- end -}}
 
 {{/* item -> the size of the shared tier's volume. */}}
@@ -162,6 +166,10 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 {{- end -}}
 {{- $found = append $found (dict "name" "kv" "path" $nvme.path "volume" $nvme.volume) -}}
 {{- end -}}
+{{- with include "spillway.nodeFolder" . -}}
+{{- $volume := dict "type" "hostPath" "hostPath" . -}}
+{{- $found = append $found (dict "name" "node" "path" $.names.folders.node "volume" $volume) -}}
+{{- end -}}
 {{- toYaml $found -}}
 {{- end -}}
 
@@ -174,15 +182,13 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 - {name: scratch, mountPath: /tmp, subPath: tmp}
 - {name: scratch, mountPath: {{ $folders.home }}, subPath: home}
 {{- range include "spillway.engineFolders" .item | fromYamlArray }}
-- {name: {{ .name }}, mountPath: {{ .path | quote }}{{ if .readOnly }}, readOnly: true{{ end }}}
-{{- end }}
+- {name: {{ .name }}, mountPath: {{ .path | quote }}{{ if .readOnly }}, readOnly: true{{ end }}}{{ end }}
 {{- if .item.secretFiles }}
 - {name: secrets, mountPath: {{ $folders.secrets }}, readOnly: true}{{ end }}
 {{- if $engine.hugePages.amount }}
 - {name: hugepages, mountPath: {{ $engine.hugePages.mountPath | quote }}}{{ end }}
 {{- range (include "spillway.driverMounts" . | fromYamlArray) }}
-- {name: {{ .name }}, mountPath: {{ .path }}, readOnly: true}
-{{- end }}
+- {name: {{ .name }}, mountPath: {{ .path }}, readOnly: true}{{ end }}
 {{- with $engine.extraVolumeMounts }}{{- toYaml . | nindent 0 }}{{- end }}
 {{- end -}}
 
@@ -200,12 +206,10 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 {{/* (root, item) -> volumes of an engine pod. */}}
 {{- define "spillway.engineVolumes" -}}
 {{- $engine := .item.engine -}}
-- name: config
-  configMap: {name: {{ .item.name }}}
+- {name: config, configMap: {name: {{ .item.name }}}}
 - name: shared-memory
   emptyDir: {medium: Memory, sizeLimit: {{ include "spillway.quantity" .item.memory.sharedMemoryBytes }}}
-- name: scratch
-  emptyDir: {}
+- {name: scratch, emptyDir: {}}
 {{- range $folder := include "spillway.engineFolders" .item | fromYamlArray }}
 {{- with include "spillway.volumeSource" (merge (pick $folder "readOnly") $folder.volume) }}
 - name: {{ $folder.name }}

@@ -145,8 +145,7 @@ unsaltedRoutes: {{ .unsaltedRoutes }}
 {{- with .kvTransferTenants }}
 kvTransferTenants: {{ toJson . }}{{ end }}
 {{- range include "spillway.authFiles" . | fromYamlArray }}
-{{ .setting }}: {{ $.names.folders.secrets }}/{{ (first .items).path }}
-{{- end }}
+{{ .setting }}: {{ $.names.folders.secrets }}/{{ (first .items).path }}{{ end }}
 {{- with .sharedLimits }}
 {{- if .url }}
 sharedLimits:

@@ -100,6 +100,14 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $chunks = div (include "spillway.bytes" (dict "value" $offload.cpuBytes
   "path" (printf "%s.offload.cpuBytes" $path)) | int64) $rowBytes -}}
 {{- end -}}
+{{- /* Of the node's tier a process has page tables alone: 8 bytes for each page of 4 KiB. */ -}}
+{{- $nodeBytes := 0 -}}
+{{- if and $offload.enabled $offload.nodeTier.enabled -}}
+{{- $nodeBytes = include "spillway.bytes" (dict "value" $offload.nodeTier.bytes
+  "path" (printf "%s.offload.nodeTier.bytes" $path)) | int64 -}}
+{{- if eq $offload.nodeTier.fallback "refuse" -}}{{- $chunks = 0 -}}{{- end -}}
+{{- end -}}
+{{- $tableBytes := mul (div $nodeBytes 512) (add $allRanks $cores) -}}
 {{- $tierBytes := mul $chunks $rowBytes $cores -}}
 {{- /* vLLM's own queues: about 40 MiB for the server and each rank are touched, 160 + 240 per rank are mapped. */ -}}
 {{- $sharedAsked := int64 $asked.sharedBytes -}}
@@ -127,7 +135,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- end -}}{{- end -}}
 
 {{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}
-{{- $onHost := add $sharedNeeded $deviceBytes $weightBytes $askedBytes $indexBytes -}}
+{{- $onHost := add $sharedNeeded $deviceBytes $weightBytes $askedBytes $indexBytes $tableBytes -}}
 {{- $engineNeeds := add (mul 2411724800 $allRanks) $onHost -}}
 {{- $ownProcess := get .names.processPerRank (ternary "onCpu" "onDevice" $onCpu) -}}
 {{- $process := default $ownProcess $engine.memory.processPerRank -}}
@@ -142,7 +150,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $parts := list $rows $tierBytes "queues" $queueBytes
   (eq $allRanks 1 | ternary "process" (printf "%d processes" $allRanks)) $processBytes
   "device blocks" $deviceBytes "weights" $weightBytes "buffers of the shared tier" $stagingBytes
-  "its index" $indexBytes "extraArgs" $askedBytes -}}
+  "its index" $indexBytes "extraArgs" $askedBytes "page tables of the node's tier" $tableBytes -}}
 {{- $texts := list -}}
 {{- range $at := untilStep 0 (len $parts) 2 -}}
 {{- $bytes := index $parts (add1 $at | int) -}}
@@ -155,11 +163,11 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- include "spillway.overlay" (dict "base" .out "over" (dict "dtype" $dtype "kvDtype" $kvDtype
   "bytesPerToken" (mul $rowTokenBytes $groups) "bytesPerBlock" (mul $rowTokenBytes $groups $blockSize)
   "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes
-  "cpuTierTokens" (mul (div $chunks $groups) $chunkTokens) "sharedMemoryNeededBytes" $sharedNeeded
-  "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds "podNeedsBytes" $needed "memoryLimitBytes" $limit
-  "arithmetic" $arithmetic)) -}}
+  "cpuTierTokens" (mul (div $chunks $groups) $chunkTokens)
+  "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds
+  "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic)) -}}
 {{- range $key, $value := dict "deviceBlocks" (list $deviceBlocks 0) "dataParallelRanks" (list $cores 1)
-  "kvGroups" (list $groups 1) "tierIndexBytes" (list $indexBytes 0) -}}
+  "kvGroups" (list $groups 1) "tierIndexBytes" (list $indexBytes 0) "nodeTierBytes" (list $nodeBytes 0) -}}
 {{- if gt (first $value) (last $value | int64) -}}{{- $_ := set $.out $key (first $value) -}}{{- end -}}
 {{- end -}}{{- end -}}
 

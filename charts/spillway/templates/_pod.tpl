@@ -24,8 +24,7 @@ automountServiceAccountToken: {{ default false .token }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .graceSeconds }}
 {{- with include "spillway.scheduling" . }}{{- . | nindent 0 }}{{- end }}
-securityContext:
-  {{- toYaml .context | nindent 2 }}
+securityContext: {{ toJson .context }}
 {{- with .section.initContainers }}
 initContainers:
   {{- toYaml . | nindent 2 }}
@@ -69,10 +68,8 @@ restartPolicy: Never
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with include "spillway.scheduling" (merge (dict "section" $scheduling) (pick . "root" "component")) | trim }}
-{{ . }}
-{{- end }}
-securityContext:
-  {{- toYaml $gateway.podSecurityContext | nindent 2 }}
+{{ . }}{{ end }}
+securityContext: {{ toJson $gateway.podSecurityContext }}
 containers:
   - name: {{ .container }}
     {{- $image := dict "root" .root "section" .root.Values.checks "tag" .root.Chart.AppVersion }}
@@ -85,16 +82,13 @@ containers:
     resources:
       requests: {cpu: 50m, memory: 96Mi}
       limits: {memory: 256Mi}
-    securityContext:
-      {{- toYaml $gateway.securityContext | nindent 6 }}
+    securityContext: {{ toJson $gateway.securityContext }}
     volumeMounts:
       {{- range .volumes }}
-      - {name: {{ .name }}, mountPath: {{ .folder }}, readOnly: true}
-      {{- end }}
+      - {name: {{ .name }}, mountPath: {{ .folder }}, readOnly: true}{{ end }}
 volumes:
   {{- range .volumes }}
-  - {{ omit . "folder" | toYaml | indent 4 | trim }}
-  {{- end }}
+  - {{ omit . "folder" | toYaml | indent 4 | trim }}{{ end }}
 {{- end -}}
 
 {{/* (root, section, kind, name, component or item) -> spec.replicas: with autoscaling that of the live object, or of
@@ -196,7 +190,5 @@ interval: {{ int64 .intervalSeconds }}s
 {{/* Egress rule of a NetworkPolicy: names. */}}
 {{- define "spillway.dnsEgress" -}}
 - to: [{namespaceSelector: {}}]
-  ports:
-    - {protocol: UDP, port: 53}
-    - {protocol: TCP, port: 53}
+  ports: [{protocol: UDP, port: 53}, {protocol: TCP, port: 53}]
 {{- end -}}

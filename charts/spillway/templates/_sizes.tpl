@@ -60,8 +60,7 @@ any. spillway_settings.byte_sizes reads the same sizes, and says what is wrong w
   {{- with $given.cpu }}
   cpu: {{ . | quote }}{{ end }}
   {{- with $given.memory }}
-  memory: {{ include "spillway.sizeQuantity" (dict "value" . "path" (printf "%s.%s.memory" $.path $kind)) }}
-  {{- end }}
+  memory: {{ include "spillway.sizeQuantity" (dict "value" . "path" (printf "%s.%s.memory" $.path $kind)) }}{{ end }}
   {{- with $given.ephemeralStorage }}
   {{- $at := printf "%s.%s.ephemeralStorage" $.path $kind }}
   ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at) }}

@@ -24,7 +24,7 @@ from spillway_connector.limits import (
 )
 from spillway_connector.native_keys import native_key_answer
 from spillway_connector.plan.copy_table import CopyTable
-from spillway_connector.setting_names import SettingNames
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
 from spillway_settings.keys import own_keys
 from spillway_settings.typed import Count, Positive, Settings, WrongSetting, read_settings
@@ -33,6 +33,7 @@ from spillway_settings.values.offload import (
     BUCKET_PATTERN,
     BUCKET_PREFIX_PATTERN,
     ConnectorSettings,
+    NodeFallback,
     NvmeMode,
     Offload,
 )
@@ -119,7 +120,10 @@ class NodeTierConfig(Section, frozen=True):
     bytes: ByteCount  # of rows of one size, which all engines of the node that have such rows name alike
     path: str = "/dev/shm/spillway"  # noqa: S108 - the point is to be in shared memory
     # What an engine does that cannot use it: private, have a CPU tier of its own; refuse, not start.
-    fallback: Literal["private", "refuse"] = "private"
+    fallback: NodeFallback = _CHART.node_tier.fallback
+    # Whose memory it is. engine: the first engine of the node makes the rows. keeper: spillway node-tier makes them,
+    # and engines wait for it.
+    maker: Literal["engine", "keeper"] = "engine"
 
 
 class S3Store(Section, frozen=True):
@@ -193,13 +197,14 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
                 "set exactly one of num_cpu_blocks (chunks) and cpu_bytes_to_use (bytes); "
                 f"given num_cpu_blocks={config.num_cpu_blocks}, cpu_bytes_to_use={config.cpu_bytes_to_use}"
             )
-        if config.node_tier is not None:
-            _check_node_tier(config)
+        check_node_tier(config, PLAIN_NAMES)
         return config
 
 
-def _check_node_tier(config: ConnectorConfig) -> None:
+def check_node_tier(config: ConnectorConfig, names: Names) -> None:
     """Refuse what the tier of a node does not do. Raises ConfigError."""
+    if config.node_tier is None:
+        return
     refused = (
         (
             "eviction_policy",
@@ -212,7 +217,10 @@ def _check_node_tier(config: ConnectorConfig) -> None:
     )
     for name, given, needed, why in refused:
         if given not in (needed, "auto"):
-            raise ConfigError(f"{name}: {given!r} and node_tier exclude each other: {why}; set {name}: {needed!r}")
+            raise ConfigError(
+                f"{names.given(name, given)} and {names.name('node_tier')} exclude each other: {why}; "
+                f"set {names.given(name, needed)}"
+            )
 
 
 def _in_our_words(prompt_only: object, generated_tokens: object) -> str:

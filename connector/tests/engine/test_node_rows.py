@@ -19,6 +19,7 @@ from spillway_connector.engine.node_rows import NodeRows
 from spillway_connector.engine.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError
+from spillway_connector.node.keeper import NodeKeeper
 from spillway_connector.node.region import NodeRegion, agreed_region
 from spillway_connector.plan.node_index import _RECORD_WORDS, DEAD_ROWS_KEPT_MS, SEARCHED, WRITING
 from spillway_connector.testing.generation import HIT, MISS, PENDING, make_node_tier
@@ -315,12 +316,27 @@ def test_an_engine_leaves_a_region_whose_files_were_removed(node: Node, caplog):
     node.seconds += 1.0  # until the next look at the files
     tier.sync()
     assert tier.prepare_store([key(3)], CONTEXT) is None
-    assert "leaves the CPU tier of its node" in caplog.text
+    assert "leaves the CPU tier of its node and serves without one until it is restarted" in caplog.text
     assert looked_up(tier, 2) is MISS
     RowChecks(tier._index).require(spec)  # the load under way ends as it began
     tier.complete_load([key(1)], CONTEXT)
     assert looked_up(tier, 1) is MISS
     tier.reset_cache()
+
+
+def test_an_engine_says_that_it_has_to_be_restarted_if_the_files_were_replaced_while_it_was_away(node: Node, caplog):
+    tier = node.engine()
+    store(tier, 1)
+    tier._leave("another process held the lock")
+    assert "until it can be used again" in caplog.text
+    for name in ("index", "rows"):
+        os.unlink(node.folder / f"rows-{ROW_BYTES}" / name)
+    opening(node.folder)(new_number()).close()
+    node.seconds += 6.0
+    tier.sync()
+    assert "until it is restarted" in caplog.text
+    assert "is another file" in caplog.text
+    assert not tier._may_rejoin
 
 
 # -- how a region is opened
@@ -404,8 +420,8 @@ SHAPE = {
 class _Spec(SpillwayOffloadingSpec):
     """The spec of this vLLM's generation, without the engine that vLLM's constructor reads."""
 
-    def __init__(self, folder: Path, size_bytes: int = ROWS * ROW_BYTES) -> None:
-        self.extra_config = {"num_cpu_blocks": 2, "node_tier": {"bytes": size_bytes, "path": str(folder)}}
+    def __init__(self, folder: Path, size_bytes: int = ROWS * ROW_BYTES, **more: str) -> None:
+        self.extra_config = {"num_cpu_blocks": 2, "node_tier": {"bytes": size_bytes, "path": str(folder), **more}}
         self._begin(region_id=f"test-node-{os.getpid()}", **SHAPE)
 
 
@@ -427,10 +443,24 @@ def test_a_spec_uses_the_rows_of_the_node_and_rows_of_its_own_if_it_may_not(tmp_
 
     beside = _Spec(tmp_path / "node", 9 * ROW_BYTES)
     assert beside._node is None
+    assert (spec.node_tier_use, beside.node_tier_use) == ("shared", "private")
     assert beside.num_rows == 2
     beside._choice.unlink()
     tier.shutdown()
     facts.cleanup()
+
+
+def test_a_spec_waits_for_the_keeper_if_the_rows_are_to_be_of_its_memory(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(spec_base, "KEEPER_SECONDS", 0.0)
+    alone = _Spec(tmp_path / "node", maker="keeper")
+    assert alone._node is None
+    alone._choice.unlink()
+    NodeKeeper(tmp_path / "node", ROWS * ROW_BYTES, 1, lambda: (1 << 40, "test")).tick()  # it was asked
+    spec = _Spec(tmp_path / "node", 2 * ROWS * ROW_BYTES, maker="keeper")
+    assert spec._node is not None
+    assert spec.num_rows == ROWS  # as they are
+    spec._node.close()
+    spec._choice.unlink()
 
 
 def announced(tier: NodeRows) -> list[tuple[bool, int]]:
@@ -477,8 +507,11 @@ def test_what_an_engine_has_said_just_now_and_another_changes_it_says_anew(node:
     assert announced(first) == [(True, 2), (False, 1)]
 
 
-def test_what_a_killed_engine_changed_last_is_announced_by_another_one(node: Node):
+@pytest.mark.parametrize("is_kept", [False, True], ids=["alone", "kept"])
+def test_what_a_killed_engine_changed_last_is_announced_by_another_one(node: Node, is_kept: bool):
+    """Whoever releases what the killed one had claimed."""
     first, second = node.engine(), node.engine()
+    keeper = NodeKeeper(node.folder, ROWS * ROW_BYTES, 1, lambda: (1 << 40, "test"), lambda: node.seconds)
     store(first, 1, 2, 3, 4)
     announced(second)
     node.seconds += 20
@@ -486,8 +519,12 @@ def test_what_a_killed_engine_changed_last_is_announced_by_another_one(node: Nod
     assert announced(second) == []
     node.kill(first)
     node.seconds += 0.5
+    if is_kept:
+        keeper.tick()
     announced(second)
     node.seconds += DEAD_ROWS_KEPT_MS / 1000
+    if is_kept:
+        keeper.tick()
     assert set(announced(second)) == {(True, 1), (False, 5)}
 
 

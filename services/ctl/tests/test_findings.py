@@ -132,6 +132,21 @@ def test_an_engine_that_cannot_tell_its_weights_says_why_it_shares_nothing() -> 
     assert found("shared tiers", silent).verdict == Verdict.OK
 
 
+def test_an_engine_with_a_tier_of_its_own_in_place_of_the_nodes_is_found() -> None:
+    config = changed("settings", "offload", "nodeTier", value={"bytes": 1 << 36, "path": "/node"})
+    config["memory"]["node_tier_chunks"] = 4096
+    private, shared = (
+        engine(settings=held({**CORE, **own, "node_tier": use}, {**WORKER, **own}), config=config)
+        for use, own in (("private", {}), ("shared", {"cpu_blocks": "4096"}))
+    )
+    finding = found("node's tier", private)
+    assert (finding.verdict, finding.found) == (Verdict.WARNING, "not used: it has a CPU tier of its own")
+    assert found("CPU blocks", private).verdict == Verdict.OK
+    assert found("node's tier", shared).verdict == Verdict.OK
+    assert found("CPU blocks", shared).verdict == Verdict.OK
+    assert found("node's tier", engine(config=config)).verdict == Verdict.NOT_CHECKED
+
+
 def test_a_healthy_release_has_no_failure_whatever_its_counters_were_once() -> None:
     findings = judge(gateway(routed()), [engine()], 5.0)
     assert {each.verdict for each in findings} == {Verdict.OK}

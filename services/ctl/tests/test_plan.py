@@ -65,6 +65,15 @@ def test_the_index_of_a_tier_is_told_where_it_takes_memory(plan, monkeypatch):
     assert "nvme, 25.0 MiB of a pod's memory for its index" in out
 
 
+def test_a_node_is_planned_with_its_tier_and_engines(plan, monkeypatch):
+    monkeypatch.setitem(MEMORY, "nodeTierBytes", 64 << 30)
+
+    _, out, _ = plan(rendered())
+
+    assert "64.0 GiB: 3,276 chunks, 419,328 tokens, for all of its engines" in out
+    assert "by engines on it: 1 113.0 GiB, 4 257.0 GiB, 8 449.0 GiB" in out
+
+
 def test_with_rates_it_tells_first_tokens(plan):
     rates = ["--prefill-tokens-per-second", "1000", "--device-copy-rate", "1GiB/s", "--tier-rate", "100MiB/s"]
 

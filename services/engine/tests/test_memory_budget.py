@@ -26,6 +26,23 @@ def settings(**offload: Any) -> EngineSettings:
     )
 
 
+def test_of_the_tier_of_a_node_an_engine_has_page_tables_alone() -> None:
+    def needed(**node: Any) -> MemoryBudget:
+        return plan_memory(settings(numCpuBlocks=96, nodeTier={"bytes": "64GiB", **node}), SMOLLM2, AVX512)
+
+    alone, private, refuse = plan_memory(settings(), SMOLLM2, AVX512), needed(), needed(fallback="refuse")
+    tables = (64 << 30) // 512 * 2  # of the scheduler's process and the rank's
+    assert private.memory_needed_bytes == alone.memory_needed_bytes + tables
+    assert refuse.memory_needed_bytes == private.memory_needed_bytes - alone.cpu_tier_bytes
+    assert (refuse.cpu_chunks, refuse.node_tier_chunks) == (0, (64 << 30) // 2_949_120)
+    assert refuse.fits
+    assert refuse.warnings == ()
+    (problem,) = needed(bytes=4096).problems
+    assert problem.startswith("offload.nodeTier.bytes: 4.0 KiB holds no chunk of 2.8 MiB") or "4,096 B" in problem
+    (warning,) = needed(bytes="8MiB").warnings
+    assert "offload.nodeTier.bytes >= " in warning
+
+
 def test_smollm2_in_bfloat16() -> None:
     budget = plan_memory(settings(), SMOLLM2, AVX512)
 

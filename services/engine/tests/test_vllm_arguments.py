@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from spillway_connector.config import ConnectorConfig
+from spillway_connector.config import ConnectorConfig, NodeTierConfig
 from spillway_connector.limits import TierLimits
 from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import PLAIN_NAMES
@@ -258,6 +258,15 @@ def test_every_offload_setting_reaches_the_connector() -> None:
         promotion_per_request_fraction=1.0,
         promotion_ahead_fraction=0.0,
     )
+
+
+def test_the_tier_of_a_node_reaches_the_connector() -> None:
+    node = {"bytes": "1GiB", "path": "/node", "fallback": "refuse", "maker": "keeper"}
+    settings = read_settings(EngineSettings, {**TREE, "offload": {"numCpuBlocks": 4, "nodeTier": node}})
+    extra = json.loads(json.dumps(kv_transfer_config(settings)))["kv_connector_extra_config"]
+
+    found = ConnectorConfig.parse(extra).node_tier
+    assert found == NodeTierConfig(bytes=1 << 30, path="/node", fallback="refuse", maker="keeper")
 
 
 def test_defaults_are_those_of_the_connector() -> None:

@@ -15,6 +15,7 @@ FOLDERS = {
     "home": "/var/lib/spillway/home",
     "hub": "/var/lib/spillway/hub",
     "models": "/var/lib/spillway/models",
+    "node": "/var/lib/spillway/node",
     "secrets": "/var/lib/spillway/secrets",
     "valkey": "/etc/valkey",
 }

@@ -82,10 +82,12 @@ class HostRegion:
         if not self._keeps_name:
             self.path.unlink(missing_ok=True)
         free = os.statvfs(self.path.parent)
+        remedy = "lower num_cpu_blocks or enlarge the pod's shared memory"
+        if self._keeps_name:
+            remedy = "lower the node tier's bytes, or enlarge that file system (mount -o remount,size=...)"
         return HostMemoryError(
             f"the CPU tier needs {self.size_bytes} bytes in {self.path.parent}, "
-            f"{free.f_bavail * free.f_frsize} are free ({error.strerror}); "
-            "lower num_cpu_blocks or enlarge the pod's shared memory"
+            f"{free.f_bavail * free.f_frsize} are free ({error.strerror}); {remedy}"
         )
 
     def _open_created_by_another(self) -> int:
@@ -147,21 +149,22 @@ class HostRegion:
         assert self._bytes is not None
         return int(self._bytes.ctypes.data)
 
-    def populate(self, offset_bytes: int, length_bytes: int) -> None:
+    def populate(self, offset_bytes: int, length_bytes: int) -> bool:
         """Take page faults now instead of in the first copies; a hint, so failure only costs time.
 
         Every process takes its page faults itself, even for pages that another one, or `claim`, has taken.
-        Raises OSError.
+        Returns False if this kernel cannot, or the region is being closed. Raises OSError.
         """
         address, end = self.address, offset_bytes + length_bytes
         for start in range(offset_bytes, end, _POPULATED_AT_ONCE_BYTES):
             if self._closing:
-                return
+                return False
             if _madvise(address + start, min(_POPULATED_AT_ONCE_BYTES, end - start), _MADV_POPULATE_WRITE):
                 code = ctypes.get_errno()
                 if code == errno.EINVAL:
-                    return  # a kernel before 5.14. The pages themselves are taken by `claim_rest`.
+                    return False  # a kernel before 5.14. The pages themselves are taken by `claim_rest`.
                 raise OSError(code, os.strerror(code))
+        return True
 
     def populate_behind(self) -> None:
         """Populate the whole region on a background thread, row 0 first; `cleanup` ends it."""

@@ -89,6 +89,7 @@ class ConnectorBase(OffloadingConnector):
                 half.queue_order = QueueOrder(half, self._spec.settings.queue_overtake_seconds)
         cache_config = self._vllm_config.cache_config
         not_shared = self._spec.not_shared if isinstance(self._spec, SpecBase) else None
+        node_tier = self._spec.node_tier_use if isinstance(self._spec, SpecBase) else None
         half.manager.process_settings = ProcessSettings(
             ENGINE_CORE,
             {
@@ -102,6 +103,7 @@ class ConnectorBase(OffloadingConnector):
                 "queue_order": "arrival" if half.queue_order is None else "prefix",
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
                 **({} if not_shared is None else {"not_shared": not_shared}),
+                **({} if node_tier is None else {"node_tier": node_tier}),
             },
         )
         if self._vllm_config.lora_config is not None and self._vllm_config.device_config.device_type == "cpu":

@@ -69,8 +69,9 @@ class NodeRows(LruRows):
         self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
         self._oldest_generation = 0  # what was claimed before it was dropped by a reset
         self._left: str | None = None
-        self._may_rejoin = True  # as long as its weights are those of the namespace
+        self._may_rejoin = True  # as long as its weights and files are those of the namespace and the node
         self._sweep_at = 0.0
+        self._engines: frozenset[int] = frozenset()
         self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
         self._news = Announcements(clock) if enable_events else None
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
@@ -96,9 +97,9 @@ class NodeRows(LruRows):
             return
         if self._clock() >= self._sweep_at:
             self._sweep_at = self._clock() + _SWEEP_SECONDS
-            engines = self._index.engines()
             self._change(self._sweep, followed=False)
-            if self._news is not None and self._index.engines() < engines:
+            before, self._engines = self._engines, self._index.numbers()
+            if self._news is not None and before - self._engines:  # whoever has swept them
                 self._news.others_ended()
         if self._index.version != self._version and self._left is None:
             self._look()
@@ -196,7 +197,7 @@ class NodeRows(LruRows):
                     self._version = index.version
                     index.skip_changes(self._segments)
         except (OSError, TierTimeout) as error:
-            self._leave(str(error))
+            self._leave(str(error), isinstance(error, FileNotFoundError))
             return False
         return True
 
@@ -205,11 +206,11 @@ class NodeRows(LruRows):
         for row in rows:
             self._seen[row] = self._index.stamps[row]
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, is_gone: bool = False) -> None:
+        self._may_rejoin &= not is_gone  # the ranks map the old files
         logger.error(
             "Spillway: this engine leaves the CPU tier of its node and serves without one until %s: %s",
-            "it can be used again" if self._may_rejoin else "it is restarted",
-            why,
+            *("it can be used again" if self._may_rejoin else "it is restarted", why),
         )
         self._left = why
         self._sweep_at = self._clock() + _REJOIN_SECONDS
@@ -222,10 +223,7 @@ class NodeRows(LruRows):
 
     def _try_to_rejoin(self) -> None:
         """Use the rows again, if the lock can be had at once and the files are those that this engine's processes map.
-
-        What this engine read or wrote when it left, and still does, has its pins and claims. Claims whose copies have
-        ended meanwhile are released; all else in the picture is seen anew.
-        """
+        What it still reads or writes has its pins and claims; other claims are released, all else is seen anew."""
         if not self._may_rejoin or self._clock() < self._sweep_at:
             return
         self._sweep_at = self._clock() + _REJOIN_SECONDS
@@ -241,6 +239,8 @@ class NodeRows(LruRows):
                 self._seen[used] = seen
                 self._segments = index.new_segments()
                 self._look()
+        except FileNotFoundError as error:
+            return self._leave(str(error), is_gone=True)
         except (OSError, TierTimeout):
             return
         logger.warning("Spillway: this engine uses the CPU tier of its node again")

@@ -45,7 +45,7 @@ from spillway_connector.engine.tiering import TieringManager
 from spillway_connector.engine.transports import OpenTransport, copy_path, open_transport, transport_name
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
-from spillway_connector.node.region import NodeRegion, agreed_region
+from spillway_connector.node.region import KEEPER_SECONDS, NodeRegion, agreed_region
 from spillway_connector.plan.copies import CopyLayout
 from spillway_connector.plan.geometry import ROW_ALIGNMENT_BYTES, ChunkGeometry
 
@@ -146,13 +146,21 @@ class SpecBase(OffloadingSpec):
             return None
         row_bytes = self.geometry.row_bytes
         num_rows = wanted.bytes // row_bytes
+        kept_seconds = KEEPER_SECONDS if wanted.maker == "keeper" else None
         if num_rows < 1:
             raise ConfigError(f"node_tier.bytes: {wanted.bytes} bytes hold no chunk of {row_bytes} bytes; raise it")
         return agreed_region(
             self._choice,
-            lambda number: NodeRegion(Path(wanted.path), num_rows, row_bytes, number),
+            lambda number: NodeRegion(Path(wanted.path), num_rows, row_bytes, number, kept_seconds=kept_seconds),
             may_be_private=wanted.fallback == "private",
         )
+
+    @property
+    def node_tier_use(self) -> str | None:
+        """shared, or private if this engine could not use the node's rows; None: it was not to use them."""
+        if self.settings.node_tier is None:
+            return None
+        return "private" if self._node is None else "shared"
 
     def _open_facts_region(self, region: HostRegion) -> HostRegion:
         """Where each rank tells the scheduler's process of its caches: row 0, unless it holds others' chunks."""

@@ -4,9 +4,12 @@
                                  index      plan/node_index.py; who holds its lock changes it
                                  rows       the chunks
                                  writers/   a lease for each engine, which each of its processes holds
+                                 wanted     an engine asks the keeper of the node for the region
+                                 refused    why the keeper cannot make it
 
-The first engine makes them and takes their memory; they outlive all engines. A lease ends with the last process of its
-engine, so no rank of a killed engine still writes to a row that was released.
+The first engine makes them and takes their memory, or the node's keeper (node/keeper.py), if their memory is not to
+count as an engine's; they outlive all of these. A lease ends with the last process of its engine, so no rank of a
+killed engine still writes to a row that was released.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.errors import HostMemoryError, TierTimeout
+from spillway_connector.node.pages import take_pages
 from spillway_connector.own_files import (
     learn_owner,
     link_own,
@@ -31,42 +35,102 @@ from spillway_connector.own_files import (
     unlink_own,
     write_new,
 )
-from spillway_connector.plan.node_index import IDENTITY_BYTES, NodeIndex
+from spillway_connector.plan.node_index import HEAD_BYTES, IDENTITY_BYTES, NodeIndex
 from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.slab.writers import WriterLease, new_number
 
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 600.0  # for the engine that takes the memory of all rows; the others wait for it
+KEEPER_SECONDS = 300.0  # for an engine that waits for the keeper, within the 600 s that vLLM gives a start
+_ASKING_SECONDS = 0.1
 CHANGE_SECONDS = 2.0  # for a change of the index: under a millisecond, unless a busy machine stops its holder
 _FILE_DEPTH = 2  # rows-<bytes>/<file> below the path
+WANTED, REFUSED = "wanted", "refused"
 
 
-class RegionGone(OSError):
+class RegionGone(FileNotFoundError):
     """The files of the region were removed or replaced."""
 
 
 class NodeRegion:
     """The rows of a node, as one process of an engine maps them. `number`: of the engine, the same in all of them."""
 
-    def __init__(self, path: Path, num_rows: int, row_bytes: int, number: int) -> None:
-        """Open the region, or make it. Raises HostMemoryError, in a sentence."""
+    def __init__(
+        self, path: Path, num_rows: int, row_bytes: int, number: int, *, kept_seconds: float | None = None
+    ) -> None:
+        """Open the region, or make it. Raises HostMemoryError, in a sentence.
+
+        kept_seconds: the node's keeper makes it, whatever its number of rows, and is waited for so long. None: the
+        first engine makes it.
+        """
         self.path = path / f"rows-{row_bytes}"
         self.num_rows, self.row_bytes = num_rows, row_bytes
         self._rows_path, self._index_path = self.path / "rows", self.path / "index"
+        self._lock = FileLock(self.path / "lock", time.monotonic, _FILE_DEPTH)
+        self.lease = WriterLease(self.path / "writers", number)
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            learn_owner(path)
-            if (others := open_to_others(path)) is not None:
-                raise HostMemoryError(f"{path} cannot hold the CPU tier of this node: {others}")
-            make_folders(self.path / "writers", _FILE_DEPTH)
-            self._lock = FileLock(self.path / "lock", time.monotonic, _FILE_DEPTH)
-            self.lease = WriterLease(self.path / "writers", number)
-            with self._lock.held(time.monotonic() + OPEN_SECONDS):
-                self._map()
-                self.lease.acquire()
+            if kept_seconds is None:
+                self._prepare(path)
+                with self._lock.held(time.monotonic() + OPEN_SECONDS):
+                    self._map()
+                    self.lease.acquire()
+            else:
+                self._open_kept(path, kept_seconds)
         except (OSError, TierTimeout) as error:
             raise HostMemoryError(f"the CPU tier of this node cannot be opened: {error}") from error
+
+    def _prepare(self, path: Path) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        learn_owner(path)
+        if (others := open_to_others(path)) is not None:
+            raise HostMemoryError(f"{path} cannot hold the CPU tier of this node: {others}")
+        make_folders(self.path / "writers", _FILE_DEPTH)
+
+    def _open_kept(self, path: Path, patience_seconds: float) -> None:
+        deadline, has_asked = time.monotonic() + patience_seconds, False
+        while True:
+            try:
+                self._prepare(path)
+                break
+            except PermissionError:  # the keeper's pod has not given the folder to the engines' user yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_ASKING_SECONDS)
+        while True:
+            with self._lock.held(deadline):
+                if self._is_there():
+                    self._map()
+                    self.lease.acquire()
+                    return
+                if not has_asked:
+                    unlink_own(self.path / REFUSED, _FILE_DEPTH, missing_ok=True)
+                    with suppress(FileExistsError):
+                        write_new(self.path / WANTED, _FILE_DEPTH, b"")
+            if not has_asked:
+                has_asked = True
+                logger.info("Spillway: waiting for spillway node-tier to make %s", self.path)
+            with suppress(FileNotFoundError):
+                raise HostMemoryError(read_own(self.path / REFUSED, _FILE_DEPTH).decode())
+            if time.monotonic() > deadline:
+                raise HostMemoryError(
+                    f"{self.path} was not made within {patience_seconds:g} s; start spillway node-tier on this node "
+                    "(the chart: look at its pod here, and at its log)"
+                )
+            time.sleep(_ASKING_SECONDS)
+
+    def _is_there(self) -> bool:
+        """Whether engines of this version can use it; its number of rows is then this one's."""
+        found = NodeIndex.rows_in(self._read_head() or b"", self.row_bytes)
+        if found is None:
+            return False
+        if found != self.num_rows:
+            logger.warning(
+                "Spillway: %s has %d rows, and this engine is to have %d; it is made anew when no engine uses it",
+                *(self.path, found, self.num_rows),
+            )
+            self.num_rows = found
+        return True
 
     def _map(self) -> None:
         head = self._read_head()
@@ -79,8 +143,7 @@ class NodeRegion:
                 )
             logger.warning("%s is replaced: %s, and no engine uses it", self.path, wrong)
         if wrong is not None:
-            for path in (self._index_path, self._rows_path):
-                unlink_own(path, _FILE_DEPTH, missing_ok=True)
+            self._unlink()
             self._make()
         descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
         # Of the index itself: whoever has mapped it takes this lock, also where another file has its name by now.
@@ -90,6 +153,10 @@ class NodeRegion:
         self.index = NodeIndex(memoryview(mapping), self.num_rows)
         self.memory = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
 
+    def _unlink(self) -> None:
+        for path in (self._index_path, self._rows_path):
+            unlink_own(path, _FILE_DEPTH, missing_ok=True)
+
     def _read_head(self) -> bytes | None:
         """How the index begins; "" if it has another size than its rows need. None: there is no region."""
         try:
@@ -97,9 +164,9 @@ class NodeRegion:
         except FileNotFoundError:
             return None
         try:
-            head = os.pread(descriptor, 64, 0)
-            explained = NodeIndex.explain_header(head, self.num_rows, self.row_bytes)
-            if explained is None and os.fstat(descriptor).st_size != NodeIndex.bytes_of(self.num_rows):
+            head = os.pread(descriptor, HEAD_BYTES, 0)
+            found = NodeIndex.rows_in(head, self.row_bytes)
+            if found is not None and os.fstat(descriptor).st_size != NodeIndex.bytes_of(found):
                 return b""
             return head
         finally:
@@ -109,7 +176,7 @@ class NodeRegion:
         """The rows first and the mark of the index last: a region that was never finished has none."""
         rows = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
         try:
-            rows.claim(0, self.row_bytes)
+            take_pages(rows)
         except HostMemoryError:
             unlink_own(self._rows_path, _FILE_DEPTH, missing_ok=True)
             raise
@@ -157,6 +224,21 @@ class NodeRegion:
         if place is None:
             raise HostMemoryError(f"{self.path} has no place for another engine; start fewer on this node")
         return place
+
+    def look_after(self) -> None:
+        """This process is no engine: it reads no row, and its region may be replaced. Raises OSError."""
+        self.lease.release()
+        unlink_own(self.path / "writers" / f"{self.lease.number:016x}", _FILE_DEPTH + 1, missing_ok=True)
+        self.memory.cleanup()
+
+    def remove_if_unused(self) -> bool:
+        """Give its memory back, unless an engine uses it. Raises TierTimeout, OSError."""
+        with self._lock.held(time.monotonic() + CHANGE_SECONDS):
+            self.require_files()
+            if self.lease.sweep():
+                return False
+            self._unlink()
+        return True
 
     def close(self) -> None:
         """This process uses the region no longer; its memory stays."""

@@ -24,6 +24,7 @@ ENGINES_MAX = 64
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
 IDENTITY_BYTES = 16
+HEAD_BYTES = 64  # of the index, that tell whose it is
 FREE, WRITING, READY = 0, 1, 2  # the state of a row, in the low bits of its stamp
 NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such state
 DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends within it
@@ -38,7 +39,7 @@ STATE_BITS = 2
 # Of each row beside its stamp: the check, the engine that writes it, the bytes of the key, namespace, key.
 _RECORD = struct.Struct(f"<QBB6x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
 _RECORD_WORDS = _RECORD.size // 8
-_OWNER_AT = 8  # in a record
+_OWNER_AT, _NAMESPACE_AT = 8, 16  # in a record
 _NO_PINS = bytes(ENGINES_MAX)
 _SEGMENT_BITS = 10  # rows of which one word says whether any has changed: 1,024
 _HEADER_WORDS = 512
@@ -92,6 +93,7 @@ class NodeIndex:
         self._segments: U64 = np.frombuffer(segments, np.uint64)
         records = np.frombuffer(self._records, np.uint8).reshape(num_rows, _RECORD.size)
         self._owners: npt.NDArray[np.uint8] = records[:, _OWNER_AT]
+        self._namespaces: npt.NDArray[np.uint8] = records[:, _NAMESPACE_AT : _NAMESPACE_AT + NAMESPACE_BYTES]
         self._checks: U64 = np.frombuffer(self._records, np.uint64)[::_RECORD_WORDS]
         self._pin_array = np.frombuffer(self._pins, np.uint8).reshape(num_rows, ENGINES_MAX)
         engines: U64 = np.frombuffer(header, np.uint64)[_ENGINES_FROM : _ENGINES_FROM + 2 * ENGINES_MAX]
@@ -125,6 +127,12 @@ class NodeIndex:
         if words[2:4] != [num_rows, row_bytes]:
             return f"it has {words[2]} rows of {words[3]} bytes, and this engine is to have {num_rows} of {row_bytes}"
         return None
+
+    @staticmethod
+    def rows_in(head: bytes, row_bytes: int) -> int | None:
+        """How many rows of this size an index of this version that begins so has; None if it is another."""
+        words = np.frombuffer(head[: 4 * 8], np.uint64).tolist() if len(head) >= 4 * 8 else [0]
+        return words[2] if words[:2] == [_MAGIC, VERSION] and words[3] == row_bytes else None
 
     # -- changes
 
@@ -249,7 +257,11 @@ class NodeIndex:
 
     def engines(self) -> int:
         """How many engines have a place."""
-        return int(np.count_nonzero(self._engines[:, 0]))
+        return len(self.numbers())
+
+    def numbers(self) -> frozenset[int]:
+        """Those of the engines that have a place."""
+        return frozenset(self._engines[:, 0].tolist()) - {0}
 
     # -- looks, without the lock
 
@@ -324,6 +336,12 @@ class NodeIndex:
         """Rows by state."""
         states = np.bincount((self.stamp_array & _STATE).astype(np.int64), minlength=3)
         return {FREE: int(states[FREE]), WRITING: int(states[WRITING]), READY: int(states[READY])}
+
+    def count_namespaces(self) -> dict[bytes, int]:
+        """Rows in use by namespace, as of about now."""
+        used = self._namespaces[(self.stamp_array & _STATE) != FREE]
+        found, counts = np.unique(used, axis=0, return_counts=True)
+        return {each.tobytes(): count for each, count in zip(found, counts.tolist(), strict=True)}
 
 
 def check_of(namespace: bytes, key: bytes, generation: int) -> int:

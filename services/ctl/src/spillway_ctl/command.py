@@ -16,6 +16,7 @@ from spillway_ctl.errors import CommandError
 from spillway_ctl.interruption import Interruption
 from spillway_ctl.listing import listing
 from spillway_ctl.live.release import check_release
+from spillway_ctl.node_tier import node_tier
 from spillway_ctl.options import filter_of, parser
 from spillway_ctl.plan import plan
 from spillway_ctl.plan_options import planned_engines, rates_of
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interruption.watching():
             if given.area == "check":
                 return check(given)
+            if given.area == "node-tier":
+                return node_tier(given, interruption)
             if given.area == "plan":
                 return plan(planned_engines(given), rates_of(given), given.prompt_tokens, as_json=given.json)
             if given.area == "doctor" and given.release is not None:

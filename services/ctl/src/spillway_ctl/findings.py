@@ -44,6 +44,7 @@ def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], wind
             *_settings(engine),
             _patches(engine),
             _copies(engine, window_seconds),
+            *_node_tier(engine),
             *_shared_tiers(engine, window_seconds),
             _clock(engine.name, engine.skew_seconds),
             _events(engine, gateway, window_seconds),
@@ -146,7 +147,8 @@ def _plain(*path: str) -> Callable[[EngineReading], str | None]:
 
 
 def _cpu_chunks(engine: EngineReading) -> str | None:
-    chunks = at(engine.config or {}, "memory", "cpu_chunks")
+    own = "shared" not in engine.held("node_tier").values()
+    chunks = at(engine.config or {}, "memory", "cpu_chunks" if own else "node_tier_chunks")
     return None if chunks is None else str(chunks)
 
 
@@ -252,6 +254,20 @@ def _copies(engine: EngineReading, window_seconds: float) -> Finding:
         change = "requests are recomputed; look at the driver's log, see SpillwayDeviceCopyFailures"
         return Finding("device copies", engine.name, Verdict.FAILED, found, change)
     return Finding("device copies", engine.name, Verdict.OK, found)
+
+
+def _node_tier(engine: EngineReading) -> Iterator[Finding]:
+    """Whether the engine uses the CPU tier of its node, if it is to use one."""
+    if engine.setting("offload", "nodeTier") is None or engine.setting("offload", "enabled") is False:
+        return
+    held = engine.held("node_tier", ENGINE_CORE)
+    if not held:
+        yield Finding("node's tier", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
+    elif set(held.values()) == {"shared"}:
+        yield Finding("node's tier", engine.name, Verdict.OK, "used")
+    else:
+        change = "its log has the reason, and so has that of the node-tier pod on its node; then restart the engine"
+        yield Finding("node's tier", engine.name, Verdict.WARNING, "not used: it has a CPU tier of its own", change)
 
 
 def _shared_tiers(engine: EngineReading, window_seconds: float) -> Iterator[Finding]:

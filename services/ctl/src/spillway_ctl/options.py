@@ -8,6 +8,7 @@ from pathlib import Path
 from spillway_ctl.check.command_line import add_check
 from spillway_ctl.doctor_options import add_doctor
 from spillway_ctl.frame_filter import FrameFilter, parse_namespace_prefix, parse_tenant
+from spillway_ctl.node_tier import add_node_tier
 from spillway_ctl.plan_options import add_plan
 from spillway_ctl.quantities import parse_age_seconds, parse_rate
 from spillway_ctl.store_options import checked, with_store
@@ -68,10 +69,11 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """`spillway`, with everything below it."""
     top = _Parser(prog="spillway", description="The operator's command of Spillway.")
-    areas = top.add_subparsers(dest="area", required=True, metavar="tier|check|plan|doctor")
+    areas = top.add_subparsers(dest="area", required=True, metavar="tier|check|plan|doctor|node-tier")
     add_check(areas)
     add_plan(areas)
     add_doctor(areas)
+    add_node_tier(areas)
     tier = areas.add_parser(
         "tier",
         help="look into a shared tier, verify it, remove from it",

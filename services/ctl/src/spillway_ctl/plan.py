@@ -105,6 +105,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
             f"{format_bytes(memory['cpuTierBytes'])}: {_ranks(memory)}{memory['cpuChunks']:,} {what}, "
             f"{memory['cpuTierTokens']:,} tokens{' each' if _ranks(memory) else ''}",
         ),
+        *_node_tier(memory),
         ("shared memory of a pod", format_bytes(memory["sharedMemoryBytes"])),
         (
             "memory of a pod",
@@ -158,6 +159,23 @@ def _not_judged(rates: dict[str, float | None]) -> list[tuple[str, str]]:
 def _verdict(rate: float, break_even: float) -> str:
     speed = f"{rate / break_even:.1f} times as fast as computing"
     return speed if rate > break_even else f"{speed}: slower than computing, so it is recomputed"
+
+
+def _node_tier(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a node has to have for the tier that its engines share, and for how many of them."""
+    node = int(memory.get("nodeTierBytes", 0))
+    if not node:
+        return []
+    limit, rows = int(memory["memoryLimitBytes"]), node // int(memory["cpuRowBytes"])
+    each = ", ".join(f"{count} {format_bytes(node + node // 64 + count * limit)}" for count in (1, 4, 8))
+    return [
+        (
+            "CPU tier of a node",
+            f"{format_bytes(node)}: {rows:,} {'rows' if _rows(memory) else 'chunks'}, "
+            f"{rows // int(memory.get('kvGroups', 1)) * int(memory['chunkTokens']):,} tokens, for all of its engines",
+        ),
+        ("memory of a node", f"by engines on it: {each}"),
+    ]
 
 
 def _ranks(memory: dict[str, Any]) -> str:

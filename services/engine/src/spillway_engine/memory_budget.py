@@ -46,6 +46,8 @@ class MemoryBudget:
     cpu_tier_tokens: int  # of each data parallel rank
     shared_memory_needed_bytes: int
     shared_memory_free_bytes: int
+    node_tier_bytes: int  # of rows that the engines of this node share, which are nobody's memory; 0: there are none
+    node_tier_chunks: int
     tier_index_bytes: int  # of all data parallel ranks: their copies of the index of a shared tier in slabs
     memory_needed_bytes: int
     memory_available_bytes: int
@@ -93,6 +95,9 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     row_bytes = geometry.row_bytes
     chunks = _cpu_chunks(settings, row_bytes)
     tier_bytes = chunks * row_bytes * cores
+    node = offload.node_tier if offload.enabled else None
+    node_bytes = node.bytes if node is not None else 0
+    node_chunks = node_bytes // row_bytes
     tier_tokens = chunks // groups * offload.blocks_per_chunk * settings.block_size
     on_cpu = machine.platform == "cpu"
     device_bytes = device_blocks * block_of_ranks_bytes * cores if device_blocks is not None else None
@@ -105,6 +110,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     shared_bytes = tier_bytes + queue_bytes
     index_bytes = _index_bytes(settings, row_bytes) * cores
     memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes + asked.process_bytes + index_bytes
+    memory_bytes += page_table_bytes(node_bytes, ranks, cores)
     if on_cpu:
         memory_bytes += (device_bytes or 0) + weight_bytes * cores
     return MemoryBudget(
@@ -123,6 +129,8 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         cpu_tier_tokens=tier_tokens,
         shared_memory_needed_bytes=shared_bytes,
         shared_memory_free_bytes=machine.shared_memory_free_bytes,
+        node_tier_bytes=node_bytes,
+        node_tier_chunks=node_chunks,
         tier_index_bytes=index_bytes,
         memory_needed_bytes=memory_bytes,
         memory_available_bytes=machine.memory_available_bytes,
@@ -132,11 +140,12 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
                 *_length_problems(settings, shape, device_blocks),
                 *_kv_dtype_problems(settings, shape),
                 *_shared_memory_problems(settings, machine, chunks, row_bytes, queue_bytes),
+                *_node_tier_problems(settings, row_bytes),
                 *_memory_problems(settings, machine, row_bytes, tier_bytes, memory_bytes),
                 *_tier_bound_problems(settings, row_bytes),
             ]
         ),
-        warnings=tuple(_warnings(settings, chunks, tier_tokens, groups)),
+        warnings=tuple(_warnings(settings, node_chunks or chunks, row_bytes, groups)),
     )
 
 
@@ -156,11 +165,35 @@ def _least_device_blocks(settings: EngineSettings) -> int:
 
 def _cpu_chunks(settings: EngineSettings, row_bytes: int) -> int:
     offload = settings.offload
-    if not offload.enabled:
+    if not offload.enabled or not _has_own_tier(settings):
         return 0
     if offload.num_cpu_blocks is not None:
         return offload.num_cpu_blocks
     return (offload.cpu_bytes_to_use or 0) // row_bytes
+
+
+def _has_own_tier(settings: EngineSettings) -> bool:
+    """Whether this engine may have to have a CPU tier of its own."""
+    node = settings.offload.node_tier
+    return node is None or node.fallback == "private"
+
+
+def page_table_bytes(node_bytes: int, ranks: int, cores: int) -> int:
+    """What the processes of an engine have of a node's tier: 8 bytes for each page of 4 KiB, in the scheduler's process
+    and in each rank's."""
+    return node_bytes // 512 * (ranks + 1) * cores
+
+
+def _node_tier_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
+    node = settings.offload.node_tier
+    if not settings.offload.enabled or node is None or node.bytes >= row_bytes:
+        return []
+    names = settings.names
+    return [
+        f"{names.given('offload.nodeTier.bytes', format_byte_count(node.bytes))} holds no chunk of "
+        f"{format_byte_count(row_bytes)}; set it to {row_bytes} or more, or lower "
+        f"{names.name('offload.blocksPerChunk')}"
+    ]
 
 
 def _index_bytes(settings: EngineSettings, row_bytes: int) -> int:
@@ -208,7 +241,7 @@ def _shared_memory_problems(
         return []
     names = settings.names
     given = names.given(*_tier_setting(settings))
-    if chunks == 0:
+    if chunks == 0 and _has_own_tier(settings):
         return [
             f"{given} holds no chunk of {format_byte_count(row_bytes)}; set {names.name('offload.cpuBytes')} >= "
             f"{row_bytes} or lower {names.name('offload.blocksPerChunk')}"
@@ -294,14 +327,17 @@ def _fitting_setting(settings: EngineSettings, chunks: int, row_bytes: int) -> s
     return f"{settings.names.name('offload.cpuBytes')} <= {chunks * row_bytes}"
 
 
-def _warnings(settings: EngineSettings, chunks: int, tier_tokens: int, groups: int) -> list[str]:
+def _warnings(settings: EngineSettings, chunks: int, row_bytes: int, groups: int) -> list[str]:
+    chunk_tokens = settings.offload.blocks_per_chunk * settings.block_size
+    tier_tokens = chunks // groups * chunk_tokens
     if not settings.offload.enabled or tier_tokens >= settings.model.max_length:
         return []
-    chunk_tokens = settings.offload.blocks_per_chunk * settings.block_size
-    needed = -(-settings.model.max_length // chunk_tokens) * groups
+    needed, setting = -(-settings.model.max_length // chunk_tokens) * groups, "offload.numCpuBlocks"
+    if settings.offload.node_tier is not None:
+        needed, setting = needed * row_bytes, "offload.nodeTier.bytes"
     rows = f"{chunks} chunks of {chunk_tokens}" if groups == 1 else f"{chunks} rows, {groups} for {chunk_tokens} tokens"
     return [
         f"the CPU tier holds {tier_tokens:,} tokens ({rows}), one longest prompt has "
         f"{settings.model.max_length:,}; a prefix longer than the tier is recomputed: "
-        f"set {settings.names.name('offload.numCpuBlocks')} >= {needed}"
+        f"set {settings.names.name(setting)} >= {needed}"
     ]

@@ -129,6 +129,9 @@ class ResolvedEngine:
                 ),
                 ("shared tier", _shared_tier_text(settings)),
             ]
+            if offload.node_tier is not None:
+                text = f"{budget.node_tier_chunks:,} chunks, {format_byte_count(budget.node_tier_bytes)}"
+                rows.insert(len(rows) - 1, ("node's tier", f"{text} in {offload.node_tier.path}"))
         else:
             rows.append(("offload", "off"))
         rows += [

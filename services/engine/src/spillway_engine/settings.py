@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from spillway_connector.config import ConnectorConfig
+from spillway_connector.config import ConnectorConfig, check_node_tier
+from spillway_connector.errors import ConfigError
 from spillway_connector.native_keys import BATCH_MEMCPY_VARIABLE
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.chart_keys import camel_case_keys
@@ -19,7 +20,7 @@ from spillway_engine.errors import SettingsError
 from spillway_engine.extra_arguments import argument_value, check_extra_arguments
 from spillway_engine.kv_transfer import KvTransferSettings, check_kv_transfer
 from spillway_engine.lora_settings import LoraSettings, check_lora
-from spillway_engine.tier_settings import SharedTierSettings, check_shared_tier, refuse_credentials
+from spillway_engine.tier_settings import SectionNames, SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
 from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX, Engine, KvCacheDtype
 from spillway_settings.values.kinds import Dtype, MediaDomain
@@ -152,6 +153,10 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
                 f"or {names.given('offload.enabled', False)}"
             )
         check_shared_tier(offload.shared_tier, names)
+        try:
+            check_node_tier(offload, SectionNames(names, "offload."))
+        except ConfigError as error:
+            raise SettingsError(str(error)) from error
     return settings
 
 

@@ -123,7 +123,7 @@ def _given(settings: object, kind: type[Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _SectionNames:
+class SectionNames:
     """Names of the settings of one section, which the connector calls by its own keys."""
 
     names: SettingNames
@@ -173,13 +173,13 @@ def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAME
             raise connector_refusal(error, names) from error
     try:
         if "nvme" in uses:
-            check_nvme(tier.nvme, _SectionNames(names, NVME))
+            check_nvme(tier.nvme, SectionNames(names, NVME))
         if "redis" in uses:
-            check_redis(tier.redis, _SectionNames(names, REDIS))
+            check_redis(tier.redis, SectionNames(names, REDIS))
         if "s3" in uses:
-            check_s3(tier.s3, _SectionNames(names, S3))
+            check_s3(tier.s3, SectionNames(names, S3))
         if tier.encryption is not None:
-            check_encryption(tier.encryption, _SectionNames(names, ENCRYPTION))
+            check_encryption(tier.encryption, SectionNames(names, ENCRYPTION))
     except ConfigError as error:
         raise SettingsError(str(error)) from error
 

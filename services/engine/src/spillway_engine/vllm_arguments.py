@@ -164,8 +164,9 @@ def own_transfer_config(settings: EngineSettings) -> dict[str, Any]:
     """What vLLM hands to Spillway's connector; the keys are the connector's, see its config module."""
     offload = settings.offload
     options = {name: getattr(offload, name) for name in ConnectorConfig.__struct_fields__}
-    if offload.copy_table is not None:
-        options["copy_table"] = settings_tree(offload.copy_table)
+    for name in ("copy_table", "node_tier"):
+        if options[name] is not None:
+            options[name] = settings_tree(options[name])
     return {
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",

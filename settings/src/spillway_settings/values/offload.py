@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from spillway_settings.queue_order import OVERTAKE_SECONDS
-from spillway_settings.typed import Count, Portion, Positive, Share
+from spillway_settings.typed import Count, Port, Portion, Positive, Share
 from spillway_settings.values.kinds import (
     Anything,
     AutoOff,
@@ -31,6 +31,7 @@ TierType = Literal["none", "nvme", "redis", "s3"]
 Storing = Literal["auto", "eager", "late"]
 QueueOrder = Literal["prefix", "arrival"]
 NvmeMode = Literal["files", "slab", "auto"]
+NodeFallback = Literal["private", "refuse"]
 Transport = Literal["auto", "cpu", "cuda", "npu"]
 
 
@@ -173,10 +174,19 @@ class ConnectorSettings(Section, frozen=True):
     promotion_ahead_fraction: Portion = 0.25
 
 
+class NodeTier(Section, frozen=True):
+    enabled: bool = False
+    bytes: Size = "64GiB"
+    host_path: Folder = "/dev/shm/spillway"  # noqa: S108 - the point is to be in shared memory
+    fallback: NodeFallback = "private"
+    port: Port = 8400
+
+
 class Offload(ConnectorSettings, frozen=True):
     enabled: bool = True
     num_cpu_blocks: Count | None = 2048
     cpu_bytes: Size | None = None
+    node_tier: NodeTier = NodeTier()
     copy_table: CopyTable | None = None
     shared_tier: SharedTier = SharedTier()
     extra_tiers: list[Anything] = []

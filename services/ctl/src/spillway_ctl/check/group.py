@@ -141,6 +141,8 @@ class Group(msgspec.Struct, frozen=True):
             found.append(Mount("adapters", engine.lora.volume.mount_path, True))
         if self.uses_nvme:
             found.append(Mount("kv", engine.offload.shared_tier.nvme.path))
+        if engine.offload.enabled and engine.offload.node_tier.enabled:
+            found.append(Mount("node", FOLDERS["node"]))
         if self.secret_files:
             found.append(Mount("secrets", FOLDERS["secrets"], True))
         if engine.huge_pages.amount is not None:

@@ -12,7 +12,12 @@ from spillway_connector.tiers.disk.slab.layout import copies_bytes
 from spillway_ctl.check.finding import Finding, bytes_text, quantity, size
 from spillway_ctl.check.model_facts import ModelFacts
 from spillway_engine.argument_memory import argument_memory
-from spillway_engine.memory_budget import DEFAULT_LONGEST_PROMPTS, PROCESS_BYTES, SHM_QUEUE_BYTES_PER_RANK
+from spillway_engine.memory_budget import (
+    DEFAULT_LONGEST_PROMPTS,
+    PROCESS_BYTES,
+    SHM_QUEUE_BYTES_PER_RANK,
+    page_table_bytes,
+)
 from spillway_engine.model_shape import DTYPE_BYTES
 from spillway_settings.shared_names import PROCESS_PER_RANK
 from spillway_settings.values.engine import Engine
@@ -81,14 +86,16 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
                 )
             )
     index = _index(engine, row) * cores
+    tables = page_table_bytes(node_tier_bytes(engine), ranks, cores)
     weights_held = weights * cores if on_cpu else 0
     engine_needs = PROCESS_BYTES * ranks * cores + shared_needed + device + weights_held + asked.process_bytes + index
+    engine_needs += tables
     process_text = memory.process_per_rank
     if process_text is None:
         process_text = PROCESS_PER_RANK["onCpu" if on_cpu else "onDevice"]
     processes = ranks * cores * size(process_text)
     staging = _staging(engine, row, cores)
-    total = shared_needed + processes + device + weights_held + staging + asked.process_bytes + index
+    total = shared_needed + processes + device + weights_held + staging + asked.process_bytes + index + tables
     needed = max(engine_needs, total * (100 + memory.margin_percent) // 100)
     limit = needed
     if memory.limit is not None:
@@ -112,6 +119,7 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
             parts += [f"shared tier's buffers {bytes_text(staging)}"] if staging else []
             parts += [f"its index {bytes_text(index)}"] if index else []
             parts += [f"extraArgs {bytes_text(asked.process_bytes)}"] if asked.process_bytes else []
+            parts += [f"page tables of the node's tier {bytes_text(tables)}"] if tables else []
             arithmetic = f"{' + '.join(parts)} + {memory.margin_percent} % margin = {bytes_text(needed)}"
             rest = limit * 100 // (100 + memory.margin_percent) - (total - tier)
             found.append(
@@ -157,7 +165,7 @@ def _device_blocks(engine: Engine, path: str, on_cpu: bool, groups: int, found: 
 def _chunks(engine: Engine, path: str, row: int, found: list[Finding]) -> tuple[int, str]:
     """Rows of the CPU tier of one data parallel rank, and the setting that says how many."""
     offload = engine.offload
-    if not offload.enabled:
+    if not offload.enabled or (offload.node_tier.enabled and offload.node_tier.fallback == "refuse"):
         return 0, "offload.numCpuBlocks"
     if offload.num_cpu_blocks:
         most = _COMPUTED_BYTES_MAX // row
@@ -212,6 +220,12 @@ def _staging(engine: Engine, row: int, cores: int) -> int:
     if tier.below.type != "none":  # and half as many threads copy what is idle
         buffers += tier.below.io_threads * (4 if tier.encryption.enabled else 3) * row * cores
     return buffers + (size(engine.memory.page_cache) if "nvme" in tier_types(tier) else 0)
+
+
+def node_tier_bytes(engine: Engine) -> int:
+    """Rows of one size that the engines of a node share, which are memory of the DaemonSet; 0: there are none."""
+    offload = engine.offload
+    return size(offload.node_tier.bytes) if offload.enabled and offload.node_tier.enabled else 0
 
 
 def nvme_max_bytes(engine: Engine) -> int | None:

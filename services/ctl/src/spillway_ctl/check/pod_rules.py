@@ -19,6 +19,7 @@ OWN_FOLDERS = (
     "/tmp",  # noqa: S108
     FOLDERS["home"],
     FOLDERS["hub"],
+    FOLDERS["node"],
     FOLDERS["secrets"],
     FOLDERS["valkey"],
 )

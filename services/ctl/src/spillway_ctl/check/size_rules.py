@@ -72,6 +72,7 @@ def _engine_sizes(engine: Engine) -> dict[str, Any]:
         "memory.processPerRank": engine.memory.process_per_rank,
         "memory.pageCache": engine.memory.page_cache,
         "offload.cpuBytes": engine.offload.cpu_bytes,
+        "offload.nodeTier.bytes": engine.offload.node_tier.bytes,
         "offload.sharedTier.loadQueueBytesMax": tier.load_queue_bytes_max,
         "offload.sharedTier.storeQueueBytesMax": tier.store_queue_bytes_max,
         "offload.sharedTier.below.loadQueueBytesMax": tier.below.load_queue_bytes_max,

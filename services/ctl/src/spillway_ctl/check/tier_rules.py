@@ -19,7 +19,7 @@ _REDIS_URL = re.compile(
     rf"(rediss?://{_HOST}(/[0-9]*)?|rediss?-sentinel://{_HOSTS}/[^/?#,]+(\?db=[0-9]+)?"
     rf"|rediss?-cluster://{_HOSTS}(/0?)?|unix:///[^?#]+(\?db=[0-9]+)?)"
 )
-_SYSTEM_FOLDER = re.compile(
+SYSTEM_FOLDER = re.compile(
     r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
 )
@@ -199,7 +199,7 @@ def _nvme(group: Group, at: str) -> Iterator[Finding]:
             "is empty, and type: hostPath needs a folder of the node",
             "set it, such as to /var/lib/spillway/kv",
         )
-    elif volume.type == "hostPath" and (system := _SYSTEM_FOLDER.match(volume.host_path)):
+    elif volume.type == "hostPath" and (system := SYSTEM_FOLDER.match(volume.host_path)):
         yield Finding(
             f"{at}.volume.hostPath",
             f"{volume.host_path} lies in {system[1]} of the node, which is the system's own",
