@@ -42,8 +42,8 @@ changes, and a new rule goes there. Above each is why it is here; tests/chart/mi
 {{/* 4. (path, engine, shape) Nor by a model whose KV cache nobody knows. */}}
 {{- define "spillway.rule.shape" -}}
 {{- if not (and .shape.layers (or .shape.latentDim (and .shape.kvHeads .shape.headDim))) -}}
-{{- fail (printf "%s.model.path: %q is no known model; set %s.model.shape.layers, kvHeads and headDim (or latentDim)"
-  .path .engine.model.path .path) -}}
+{{- fail (printf "%s.model.path: %q is no known model; set %s.model.%s" .path .engine.model.path .path
+  "shape.preset to the one it is made from, or shape.layers, kvHeads and headDim (or latentDim)") -}}
 {{- end -}}{{- end -}}
 
 {{/* 5. All engines start, and the kernel kills one after the other once their CPU tier fills. */}}
