@@ -28,11 +28,11 @@ class Answer:
 class EngineClient:
     """Single-threaded; `source` is valid only while the engine is otherwise idle."""
 
-    def __init__(self, url: str, model: str, tier: str) -> None:
+    def __init__(self, url: str, model: str, tier: str, *, request_seconds: float = REQUEST_SECONDS) -> None:
         self.url = url
         self._model = model
         self._tier = tier
-        self._http = httpx.Client(base_url=url, timeout=REQUEST_SECONDS)
+        self._http = httpx.Client(base_url=url, timeout=request_seconds)
 
     def close(self) -> None:
         self._http.close()

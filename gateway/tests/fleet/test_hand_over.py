@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
-from spillway_gateway.fleet.hand_over import MEASURED_SECONDS, HandOver, HandOverPrice
+import pytest
+
+from spillway_gateway.fleet.hand_over import HALF_LIFE_SECONDS, HandOver, HandOverPrice
 
 
 class Moving:
@@ -50,15 +52,18 @@ async def test_a_prompt_that_does_not_arrive_is_waited_for_no_longer_than_that()
     assert moving.now == before, "the prompt is followed no longer"
 
 
-async def test_the_price_is_what_the_last_ones_took_for_a_while() -> None:
+async def test_the_price_follows_what_hand_overs_take_and_returns_to_the_default() -> None:
     moving = Moving()
     assert moving.price.ms == 50.0
-    moving.price.measured(0.2)
-    assert moving.price.ms == 200.0
-    moving.price.measured(0.1)
-    assert 100.0 < moving.price.ms < 200.0
-    moving.now += MEASURED_SECONDS
-    assert moving.price.ms == 50.0
+    moving.price.measured(0.35)
+    assert 50.0 < moving.price.ms < 150.0, "one slow hand-over does not decide alone"
+    for _ in range(20):
+        moving.price.measured(0.2)
+    assert moving.price.ms == pytest.approx(200.0, abs=1.0)
+    moving.now += HALF_LIFE_SECONDS
+    assert moving.price.ms == pytest.approx(125.0, abs=1.0)
+    moving.now += 100 * HALF_LIFE_SECONDS
+    assert moving.price.ms == pytest.approx(50.0)
 
 
 async def test_a_cancelled_wait_ends_the_following() -> None:

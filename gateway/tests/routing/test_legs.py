@@ -87,6 +87,30 @@ def test_idle_engines_answer_alone_and_busy_decode_engines_have_prompts_computed
     assert legs_of(queue) == ("one", LegsReason.PRICE)
 
 
+def test_what_a_decode_engine_computes_meanwhile_is_not_waited_for() -> None:
+    """Otherwise its queue would count in both ways, and two legs would never be cheaper because of it."""
+    queued = plan(engine("p", "prefill"), engine("d", "decode", queued=8192))
+    assert legs_of(queued) == ("two", LegsReason.PRICE)
+    assert queued.legs is not None and queued.legs.two_legs_ms is not None
+    idle = plan(engine("p", "prefill"), engine("d", "decode"), always=True)
+    assert idle.legs is not None and queued.legs.two_legs_ms == pytest.approx(idle.legs.two_legs_ms, abs=1.0)
+    assert legs_of(plan(engine("p", "prefill", queued=8192), engine("d", "decode", queued=8192)))[0] == "one"
+
+
+def test_a_prompt_is_loaded_at_the_rate_of_the_store_in_common() -> None:
+    def two_legs_ms(stores: frozenset[str]) -> float:
+        engines = engine("p", "prefill", stores=stores), engine("d", "decode", stores=stores)
+        legs = plan(*engines, always=True).legs
+        assert legs is not None and legs.two_legs_ms is not None
+        return legs.two_legs_ms
+
+    of_node, of_shared = two_legs_ms(frozenset({"node/1"})), two_legs_ms(STORE)
+    loaded = 8192 - BLOCK  # tokens
+    per_second = 1 / RATES.shared_load_tokens_per_second - 1 / RATES.cpu_load_tokens_per_second
+    assert of_shared - of_node == pytest.approx(1000.0 * loaded * per_second)
+    assert two_legs_ms(frozenset({"node/1", "nvme/1"})) == of_node
+
+
 def test_slow_answers_and_always_need_no_lower_price() -> None:
     slow = engine("d", "decode", token_ms=60.0)
     assert legs_of(plan(engine("p", "prefill"), slow, token_ms_max=50.0)) == ("two", LegsReason.SLOW_ANSWERS)

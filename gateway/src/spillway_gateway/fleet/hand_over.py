@@ -13,33 +13,34 @@ from collections.abc import Awaitable, Callable
 
 LOOK_SECONDS = 0.01
 HINTED_SHARE = 0.25  # of the prompt, that has arrived since the last hint
-MEASURED_SECONDS = 60.0  # for which the price of a hand-over is what the last ones took
+HALF_LIFE_SECONDS = 10.0  # of what was measured, in the price of a hand-over
 _NEWEST_WEIGHT = 0.3
 
 
 class HandOverPrice:
-    """What a hand-over takes, in milliseconds. clock: monotonic seconds."""
+    """What a hand-over takes, in milliseconds. clock: monotonic seconds.
+
+    The price returns to the default while no request takes two legs, and a single measurement moves it by a part:
+    otherwise one slow hand-over, such as the first behind a gateway that has just begun to follow its engines, would
+    make all requests take one leg for as long as it counts.
+    """
 
     def __init__(self, default_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._default_ms = default_ms
         self._clock = clock
-        self._mean_ms = default_ms
-        self._measured_at = float("-inf")
+        self._above_default_ms = 0.0
+        self._measured_at = clock()
 
     @property
     def ms(self) -> float:
-        """As measured lately; else the default, so that one slow tier does not end all hand-overs."""
-        return self._mean_ms if self._is_current else self._default_ms
+        age_seconds = self._clock() - self._measured_at
+        return self._default_ms + self._above_default_ms * 0.5 ** (age_seconds / HALF_LIFE_SECONDS)
 
     def measured(self, seconds: float) -> None:
         """From the end of a first leg until its prompt could be loaded, or was given up."""
-        ms = 1000.0 * seconds
-        self._mean_ms = self._mean_ms + _NEWEST_WEIGHT * (ms - self._mean_ms) if self._is_current else ms
+        now_ms = self.ms
+        self._above_default_ms = now_ms + _NEWEST_WEIGHT * (1000.0 * seconds - now_ms) - self._default_ms
         self._measured_at = self._clock()
-
-    @property
-    def _is_current(self) -> bool:
-        return self._clock() - self._measured_at < MEASURED_SECONDS
 
 
 class HandOver:

@@ -7,9 +7,11 @@ token:
     one leg  = cost on the engine that would serve the whole request
     two legs = cost on the prefill engine + hand-over + cost on the decode engine, which then has to load the prompt
 
-What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper if a
-decode engine is busy. `always` does not compare, and neither does `auto` if tokens of the decode engine's answers
-already take longer than the operator's bound. Pure.
+What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper if a decode
+engine is busy. What waits there now is computed while the first leg is under way, so of it the second leg waits for the
+rest. It loads at the CPU tier's rate from a store of the node, and at the shared tier's from any other. `always` does
+not compare, and neither does `auto` if tokens of the decode engine's answers already take longer than the operator's
+bound. Pure.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from enum import StrEnum
 
 import msgspec
 
-from spillway_gateway.routing.fleet_view import EngineView, HeldPrefix, Leg, SplitTerms
+from spillway_gateway.routing.fleet_view import EngineView, Leg, SplitTerms
 from spillway_gateway.routing.load import Cost, cost_of
 from spillway_settings.roles import EngineRole
+from spillway_settings.wire import names_a_node
 
 
 class LegsReason(StrEnum):
@@ -91,15 +94,16 @@ def plan_legs(
     if not prefill or not decode or whole.role is EngineRole.PREFILL:
         return Legs(LegsReason.NO_PREFILL_ENGINE if not prefill else LegsReason.NO_DECODE_ENGINE, one_leg_ms)
     best: tuple[float, EngineView, Cost, EngineView] | None = None
-    second_ms = {engine.name: _second_leg_ms(engine, prompt, terms.block_tokens) for engine in decode}
-    for first in prefill:
-        cost = cost_of(first, *prompt)
-        for second in decode:
-            if second is first or second.stores.isdisjoint(first.stores):
-                continue
-            price = cost.total_ms + terms.hand_over_ms + second_ms[second.name]
-            if best is None or price < best[0]:
-                best = price, first, cost, second
+    cheapest_first = sorted(((cost_of(engine, *prompt), engine) for engine in prefill), key=lambda one: one[0].total_ms)
+    for second in decode:
+        for cost, first in cheapest_first:
+            if second is not first and (common := second.stores & first.stores):
+                begins_ms = cost.total_ms - cost.displaced_ms + terms.hand_over_ms
+                second_ms = _second_leg_ms(second, prompt[0], terms.block_tokens, common, begins_ms)
+                price = cost.total_ms + terms.hand_over_ms + second_ms
+                if best is None or price < best[0]:
+                    best = price, first, cost, second
+                break
     if best is None:
         return Legs(LegsReason.NO_COMMON_STORE, one_leg_ms)
     two_legs_ms, first, cost, second = best
@@ -129,10 +133,28 @@ def _of(engines: Sequence[EngineView], role: EngineRole) -> list[EngineView]:
     ]
 
 
-def _second_leg_ms(engine: EngineView, prompt: tuple[int, int, int], block_tokens: int) -> float:
-    """Cost on an engine once all whole blocks but the one with the last token lie in a store that it loads from."""
-    held, prompt_tokens = engine.held, prompt[0]
+def _second_leg_ms(
+    engine: EngineView, prompt_tokens: int, block_tokens: int, common: frozenset[str], begins_ms: float
+) -> float:
+    """Cost on an engine, from `begins_ms` from now on, once all whole blocks but the one with the last token lie in the
+    stores that it has in common with the first leg's engine."""
+    held, rates = engine.held, engine.rates
     loadable = (prompt_tokens - 1) // block_tokens * block_tokens
-    shared = max(held.shared_tokens, loadable - held.device_tokens - held.cpu_tokens)
-    after = msgspec.structs.replace(engine, held=HeldPrefix(held.device_tokens, held.cpu_tokens, shared))
+    new = max(0, loadable - held.total_tokens)
+    in_node = any(map(names_a_node, common))
+    later = msgspec.structs.replace(
+        held, cpu_tokens=held.cpu_tokens + new * in_node, shared_tokens=held.shared_tokens + new * (not in_node)
+    )
+
+    def left(tokens: int, tokens_per_second: float) -> int:
+        return max(0, tokens - int(begins_ms / 1000.0 * tokens_per_second))
+
+    after = msgspec.structs.replace(
+        engine,
+        held=later,
+        queued_tokens=left(engine.queued_tokens, rates.prefill_tokens_per_second),
+        cpu_link_tokens=left(engine.cpu_link_tokens, rates.cpu_load_tokens_per_second),
+        shared_link_tokens=left(engine.shared_link_tokens, rates.shared_load_tokens_per_second),
+        store_wait_ms=max(0.0, engine.store_wait_ms - begins_ms),
+    )
     return cost_of(after, prompt_tokens).total_ms
