@@ -142,6 +142,10 @@ test-random: $(STAMP) ## 100,000 random copies, 10,000 random schedules of each 
 test-node-tier: $(STAMP) ## 10,000 random schedules of engines that share the CPU tier of a node, and 1,000 that are killed. About seven minutes
 	@PYTHONPATH=tests $(BIN)/python -m node_tier
 
+.PHONY: test-chain
+test-chain: $(STAMP) ## An engine with a disk above a bucket: both are killed at random. CHAIN="--kills 30 --seed 0". About 40 s a kill
+	@PYTHONPATH=tests $(BIN)/python -m engine_chain $(CHAIN)
+
 .PHONY: test-selfcheck
 test-selfcheck: $(STAMP) ## The start-up check of healthy and of broken engines, and 30 starts; build/selfcheck.json. About 45 minutes
 	@PYTHONPATH=tests $(BIN)/python -m self_check $(SELFCHECK)

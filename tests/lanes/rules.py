@@ -224,6 +224,7 @@ BY_HAND: dict[str, str] = {
     "make bench-soak": "by hand",
     "make test-adapters": "by hand",
     "make test-ascend-acceptance": "by hand",
+    "make test-chain": "by hand",
     "make test-chaos": "by hand",
     "make test-experts": "by hand",
     "make test-models": "by hand",

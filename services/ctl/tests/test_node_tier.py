@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -89,8 +90,10 @@ def test_two_engines_share_what_the_command_makes_and_it_may_be_killed_and_start
     assert second.index.count()[READY] == 1
     third = opened(path)  # a region that is there needs nobody
     again = Keeper(path)
+    until = time.monotonic() + WAIT_SECONDS
     while not (text := again.page("/metrics")[1]):  # its first look at the rows
-        pass
+        assert time.monotonic() < until, "it never looked at the rows"
+        time.sleep(0.01)
     assert f'spillway_node_tier_bytes{{row_bytes="{ROW_BYTES}"}} {ROWS * ROW_BYTES}\n' in text
     assert f'spillway_node_tier_rows{{row_bytes="{ROW_BYTES}",state="ready"}} 1\n' in text
     assert f'spillway_node_tier_engines{{row_bytes="{ROW_BYTES}"}} 2\n' in text

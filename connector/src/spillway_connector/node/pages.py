@@ -16,7 +16,7 @@ from spillway_connector.device.memory_nodes import cores_of_memory_nodes
 from spillway_connector.errors import HostMemoryError
 
 _PIECE_BYTES = 64 << 20
-_THREADS_MAX = 8  # of all memory nodes; each of them clears about 2 GB/s
+_THREADS_MAX = 8  # of all memory nodes
 _JOIN_SECONDS = 0.2  # between two looks at signals
 
 
