@@ -8,6 +8,7 @@ prompt can be loaded, for a bounded time. On the event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -34,7 +35,7 @@ class HandOverPrice:
     @property
     def ms(self) -> float:
         age_seconds = self._clock() - self._measured_at
-        return self._default_ms + self._above_default_ms * 0.5 ** (age_seconds / HALF_LIFE_SECONDS)
+        return self._default_ms + self._above_default_ms * math.exp2(-age_seconds / HALF_LIFE_SECONDS)
 
     def measured(self, seconds: float) -> None:
         """From the end of a first leg until its prompt could be loaded, or was given up."""
