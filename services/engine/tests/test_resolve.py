@@ -88,6 +88,30 @@ def test_the_table_says_where_prefixes_are_shared(tier: dict[str, Any], message:
     assert f"shared tier    {message}" in table.splitlines()[7]
 
 
+SIZES = {
+    "numCpuBlocks": None,
+    "cpuBytes": "1GiB",
+    "nodeTier": {"path": "/node", "bytes": "1GiB"},
+    "sharedTier": {"type": "nvme", "nvme": {"path": "/kv", "maxBytes": "2GiB"}},
+}
+
+
+@pytest.mark.parametrize("left_out", [*SIZES])
+def test_every_size_reaches_the_middleware_as_a_number(left_out: str) -> None:
+    """A type of the settings' own that is an integer is one to the process that reads it."""
+    given = {name: value for name, value in SIZES.items() if name != left_out}
+    if left_out == "cpuBytes":
+        given["numCpuBlocks"] = 40
+    engine = resolve_engine(settings(offload=given), SHAPE, MACHINE)
+    brief = PodBrief.from_environment(engine.command().environment | engine.command().brief.to_environment())
+
+    offload = brief.configuration["settings"]["offload"]
+    if left_out != "nodeTier":
+        assert offload["nodeTier"]["bytes"] == brief.configuration["memory"]["node_tier_bytes"] == 1 << 30
+    if left_out != "sharedTier":
+        assert offload["sharedTier"]["nvme"]["maxBytes"] == 2 << 30
+
+
 def test_the_command_carries_the_brief_of_the_middleware() -> None:
     command = resolve_engine(settings(offload={"numCpuBlocks": 96}), SHAPE, MACHINE).command()
 

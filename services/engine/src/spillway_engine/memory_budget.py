@@ -96,7 +96,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     chunks = _cpu_chunks(settings, row_bytes)
     tier_bytes = chunks * row_bytes * cores
     node = offload.node_tier if offload.enabled else None
-    node_bytes = node.bytes if node is not None else 0
+    node_bytes = int(node.bytes) if node is not None else 0
     node_chunks = node_bytes // row_bytes
     tier_tokens = chunks // groups * offload.blocks_per_chunk * settings.block_size
     on_cpu = machine.platform == "cpu"

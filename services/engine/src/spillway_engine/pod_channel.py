@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
+from spillway_settings.typed import settings_json
 
 ENVIRONMENT_VARIABLE = "SPILLWAY_ENGINE_POD"
 LINE_BYTES_MAX = 64 << 10
@@ -44,7 +45,7 @@ class PodBrief(msgspec.Struct, frozen=True):
     configuration: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def to_environment(self) -> dict[str, str]:
-        return {ENVIRONMENT_VARIABLE: msgspec.json.encode(self).decode()}
+        return {ENVIRONMENT_VARIABLE: settings_json(self).decode()}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> PodBrief:
