@@ -84,13 +84,14 @@ def _of_model(groups: list[Group], discovery: str) -> Iterator[Finding]:
 
 
 def _place(group: Group, first: Group) -> Iterator[Finding]:
-    """Both engines must reach one shared tier."""
+    """Both engines must reach one store."""
     at, places, others = f"{group.path}.offload.sharedTier", _stores(group), _stores(first)
     if not places:
         yield Finding(
             f"{at}.type",
             "no store that another group could load from, but its engines have roles",
-            "set redis, s3, or nvme with a volume of type hostPath or existingClaim",
+            "set redis, s3, or nvme with a volume of type hostPath or existingClaim; on one node, "
+            f"{group.path}.offload.nodeTier.enabled: true will do",
         )
     elif others and places.isdisjoint(others):
         yield Finding(
@@ -105,10 +106,13 @@ def _words(places: set[tuple[str, ...]]) -> str:
 
 
 def _stores(group: Group) -> set[tuple[str, ...]]:
-    """Places of shared tiers, without those of the group's own pods alone."""
-    tier, found = group.engine.offload.shared_tier, set[tuple[str, ...]]()
-    if not group.engine.offload.enabled:
+    """Places of shared tiers and of the node's CPU tier, without those of the group's own pods alone."""
+    offload, found = group.engine.offload, set[tuple[str, ...]]()
+    tier = offload.shared_tier
+    if not offload.enabled:
         return found
+    if offload.node_tier.enabled:
+        found.add(("nodeTier", offload.node_tier.host_path.rstrip("/")))
     for each in tier_types(tier):
         match each:
             case "redis":
