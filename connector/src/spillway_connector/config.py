@@ -32,6 +32,7 @@ from spillway_settings.values.offload import (
     BUCKET_ENDPOINT_PATTERN,
     BUCKET_PATTERN,
     BUCKET_PREFIX_PATTERN,
+    NODE_TIER_NEEDS,
     ConnectorSettings,
     NodeFallback,
     NvmeMode,
@@ -205,17 +206,8 @@ def check_node_tier(config: ConnectorConfig, names: Names) -> None:
     """Refuse what the tier of a node does not do. Raises ConfigError."""
     if config.node_tier is None:
         return
-    refused = (
-        (
-            "eviction_policy",
-            config.eviction_policy,
-            "lru",
-            "engines of one node agree on the last use of a chunk alone",
-        ),
-        ("storing", config.storing, "eager", "a chunk that waits on one engine's device is not there for the others"),
-        ("layerwise_loads", config.layerwise_loads, "off", "a row is checked behind its copy, which such a step reads"),
-    )
-    for name, given, needed, why in refused:
+    for name, needed, why in NODE_TIER_NEEDS:
+        given = getattr(config, name)
         if given not in (needed, "auto"):
             raise ConfigError(
                 f"{names.given(name, given)} and {names.name('node_tier')} exclude each other: {why}; "

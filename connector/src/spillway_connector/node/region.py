@@ -126,7 +126,7 @@ class NodeRegion:
             return False
         if found != self.num_rows:
             logger.warning(
-                "Spillway: %s has %d rows, and this engine is to have %d; it is made anew when no engine uses it",
+                "Spillway: %s has %d rows, and this engine is to have %d; it is made again when no engine uses it",
                 *(self.path, found, self.num_rows),
             )
             self.num_rows = found
@@ -146,7 +146,7 @@ class NodeRegion:
             self._unlink()
             self._make()
         descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
-        # Of the index itself: whoever has mapped it takes this lock, also where another file has its name by now.
+        # Every process that has mapped the index takes this lock, even if another file has its name by now.
         self._index_lock = FileLock.on_open_file(self._index_path, descriptor, time.monotonic)
         self._inode = os.fstat(descriptor).st_ino
         mapping = mmap.mmap(descriptor, NodeIndex.bytes_of(self.num_rows))

@@ -53,7 +53,7 @@ def add_node_tier(areas: Any) -> None:
     parser.add_argument(
         "--sizes", type=int, default=1, metavar="N", help="how many sizes of rows engines have (default: %(default)s)"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="where /metrics, /health and /ready are served")
+    parser.add_argument("--host", default="127.0.0.1", help="address that serves /metrics, /health and /ready")
     parser.add_argument("--port", type=int, metavar="N", help="none: nothing is served")
     parser.add_argument("--remove", action="store_true", help="give back the memory that no engine uses, and end")
 
@@ -110,7 +110,7 @@ def _keep(keeper: NodeKeeper, page: Page, interruption: Interruption) -> None:
             if str(error) != said:
                 said = str(error)
                 print(f"spillway: {keeper.path} cannot be used: {said}; correct that, and it goes on", flush=True)
-            page.fail(said)
+            page.fail()
         else:
             said = ""
             now = time.monotonic()
@@ -133,7 +133,7 @@ class Page:
     def show(self, text: str) -> None:
         self.text, self.is_ready = text, True
 
-    def fail(self, why: str) -> None:
+    def fail(self) -> None:
         self.text, self.is_ready = "", False
 
     def beat(self) -> None:

@@ -174,6 +174,14 @@ class ConnectorSettings(Section, frozen=True):
     promotion_ahead_fraction: Portion = 0.25
 
 
+# What other settings of Offload have to be beside a node's tier: field, value, reason. `auto` is taken too.
+NODE_TIER_NEEDS = (
+    ("eviction_policy", "lru", "engines agree on the last use of a chunk alone"),
+    ("storing", "eager", "a chunk that waits on one engine's device is not there for the others"),
+    ("layerwise_loads", "off", "a row is checked behind its copy, which such a step reads"),
+)
+
+
 class NodeTier(Section, frozen=True):
     enabled: bool = False
     bytes: Size = "64GiB"

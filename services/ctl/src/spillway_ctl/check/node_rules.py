@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from spillway_ctl.check.finding import Finding, bytes_text, number, size
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.tier_rules import SYSTEM_FOLDER
+from spillway_settings.values.offload import NODE_TIER_NEEDS, Offload
 
-# What groups that share a folder of the node must have in common: one DaemonSet keeps it, where all of them run.
+_KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(Offload)}
+# What groups that share a folder of the node must have in common: one DaemonSet keeps it on the nodes of all of them.
 _EQUAL: dict[str, Callable[[Group], Any]] = {
     "offload.nodeTier.bytes": lambda group: size(group.engine.offload.node_tier.bytes),
     "offload.nodeTier.port": lambda group: group.engine.offload.node_tier.port,
@@ -47,13 +51,10 @@ def node_findings(release: Release) -> Iterator[Finding]:
 def _of_group(group: Group, release: Release, at: str) -> Iterator[Finding]:
     engine = group.engine
     offload, tier = engine.offload, engine.offload.node_tier
-    for key, given, needed, why in (
-        ("evictionPolicy", offload.eviction_policy, "lru", "engines agree on the last use of a chunk alone"),
-        ("storing", offload.storing, "eager", "a chunk that waits on one engine's device is not there for the others"),
-        ("layerwiseLoads", offload.layerwise_loads, "off", "a row is checked behind its copy, which such a step reads"),
-    ):
-        if given not in (needed, "auto"):
-            yield Finding(f"{group.path}.offload.{key}", f"{given} with nodeTier: {why}", f'set it to "{needed}"')
+    for name, needed, why in NODE_TIER_NEEDS:
+        if (given := getattr(offload, name)) not in (needed, "auto"):
+            setting = f"{group.path}.offload.{_KEYS[name]}"
+            yield Finding(setting, f"{given} with nodeTier: {why}", f'set it to "{needed}"')
     if size(tier.bytes) < group.memory.row:
         yield Finding(
             f"{at}.bytes",

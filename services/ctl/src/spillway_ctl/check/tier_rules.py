@@ -24,7 +24,7 @@ SYSTEM_FOLDER = re.compile(
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
 )
 _FAR_SECONDS = 0.05  # a round trip to a store that is not near, its own time included
-_CONNECTION_BYTES_PER_SECOND = 80 << 20  # of one connection: AWS names 85 to 90 MB/s
+_CONNECTION_BYTES_PER_SECOND = 80 << 20  # of one connection: an assumption, not measured
 _OPENING_ROUND_TRIPS = 3  # TCP, TLS and the request of a connection that is new
 _KEY_ITSELF = re.compile(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{48}|[0-9a-fA-F]{64})")
 _PUBLIC_NAME = re.compile(r"[A-Za-z0-9._-]*")

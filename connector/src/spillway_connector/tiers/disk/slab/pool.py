@@ -162,7 +162,7 @@ class SlabPool:
         return True
 
     def _remove_index(self, pool: Pool, deadline: float) -> None:
-        """Have an index that was cut made anew. Raises TierError."""
+        """Have an index that was cut made again. Raises TierError."""
         try:
             with self._lock.held(deadline):
                 if not self.replaced(pool.index):
@@ -171,7 +171,7 @@ class SlabPool:
             raise tier_error(error, f"{self._folder}: removing an index that was cut") from error
 
     def _unlink_index(self) -> None:
-        _log.error("NVMe tier %s: the index was cut or overwritten: it is made anew", self._folder)
+        _log.error("NVMe tier %s: the index was cut or overwritten: it is made again", self._folder)
         unlink_own(self._index_path, POOL_DEPTH, missing_ok=True)
 
     def _close_dropped_chunks(self, pool: Pool) -> None:
