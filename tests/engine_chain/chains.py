@@ -14,6 +14,7 @@ from s3_servers import BUCKET, KEYS, S3Server
 PROMPT_BLOCKS = 12  # of 20 that the device has: each prompt evicts another one
 CPU_BLOCKS = 16
 NVME_BYTES = 2 << 20  # about 30 blocks of 64 KiB and their heads
+IDLE_SECONDS = 0.5
 # No deadline may pass on a busy machine, and loads happen whether they pay or not.
 _PATIENT = {
     "lookup_timeout_seconds": 60.0,
@@ -23,7 +24,9 @@ _PATIENT = {
 }
 
 
-def chained(folder: Path, server: S3Server, limits: dict[str, float] = _PATIENT) -> dict[str, Any]:
+def chained(
+    folder: Path, server: S3Server, limits: dict[str, float] = _PATIENT, *, cpu_blocks: int = CPU_BLOCKS
+) -> dict[str, Any]:
     """The connector's settings. folder: of the NVMe tier."""
     below = {
         "type": "s3",
@@ -31,11 +34,11 @@ def chained(folder: Path, server: S3Server, limits: dict[str, float] = _PATIENT)
         "prefix": "kv/",
         "endpoint": server.endpoint,
         "path_style": True,
-        "idle_seconds": 0.5,
+        "idle_seconds": IDLE_SECONDS,
     }
     tier = {"type": "nvme", "mode": "files", "path": str(folder), "max_bytes": NVME_BYTES}
     return {
-        "num_cpu_blocks": CPU_BLOCKS,
+        "num_cpu_blocks": cpu_blocks,
         "prefill_tokens_per_second": 1e-3,
         "request_wait_seconds": limits["load_timeout_seconds"],
         "secondary_tiers": [tier | limits | {"below": below | limits}],

@@ -15,9 +15,12 @@ from engine_matrix.asked_engine import Answer, AskedEngine, EngineEnded, asked_e
 from reference_answers.margins import ROUNDING_OF_EQUALS, difference
 from s3_servers import S3Server, s3_server
 
-from engine_chain.chains import PROMPT_BLOCKS, blocks_below, chained, prompt
+from engine_chain.chains import IDLE_SECONDS, PROMPT_BLOCKS, blocks_below, chained, prompt
+from spillway_connector.transfer.demotions import WAIT_SECONDS
 
-PROMPTS = 12  # 144 blocks: almost five times the NVMe tier
+PROMPTS = 12
+BLOCKS = PROMPTS * PROMPT_BLOCKS  # almost five times the NVMe tier
+ALL_BELOW_SECONDS = 600.0
 _LIMITS = {
     "lookup_timeout_seconds": 2.0,
     "load_timeout_seconds": 5.0,
@@ -33,7 +36,11 @@ class WrongAnswer(Exception):
 def run(folder: Path, kills: int, seed: int = 0) -> Counter[str]:
     """Kill the engine or the server so often. Returns what was seen.
 
-    Raises WrongAnswer, and AssertionError if the bucket gives nothing at the end.
+    What an engine was killed with, or a full NVMe tier evicted before it was idle, is computed at its next use and goes
+    below then. So once each prompt was asked again and left alone for a while, the bucket has all of it, and gives all
+    of it to an engine with an empty NVMe tier and a row of the CPU tier for each block.
+
+    Raises WrongAnswer, and AssertionError if the bucket lacks a block in the end, or gives less than it has.
     """
     chosen = random.Random(seed)
     seen: Counter[str] = Counter()
@@ -75,13 +82,13 @@ def run(folder: Path, kills: int, seed: int = 0) -> Counter[str]:
                 for _ in range(3):
                     ask(chosen.randrange(PROMPTS))
                 server.restart()
-        _wait_until_all_lie_below(server, ask)
+        _ask_until_all_lie_below(server, ask)
         engine.kill()
         shutil.rmtree(nvme)
-        engine = last.enter_context(asked_engine(folder, chained(nvme, server, _LIMITS)))
+        engine = last.enter_context(asked_engine(folder, chained(nvme, server, cpu_blocks=2 * BLOCKS)))
         for number in range(PROMPTS):
             seen["tokens from below at the end"] += ask(number).cached
-    assert seen["tokens from below at the end"], "the tier does not come back"
+    assert seen["tokens from below at the end"] == BLOCKS * tokens, seen
     return seen
 
 
@@ -92,9 +99,18 @@ def _kill(victim: str, engine: AskedEngine, server: S3Server) -> None:
         server.kill()
 
 
-def _wait_until_all_lie_below(server: S3Server, ask: Callable[[int], Answer]) -> None:
-    """Or until the deadline: what the engine was killed with may be lost until it is computed again."""
-    deadline = time.monotonic() + 120.0
-    while blocks_below(server) < PROMPTS * PROMPT_BLOCKS and time.monotonic() < deadline:
+def _ask_until_all_lie_below(server: S3Server, ask: Callable[[int], Answer]) -> None:
+    """One prompt after the other, each left alone until no more of it goes below."""
+    deadline = time.monotonic() + ALL_BELOW_SECONDS
+    while (lying := blocks_below(server)) < BLOCKS:
+        assert time.monotonic() < deadline, f"{lying} of {BLOCKS} blocks lie in the bucket"
         for number in range(PROMPTS):
             ask(number)
+            _wait_while_it_grows(server)
+
+
+def _wait_while_it_grows(server: S3Server) -> None:
+    lying = -1
+    while (now := blocks_below(server)) > lying and now < BLOCKS:
+        lying = now
+        time.sleep(IDLE_SECONDS + 2 * WAIT_SECONDS)

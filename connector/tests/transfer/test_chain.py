@@ -263,6 +263,25 @@ def test_what_came_from_below_is_not_demoted_again(rig: Rig) -> None:
     assert rig.demote() == {}
 
 
+@pytest.mark.parametrize("noticed", ["by a lookup", "by a load"])
+def test_what_the_tier_below_has_lost_since_it_was_found_there_goes_below_again(rig: Rig, noticed: str) -> None:
+    """As by a lifecycle rule. A lookup ends at the first chunk that is gone, and so says nothing of those behind it."""
+    rig.fill(rig.below, range(3))
+    chain = rig.start()
+    assert rig.look(range(3)) == [HIT] * 3
+    rig.below.frames.clear()
+    if noticed == "by a load":
+        assert rig.load(range(3)).failed.keys() == {key_of(row) for row in range(3)}
+    else:
+        for tier in chain.members:
+            tier.reset()
+        assert rig.look(range(3), "again") == [MISS]
+    rig.store(range(3))
+    rig.clock.advance(IDLE_SECONDS)
+
+    assert rig.demote() == {DemotionOutcome.STORED: 3} and rig.held(rig.below) == [0, 1, 2]
+
+
 def test_what_lies_below_already_is_asked_for_and_not_copied(rig: Rig) -> None:
     rig.start()
     rig.store(range(3))

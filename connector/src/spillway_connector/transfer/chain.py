@@ -22,7 +22,7 @@ from spillway_connector.transfer.lookups import Answers, Lookup
 from spillway_connector.transfer.shared_tier import SharedTier
 from spillway_connector.transfer.stats import Operation
 
-FOUND_BELOW_MAX = 65_536  # chunks whose place is known; of those that are not, the tier above is asked
+FOUND_BELOW_MAX = 65_536  # chunks that the last lookup found below; any other is loaded from the tier above
 
 
 @dataclass(slots=True)
@@ -180,7 +180,8 @@ class TierChain:
     ) -> None:
         """Write the rows to the tier above. See SharedTier.submit_store."""
         self._above.submit_store(job_id, keys, row_indices, tenant, session, hand_over=hand_over)
-        self.demotions.begin_store(job_id, [key for key in keys if key not in self._found_below], tenant)
+        below = self._below.known_present(keys)
+        self.demotions.begin_store(job_id, [key for key in keys if key not in below], tenant)
 
     def finished(self) -> list[JobOutcome]:
         """See SharedTier.finished; a load ends with its last part."""

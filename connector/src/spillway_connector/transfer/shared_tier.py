@@ -292,6 +292,10 @@ class SharedTier:
         """For what uses the tier beside this object."""
         return self._breakers[operation]
 
+    def known_present(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the chunks that the tier holds by its last valid answer; it is not asked."""
+        return self._presence.present_of(keys, self._clock())
+
     def stored_by_others(self, keys: Sequence[bytes]) -> None:
         """Another part of this process has stored these chunks in the tier."""
         self._presence.put_many(list(keys), True, self._clock())
