@@ -44,6 +44,7 @@ class Scrape:
     kv_capacity_tokens: int
     prefill_tokens_per_second: float | None
     shared_load_tokens_per_second: float
+    below_load_tokens_per_second: float | None = None
 
 
 class Fleet(Protocol):

@@ -22,6 +22,7 @@ _TIERS = {
     Medium.DEVICE: event_decoder.Tier.DEVICE,
     Medium.CPU: event_decoder.Tier.CPU,
     Medium.SHARED: event_decoder.Tier.SHARED,
+    Medium.BELOW: event_decoder.Tier.SHARED,
 }
 
 
@@ -122,6 +123,7 @@ class Spillway(Policy):
                 scrape.prefill_tokens_per_second if self._engine_rates else None,
                 None,
                 scrape.shared_load_tokens_per_second if self._engine_rates else None,
+                scrape.below_load_tokens_per_second if self._engine_rates else None,
             )
             engine.observed(reading, engine.own_work())
 

@@ -26,6 +26,7 @@ class Design:
             hand first; 0: first come, first served.
         endless: the CPU tier never evicts.
         shared: an NVMe tier that all engines share is below it.
+        bucket_ms: an object store is below the NVMe tier, so many milliseconds of round trip away; None: there is none.
         recognised: the CPU tier follows conversations, by their prompts alone.
     """
 
@@ -34,4 +35,5 @@ class Design:
     overtake_seconds: float = 0.0
     endless: bool = False
     shared: bool = False
+    bucket_ms: float | None = None
     recognised: bool = False

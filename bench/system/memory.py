@@ -18,6 +18,7 @@ from spillway_connector.testing.generation import make_cpu_tier
 from spillway_simulator.model.device_cache import DeviceCache
 from spillway_simulator.model.tiering import LoadPlan, Tiering
 from spillway_simulator.model.tiers import LruTier
+from system.demotions import Demotions
 from system.design import Design, Storing
 
 _KEY_BYTES = 16
@@ -175,6 +176,9 @@ class SystemTiers(Tiering):
         if design.storing is Storing.EXCLUSIVE:
             self.cpu.evict_first(self)
         self.copied_blocks = 0
+        self.demotions: Demotions | None = None
+        if len(self._levels) > 1:
+            self.demotions = Demotions(*self._levels, self._begin_store, self._block_tokens)
         self._conversations = Conversations()
         self._contexts: dict[str, TenantContext] = {}  # by request, of conversations that are followed
         self._admitted: TenantContext | None = None
@@ -199,17 +203,37 @@ class SystemTiers(Tiering):
 
     def touch(self, keys: Sequence[int]) -> None:
         self.cpu.use(keys, self._admitted)
-        for key in keys if self._shared is not None else ():
-            self._shared.touch(key)  # type: ignore[union-attr]
+        for level in self._levels:
+            for key in keys:
+                level.tier.touch(key)
+        if self.demotions is not None:
+            self.demotions.use(keys, self.cpu.now)
 
     def begin_load(self, plan: LoadPlan, now: float) -> None:
         super().begin_load(plan, now)
         self.cpu.pin(plan.cpu_keys)
 
-    def end_load(self, plan: LoadPlan) -> None:
+    def end_load(self, plan: LoadPlan, now: float) -> None:
         self.cpu.unpin(plan.cpu_keys)
-        super().end_load(plan)
+        super().end_load(plan, now)
         self.on_device(plan.cpu_keys)
+        if self.demotions is not None:
+            self.demotions.add(plan.shared_keys[0], now)
+
+    @property
+    def next_time(self) -> float | None:
+        times = [super().next_time, None if self.demotions is None else self.demotions.next_time]
+        return min((at for at in times if at is not None), default=None)
+
+    def finish_stores(self, now: float) -> None:
+        super().finish_stores(now)
+        if self.demotions is not None:
+            self.demotions.look(now)
+
+    def _spill(self, keys: Sequence[int], now: float) -> None:
+        super()._spill(keys, now)
+        if self.demotions is not None:
+            self.demotions.add(keys, now)
 
     def on_device(self, keys: Sequence[int]) -> None:
         """A running request holds these blocks on the device."""

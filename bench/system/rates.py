@@ -3,12 +3,14 @@
 All systems have the same figures. Fitted to the measured rows: a token of prefill, a pair of attention, passes with and
 without prefill, and what a request costs outside the scheduler. Assumed: a decoding sequence, the start of a load. The
 copy rates were measured with four engines at once, the disk's with O_DIRECT; the rest follows from the model's shape.
+The object store's path is assumed: BUCKET_BYTES_PER_SECOND for all engines of the host, and the round trip as stated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from spillway_settings.values.offload import TierBelow
 from spillway_simulator.model.engine import EngineShape
 from spillway_simulator.model.rates import EngineRates, LinkRates
 
@@ -20,6 +22,8 @@ CPU_ROWS = CPU_TIER_BYTES // (KV_BYTES_PER_TOKEN * BLOCK_TOKENS)
 SHARED_BYTES = 120 << 30
 SHARED_BLOCKS = SHARED_BYTES // (KV_BYTES_PER_TOKEN * BLOCK_TOKENS)
 ENDLESS_ROWS = 60_000
+ENDLESS_BLOCKS = 1_000_000
+BUCKET_BYTES_PER_SECOND = 25e9 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,30 @@ H200_QWEN3_8B = SystemRates(
     shared=LinkRates(1.8e9 / KV_BYTES_PER_TOKEN, 1.8e9 / 4 / KV_BYTES_PER_TOKEN, 0.015),
     mixed_step_seconds=0.020,
 )
+
+
+def slower(rates: EngineRates, times: float) -> EngineRates:
+    """An engine that takes so many times as long for the arithmetic of a prompt."""
+    return replace(
+        rates,
+        prefill_token_seconds=rates.prefill_token_seconds * times,
+        prefill_pair_seconds=rates.prefill_pair_seconds * times,
+    )
+
+
+def with_bucket(rates: EngineRates, round_trip_seconds: float, engines: int) -> EngineRates:
+    """The same engine in front of an object store. A load is a lookup and then gets, as many at once as the connector
+    has threads; half of these store."""
+    threads = TierBelow().io_threads
+    block_bytes = rates.kv_bytes_per_token * BLOCK_TOKENS
+
+    def tokens_per_second(at_once: int, bytes_per_second: float) -> float:
+        return BLOCK_TOKENS / (block_bytes / bytes_per_second + round_trip_seconds / at_once)
+
+    load = tokens_per_second(threads, BUCKET_BYTES_PER_SECOND)
+    store = tokens_per_second(threads // 2, BUCKET_BYTES_PER_SECOND / engines)
+    return replace(rates, below=LinkRates(load, store, rates.shared.load_fixed_seconds + round_trip_seconds))
+
 
 SHAPE = EngineShape(
     BLOCK_TOKENS, DEVICE_BLOCKS, CPU_ROWS, max_running=64, max_batched_tokens=8_192, max_model_tokens=32_768

@@ -21,7 +21,7 @@ from spillway_simulator.model.tiers import LoadLink, SharedTier
 from system.agents import AgentLoad
 from system.design import Design
 from system.engine import SystemEngine
-from system.rates import H200_QWEN3_8B, SHAPE, SHARED_BLOCKS
+from system.rates import ENDLESS_BLOCKS, H200_QWEN3_8B, SHAPE, SHARED_BLOCKS, with_bucket
 from system.report import Answered
 
 EVENT_DELAY_SECONDS = 0.002
@@ -64,9 +64,14 @@ class SystemRun:
         engines: int = ENGINES,
         shape: EngineShape = SHAPE,
         rates: EngineRates = H200_QWEN3_8B,
+        shared_blocks: int = SHARED_BLOCKS,
         kill: Kill | None = None,
     ) -> None:
-        shared = SharedTier(SHARED_BLOCKS, LoadLink()) if design.shared else None
+        below = None
+        if design.bucket_ms is not None:
+            below = SharedTier(ENDLESS_BLOCKS, LoadLink())
+            rates = with_bucket(rates, design.bucket_ms / 1000, engines)
+        shared = SharedTier(shared_blocks, LoadLink(), below) if design.shared else None
         self.engines = [SystemEngine(f"engine-{at}", shape, rates, design, shared) for at in range(engines)]
         self.in_flight = [0] * engines
         self.answered: list[Answered] = []
@@ -75,11 +80,19 @@ class SystemRun:
         self._kill = kill
         self._time = FastForward(self.engines, self._progress, self._events)
         self._open: dict[str, _Open] = {}
+        self._context_tokens: dict[int, int] = {}  # of each place's session
         policy.start(self, engines, load.seed)
 
     @property
     def now(self) -> float:
         return float(self._time.now)
+
+    @property
+    def working_set_blocks(self) -> int:
+        """What the sessions that have not ended will ask for again."""
+        common = self._load.common_tokens
+        own = sum(tokens - common for tokens in self._context_tokens.values())
+        return (common + own) // self.engines[0].shape.block_tokens
 
     def scrape(self, engine: int) -> Scrape:
         return self.scrape_now(engine)
@@ -93,6 +106,7 @@ class SystemRun:
             read.shape.device_blocks * read.shape.block_tokens,
             read.prefill_meter.per_second,
             read.rates.shared.load_tokens_per_second,
+            None if read.rates.below is None else read.rates.below.load_tokens_per_second,
         )
 
     def run(self) -> list[Answered]:
@@ -185,6 +199,7 @@ class SystemRun:
                 self._load.is_crowd(request.place),
             )
         )
+        self._context_tokens[request.place] = len(request.prompt)
         context = request.prompt + self._load.answer(request.place, request.number, request.turn).ids()
         at = self.now + request.pause
         self._time.at(at, lambda: self._ask(request.place, request.number, request.turn + 1, request.turns, context))

@@ -2,6 +2,7 @@
 
     PYTHONPATH=bench python -m system.simulate [--systems spillway_cpu ...] [--sessions 64] [--seconds 75] [--seed 1]
         [--crowd 32 [--crowd-tokens 1000 15000] [--cold]] [--kill-at 40 [--back-after 30]]
+        [--think 1] [--prefill-times 1]
 
 Engines keep the times of rates.py. The connector's own rows and order of eviction are the CPU tier, the gateway's own
 routing and prefix index choose among engines; what differs between systems stands in systems.py and design.py. When
@@ -11,6 +12,10 @@ reproduce are named; a part of a run may deviate, so only a whole one is compare
 With --kill-at the last engine's process dies then, with all that it held, and requests that it had not answered are
 sent to the others; the figures are of what came later, and a line shows them for each 10 seconds. With --back-after an
 empty engine answers again so many seconds later.
+
+With many sessions and a long --think the working set outgrows the tiers: what the sessions that go on at the end will
+ask for again stands beside the figures, as a multiple of the NVMe tier's blocks. Whether a load pays depends on how
+fast the engine computes; --prefill-times 4 is one that takes four times as long for a token with KV of the same size.
 
 Promised: what the gateway expected a request to find; without a gateway, what the engine held when it came.
 Prints tables and writes build/bench/system.json (flat; keys `<system>_<figure>`, at other than 64 sessions
@@ -28,6 +33,7 @@ from pathlib import Path
 
 from system.agents import AgentLoad
 from system.measured import COMPARED, MEASURED, distances, outside
+from system.rates import H200_QWEN3_8B, SHARED_BLOCKS, slower
 from system.report import Answered, figures
 from system.run import ENGINES, Kill, SystemRun
 from system.systems import SYSTEMS
@@ -44,6 +50,7 @@ _COLUMNS = (
     ("cached_share", "cached %", 100.0, "%9.1f"),
     ("found_of_promised", "found %", 100.0, "%8.1f"),
     ("copied_of_computed", "copied", 1.0, "%8.2f"),
+    ("working_set_of_nvme", "set/NVMe", 1.0, "%10.1f"),
 )
 _CROWD = " (crowd)"
 SLICE_SECONDS = 10
@@ -59,13 +66,16 @@ def heading(sessions: int) -> str:
     return f"{title:28}" + "".join(f"{name:>{len(pattern % 0)}}" for _, name, _, pattern in _COLUMNS)
 
 
-def run_system(name: str, load: AgentLoad, kill: Kill | None = None) -> tuple[list[Answered], float]:
-    """The answered requests, and blocks copied to the CPU tier over blocks computed."""
+def run_system(
+    name: str, load: AgentLoad, kill: Kill | None = None, prefill_times: float = 1.0
+) -> tuple[list[Answered], dict[str, float]]:
+    """The answered requests; blocks copied to the CPU tier over blocks computed, the working set over the NVMe tier."""
     system = SYSTEMS[name]
-    run = SystemRun(system.policy(), system.design, load, kill=kill)
+    run = SystemRun(system.policy(), system.design, load, rates=slower(H200_QWEN3_8B, prefill_times), kill=kill)
     answered = run.run()
     computed = sum(engine.counters.computed_tokens / engine.shape.block_tokens for engine in run.engines)
-    return answered, sum(engine.system_tiers.copied_blocks for engine in run.engines) / max(1.0, computed)
+    copied = sum(engine.system_tiers.copied_blocks for engine in run.engines) / max(1.0, computed)
+    return answered, {"copied_of_computed": copied, "working_set_of_nvme": run.working_set_blocks / SHARED_BLOCKS}
 
 
 def by_time(answered: Sequence[Answered], seconds: float) -> str:
@@ -109,9 +119,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cold", action="store_true", help="the crowd's prompts share nothing")
     parser.add_argument("--kill-at", type=float, help="second at which the last engine's process dies")
     parser.add_argument("--back-after", type=float, help="seconds after which an empty engine takes its place")
+    parser.add_argument("--think", type=float, default=AgentLoad().think_seconds, help="mean seconds between two turns")
+    parser.add_argument("--prefill-times", type=float, default=1.0, help="times the seconds of a prefill token")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
-    written: dict[str, float] = {"seconds": options.seconds, "seed": options.seed}
+    written: dict[str, float] = {
+        "seconds": options.seconds,
+        "seed": options.seed,
+        "think_seconds": options.think,
+        "prefill_times": options.prefill_times,
+    }
     answered: dict[tuple[str, int], list[Answered]] = {}
     load = AgentLoad(
         seconds=options.seconds,
@@ -119,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         crowd=options.crowd,
         crowd_tokens=tuple(options.crowd_tokens),
         crowd_is_cold=options.cold,
+        think_seconds=options.think,
+        ramp_seconds=max(AgentLoad().ramp_seconds, options.think),
     )
     kill = None
     if options.kill_at is not None:
@@ -128,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(heading(sessions), flush=True)
         load = replace(load, sessions=sessions)
         for name in options.systems:
-            requests, copied = run_system(name, load, kill)
+            requests, of_run = run_system(name, load, kill, options.prefill_times)
             if kill is not None:
                 print(by_time(requests, options.seconds), flush=True)
                 requests = [one for one in requests if one.sent_seconds >= kill.at]
@@ -139,12 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not of_tenant:
                     continue
                 begin = 0.0 if kill is None else kill.at
-                values = {**figures(of_tenant, options.seconds, load.ramp_seconds, begin), "copied_of_computed": copied}
+                values = {**figures(of_tenant, options.seconds, load.ramp_seconds, begin), **of_run}
                 key = f"{prefix}_crowd" if of_crowd else prefix
                 written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
                 print(row(name + _CROWD * of_crowd, values), flush=True)
         print()
-    if not load.crowd and kill is None and options.seconds >= max(measured.seconds for measured in MEASURED):
+    as_measured = not load.crowd and kill is None and options.think == AgentLoad().think_seconds
+    long_enough = options.seconds >= max(measured.seconds for measured in MEASURED)
+    if as_measured and options.prefill_times == 1.0 and long_enough:
         print("\n".join(comparison(answered, load.ramp_seconds)))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

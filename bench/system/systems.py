@@ -49,6 +49,7 @@ def _gateway() -> Policy:
 
 
 PROTECT_SHARE = 0.4
+ROUND_TRIPS_MS = (1, 10, 50)
 
 SYSTEMS: dict[str, System] = {
     "vllm_round_robin": System("vLLM, prefix caching, round robin", RoundRobin, Design(Storing.NEVER)),
@@ -91,5 +92,13 @@ SYSTEMS: dict[str, System] = {
         _gateway,
         Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True),
     ),
+    **{
+        f"spillway_chain_{milliseconds}_ms": System(
+            f"Spillway, NVMe over an object store {milliseconds} ms away, eager, protect and order",
+            _gateway,
+            Design(Storing.EAGER, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True, bucket_ms=milliseconds),
+        )
+        for milliseconds in ROUND_TRIPS_MS
+    },
     "oracle": System("Spillway, a CPU tier without end", _gateway, Design(endless=True)),
 }

@@ -14,7 +14,7 @@ from system import simulate
 from system.agents import AgentLoad
 from system.design import Design, Storing
 from system.measured import COMPARED, MEASURED, outside
-from system.rates import SHAPE
+from system.rates import H200_QWEN3_8B, SHAPE, slower
 from system.report import Answered, figures
 from system.run import Kill, SystemRun
 from system.systems import SYSTEMS, Pinned
@@ -35,6 +35,22 @@ def test_a_tier_without_end_finds_most_and_no_tier_least() -> None:
     oracle, none = cached_share(Design(endless=True)), cached_share(Design(Storing.NEVER))
     for design in (Design(), Design(Storing.LAZY), Design(Storing.EXCLUSIVE)):
         assert none < cached_share(design) <= oracle
+
+
+def test_a_tier_below_finds_what_the_nvme_tier_has_evicted_if_loading_it_pays() -> None:
+    slow, nvme_blocks = slower(H200_QWEN3_8B, 8.0), 200
+    load = replace(LOAD, sessions=48, seconds=90.0, think_seconds=16.0, ramp_seconds=16.0)
+
+    def cached(bucket_ms: float | None) -> float:
+        design = Design(shared=True, bucket_ms=bucket_ms)
+        run = SystemRun(Pinned(), design, load, engines=1, shape=SMALL, rates=slow, shared_blocks=nvme_blocks)
+        share = figures(run.run(), load.seconds, load.ramp_seconds)["cached_share"]
+        assert run.working_set_blocks > 2 * nvme_blocks
+        return share
+
+    alone = cached(None)
+    assert cached(1.0) > alone + 0.2
+    assert cached(5_000.0) == pytest.approx(alone, abs=0.01)
 
 
 def test_exclusive_tiers_find_more_than_twice_the_same_blocks_where_only_the_sum_is_enough() -> None:

@@ -108,6 +108,25 @@ def test_loads_of_different_engines_queue_where_the_store_is_the_limit(shape, ra
     assert ends[1] == pytest.approx([101.0 + load, 101.0 + 2 * load])
 
 
+def test_of_two_shared_tiers_each_block_comes_from_the_nearer_one_and_is_stored_there(shape, rates, ask):
+    below = SharedTier(100)
+    filler = SimulatedEngine("filler", shape, rates, below)
+    filler.submit(ask("all", range(40)), 0.0)
+    finish(filler)
+    above = SharedTier(100, below=below)
+    near = SimulatedEngine("near", shape, rates, above)
+    near.submit(ask("half", range(20)), 100.0)
+    assert finish(near)["half"].cached == CachedTokens(shared=16)
+    slow = replace(rates, below=rates.shared._replace(load_tokens_per_second=10.0))
+    other = SimulatedEngine("other", shape, slow, above)
+    other.submit(ask("whole", range(40)), 200.0)
+
+    assert finish(other)["whole"].cached == CachedTokens(shared=20), "the rest would take longer than computing it"
+    stored = {event.medium for event in other.take_events() if isinstance(event, BlocksStored)}
+    assert stored == {Medium.DEVICE, Medium.CPU, Medium.SHARED, Medium.BELOW}
+    assert len(above) == 10
+
+
 def test_the_prefill_rate_is_that_of_whole_passes_and_fades():
     meter = PrefillMeter()
     meter.add(100, 5.0, 1.0)  # mostly decoding

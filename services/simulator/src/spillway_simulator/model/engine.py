@@ -227,7 +227,7 @@ class SimulatedEngine:
             self._waiting.append(self._arriving.popleft()[1])
         while self._loading and self._loading[0][0] <= now:
             _, _, sequence, plan = heapq.heappop(self._loading)
-            self._loaded(sequence, plan)
+            self._loaded(sequence, plan, now)
         if self._step is None:
             self._begin_step(now)
         self._update_next_time()
@@ -314,7 +314,7 @@ class SimulatedEngine:
     def _count_admission(self, sequence: Sequence, found: int, plan: LoadPlan | None) -> None:
         block_tokens = self.shape.block_tokens
         cpu = plan.cpu_blocks * block_tokens if plan is not None else 0
-        shared = len(plan.shared_keys) * block_tokens if plan is not None else 0
+        shared = plan.shared_blocks * block_tokens if plan is not None else 0
         sequence.cached = CachedTokens(found * block_tokens, cpu, shared)
         counters = self.counters
         counters.prompt_tokens += sequence.prompt_tokens
@@ -325,8 +325,8 @@ class SimulatedEngine:
         counters.shared_hit_tokens += shared
         counters.computed_tokens += sequence.prompt_tokens - sequence.cached.total
 
-    def _loaded(self, sequence: Sequence, plan: LoadPlan) -> None:
-        self.tiers.end_load(plan)
+    def _loaded(self, sequence: Sequence, plan: LoadPlan, now: float) -> None:
+        self.tiers.end_load(plan, now)
         sequence.computed += plan.blocks * self.shape.block_tokens
         self._publish_prompt(sequence)
         self._running.append(sequence)

@@ -10,12 +10,13 @@ from spillway_settings.wire import store_medium
 
 
 class Medium(StrEnum):
-    """Names on the wire. The shared tier's names the one store from which all simulated engines load, as Spillway's
-    connector does; blocks without keys there announce that an engine loads from it."""
+    """Names on the wire. A shared tier's names the one store from which all simulated engines load, as Spillway's
+    connector does; blocks without keys there announce that an engine loads from it. BELOW: the tier behind SHARED."""
 
     DEVICE = "GPU"
     CPU = "CPU"
     SHARED = store_medium("redis", b"simulate")
+    BELOW = store_medium("s3", b"simulate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ class EngineRates:
     cpu: LinkRates
     shared: LinkRates
     sources: tuple[tuple[str, str], ...] = ()
+    below: LinkRates | None = None  # of a tier behind the shared one
 
     def prefill_seconds(self, tokens: int, context: int) -> float:
         """Arithmetic of `tokens` prompt tokens behind `context` tokens that are already there."""

@@ -1,18 +1,22 @@
 """One engine's tiers below the device: what they hold, what loading would cost, and the stores under way.
 
 Every link carries one transfer after the other. A store becomes visible when its transfer ends, so a block is never
-found before it could be there. The CPU tier takes prompt blocks only, as vLLM's offloading does by default.
+found before it could be there. The CPU tier takes prompt blocks only, as vLLM's offloading does by default. Of two
+shared tiers behind each other a block is loaded from the nearer one; what goes from that to the other one is for a
+subclass to say.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from spillway_simulator.model.counters import EngineCounters
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
-from spillway_simulator.model.rates import EngineRates
+from spillway_simulator.model.rates import EngineRates, LinkRates
 from spillway_simulator.model.tiers import LoadLink, LruTier, SharedTier
 
 WORTH_RATIO = 0.9  # load from the shared tier only below this share of the time recomputing takes
@@ -20,10 +24,10 @@ BACKLOG_SECONDS_MAX = 2.0  # stores that would wait longer for their link are dr
 
 
 class LoadPlan(NamedTuple):
-    """The blocks to load, in order, right behind the device's own."""
+    """The blocks to load, in order, right behind the device's own. shared_keys: of each shared tier, nearest first."""
 
     cpu_keys: tuple[int, ...]
-    shared_keys: tuple[int, ...]
+    shared_keys: tuple[tuple[int, ...], ...]
     ready_at: float
 
     @property
@@ -31,14 +35,36 @@ class LoadPlan(NamedTuple):
         return len(self.cpu_keys)
 
     @property
+    def shared_blocks(self) -> int:
+        return sum(map(len, self.shared_keys))
+
+    @property
     def blocks(self) -> int:
-        return self.cpu_blocks + len(self.shared_keys)
+        return self.cpu_blocks + self.shared_blocks
 
 
 class _Store(NamedTuple):
     ends_at: float
     keys: list[int]
     seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class SharedLevel:
+    """A shared tier as one engine uses it. medium: under which the engine announces what it has stored there."""
+
+    tier: SharedTier
+    rates: LinkRates
+    medium: Medium
+    link: LoadLink = field(init=False)
+    stores: deque[_Store] = field(default_factory=deque)
+    store_free_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.link = self.tier.link or LoadLink()
+
+
+_MEDIA = (Medium.SHARED, Medium.BELOW)
 
 
 class Tiering:
@@ -56,98 +82,104 @@ class Tiering:
         announce_shared: bool,
     ) -> None:
         self.cpu = LruTier(cpu_blocks)
-        self._shared = shared
         self._block_tokens = block_tokens
         self._rates = rates
         self._counters = counters
         self._emit = emit
         self._announce_shared = announce_shared
         self._cpu_stores: deque[_Store] = deque()
-        self._shared_stores: deque[_Store] = deque()
         self._cpu_load_free_at = 0.0
         self._cpu_store_free_at = 0.0
-        self._shared_link = (shared.link if shared is not None else None) or LoadLink()
-        self._shared_store_free_at = 0.0
-        if announce_shared and shared is not None:
-            emit(BlocksStored(Medium.SHARED, ()))
+        tiers = [] if shared is None else [shared] if shared.below is None else [shared, shared.below]
+        self._levels = [
+            SharedLevel(*of) for of in zip(tiers, (rates.shared, rates.below or rates.shared), _MEDIA, strict=False)
+        ]
+        if announce_shared:
+            for level in self._levels:
+                emit(BlocksStored(level.medium, ()))
 
     @property
     def next_time(self) -> float | None:
-        ends = [stores[0].ends_at for stores in (self._cpu_stores, self._shared_stores) if stores]
+        queues = (self._cpu_stores, *[level.stores for level in self._levels])
+        ends = [stores[0].ends_at for stores in queues if stores]
         return min(ends) if ends else None
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def plan_load(self, keys: Sequence[int], start: int, limit: int, now: float) -> LoadPlan | None:
         """What to load behind the first `start` blocks of a prompt; None: nothing is there, or prefill is cheaper."""
-        shared_tier = self._shared
-        where: list[bool] = []  # True: shared
+        where: list[SharedLevel | None] = []  # None: the CPU tier
         for key in keys[start:limit]:
             if key in self.cpu:
-                where.append(False)
-            elif shared_tier is not None and key in shared_tier:
-                where.append(True)
+                where.append(None)
+            elif level := next((each for each in self._levels if key in each.tier), None):
+                where.append(level)
             else:
                 break
-        if shared_tier is not None:
-            self._counters.shared_lookup_hits += sum(where)
+        if self._levels:
+            self._counters.shared_lookup_hits += len(where) - where.count(None)
             if start + len(where) < limit:
                 self._counters.shared_lookup_misses += 1
-        if True in where and not self._worth(where, start, now):
-            first = where.index(True)
-            self._counters.not_worth_blocks += where[first:].count(True)
-            del where[first:]
+        for level in reversed(self._levels):
+            if level in where and not self._worth(level, where, start, now):
+                first = where.index(level)
+                self._counters.not_worth_blocks += len(where) - first - where[first:].count(None)
+                del where[first:]
         if not where:
             return None
-        found = keys[start : start + len(where)]
-        shared_keys = tuple([key for key, is_shared in zip(found, where, strict=True) if is_shared])
-        cpu_keys = tuple([key for key, is_shared in zip(found, where, strict=True) if not is_shared])
-        ready_at = self._ready_at(len(cpu_keys), len(shared_keys), now)
+        found = list(zip(keys[start : start + len(where)], where, strict=True))
+        cpu_keys = tuple([key for key, level in found if level is None])
+        shared_keys = tuple([tuple([key for key, of in found if of is level]) for level in self._levels])
+        ready_at = self._cpu_ready_at(len(cpu_keys), now)
+        for level, of_level in zip(self._levels, shared_keys, strict=True):
+            ready_at = max(ready_at, self._ready_at(level, len(of_level), now))
         return LoadPlan(cpu_keys, shared_keys, ready_at)
 
-    def _worth(self, where: list[bool], start: int, now: float) -> bool:
-        first = where.index(True)
+    def _worth(self, level: SharedLevel, where: list[SharedLevel | None], start: int, now: float) -> bool:
+        first = where.index(level)
         tokens = (len(where) - first) * self._block_tokens
         recompute = self._rates.prefill_seconds(tokens, (start + first) * self._block_tokens)
-        return self._ready_at(0, where.count(True), now) - now <= WORTH_RATIO * recompute
+        return self._ready_at(level, where.count(level), now) - now <= WORTH_RATIO * recompute
 
-    def _ready_at(self, cpu_blocks: int, shared_blocks: int, now: float) -> float:
-        ready = now
-        if cpu_blocks:
-            link = self._rates.cpu
-            seconds = link.load_fixed_seconds + cpu_blocks * self._block_tokens / link.load_tokens_per_second
-            ready = max(now, self._cpu_load_free_at) + seconds
-        if shared_blocks:
-            link = self._rates.shared
-            seconds = link.load_fixed_seconds + shared_blocks * self._block_tokens / link.load_tokens_per_second
-            ready = max(ready, max(now, self._shared_link.free_at) + seconds)
-        return ready
+    def _cpu_ready_at(self, blocks: int, now: float) -> float:
+        return max(now, self._cpu_load_free_at) + self._load_seconds(self._rates.cpu, blocks) if blocks else now
+
+    def _ready_at(self, level: SharedLevel, blocks: int, now: float) -> float:
+        return max(now, level.link.free_at) + self._load_seconds(level.rates, blocks) if blocks else now
+
+    def _load_seconds(self, link: LinkRates, blocks: int) -> float:
+        return link.load_fixed_seconds + blocks * self._block_tokens / link.load_tokens_per_second
 
     def begin_load(self, plan: LoadPlan, now: float) -> None:
         """Occupy the links as planned at the same `now`."""
         counters = self._counters
         if plan.cpu_blocks:
-            ends = self._ready_at(plan.cpu_blocks, 0, now)
+            ends = self._cpu_ready_at(plan.cpu_blocks, now)
             counters.device_load_seconds += ends - max(now, self._cpu_load_free_at)
             counters.device_loaded_tokens += plan.cpu_blocks * self._block_tokens
             self._cpu_load_free_at = ends
-        if plan.shared_keys:
-            ends = self._ready_at(0, len(plan.shared_keys), now)
-            counters.shared_read_seconds += ends - max(now, self._shared_link.free_at)
-            counters.shared_read_tokens += len(plan.shared_keys) * self._block_tokens
-            self._shared_link.free_at = ends
+        for level, keys in zip(self._levels, plan.shared_keys, strict=True):
+            if keys:
+                ends = self._ready_at(level, len(keys), now)
+                counters.shared_read_seconds += ends - max(now, level.link.free_at)
+                counters.shared_read_tokens += len(keys) * self._block_tokens
+                level.link.free_at = ends
 
-    def end_load(self, plan: LoadPlan) -> None:
-        """Blocks from the shared tier came through rows of the CPU tier and stay there."""
-        if plan.shared_keys:
-            self._put_cpu(plan.shared_keys)
+    def end_load(self, plan: LoadPlan, now: float) -> None:
+        """Blocks from a shared tier came through rows of the CPU tier and stay there; those from a tier below another
+        are stored in that, too."""
+        for keys in plan.shared_keys:
+            if keys:
+                self._put_cpu(keys)
+        for keys in plan.shared_keys[1:]:
+            self._begin_store(self._levels[0], keys, now)
 
     def touch(self, keys: Sequence[int]) -> None:
         for key in keys:
             self.cpu.touch(key)
-        if self._shared is not None:
+        for level in self._levels:
             for key in keys:
-                self._shared.touch(key)
+                level.tier.touch(key)
 
     # -- stores ------------------------------------------------------------------------------------------------------
 
@@ -173,14 +205,14 @@ class Tiering:
             self._counters.device_stored_tokens += len(store.keys) * self._block_tokens
             self._put_cpu(store.keys)
             self._spill(store.keys, store.ends_at)
-        while self._shared_stores and self._shared_stores[0].ends_at <= now:
-            assert self._shared is not None
-            store = self._shared_stores.popleft()
-            self._counters.shared_write_seconds += store.seconds
-            self._counters.shared_written_tokens += len(store.keys) * self._block_tokens
-            stored = self._shared.put(store.keys, self._shared_lost)
-            if stored and self._announce_shared:
-                self._emit(BlocksStored(Medium.SHARED, tuple(stored)))
+        for level in self._levels:
+            while level.stores and level.stores[0].ends_at <= now:
+                store = level.stores.popleft()
+                self._counters.shared_write_seconds += store.seconds
+                self._counters.shared_written_tokens += len(store.keys) * self._block_tokens
+                stored = level.tier.put(store.keys, partial(self._shared_lost, level.medium))
+                if stored and self._announce_shared:
+                    self._emit(BlocksStored(level.medium, tuple(stored)))
 
     def _put_cpu(self, keys: Sequence[int]) -> None:
         stored, removed = self.cpu.put(keys)
@@ -190,20 +222,22 @@ class Tiering:
             self._emit(BlocksStored(Medium.CPU, tuple(stored)))
 
     def _spill(self, keys: Sequence[int], now: float) -> None:
-        shared = self._shared
-        if shared is None or shared.capacity == 0:
-            return
-        missing = [key for key in keys if key not in shared]
+        """The CPU tier has received these blocks, and offers them to the nearest shared tier."""
+        if self._levels:
+            self._begin_store(self._levels[0], keys, now)
+
+    def _begin_store(self, level: SharedLevel, keys: Sequence[int], now: float) -> None:
+        missing = [key for key in keys if key not in level.tier] if level.tier.capacity else []
         if not missing:
             return
-        started = max(now, self._shared_store_free_at)
+        started = max(now, level.store_free_at)
         if started - now > BACKLOG_SECONDS_MAX:
             self._counters.stores_dropped_blocks += len(missing)
             return
-        seconds = len(missing) * self._block_tokens / self._rates.shared.store_tokens_per_second
-        self._shared_store_free_at = started + seconds
-        self._shared_stores.append(_Store(started + seconds, missing, seconds))
+        seconds = len(missing) * self._block_tokens / level.rates.store_tokens_per_second
+        level.store_free_at = started + seconds
+        level.stores.append(_Store(started + seconds, missing, seconds))
 
-    def _shared_lost(self, keys: tuple[int, ...]) -> None:
+    def _shared_lost(self, medium: Medium, keys: tuple[int, ...]) -> None:
         if self._announce_shared:
-            self._emit(BlocksRemoved(Medium.SHARED, keys))
+            self._emit(BlocksRemoved(medium, keys))

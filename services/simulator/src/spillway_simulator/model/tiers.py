@@ -56,10 +56,12 @@ class SharedTier:
     """The tier that all engines of a process read and write. Each block has one owner, which announces its removal.
 
     link: the one that all engines' loads share, if the store is the limit; None: every engine has its own.
+    below: the tier behind it.
     """
 
-    def __init__(self, capacity: int, link: LoadLink | None = None) -> None:
+    def __init__(self, capacity: int, link: LoadLink | None = None, below: SharedTier | None = None) -> None:
         self.link = link
+        self.below = below
         self._tier = LruTier(capacity)
         self._owners: dict[int, Callable[[tuple[int, ...]], None]] = {}
 
