@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -23,17 +24,17 @@ class Dialect(StrEnum):
     ANTHROPIC = "anthropic"
 
 
-class _Said(msgspec.Struct):
+class Said(msgspec.Struct):
     """An engine's error."""
 
     message: str = ""
     type: str | None = None
-    param: str | None = None
+    param: Any = None
     code: int | str | None = None
 
 
 class _SaidReply(msgspec.Struct):
-    error: _Said
+    error: Said
 
 
 _decode_reply = msgspec.json.Decoder(_SaidReply).decode
@@ -85,7 +86,7 @@ def event_of(
 
 def event_of_reply(status: int, body: bytes, dialect: Dialect) -> bytes:
     """An engine's plain error reply as the first event of a stream that has begun with a comment."""
-    said = _error_of(body)
+    said = error_in(body) or Said()
     message = said.message or f"The engine answered {status}"
     code = said.code if said.code is not None else status
     if dialect is Dialect.RESPONSES:
@@ -103,11 +104,12 @@ def _responses_event(message: str, param: str | None, code: str | None, number: 
     return b"event: error\ndata: " + _encode(event) + b"\n\n"
 
 
-def _error_of(body: bytes) -> _Said:
+def error_in(body: bytes) -> Said | None:
+    """The error that an engine's reply is, in OpenAI's or Anthropic's shape."""
     try:
         return _decode_reply(body).error
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return _Said()
+        return None
 
 
 def headers_of(error: GatewayError) -> list[tuple[bytes, bytes]]:

@@ -190,7 +190,7 @@ class EngineDisconnected(UpstreamError):
 
 
 class EngineFailed(UpstreamError):
-    """The engine's HTTP server reported a dead engine core before the first token."""
+    """The engine's HTTP server answered that the engine failed, or gave the answer up."""
 
     code = "engine_failed"
     reason = "failed"

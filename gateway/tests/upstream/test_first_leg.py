@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.testing.fake_engine import FakeEngine, Seen
+from spillway_gateway.testing.fake_engine import FakeEngine, Scripted, Seen
 from spillway_gateway.testing.faults import DieInStream, Fault, Hang, HeadThenDie, HoldInStream, Status
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
@@ -125,6 +125,16 @@ async def test_whatever_a_prefill_engine_does_the_answer_comes(start_engine, cli
         assert (status, engine) == (200, "d")
         assert len(prompts(decode)) == 1
         assert legs(running) == {("one", reason): 1.0}
+
+
+async def test_a_first_leg_that_its_engine_aborts_is_a_failure(start_engine, client):
+    async with split(start_engine) as (running, prefill, _):
+        document = {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}
+        prefill.script = lambda path, body: Scripted(document=document)
+        status, engine, _ = await ask(client, running.url)
+
+        assert (status, engine) == (200, "d")
+        assert legs(running) == {("one", "prefill_failed"): 1.0}
 
 
 async def begin_first_leg(client: Any, running: RunningGateway, prefill: FakeEngine) -> tuple[asyncio.Task[Any], Seen]:

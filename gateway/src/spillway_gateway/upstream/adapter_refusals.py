@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from spillway_gateway.error_bodies import error_in
 from spillway_gateway.errors import AdapterNotServed
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.upstream.retry import error_in
 
 # Status -> what vLLM's message says: the adapter is not loaded and no resolver finds it, or it could not be loaded.
 REFUSED = {404: "does not exist", 400: "could not be loaded"}

@@ -17,6 +17,7 @@ from spillway_gateway.errors import (
     EngineBadReply,
     EngineDisconnected,
     EngineEnding,
+    EngineFailed,
     EngineRefused,
     GatewayError,
     NoEngineReady,
@@ -26,6 +27,7 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.legs import LegsReason
+from spillway_gateway.upstream.answers import plain_failure
 from spillway_gateway.upstream.connections import Connection, Connections
 from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
@@ -244,8 +246,10 @@ class Relay:
             with exchange:
                 async with asyncio.timeout(self._fleet.disaggregation.prefill_seconds_max):
                     connection = await self._ask(engine, request)
-                    self._attempt_status = connection.status
-                    await collect(connection, REPLY_BYTES_MAX)
+                    self._attempt_status = status = connection.status
+                    body = await collect(connection, REPLY_BYTES_MAX)
+                    if (failure := plain_failure(status, body, request.dialect)) is not None:
+                        raise EngineFailed(f"Engine {engine.name} failed: {failure}")
         except TimeoutError:
             return LegsReason.PREFILL_LATE
         finally:
@@ -253,7 +257,7 @@ class Relay:
             if self._connection is not None:
                 self._connections.release(engine, self._connection)
                 self._connection = None
-        return None if connection.status == HTTPStatus.OK else LegsReason.PREFILL_REFUSED
+        return None if status == HTTPStatus.OK else LegsReason.PREFILL_REFUSED
 
     def _left_out(
         self, continuing: Continuing, failure: UpstreamError, engine: Engine, tried: frozenset[str]

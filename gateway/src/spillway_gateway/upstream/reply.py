@@ -21,6 +21,7 @@ from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.fleet_view import TierLabel
 from spillway_gateway.upstream.adapter_refusals import require_adapter
+from spillway_gateway.upstream.answers import GIVEN_UP_BYTES, gives_up, plain_failure
 from spillway_gateway.upstream.connections import Connection
 from spillway_gateway.upstream.continuation.continuing import Continuing
 from spillway_gateway.upstream.exchange import Exchange, Step
@@ -29,7 +30,7 @@ from spillway_gateway.upstream.keep_alive import COMMENT, KeepAlive
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, HeldBytes, collect
 from spillway_gateway.upstream.reply_counts import ReplyCounts
-from spillway_gateway.upstream.retry import RETRYABLE_STATUSES, plain_failure
+from spillway_gateway.upstream.retry import RETRYABLE_STATUSES
 from spillway_gateway.upstream.router import Lease
 from spillway_gateway.upstream.stream_relay import EVENT_STREAM, StreamRelay, is_event_stream
 from spillway_settings.wire import ENGINE_HEADER, OVERHEAD_HEADER, PREFIX_TOKENS_HEADER, ROUTE_HEADER
@@ -195,8 +196,9 @@ class Reply:
         body = await collect(connection, self._services.limits.plain_reply_buffer_bytes, held)
         if trace is not None:
             trace.first_byte()
-        status = connection.status
-        if (failure := plain_failure(status, body)) is not None:
+        status, dialect = connection.status, self._request.dialect
+        judged = self._request.computes and _is_json(connection)  # not what was computed before
+        if (status == 500 or judged) and (failure := plain_failure(status, body, dialect)) is not None:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         require_adapter(lease.engine, self._request.adapter, status, body)
         now = perf_counter()
@@ -227,12 +229,18 @@ class Reply:
         await self._start(status, headers, lease)
         held.give_back()  # from here on the client's own connection counts
         loop_time = asyncio.get_running_loop().time
+        given_up, before = False, b""
         while body:
+            given_up = given_up or (judged and gives_up(before + body, dialect))
+            before = body[-GIVEN_UP_BYTES:]
             self.counts.read_part(lease.engine, body)
             await self._exchange.send({"type": "http.response.body", "body": body, "more_body": True})
             body = await connection.chunk()
             self._exchange.heard(loop_time())
-        _plain_succeeded(lease, status)
+        if given_up:
+            lease.failed(time.monotonic())
+        else:
+            _plain_succeeded(lease, status)
         await self.finish(b"")
 
     async def _answer_in_events(self, connection: Connection, body: bytes) -> None:
@@ -331,6 +339,10 @@ class Reply:
             metrics.missing_tokens(self._model, tier).inc(held.total_tokens - cached if tier is lost_in else 0)
         metrics.actual_tokens(self._model).inc(cached)
         self._services.router.count_cached(self._model, held, cached)
+
+
+def _is_json(connection: Connection) -> bool:
+    return (header(connection.headers, b"content-type") or b"")[:16].lower() == b"application/json"
 
 
 def _plain_succeeded(lease: Lease, status: int) -> None:

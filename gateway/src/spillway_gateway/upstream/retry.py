@@ -5,8 +5,6 @@ Nothing is retried once the client has a part of an answer: a second generation 
 
 from __future__ import annotations
 
-import msgspec
-
 from spillway_gateway.errors import (
     AdapterNotServed,
     EngineConnectTimeout,
@@ -26,35 +24,6 @@ _ENGINE_GONE = (EngineRefused, EngineDisconnected, EngineWentDown, EngineEnding,
 _NOTHING_DONE = (AdapterNotServed,)
 # The request was never sent, so it cannot be the cause, and trying the next engine costs nothing.
 _NEVER_SENT = (EngineRefused, EngineConnectTimeout)
-_DEAD_CORE = "EngineCore encountered an issue"  # vLLM 0.23's EngineDeadError, whatever status it comes with
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: int | str | None = None
-    type: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
-
-
-_decoder = msgspec.json.Decoder(_ErrorBody)
-
-
-def plain_failure(status: int, body: bytes) -> str | None:
-    """The engine's message if a plain reply says that its core is dead. A 500 alone may be the request's fault and
-    is passed on."""
-    error = error_in(body) if status == 500 else None
-    return error.message if error is not None and _DEAD_CORE in error.message else None
-
-
-def error_in(body: bytes) -> _Error | None:
-    """The error that a reply's body is, in OpenAI's or Anthropic's shape."""
-    try:
-        return _decoder.decode(body).error
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None
 
 
 class RetryBudget:

@@ -2,7 +2,7 @@
 continues.
 
 What comes before the first part of an answer is held back, so that a request whose engine fails until then is sent to
-another one, and its client sees one preamble, whose ids are those of its answer (stream_events.py says what is what).
+another one, and its client sees one preamble, whose ids are those of its answer (answers.py says what is what).
 Comments pass at once.
 """
 
@@ -16,6 +16,16 @@ from typing import Protocol
 
 from spillway_gateway.errors import EngineDisconnected, EngineFailed
 from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
+from spillway_gateway.upstream.answers import (
+    BEFORE_AN_ANSWER,
+    Event,
+    Kind,
+    endings,
+    ends_unmarked,
+    first_event,
+    says_nothing,
+    without_surplus,
+)
 from spillway_gateway.upstream.connections import Connection
 from spillway_gateway.upstream.continuation.continued_events import ContinuedEvents
 from spillway_gateway.upstream.continuation.continuing import Continuing
@@ -26,16 +36,6 @@ from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, collect, ne
 from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.router import Lease
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done
-from spillway_gateway.upstream.stream_events import (
-    BEFORE_AN_ANSWER,
-    Event,
-    Kind,
-    endings,
-    ends_unmarked,
-    first_event,
-    says_nothing,
-    without_surplus,
-)
 from spillway_gateway.upstream.usage import Usage
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from spillway_gateway.upstream.stream_events import data_at
+from spillway_gateway.upstream.answers import data_at
 
 COUNT_MAX = 1 << 31  # tokens; more than any request has
 

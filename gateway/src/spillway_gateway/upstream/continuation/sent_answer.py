@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from spillway_gateway.upstream.stream_events import is_engines_fault
+from spillway_gateway.upstream.answers import is_engines_fault
 
 TEXTS_MAX = 48  # chunks with text that are kept, the last ones
 GROWTH_TOKENS = 1024  # between two requests for room

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.error_bodies import Dialect
-from spillway_gateway.upstream.stream_events import (
+from spillway_gateway.upstream.answers import (
     Kind,
     data_at,
     endings,
     ends_unmarked,
     first_event,
+    gives_up,
+    plain_failure,
     says_nothing,
     without_surplus,
 )
@@ -99,6 +101,8 @@ EVENTS: list[tuple[Dialect, dict[str, Any], Kind]] = [
     (MESSAGES, {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "a"}}, Kind.PART),
     (MESSAGES, {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": "{"}}, Kind.PART),
     (MESSAGES, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}, Kind.PART),
+    (MESSAGES, {"type": "message_delta", "delta": {"stop_reason": None, "stop_sequence": None}}, Kind.FAILED),
+    (MESSAGES, {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 1}}, Kind.PART),
     (MESSAGES, {"type": "message_stop"}, Kind.END),
     (MESSAGES, {"type": "error", "error": {"type": "internal_error", "message": "m"}}, Kind.FAILED),
     (MESSAGES, {"type": "error", "error": {"type": "internal_error", "message": QUOTED % 500}}, Kind.FAILED),
@@ -154,6 +158,66 @@ def test_the_kind_of_an_event(dialect: Dialect, document: dict[str, Any], kind: 
         ended = [found.kind for found in endings(each, dialect)]
         assert ended == ([kind] if kind in (Kind.END, Kind.REFUSED, Kind.FAILED) else [])
         assert says_nothing(each, dialect) is (kind is Kind.NOTHING)
+
+
+MESSAGE = {"id": "1", "type": "message", "role": "assistant", "content": [{"type": "text", "text": "a"}]}
+SAID = {"message": {"role": "assistant", "content": "a"}}
+WHOLE_RESPONSE = {**RESPONSE, "status": "completed"}
+# As vLLM 0.23 and 0.32 answer a request that they abort, or else.
+PLAIN: list[tuple[Dialect, int, Any, bool]] = [
+    (CHAT, 200, choice(**SAID, finish_reason="abort"), True),
+    (CHAT, 200, {"choices": [choice(**SAID, finish_reason=why)["choices"][0] for why in ("stop", "abort")]}, True),
+    (CHAT, 200, choice(text="", finish_reason="abort"), True),
+    (CHAT, 200, choice(token_ids=[], finish_reason="abort"), True),
+    (CHAT, 200, choice(text="", finish_reason="error"), True),
+    (CHAT, 200, error(500), True),
+    (CHAT, 200, {"object": "error", "message": "m", "code": 503}, True),
+    (CHAT, 200, error(400), False),
+    (CHAT, 200, choice(**SAID, finish_reason="stop"), False),
+    (CHAT, 200, choice(text='{"finish_reason": "abort"}', finish_reason="length"), False),
+    (CHAT, 200, choice(text="abort", finish_reason="stop", logprobs={"tokens": ["abort", "error"]}), False),
+    (CHAT, 200, {"object": "list", "data": [{"embedding": [0.5]}]}, False),
+    (CHAT, 200, {"count": 1, "tokens": [1], "error": None}, False),
+    (CHAT, 200, ["error"], False),
+    (CHAT, 400, choice(**SAID, finish_reason="abort"), False),
+    (CHAT, 500, error(500, message="Internal server error"), True),
+    (CHAT, 500, error(500, message="EngineCore encountered an issue. See stack trace"), True),
+    (CHAT, 500, error(500, message="list index out of range"), False),
+    (MESSAGES, 200, MESSAGE, True),
+    (MESSAGES, 200, {**MESSAGE, "stop_reason": None}, True),
+    (MESSAGES, 200, {**MESSAGE, "stop_reason": "end_turn"}, False),
+    (MESSAGES, 200, {**MESSAGE, "content": [{"input": {"stop_reason": None}}], "stop_reason": "tool_use"}, False),
+    (MESSAGES, 200, {"type": "error", "error": {"type": "api_error", "message": "m"}}, True),
+    (MESSAGES, 200, {"type": "error", "error": {"type": "invalid_request_error", "message": "m"}}, False),
+    (MESSAGES, 200, {"input_tokens": 3}, False),
+    (MESSAGES, 500, {"type": "error", "error": {"type": "internal_error", "message": "Internal server error"}}, True),
+    (RESPONSES, 200, WHOLE_RESPONSE, False),
+    (RESPONSES, 200, {**WHOLE_RESPONSE, "metadata": {"status": "cancelled", "error": "x"}}, False),
+    (RESPONSES, 200, {**RESPONSE, "status": "cancelled"}, True),
+    (RESPONSES, 200, {**RESPONSE, "status": "cancelled", "background": True}, False),
+    (RESPONSES, 200, {**RESPONSE, "status": "queued", "background": True}, False),
+    (RESPONSES, 200, {**RESPONSE, "status": "incomplete"}, False),
+    (RESPONSES, 200, {**RESPONSE, "status": "failed", "error": {"code": "server_error"}}, True),
+    (RESPONSES, 200, {**RESPONSE, "status": "failed", "error": {"code": "invalid_prompt"}}, False),
+    (RESPONSES, 200, error(500), True),
+]
+
+
+@pytest.mark.parametrize(("dialect", "status", "document", "failed"), PLAIN)
+def test_a_plain_reply_says_whether_its_engine_failed(
+    dialect: Dialect, status: int, document: Any, failed: bool
+) -> None:
+    for separators in ((",", ":"), (", ", ": ")):
+        body = json.dumps(document, separators=separators).encode()
+        assert (plain_failure(status, body, dialect) is not None) is failed
+        if status == 200 and "finish_reason" in str(document) and "error" not in document:
+            assert gives_up(body, dialect) is failed, "in a part of a long one too"
+
+
+@given(st.binary(), st.sampled_from(list(Dialect)), st.sampled_from([200, 500]))
+def test_a_plain_reply_that_cannot_be_read_is_no_failure(body: bytes, dialect: Dialect, status: int) -> None:
+    assert plain_failure(status, body + b'"error" "abort"', dialect) is None
+    assert plain_failure(status, b'{"error":' * 5000, dialect) is None
 
 
 UNREADABLE = [b"", b" ", b"{", b"\xff\xfe", b"null", b"[1]", b'"x"', b'{"error": NaN}', b'{"response": "gone"}']

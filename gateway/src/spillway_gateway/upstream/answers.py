@@ -1,4 +1,4 @@
-"""What an event of a stream is, in every dialect that engines stream. Pure.
+"""What an event of a stream is, and what a plain reply says of its answer, in every dialect. Pure.
 
 | kind     | chat, completions, generate, audio          | /v1/messages                  | /v1/responses             |
 | -------- | ------------------------------------------- | ----------------------------- | ------------------------- |
@@ -8,11 +8,14 @@
 | PART     | text, ids, reasoning, tool call, finish     | `content_block_delta`, ...    | `*.delta`, `*.done`       |
 | END      | `[DONE]`                                    | `message_stop`                | `response.completed`, ... |
 | REFUSED  | `error` of status 4xx                       | `error` of such a type        | `error`, or `failed`, of  |
-| FAILED   | any other `error`, finish reason `error`    | any other `error`             | such a code; of any other |
-|          | or `abort`                                  |                               | code; an abort            |
+| FAILED   | any other `error`, finish reason `error`    | any other `error`, the stop   | such a code; of any other |
+|          | or `abort`                                  | reason null                   | code; `cancelled`         |
 
 Failover, figures, learned rates, timeouts, the circuit breaker and continuation all go by these kinds. What no row
 names counts as a part of an answer, so that nothing unknown is held back or sent twice.
+
+A plain reply with status 200 is one event that holds the whole answer, and the same rows say whether it failed. vLLM
+leaves out a stop reason that is null.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from spillway_gateway.error_bodies import Dialect
+from spillway_gateway.error_bodies import Dialect, error_in
 
 
 class Kind(Enum):
@@ -47,6 +50,7 @@ class Event(NamedTuple):
     binds: bool = False
 
 
+GIVEN_UP_BYTES = 64  # of the part before, with which one that is cut is found
 BEFORE_AN_ANSWER = frozenset({Kind.NOTHING, Kind.PREAMBLE, Kind.USAGE})
 _ENDS = frozenset({Kind.END, Kind.REFUSED, Kind.FAILED})
 _NOTHING, _PREAMBLE, _PART, _END = (Event(kind) for kind in (Kind.NOTHING, Kind.PREAMBLE, Kind.PART, Kind.END))
@@ -54,7 +58,7 @@ _NOTHING, _PREAMBLE, _PART, _END = (Event(kind) for kind in (Kind.NOTHING, Kind.
 # not; what does is parsed.
 _MARKS = {
     Dialect.OPENAI: (b"[DONE]", b'"error"', b'"abort"', b"event:"),
-    Dialect.ANTHROPIC: (b"message_stop", b'"error"', b"event: error", b"event:error", b"[DONE]"),
+    Dialect.ANTHROPIC: (b"message_stop", b"message_delta", b'"error"', b"event: error", b"event:error", b"[DONE]"),
     Dialect.RESPONSES: (
         *(b"response." + end for end in (b"completed", b"incomplete", b"cancelled", b"failed", b"error")),
         b'"error"',
@@ -70,6 +74,11 @@ _NO_NAME = frozenset({"", "message"})  # SSE's own name of an event that is give
 _GIVEN_UP = {"error": "it ended an answer with the finish reason 'error'", "abort": "it aborted the request"}
 _RESPONSES_PREAMBLE = frozenset({"response.created", "response.queued", "response.in_progress"})
 _RESPONSES_END = frozenset({"response.completed", "response.incomplete", "response.cancelled"})
+# Messages of vLLM's replies with status 500 that are the engine's fault. Any other may be the request's.
+_DEAD_CORE = "EngineCore encountered an issue"  # EngineDeadError of 0.23
+_GENERATION_ERROR = "Internal server error"  # in place of an answer with the finish reason `error`
+# Never found in generated text, whose quotes are escaped.
+_GIVEN_UP_IN_PART = re.compile(rb'"finish_reason"\s*:\s*"(?:abort|error)"').search
 _ENDS_BY_NAME = _RESPONSES_END | {"message_stop"}
 _PAYLOAD = ("text", "thinking", "data", "input", "content", "arguments", "summary", "encrypted_content", "output",
             "action", "code", "refusal", "result", "transcript")  # fmt: skip
@@ -130,10 +139,12 @@ class _Response(msgspec.Struct):
     background: Any = None
 
 
-class _Typed(msgspec.Struct):
+class _Typed(_Response):
+    """An event, or a plain reply, which has the status and the error of a response itself."""
+
     type: Any = None
     object: Any = None
-    error: Any = None
+    stop_reason: Any = None
     code: Any = None
     message: Any = None
     delta: Any = None
@@ -210,6 +221,27 @@ def ends_unmarked(last_events: bytes, dialect: Dialect, choices: int = 1) -> boo
     return False
 
 
+def plain_failure(status: int, body: bytes, dialect: Dialect) -> str | None:
+    """The engine's message if a whole plain reply of JSON says that the engine failed."""
+    if status == 500:
+        error = error_in(body)
+        failed = error is not None and (_DEAD_CORE in error.message or error.message == _GENERATION_ERROR)
+        return error.message if error is not None and failed else None
+    if status != 200 or (dialect is Dialect.OPENAI and b'"error"' not in body and b'"abort"' not in body):
+        return None
+    try:
+        event = _plain(body, dialect)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return event.message if event.kind is Kind.FAILED else None
+
+
+def gives_up(part: bytes, dialect: Dialect) -> bool:
+    """Whether a part of a long plain reply says so of one of its choices. Other dialects say it of the whole reply
+    alone, so that a part cannot tell."""
+    return dialect is Dialect.OPENAI and _GIVEN_UP_IN_PART(part) is not None
+
+
 def data_at(events: bytes, at: int) -> bytes:
     """The data of the event that lies at this position, all lines of it."""
     start = max((blank.end() for blank in _BLANK_LINE(events, 0, at)), default=0)
@@ -272,6 +304,13 @@ def _read(name: str, data: bytes | None, dialect: Dialect, ids_asked: bool) -> E
         return _PREAMBLE if dialect is Dialect.RESPONSES and name in _RESPONSES_PREAMBLE else _PART
 
 
+def _plain(body: bytes, dialect: Dialect) -> Event:
+    if dialect is Dialect.OPENAI:
+        return _chunk("", _decode_chunk(body), ids_asked=False)
+    reply = _decode_typed(body)
+    return _response_end(reply) if reply.object == "response" else _typed("", reply, dialect)
+
+
 def _chunk(name: str, chunk: _Chunk, ids_asked: bool) -> Event:
     if chunk.error is not None:
         return _error(chunk.error)
@@ -310,6 +349,11 @@ def _typed(name: str, event: _Typed, dialect: Dialect) -> Event:
 
 
 def _messages(kind: object, event: _Typed) -> Event:
+    given_up = kind == "message" and event.stop_reason is None
+    if kind == "message_delta" and isinstance(event.delta, dict):
+        given_up = event.delta.get("stop_reason", "") is None
+    if given_up:
+        return Event(Kind.FAILED, _GIVEN_UP["abort"])
     if kind in ("message_start", "content_block_stop"):  # what a block held came before its end
         return _PREAMBLE
     if kind == "content_block_start":
@@ -322,11 +366,7 @@ def _messages(kind: object, event: _Typed) -> Event:
 def _responses(kind: str, event: _Typed) -> Event:
     response = event.response
     if kind in _RESPONSES_END:
-        if response is not None and (response.status == "failed" or response.error is not None):
-            return _error(response.error or {})
-        if response is not None and response.status == "cancelled" and response.background is not True:
-            return Event(Kind.FAILED, _GIVEN_UP["abort"])  # no client can cancel it
-        return _END
+        return _END if response is None else _response_end(response)
     if kind in _RESPONSES_PREAMBLE:
         # A background response goes on without this connection, and the client asks for it by the id.
         return Event(Kind.PREAMBLE, binds=response is not None and response.background is True)
@@ -335,6 +375,14 @@ def _responses(kind: str, event: _Typed) -> Event:
     if kind.endswith(".delta") and event.delta is not None:
         return _PART if event.delta else _PREAMBLE
     return _PREAMBLE if kind.endswith(".in_progress") else _PART
+
+
+def _response_end(response: _Response) -> Event:
+    if response.status == "failed" or response.error is not None:
+        return _error(response.error or {})
+    if response.status == "cancelled" and response.background is not True:
+        return Event(Kind.FAILED, _GIVEN_UP["abort"])  # no client can cancel it
+    return _END
 
 
 def _has_payload(block: object) -> bool:
