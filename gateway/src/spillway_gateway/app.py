@@ -67,13 +67,13 @@ from spillway_gateway.upstream.promotion_hints import PromotionHints
 from spillway_gateway.upstream.retry import RetryBudget
 from spillway_gateway.upstream.router import Router
 from spillway_gateway.upstream.suspects import EngineLooks, Suspects
+from spillway_settings.gateway_memory import TOKENIZER_THREADS
 
 if TYPE_CHECKING:
     from spillway_gateway.tracing.exporting import Tracing
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_THREADS = 2
 POOL_TRIM_SECONDS = 1.0
 
 

@@ -23,11 +23,11 @@ from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
 from spillway_gateway.tokens.word_tables import (
     PARKED_MODELS,
-    RENEWAL_CHARS,
     WordTables,
     build_tiny_models,
     free_tables,
 )
+from spillway_settings.gateway_memory import EVENT_LOOP_WORDS_BYTES, WORDS_RENEWAL_CHARS
 
 MB = 1_000_000
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
@@ -98,9 +98,9 @@ def test_text_of_new_words_alone_fills_no_more_than_is_renewed_in_time(library: 
         own = [fastokens.Tokenizer.from_json_str(library.to_str()) for _ in range(PARKED_MODELS + 1)]
         texts = (words(seed, 20_000) for seed in itertools.count())  # drawn while it is measured, and soon gone
         before, chars = resident(), 0
-        while chars < RENEWAL_CHARS:
+        while chars < WORDS_RENEWAL_CHARS:
             text = next(texts)
-            own[len(own) * chars // RENEWAL_CHARS].encode_batch_flat([text], False)
+            own[len(own) * chars // WORDS_RENEWAL_CHARS].encode_batch_flat([text], False)
             chars += len(text)
         filled.append(resident() - before)
 
@@ -108,7 +108,7 @@ def test_text_of_new_words_alone_fills_no_more_than_is_renewed_in_time(library: 
     thread.start()
     thread.join()
 
-    assert filled[0] < 300 * MB  # 140; 550 with four times the characters
+    assert filled[0] < EVENT_LOOP_WORDS_BYTES  # 140 MB; 550 with four times the characters
 
 
 async def test_renewals_follow_the_characters_and_no_answer_changes(library: Tokenizer, threads: FairThreads) -> None:

@@ -5,9 +5,9 @@ words take some 140 MB and long ones as much again, of each model, and have no s
 free them; the end of the thread does, so FairThreads ends its threads. The event loop's cannot end.
 
 A thread's tables belong to one model. fastokens (0.3.5) keeps those of the model in use and of PARKED_MODELS before it,
-and frees the least recently used when there are more. So after RENEWAL_CHARS the thread tokenises one letter with tiny
-models, which push out all others. The next text begins with tables of the vocabulary alone, as in a new thread. Should
-another version of fastokens keep more models, then nothing is freed, and its own bounds hold.
+and frees the least recently used when there are more. So after WORDS_RENEWAL_CHARS the thread tokenises one letter with
+tiny models, which push out all others. The next text begins with tables of the vocabulary alone, as in a new
+thread. Should another version of fastokens keep more models, then nothing is freed, and its own bounds hold.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from typing import NamedTuple
 import fastokens
 
 from spillway_gateway.tokens.fair_threads import FairThreads
+from spillway_settings.gateway_memory import WORDS_RENEWAL_CHARS
 
 logger = logging.getLogger(__name__)
 
 # Plain English or code meets some hundred new words in 100,000 characters, Chinese several thousand: a clause without
 # spaces is one word to a tokenizer.
-# Text of new words alone adds some 140 MB within as many, for one model as for four.
-RENEWAL_CHARS = 16 * 1024 * 1024
 NON_ASCII_WEIGHT = 8
 PARKED_MODELS = 3
 _LETTER = "a"
@@ -47,7 +46,7 @@ class WordTables:
     threads: where the tiny models are built. renewal_chars: characters that are tokenised on the event loop until its
     tables are freed; in a text that is not ASCII each counts NON_ASCII_WEIGHT times."""
 
-    def __init__(self, threads: FairThreads, renewal_chars: int = RENEWAL_CHARS) -> None:
+    def __init__(self, threads: FairThreads, renewal_chars: int = WORDS_RENEWAL_CHARS) -> None:
         self._threads = threads
         self._renewal_chars = renewal_chars
         self._chars = 0

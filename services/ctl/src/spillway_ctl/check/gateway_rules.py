@@ -19,9 +19,9 @@ from spillway_ctl.check.finding import (
 )
 from spillway_ctl.check.group import Release
 from spillway_ctl.check.shared_rules import is_own_pod, replica_bounds
+from spillway_settings.gateway_memory import PROCESS_BYTES, TOKENIZER_BYTES, WORDS_BYTES
 from spillway_settings.shared_names import VARIABLES
 
-_PROCESS_BYTES, _TOKENIZER_BYTES = 256 << 20, 192 << 20  # of a tokenizer of 150,000 tokens about 120, its cache 64
 _ROOM_BYTES_LEAST = 64 << 20
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
@@ -100,22 +100,25 @@ def _memory(release: Release) -> Iterator[Finding]:
         )
     index, bodies = size(gateway.index.bytes_max), size(gateway.limits.bodies_bytes_max)
     replies, models = size(gateway.limits.replies_bytes_max), len(release.groups)
-    # Each process of several has a tokenizer and buffers; one more of them has the index.
-    processes = gateway.processes + 1 if gateway.processes > 1 else 1
-    needed = index * models + processes * (_TOKENIZER_BYTES * models + _PROCESS_BYTES) + bodies + replies
+    # Each process of several has a tokenizer and buffers, and those that serve clients meet words. One more has the
+    # index.
+    serving = gateway.processes
+    processes = serving + 1 if serving > 1 else 1
+    needed = index * models + processes * (TOKENIZER_BYTES * models + PROCESS_BYTES) + bodies + replies
+    needed += serving * WORDS_BYTES
     if limit < needed:
+        own, words = bytes_text(PROCESS_BYTES), f"{bytes_text(WORDS_BYTES)} for words that its tokenizers keep"
+        tokenizer = f"{bytes_text(TOKENIZER_BYTES)} of tokenizer"
+        bounded = f"limits.bodiesBytesMax {bytes_text(bodies)}, limits.repliesBytesMax {bytes_text(replies)}"
         parts = (
-            f"gateway.index.bytesMax {bytes_text(index)} and 192 MiB of tokenizer x {models} models, "
-            f"limits.bodiesBytesMax {bytes_text(bodies)}, limits.repliesBytesMax {bytes_text(replies)} and 256 MiB for "
-            "the process"
+            f"gateway.index.bytesMax {bytes_text(index)} and {tokenizer} x {models} models, {bounded}, {own} for the "
+            f"process and {words}"
         )
         if processes > 1:
             parts = (
-                f"gateway.index.bytesMax {bytes_text(index)} x {models} models, limits.bodiesBytesMax "
-                f"{bytes_text(bodies)}, limits.repliesBytesMax {bytes_text(replies)}, and 256 MiB and 192 MiB of "
-                f"tokenizer for each model in each of {processes} processes (gateway.processes: {gateway.processes} "
-                "and "
-                "one that routes)"
+                f"gateway.index.bytesMax {bytes_text(index)} x {models} models, {bounded}, {own} and {tokenizer} for "
+                f"each model in each of {processes} processes (gateway.processes: {serving} and one that routes), and "
+                f"in each but that one {words}"
             )
         yield Finding(
             "gateway.resources.limits.memory",
