@@ -256,7 +256,8 @@ class _Connection(asyncio.Protocol):
         self._current = seen
         fault = self.engine.fault
         if isinstance(fault, Status):
-            self._json(fault.status, error_document(f"fault: {fault.status}", fault.status))
+            failed = fault.status >= 400
+            self._json(fault.status, error_document(f"fault: {fault.status}", fault.status) if failed else {})
             return
         if path.startswith("/v1/audio/"):
             self._json(200, {"text": f"{len(seen.body)} bytes received", "usage": {"type": "duration", "seconds": 1}})

@@ -47,7 +47,7 @@ class HoldInStream:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answers every POST with this status at once, whatever its body."""
+    """Answers every POST with this status at once, whatever its body: with an error, or below 400 an empty object."""
 
     status: int
 
