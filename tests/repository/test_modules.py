@@ -20,6 +20,7 @@ SHORT: dict[str, str] = {
     "connector/src/spillway_connector/testing/clock.py": "the stepped clock, for tests of every room",
     "connector/src/spillway_connector/testing/memory.py": "resident memory of a mapping, for tests of two rooms",
     "connector/src/spillway_connector/tiers/disk/room.py": "the bound of both layouts, which do not import each other",
+    "settings/src/spillway_settings/gateway_memory.py": "figures that the check and the gateway both read",
     "services/ctl/src/spillway_ctl/errors.py": "the error tree, imported by all modules of the package",
     "services/engine/src/spillway_engine/errors.py": "the error tree, imported by all modules of the package",
     "services/simulator/src/spillway_simulator/errors.py": "the error tree, imported by all modules of the package",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spillway_gateway.errors import EngineBadReply, EngineDisconnected
 from spillway_gateway.testing.running import until
 from spillway_gateway.upstream.connection import (
-    HEAD_BYTES_MAX,
+    BARE_BYTES_MAX,
     READ_BUFFER_BYTES,
     TURNS_BYTES,
     EngineConnection,
@@ -27,6 +27,7 @@ PACKET_BYTES_MAX = READ_BUFFER_BYTES  # that an event loop reads at once
 SECONDS_MAX = 60.0
 REPLIES = 60  # that come at the same time
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+BEGUN = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
 
 
 @asynccontextmanager
@@ -153,7 +154,7 @@ async def test_a_reply_cut_short_is_a_disconnect(reply: bytes) -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"y" * (HEAD_BYTES_MAX * 2)],
+    [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"y" * (BARE_BYTES_MAX * 2)],
 )
 async def test_a_reply_that_is_not_http_is_named(reply: bytes) -> None:
     async with connected(reply) as connection:
@@ -233,11 +234,32 @@ async def test_a_status_that_no_reply_has_is_refused(status: bytes) -> None:
             await whole_body(connection)
 
 
-async def test_interim_heads_without_an_end_are_refused() -> None:
-    async with connected(b"HTTP/1.1 103 Early Hints\r\n\r\n" * (HEAD_BYTES_MAX // 16)) as connection:
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" * 4000,
+        BEGUN + b"0\r\n" + b"x: a\r\n" * 20_000,
+        BEGUN + b"0\r\nx: " + b"a" * 100_000,
+        BEGUN + b"0\r\n" + b"a" * 100_000,
+        BEGUN + b"2;" + b"a" * 100_000,
+    ],
+    ids=["interim heads", "trailers", "a trailer's value", "a trailer's name", "a chunk's extension"],
+)
+async def test_what_is_no_body_and_has_no_end_is_refused(endless: bytes) -> None:
+    async with connected(endless) as connection:
         connection.send([REQUEST])
-        with pytest.raises(EngineBadReply):
+        with pytest.raises(EngineBadReply, match="bytes of headers"):
             await whole_body(connection)
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"chunked, gzip", b"chunked, chunked", b"xchunked", b"gzip"])
+async def test_a_transfer_coding_that_nobody_asked_for_is_refused(coding: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: %s\r\n\r\n" % coding
+    for reply in (head, head.replace(b", ", b"\r\nTransfer-Encoding: ")):
+        async with connected(reply + b"1\r\na\r\n0\r\n\r\n") as connection:
+            connection.send([REQUEST])
+            with pytest.raises(EngineBadReply):
+                await whole_body(connection)
 
 
 async def test_a_large_body_is_read_only_as_fast_as_it_is_taken() -> None:

@@ -27,7 +27,7 @@ READ_BUFFER_BYTES = 64 * 1024
 LITTLE_BYTES = 4 * 1024  # read at once if much was read in this iteration already
 FREE_BYTES = 16 * 1024  # given out without a turn: most events
 TURNS_BYTES = 512 * 1024  # given out in one iteration: a few milliseconds of reading events
-HEAD_BYTES_MAX = 64 * 1024
+BARE_BYTES_MAX = 64 * 1024
 _WITHOUT_BODY = (204, 304)
 
 
@@ -68,7 +68,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self._buffered = 0
         self._has_turn = False
         self._reads_in_turn = False  # its reading was paused, and goes on after each turn
-        self._head_bytes = 0
+        self._bare_bytes = 0  # without a byte of the body among them: head, extensions of chunks, trailers
         self._head_done = False
         self._complete = False
         self._keep_alive = False
@@ -85,7 +85,7 @@ class EngineConnection(asyncio.BufferedProtocol):
     @property
     def got_bytes(self) -> bool:
         """Any byte of the reply to the current request has arrived."""
-        return self._head_bytes > 0 or self.status != 0
+        return self._bare_bytes > 0 or self.status != 0
 
     @property
     def reusable(self) -> bool:
@@ -223,8 +223,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         if self._parser is None or self._complete:
             self._fail(EngineBadReply("the engine sent bytes that answer no request"))
             return
-        if not self._head_done:
-            self._head_bytes += len(data)
+        self._bare_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -233,8 +232,8 @@ class EngineConnection(asyncio.BufferedProtocol):
         if self._fault is not None:
             self._fail(EngineBadReply(self._fault))
             return
-        if not self._head_done and self._head_bytes > HEAD_BYTES_MAX:
-            self._fail(EngineBadReply(f"the engine's reply has more than {HEAD_BYTES_MAX} bytes of headers"))
+        if self._bare_bytes > BARE_BYTES_MAX and not self._complete:
+            self._fail(EngineBadReply(f"the engine's reply has more than {BARE_BYTES_MAX} bytes of headers"))
             return
         waiter = self._waiter
         if waiter is not None and (self._buffered <= FREE_BYTES or self._may_give()) and not waiter.done():
@@ -286,15 +285,17 @@ class EngineConnection(asyncio.BufferedProtocol):
         if not 200 <= status < 600:
             self._fault = f"the engine's reply has the status {status}, which HTTP does not have"
             return
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            self._fault = "the engine's reply has a transfer-encoding other than chunked, which nobody asked for"
+            return
         self.status = status
         self._head_done = True
         self._keep_alive = self._parser.should_keep_alive()
         if status in _WITHOUT_BODY:
             self._complete = True
             self.headers = [pair for pair in self.headers if pair[0] != b"content-length"]
-        self._framed = self._complete or any(
-            name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
-        )
+        self._framed = self._complete or bool(codings) or any(name == b"content-length" for name, _ in self.headers)
         encodings = [value for name, value in self.headers if name == b"content-encoding"]
         if encodings and not self._complete:
             self._uncompress(encodings)
@@ -313,6 +314,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         if self._complete or not self._head_done:
             self._fault = self._fault or "the engine sent a body with a reply that has none"
             return
+        self._bare_bytes = 0
         self._chunks.append(body)
         self._buffered += len(body)
 
