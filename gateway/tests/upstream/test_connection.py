@@ -238,10 +238,10 @@ async def test_a_status_that_no_reply_has_is_refused(status: bytes) -> None:
     "endless",
     [
         b"HTTP/1.1 103 Early Hints\r\n\r\n" * 4000,
-        BEGUN + b"0\r\n" + b"x: a\r\n" * 20_000,
-        BEGUN + b"0\r\nx: " + b"a" * 100_000,
-        BEGUN + b"0\r\n" + b"a" * 100_000,
-        BEGUN + b"2;" + b"a" * 100_000,
+        BEGUN + b"0\r\n" + b"x: a\r\n" * 50_000,
+        BEGUN + b"0\r\nx: " + b"a" * 300_000,
+        BEGUN + b"0\r\n" + b"a" * 300_000,
+        BEGUN + b"2;" + b"a" * 300_000,
     ],
     ids=["interim heads", "trailers", "a trailer's value", "a trailer's name", "a chunk's extension"],
 )
