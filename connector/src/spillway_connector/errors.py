@@ -104,6 +104,7 @@ class RefusedReason(StrEnum):
     NAMESPACE = "namespace"  # another document is stored under our namespace
     QUEUE_FULL = "queue_full"  # this process has too many bytes in hand
     QUEUE_AGE = "queue_age"  # waited too long in this process
+    BEHIND = "behind"  # so little of it had arrived that computing it would have been faster
     BREAKER_OPEN = "breaker_open"
     CLOSED = "closed"
     OTHER = "other"  # any other answer of the store; or the tier's code failed

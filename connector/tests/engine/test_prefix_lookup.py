@@ -24,6 +24,7 @@ from spillway_connector.testing.generation import (
     make_cpu_tier,
     rows_on_the_way,
 )
+from spillway_connector.transfer.jobs import Behind
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, CHUNKS, PROMPTS = 20, 6, 3  # all prompts fit, so a look-up evicts none of the chunks it asks about
@@ -332,3 +333,38 @@ def test_a_request_that_may_meet_its_load_is_no_probe(stack: Stack):
     assert stack.manager.lookup_prefix(keys, context) == 0
     assert not stack.tier.loads
     assert stack.manager.lookup_prefix(keys, stack.requests["r2"]) is None, "another one probes"
+
+
+def test_a_request_whose_load_was_given_up_computes_and_the_next_one_does_not_load(stack: Stack):
+    """Without any rate of the tier: it is the first load of its life."""
+    keys = prompt_keys(1)
+    stack.tier.set_held(keys, True)
+    assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) is None
+    stack.apply("end_step", 1, 0)
+    (job,) = stack.tier.loads
+    stack.tier.set_held(keys, False)  # as after any failed load, until it is asked again
+    stack.tier.ended.append(
+        TierJobResult(job.job_id, False, failed_keys=frozenset(job.keys), behind=Behind(chunks=0.2, seconds=0.3))
+    )
+    stack.manager.on_schedule_end(*STEP_END)
+    assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) == 0
+    stack.tier.set_held(keys, True)
+    assert stack.manager.lookup_prefix(keys, stack.requests["r2"]) == 0, "it was measured, and probing can wait"
+
+
+def test_loads_are_compared_with_computing_once_a_step_unless_their_request_is_computed_meanwhile(stack: Stack):
+    asked: list[tuple[float, list[bool]]] = []
+
+    def give_up_behind(seconds_per_chunk, spared):
+        asked.append((seconds_per_chunk, [spared(job.job_id) for job in stack.tier.loads]))
+
+    stack.tier.give_up_behind = give_up_behind
+    stack.manager._shared_tiers = [stack.tier]
+    keys = prompt_keys(1)
+    stack.tier.set_held(keys, True)
+    assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) is None
+    stack.manager._flush_promotions()
+    stack.manager._process_finished_jobs()
+    stack.manager.forbid_probing("r1")
+    stack.manager._process_finished_jobs()
+    assert asked == [(0.1, [False]), (0.1, [True])]

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.plan.load_cost import LoadGate, LoadPolicy, PrefillTimer, RateMeter, loading_pays
+from spillway_connector.plan.load_cost import (
+    BEHIND_SECONDS_MIN,
+    BEHIND_SHARE,
+    LoadGate,
+    LoadPolicy,
+    PrefillTimer,
+    RateMeter,
+    is_behind,
+    loading_pays,
+)
 
 rates = st.floats(1.0, 1e12)
 
@@ -113,3 +122,42 @@ def test_overlapping_steps_are_timed_from_end_to_end():
     timer.begin_step(6000, now=10.0)  # the engine was idle before
     timer.end_step(now=13.0)
     assert rate.per_second == pytest.approx((3000 + 6000) / (3 + 3))
+
+
+@given(
+    st.integers(1, 300),
+    st.floats(1e-4, 2.0),
+    st.lists(st.tuples(st.floats(0.001, 1.0), st.floats(0.0, 20.0)), min_size=1, max_size=200),
+)
+def test_a_load_that_is_given_up_has_cost_a_small_share_of_computing(chunks, seconds_per_chunk, steps):
+    """However it comes. A look is a step apart from the next one, and whole chunks alone can be used."""
+    elapsed = received = 0.0
+    for step_seconds, came in steps:
+        elapsed, received = elapsed + step_seconds, min(float(chunks), received + came)
+        if received == chunks:
+            return
+        if is_behind(elapsed, received, chunks, seconds_per_chunk, 0.0):
+            before = elapsed - step_seconds
+            whole = chunks * seconds_per_chunk
+            total = before + (chunks - (received - came)) * seconds_per_chunk
+            assert total <= whole + max(BEHIND_SHARE * whole, BEHIND_SECONDS_MIN) + 1e-6
+            return
+
+
+def test_a_load_as_fast_as_computing_is_not_given_up():
+    for elapsed in range(1, 100):
+        assert not is_behind(elapsed * 0.1, elapsed, 100, 0.1, 0.0)
+
+
+def test_nothing_can_arrive_within_two_round_trips():
+    assert is_behind(0.2, 0, 10, 0.1, 0.0) and not is_behind(0.2, 0, 10, 0.1, 0.1)
+
+
+def test_after_a_load_was_given_up_its_rate_counts_alone_and_is_probed_later():
+    gate = LoadGate(LoadPolicy(), 128, 1000, RateMeter(10.0))
+    computing = RateMeter(10.0, pinned=1280.0)
+    gate.load_rate.add(1e9, 1.0, now=0.0)
+    assert gate.passes("before", computing, 1.0)
+    gate.given_up(0.0, 1.0, now=2.0)
+    assert not gate.passes("next", computing, 3.0)
+    assert gate.passes("probe", computing, 2.0 + LoadPolicy().probe_seconds)

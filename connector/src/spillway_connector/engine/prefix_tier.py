@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -25,6 +25,7 @@ from spillway_connector.plan.load_cost import Gate, JointGate, LoadGate, LoadPol
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.transfer.announcements import Announcement
 from spillway_connector.transfer.chain import TierChain
+from spillway_connector.transfer.jobs import Behind
 from spillway_connector.transfer.lookups import Answers
 from spillway_connector.transfer.shared_tier import SharedTier
 
@@ -47,6 +48,7 @@ class TierJobResult(JobResult):
 
     failed_keys: frozenset[bytes] = field(default_factory=frozenset)
     seconds: float = 0.0  # from the submission to the last chunk that was moved, by the thread that moved it
+    behind: Behind | None = None
 
 
 class PrefixTier(SecondaryTierManager):
@@ -145,6 +147,10 @@ class SharedTierBase(PrefixTier):
         """The chunks of a load that has ended which a tier below gave, to be stored in the tier above it."""
         return () if self.chain is None else self.chain.take_promoted(job_id)
 
+    def give_up_behind(self, seconds_per_chunk: float, spared: Callable[[int], bool]) -> None:
+        """See SharedTier.give_up_behind."""
+        self._shared.give_up_behind(seconds_per_chunk, spared)
+
     def weights_changed(self) -> None:
         self._shared.weights_changed()
 
@@ -177,6 +183,7 @@ class SharedTierBase(PrefixTier):
                 success=outcome.success,
                 failed_keys=frozenset(outcome.failed),
                 seconds=outcome.seconds,
+                behind=outcome.behind,
             )
             for outcome in outcomes
         ]

@@ -181,6 +181,10 @@ class TieringManager(PrefixLookupManager):
     @override
     def _process_finished_jobs(self) -> None:
         self.primary_tier.sync()
+        computed = self.prefill_rate.per_second
+        if computed is not None and self._bounds.rows_in_flight:
+            for shared in self._shared_tiers:
+                shared.give_up_behind(self._chunk_tokens / computed, self._nobody_waits)
         for tier in self.secondary_tiers:
             for result in tier.get_finished_jobs():
                 self._complete(tier, result)
@@ -188,6 +192,10 @@ class TieringManager(PrefixLookupManager):
             for job_id, arrived in self._prefix_tier.take_arrived():
                 if job_id not in self._reset_rows:
                     self._complete_early(job_id, arrived)
+
+    def _nobody_waits(self, job_id: int) -> bool:
+        """Whether the request is computed while it is loaded."""
+        return not self.may_probe(self._transfer_jobs[job_id].req_context.req_id)
 
     def _complete_early(self, job_id: int, arrived: list[OffloadKey]) -> None:
         """Complete chunks of a promotion whose job goes on with the others."""
@@ -228,9 +236,12 @@ class TieringManager(PrefixLookupManager):
                 lost = [key for key in job.keys if key in result.failed_keys]
             chunks = len(arrived) + self._early_chunks.pop(result.job_id, 0)
             gate, now = self._gates[tier], self._clock()
-            gate.load_rate.add(chunks * self._chunk_bytes, result.seconds, now)
-            if not self.may_probe(job.req_context.req_id):
-                gate.measured(now)
+            if result.behind is not None:
+                gate.given_up(*result.behind, now)
+            else:
+                gate.load_rate.add(chunks * self._chunk_bytes, result.seconds, now)
+                if not self.may_probe(job.req_context.req_id):
+                    gate.measured(now)
             self._unreported = True
         promoted = tier.take_promoted(result.job_id) if isinstance(tier, SharedTierBase) else ()
         if reset_rows is not None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 _STEPS_MAX = 64  # vLLM keeps at most a handful of steps in flight
+BEHIND_SHARE = 0.03  # of the time to compute what is loaded
+BEHIND_SECONDS_MIN = 0.05  # a few steps of a scheduler, which looks once a step
 _PREFILL_TOKENS_MIN = 128  # a step with fewer mostly decodes: no measure of the prefill rate
 
 
@@ -37,6 +39,11 @@ class RateMeter:
         self._amount = 0.0
         self._seconds = 0.0
         self.updated_at: float | None = None  # the end of the last measurement
+
+    def replace(self, amount: float, seconds: float, now: float) -> None:
+        """As :meth:`add`, but what was measured before does not count any more."""
+        self._amount = self._seconds = 0.0
+        self.add(amount, seconds, now)
 
     def add(self, amount: float, seconds: float, now: float) -> None:
         """`amount` took `seconds`, ending `now`. Spans without duration or amount are ignored: they give no rate."""
@@ -112,6 +119,26 @@ def loading_pays(
     return size_bytes / load_bytes_per_second <= margin * tokens / prefill_tokens_per_second
 
 
+def is_behind(
+    elapsed_seconds: float, received_chunks: float, chunks: int, seconds_per_chunk: float, latency_seconds: float
+) -> bool:
+    """Whether a load is to be given up because computing has overtaken it.
+
+    It may take as long as it would take to compute what has arrived, and BEHIND_SHARE of computing all of it besides.
+    So a load that is given up has cost that share, whatever the tier was believed to reach, and a tier that nothing is
+    known of is tried at that price.
+
+    Args:
+        elapsed_seconds: since the load was begun.
+        received_chunks: what has arrived since then, parts of chunks included, for this load or another one.
+        chunks: of the load.
+        seconds_per_chunk: to compute one.
+        latency_seconds: of one request to the tier, during which nothing can arrive.
+    """
+    allowed = max(BEHIND_SECONDS_MIN, BEHIND_SHARE * chunks * seconds_per_chunk) + 2 * latency_seconds
+    return elapsed_seconds > received_chunks * seconds_per_chunk + allowed
+
+
 class Gate(Protocol):
     """Whether requests may load from a tier now. load_rate: what loads from it have reached."""
 
@@ -120,6 +147,8 @@ class Gate(Protocol):
     def pays(self, prefill_rate: RateMeter, /) -> bool: ...
 
     def measured(self, now: float, /) -> None: ...
+
+    def given_up(self, chunks: float, seconds: float, now: float, /) -> None: ...
 
     def passes(self, request_id: str, prefill_rate: RateMeter, now: float, /) -> bool: ...
 
@@ -146,6 +175,11 @@ class LoadGate:
     def measured(self, now: float) -> None:
         """The rate was measured without a request that waited for all of its loads; the next probe can wait."""
         self._probed_at = now
+
+    def given_up(self, chunks: float, seconds: float, now: float) -> None:
+        """A load was given up after it had got so many chunks, which is the tier's rate from now on."""
+        self.load_rate.replace(max(chunks * self._bytes, 1.0), seconds, now)
+        self.measured(now)
 
     def passes(self, request_id: str, prefill_rate: RateMeter, now: float) -> bool:
         """Whether this request may load from the tier now."""
@@ -186,6 +220,10 @@ class JointGate:
         """See LoadGate.measured."""
         for gate in self.members:
             gate.measured(now)
+
+    def given_up(self, chunks: float, seconds: float, now: float) -> None:
+        """See LoadGate.given_up; the chain tells the gate of the tier that it concerns."""
+        raise AssertionError("a load from a chain is given up in one of its tiers")
 
     def passes(self, request_id: str, prefill_rate: RateMeter, now: float) -> bool:
         """Whether this request may load from one of the tiers now."""

@@ -29,7 +29,7 @@ from spillway_connector.errors import (
     TierTimeout,
 )
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.tier import EvictionReason, PeekableTier, StoreOutcome, Tier
+from spillway_connector.tiers.tier import EvictionReason, PeekableTier, ReceivingTier, StoreOutcome, Tier
 
 MakeTier = Callable[[Namespace, int], Tier]
 MakeSmallTier = Callable[[int], Tier]
@@ -102,6 +102,16 @@ class TierContract:
         tier.store(key_of(1), memoryview(source)[1:], soon())
         tier.load(key_of(1), memoryview(target)[1:], soon())
         assert target[1:] == payload_of(1)
+
+    def test_a_tier_that_tells_what_it_has_received_counts_every_load(self, make_tier: MakeTier) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
+        if not isinstance(tier, ReceivingTier) or tier.received_bytes is None:
+            return  # it cannot tell
+        tier.store(key_of(1), payload_of(1), soon())
+        before = tier.received_bytes
+        for loads in (1, 2):
+            load(tier, key_of(1))
+            assert loads * PAYLOAD_BYTES <= tier.received_bytes - before <= loads * 2 * PAYLOAD_BYTES
 
     def test_a_key_never_stored_is_a_miss(self, make_tier: MakeTier) -> None:
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)

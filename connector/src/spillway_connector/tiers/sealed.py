@@ -42,6 +42,7 @@ from spillway_connector.tiers.tier import (
     BlockInMemory,
     EvictionReason,
     PeekableTier,
+    ReceivingTier,
     SessionTier,
     StoreOutcome,
     Tier,
@@ -222,6 +223,11 @@ class SealedTier:
     @property
     def quarantined(self) -> Mapping[str, int]:
         return self.tier.quarantined
+
+    @property
+    def received_bytes(self) -> int | None:
+        """See tier.ReceivingTier; None if the wrapped tier is none."""
+        return self.tier.received_bytes if isinstance(self.tier, ReceivingTier) else None
 
     @property
     def requests(self) -> Mapping[str, int]:

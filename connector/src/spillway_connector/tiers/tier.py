@@ -194,6 +194,16 @@ class LeasingTier(Tier, Protocol):
 
 
 @runtime_checkable
+class ReceivingTier(Tier, Protocol):
+    """A tier that can tell what has arrived of loads that have not ended."""
+
+    @property
+    def received_bytes(self) -> int | None:
+        """What all loads since the start have received, also those that failed later. Never falls. None: it cannot tell."""
+        ...
+
+
+@runtime_checkable
 class BilledTier(Tier, Protocol):
     """A tier in a store whose every request costs money."""
 

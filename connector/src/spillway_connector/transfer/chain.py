@@ -8,7 +8,7 @@ has without the other: threads, deadlines, bounds, breakers, counters, announcem
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spillway_connector.errors import TierError
@@ -197,9 +197,12 @@ class TierChain:
         return ended
 
     def _end_part(self, number: int, load: _Load, part: JobOutcome) -> JobOutcome | None:
-        if self._gate is not None and part.moved:
+        if self._gate is not None:
             gate, _, chunk_bytes = self._gate
-            gate.members[number].load_rate.add(part.moved * chunk_bytes, part.seconds, self._clock())
+            if part.behind is not None:
+                gate.members[number].given_up(*part.behind, self._clock())
+            elif part.moved:
+                gate.members[number].load_rate.add(part.moved * chunk_bytes, part.seconds, self._clock())
         load.parts -= 1
         load.done += part.done
         load.failed |= part.failed
@@ -216,6 +219,11 @@ class TierChain:
     def take_promoted(self, job_id: int) -> tuple[bytes, ...]:
         """The chunks of a load that has ended which the tier below gave, to be stored above; once."""
         return self._promoted.pop(job_id, ())
+
+    def give_up_behind(self, seconds_per_chunk: float, spared: Callable[[int], bool]) -> None:
+        """See SharedTier.give_up_behind."""
+        for tier in self.members:
+            tier.give_up_behind(seconds_per_chunk, spared)
 
     def arrived(self) -> list[tuple[int, list[bytes]]]:
         """See SharedTier.arrived."""

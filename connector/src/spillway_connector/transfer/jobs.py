@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from spillway_connector.errors import TierError
 from spillway_connector.tiers.tier import NO_TENANT
@@ -46,6 +47,13 @@ class Settled(Enum):
     LATE = "late"
 
 
+class Behind(NamedTuple):
+    """What the tier had given when a load was given up: chunks, parts of them included, and in how many seconds."""
+
+    chunks: float
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
     """The result of one job. ``done``: keys stored or loaded; ``failed``: the others, each with its error.
@@ -59,6 +67,7 @@ class JobOutcome:
     failed: dict[bytes, TierError]
     seconds: float = 0.0  # from the submission to the last key that was moved; 0: none was
     moved: int = 0
+    behind: Behind | None = None  # of a load that was given up because computing had overtaken it
 
     @property
     def success(self) -> bool:
@@ -151,6 +160,8 @@ class TransferJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
     arrivals_reported: set[int] = field(default_factory=set)  # indices
     open_items_reported: int = 0
+    received_before: float = 0.0  # of a load: chunks that the tier had given when it was submitted
+    behind: Behind | None = None
 
     def fill(self, keys: list[bytes], rows: list[int]) -> None:
         """What is to be moved; once, before any worker sees the job."""
@@ -225,7 +236,7 @@ class TransferJob:
     def outcome(self) -> JobOutcome:
         seconds = self.last_moved_at - self.queued_at if self.last_moved_at is not None else 0.0
         moved = len(self.moved()) if self.last_moved_at is not None else 0
-        return JobOutcome(self.job_id, self.operation, tuple(self.done), self.failed, seconds, moved)
+        return JobOutcome(self.job_id, self.operation, tuple(self.done), self.failed, seconds, moved, self.behind)
 
 
 def check_shape(keys: Sequence[bytes], rows: Sequence[int], rows_total: int) -> None:

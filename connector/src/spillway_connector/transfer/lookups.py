@@ -137,6 +137,7 @@ class TierLookups:
     ) -> None:
         self._renewals = renewals
         self.resident_bytes = 0
+        self.seconds = 0.0  # that the last answered batch took
         self.ready = False  # whether the tier answered when it was last asked how much it holds
         self._tier = tier
         self._contains_now: ContainsNow | None = tier.contains_now if tier.has_local_index else None
@@ -332,6 +333,7 @@ class TierLookups:
             else:
                 self._lookup_breaker.record_success()
                 answers = answer
+                self.seconds = max(0.0, batch.answered_at - (batch.deadline - self._timeout_seconds))
             for page, found in zip(batch.pages, answers, strict=True):
                 page.answered = True
                 self._to_take_in.append(_Answer(page, found, batch.answered_at))

@@ -33,7 +33,15 @@ from spillway_connector.errors import (
     without_frames,
 )
 from spillway_connector.tiers.buffers import transfer_buffer
-from spillway_connector.tiers.tier import BlockInMemory, Clock, LeasingTier, SessionTier, StoreOutcome, Tier
+from spillway_connector.tiers.tier import (
+    BlockInMemory,
+    Clock,
+    LeasingTier,
+    ReceivingTier,
+    SessionTier,
+    StoreOutcome,
+    Tier,
+)
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.calling_thread import STUCK_SECONDS, unexpected
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
@@ -117,6 +125,8 @@ class Movers:
         self._tier = tier
         self._leasing = tier if isinstance(tier, LeasingTier) else None
         self._session_tier = tier if isinstance(tier, SessionTier) else None
+        self._receiving = tier if isinstance(tier, ReceivingTier) else None
+        self._loaded = 0
         if self._leasing is not None:
             threads = min(threads, self._leasing.transfers_at_once or threads)
         self._rows: npt.NDArray[np.uint8] | None = rows
@@ -196,6 +206,16 @@ class Movers:
             return self._jobs[Operation.STORE][0].queued_at
         except IndexError:
             return None
+
+    @property
+    def received_chunks(self) -> float:
+        """What has arrived since the start, parts of chunks included. If the tier cannot tell these apart, what its
+        threads are loading counts as a whole."""
+        received = None if self._receiving is None else self._receiving.received_bytes
+        if received is not None:
+            return received / self._payload_bytes
+        items = [worker.item for worker in self._workers]
+        return self._loaded + sum(item is not None and item.job.operation is Operation.LOAD for item in items)
 
     def kept_waiting(self, job: TransferJob, begun_at: float | None) -> bool:
         """Whether an item that is not done at its job's deadline waited here, and not for the tier.
@@ -291,6 +311,9 @@ class Movers:
         except Exception as raised:
             error = without_frames(unexpected(raised))
         ended = self._clock()
+        if error is None and item.job.operation is Operation.LOAD:
+            with self._pick:
+                self._loaded += 1
         left = None if outcome is None else _LEFT.get(outcome)
         settled = item.settle(error, begun, ended, left=left)
         if settled is Settled.LAST:

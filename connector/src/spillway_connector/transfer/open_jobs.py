@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused, TierTimeout
 from spillway_connector.limits import TransferLimits
+from spillway_connector.plan.load_cost import is_behind
 from spillway_connector.plan.prefix_memo import PresenceIndex
 from spillway_connector.tiers.tier import NO_TENANT, Clock
 from spillway_connector.transfer.announcements import Announcements
 from spillway_connector.transfer.breaker import Breaker
-from spillway_connector.transfer.jobs import JobOutcome, TransferJob
+from spillway_connector.transfer.jobs import Behind, JobOutcome, TransferJob
 from spillway_connector.transfer.movers import LateEnd, Movers
 from spillway_connector.transfer.stats import SHED_REASONS, Operation, SkipReason, TierCounters, miss_of_error
 
@@ -88,6 +89,7 @@ class OpenJobs:
         """Hand the items to the movers."""
         if keys:
             job.fill(keys, rows)
+            job.received_before = self._movers.received_chunks if job.operation is Operation.LOAD else 0.0
             self.queued_bytes[job.operation] += len(keys) * self._payload_bytes
             self._movers.submit(job)
 
@@ -153,6 +155,18 @@ class OpenJobs:
                     self._expire(job)
                     self.end_if_done(job)
 
+    def give_up_behind(self, seconds_per_chunk: float, latency_seconds: float, spared: Callable[[int], bool]) -> None:
+        """Give up the loads that computing has overtaken, but those of which nobody waits, which ``spared`` names."""
+        received, now = self._movers.received_chunks, self._clock()
+        for job in list(self.loads.values()):
+            since, elapsed = received - job.received_before, now - job.queued_at
+            if not is_behind(elapsed, since, len(job.keys), seconds_per_chunk, latency_seconds) or spared(job.job_id):
+                continue
+            behind = TierRefused(RefusedReason.BEHIND, f"{since:.1f} of {len(job.keys)} chunks came in {elapsed:.3g} s")
+            if self.void(job, lambda _, why=behind: why):  # type: ignore[misc]
+                job.behind = Behind(since, elapsed)
+            self.end_if_done(job)
+
     def end_if_done(self, job: TransferJob) -> None:
         """Close a job without open items, so that :meth:`finished` reports it."""
         if job.open_items or self._jobs[job.operation].pop(job.job_id, None) is None:
@@ -181,8 +195,9 @@ class OpenJobs:
             self._fail(operation, (key,), error)
 
     def _fail(self, operation: Operation, keys: Sequence[bytes], error: TierError) -> None:
-        counts = self._counters.shed if error.reason in SHED_REASONS else self._counters.failures
-        counts[operation, error.reason] += len(keys)
+        if error.reason is not RefusedReason.BEHIND:  # nothing has failed: it was not worth the wait
+            counts = self._counters.shed if error.reason in SHED_REASONS else self._counters.failures
+            counts[operation, error.reason] += len(keys)
         if operation is Operation.LOAD:
             self._counters.misses[miss_of_error(error)] += len(keys)
             # Before the job is reported, or the next lookup answers HIT again and the request never ends (vllm#49176).

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -268,6 +268,14 @@ class SharedTier:
     def arrived(self) -> list[tuple[int, list[bytes]]]:
         """(job, keys) of slow loads: keys whose rows were filled since the last call, each once. The jobs still end."""
         return self._jobs.arrived()
+
+    def give_up_behind(self, seconds_per_chunk: float, spared: Callable[[int], bool]) -> None:
+        """Give up the loads that computing has overtaken.
+
+        seconds_per_chunk: to compute one. spared: whether nobody waits for the job of this id.
+        """
+        if self._jobs.loads:
+            self._jobs.give_up_behind(seconds_per_chunk, self._lookups.seconds, spared)
 
     def request_finished(self, request_id: str) -> None:
         """Drop the request's waiting time. Its jobs go on and are reported."""

@@ -72,6 +72,8 @@ def miss_of_error(error: TierError) -> MissReason:
         return MissReason.CORRUPT
     if error.reason in SHED_REASONS:
         return MissReason.SHED
+    if error.reason is RefusedReason.BEHIND:
+        return MissReason.NOT_WORTH
     return MissReason.LOAD_DEADLINE if isinstance(error, TierTimeout) else MissReason.LOAD_FAILED
 
 

@@ -16,6 +16,7 @@ from spillway_connector.limits import S3_CONNECTIONS
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.frame import build_header
 from spillway_connector.tiers.s3 import client
+from spillway_connector.tiers.s3 import tier as tier_module
 from spillway_connector.tiers.s3.client import RETRIES_MAX, S3Client
 from spillway_connector.tiers.s3.names import S3Names, parse_name, root_of
 from spillway_connector.tiers.s3.place import S3Place
@@ -153,6 +154,31 @@ def test_a_store_that_does_not_answer_is_a_timeout(store: _Replies, tier: S3Tier
         assert isinstance(error_of(lambda: tier.contains([key_of(1)], time.monotonic() + 0.05)), TierTimeout)
     finally:
         answered.set()
+
+
+def test_what_has_arrived_of_a_load_is_known_before_it_ends(
+    store: _Replies, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "PIECE_BYTES", 1024)
+    frame, rest = _frame(1), threading.Event()
+
+    def answer(request: _Request) -> None:
+        request.reply(200, frame[: len(frame) // 2], announced=len(frame))
+        request.wfile.flush()
+        assert rest.wait(30)
+        request.wfile.write(frame[len(frame) // 2 :])
+
+    store.answer = answer
+    loaded: list[bytes] = []
+    loading = threading.Thread(target=lambda: loaded.append(load(tier, key_of(1))))
+    loading.start()
+    while not tier.received_bytes:
+        assert loading.is_alive()
+        loading.join(0.01)
+    assert tier.received_bytes <= len(frame) // 2
+    rest.set()
+    loading.join()
+    assert loaded == [payload_of(1)] and tier.received_bytes == len(frame)
 
 
 def test_half_an_object_is_never_served(store: _Replies, tier: S3Tier) -> None:

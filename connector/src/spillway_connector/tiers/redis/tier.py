@@ -102,6 +102,8 @@ class RedisTier:
             self._quotas = TenantQuotas(
                 self._names, block_bytes, tenant_max_bytes, self._ttl_ms, clock=clock, wall_clock=wall_clock
             )
+        self._receiving = threading.Lock()
+        self._received_bytes = 0
         self._evicted_lock = threading.Lock()
         self.evicted_frames = 0  # blocks that this process removed because their tenant was above its quota
 
@@ -155,6 +157,11 @@ class RedisTier:
         """The time to live stays; what maxmemory-policy makes of the read is the server's."""
         self._receive_block(key, self._owned(target), deadline, renew=False)
 
+    @property
+    def received_bytes(self) -> int:
+        """See tier.ReceivingTier."""
+        return self._received_bytes
+
     def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
         self._receive_block(key, lease, deadline, renew=True)
 
@@ -176,6 +183,8 @@ class RedisTier:
             """On one connection, each verified while it and the next arrive."""
 
             def take_in(place: int, offset: int, stretch: memoryview) -> None:
+                with self._receiving:
+                    self._received_bytes += stretch.nbytes
                 if offset < HEADER_BYTES:
                     digests[indices[place]].reset()  # the value may be received a second time
                 else:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
@@ -31,6 +32,20 @@ from spillway_connector.tiers.s3.place import S3Place
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 DOCUMENT_BYTES_MAX = 1 << 20
+PIECE_BYTES = 1 << 18  # of a load, after which it counts as received
+
+
+def _copy_frame(pieces: Sequence[memoryview], header: memoryview, payload: memoryview) -> None:
+    """Copy a frame that came in pieces. The GIL is released."""
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.nbytes
+        for at, target in ((0, header), (HEADER_BYTES, payload)):
+            first, last = max(begin, at), min(end, at + target.nbytes)
+            if first < last:
+                source = np.frombuffer(piece[first - begin : last - begin], np.uint8)
+                np.copyto(np.frombuffer(target[first - at : last - at], np.uint8), source)
+        begin = end
 
 
 class S3Tier:
@@ -72,6 +87,7 @@ class S3Tier:
         self._wall_clock = wall_clock
         self._prepared = False
         self._conditional = True  # until the store refuses a write under a condition
+        self._received_bytes = 0
         self._written_lock = threading.Lock()
         self._written: int = 0
 
@@ -120,7 +136,7 @@ class S3Tier:
         self.prepare(deadline)
         frame_bytes = HEADER_BYTES + self.payload_bytes
 
-        async def get() -> obstore.Bytes:
+        async def get() -> list[memoryview]:
             async with self._client.transfers:
                 await self._client.turn("get", deadline)
                 reply = await obstore.get_async(self._client.bucket, self._names.block(key))
@@ -128,12 +144,20 @@ class S3Tier:
                 if size != frame_bytes:  # nothing of it is read: it may be of any size
                     reason = CorruptReason.SHORT if size < frame_bytes else CorruptReason.LENGTH
                     raise TierCorrupt(reason, f"{self._place}: the object has {size} bytes, {frame_bytes} are needed")
-                return await reply.bytes_async()
+                pieces = []
+                async for piece in reply.stream(min_chunk_size=PIECE_BYTES):
+                    pieces.append(memoryview(piece))
+                    self._received_bytes += pieces[-1].nbytes
+                return pieces
 
-        frame = memoryview(self._client.run(get, deadline))
-        payload = frame[HEADER_BYTES:]
-        verify(frame[:HEADER_BYTES], payload, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
-        target[:] = payload
+        header = memoryview(bytearray(HEADER_BYTES))
+        _copy_frame(self._client.run(get, deadline), header, target)
+        verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+
+    @property
+    def received_bytes(self) -> int:
+        """See tier.ReceivingTier. Written by the client's loop alone."""
+        return self._received_bytes
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
         """None: blocks are in the store."""
