@@ -13,7 +13,8 @@ secondary tiers.
 s3 is measured on a path that takes a while (slow_path.py): so many milliseconds of round trip as its rows say, each
 with prompts of its own, beside the time in which the same objects come through the same path, as many at once, without
 an engine. Whether loading pays is for the engine to decide there, as it is everywhere but here. In the last rows the
-path is so narrow that it does not: the first prompt after the change, and those behind it.
+path is so narrow that it does not: the first prompt after the change, those behind it, and the first one that a
+restarted engine could load. Before each of these a prompt that no engine knows is computed, as a row of its own.
 
 Each figure is the median over `--runs` prompts after a warm-up prompt. Every hit must cover all whole
 blocks of its prompt and give the same tokens as the device hit, or the run fails. Prints a table, writes
@@ -26,7 +27,6 @@ use too; the report is then build/bench/first_token_busy.json.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import http.client
 import json
 import random
@@ -41,15 +41,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import obstore
 import redis
-from obstore.store import S3Store
+from bucket_objects import objects_alone, objects_in
 from slow_path import SlowPath, slow_path
 from stock_engines import stock_stack
 
 from spillway_connector.tiers.disk.files.inspect import FileInspector
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
-from spillway_stack import object_store
 from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS, environment_problems
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.ports import is_free
@@ -60,27 +58,27 @@ TAIL_TOKENS = 37  # beyond the last whole block; always computed
 ANSWER_TOKENS = 16
 LONG_TOKENS, SHORT_TOKENS = 4096, 2048  # with and without AVX-512
 DEVICE_SPARE_BLOCKS = 4  # the device holds one prompt, so each prompt evicts the one before
-STORED_SECONDS = 60.0
+STORED_SECONDS = 120.0
 # This measures the cost of a load, so the engine may not decline a slow one.
-ALWAYS_LOAD = ("offload.prefillTokensPerSecond=1", "offload.sharedTier.lookupTimeoutSeconds=2")
-MAY_RECOMPUTE = (
-    "offload.sharedTier.lookupTimeoutSeconds=2",
-    # Two slow cores run two engines and the store: it is not the speed of stores that is measured.
-    "offload.sharedTier.storeQueueSecondsMax=120",
-    "offload.sharedTier.storeTimeoutSeconds=120",
-    "offload.sharedTier.loadTimeoutSeconds=20",
-    "offload.requestWaitSeconds=20",
+ALWAYS_LOAD = ("offload.prefillTokensPerSecond=1",)
+MAY_RECOMPUTE = ("offload.sharedTier.loadTimeoutSeconds=20", "offload.requestWaitSeconds=20")
+# Two slow cores run two engines and the store: it is not the speed of stores that is measured.
+PATIENT = tuple(
+    f"offload.sharedTier.{limit}"
+    for limit in ("lookupTimeoutSeconds=2", "storeQueueSecondsMax=120", "storeTimeoutSeconds=120")
 )
 REQUEST_SECONDS = 600.0
 TIERS = ("nvme", "redis", "s3", "fs")
 SHARED_ROW = {"nvme": "nvme_tier", "redis": "redis_tier", "fs": "upstream_fs_tier"}
 ROUND_TRIPS_MS = (1, 10, 50)
 S3_ROW = {milliseconds: f"s3_tier_at_{milliseconds}_ms" for milliseconds in ROUND_TRIPS_MS}
-# The first prompt that finds the path narrow, and those after it, of which some probe it.
-NARROW_ROWS = ("s3_tier_narrow_first", "s3_tier_narrow_later")
+# The first prompt that finds the path narrow, those after it, of which some probe it, and the first one that an engine
+# could load after its start.
+NARROW_ROWS = ("s3_tier_narrow_first", "s3_tier_narrow_later", "s3_tier_narrow_after_a_restart")
+BESIDE_NARROW = "recompute_beside_the_narrow_path"
 NARROW_SHARE = 0.4  # of the bandwidth at which loading takes as long as computing
 RAW_ROW = "{row}_objects_alone"
-ROWS = ("recompute", "device_hit", "cpu_tier", *SHARED_ROW.values(), *S3_ROW.values(), *NARROW_ROWS)
+ROWS = ("recompute", "device_hit", "cpu_tier", *SHARED_ROW.values(), *S3_ROW.values(), BESIDE_NARROW, *NARROW_ROWS)
 OUTPUT = Path("build/bench/first_token.json")
 OUTPUT_BUSY = Path("build/bench/first_token_busy.json")
 BUSY_SECONDS = 900.0  # a busy loop ends by itself then, or when its parent has ended
@@ -171,8 +169,8 @@ def measure_all(
 def measure(engines: Engines, tier: str, tokens: int, runs: int, busy_loops: int) -> dict[str, list[float]]:
     """Seconds per row for one pair of engines. Raises BenchError on a partial hit or a different answer."""
     blocks = tokens // BLOCK_TOKENS
-    # s3: prompts for each round trip and for the narrow path, of which the first stands alone.
-    asked = runs * (len(ROUND_TRIPS_MS) + 1) + 1 if tier == "s3" else runs
+    # s3: prompts for each round trip and for the narrow path, of which the first and the last stand alone.
+    asked = runs * (len(ROUND_TRIPS_MS) + 1) + 2 if tier == "s3" else runs
     prompts = [make_prompt(f"{tier} {number}", tokens + TAIL_TOKENS) for number in range(asked + 1)]
     print(f"{engines.title}, {tier}: starting two engines", flush=True)
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as name:
@@ -248,58 +246,22 @@ def ask_all_of_s3(
             objects_alone(path.port, tokens // BLOCK_TOKENS) for _ in range(max(3, runs))
         ]
     path.round_trip_seconds = 0.01
-    block_bytes = statistics.mean(block_sizes(stack))
+    block_bytes = statistics.mean([size for _, size in objects_in(stack.settings.s3_port())])
     computed = statistics.median(measured["recompute"])
     path.bytes_per_second = NARROW_SHARE * block_bytes * (tokens // BLOCK_TOKENS) / computed
-    for number, (prompt, expected) in enumerate(left):
+    narrow = list(left)
+    rows = [NARROW_ROWS[0], *[NARROW_ROWS[1]] * (len(narrow) - 2), NARROW_ROWS[2]]
+    for number, (row, (prompt, expected)) in enumerate(zip(rows, narrow, strict=True)):
+        if row == NARROW_ROWS[2]:
+            stack.restart_engine(1)
+        beside = ask(second, model, make_prompt(f"unknown {number}", tokens + TAIL_TOKENS))
+        measured.setdefault(BESIDE_NARROW, []).append(beside.first_token_seconds)
         answer = ask(second, model, prompt)
         if answer.tokens != expected:
             raise BenchError(f"s3, narrow path: answered {answer.tokens}, the device hit answered {expected}")
-        measured.setdefault(NARROW_ROWS[min(number, 1)], []).append(answer.first_token_seconds)
+        print(f"  {row}: {answer.cached_tokens} tokens cached", flush=True)
+        measured.setdefault(row, []).append(answer.first_token_seconds)
     return measured
-
-
-def bucket_at(port: int) -> S3Store:
-    key_id, secret = object_store.KEYS.values()
-    return S3Store(
-        object_store.BUCKET,
-        endpoint=f"http://127.0.0.1:{port}",
-        region="us-east-1",
-        access_key_id=key_id,
-        secret_access_key=secret,
-        client_options={"allow_http": True},
-    )
-
-
-def objects_in(port: int) -> list[tuple[str, int]]:
-    """The blocks in the object store: name, bytes."""
-    found = (each for page in obstore.list(bucket_at(port)) for each in page)
-    return [(each["path"], each["size"]) for each in found if not each["path"].endswith("document")]
-
-
-def block_sizes(stack: LocalStack) -> list[int]:
-    return [size for _, size in objects_in(stack.settings.s3_port())]
-
-
-def objects_alone(port: int, count: int) -> float:
-    """Seconds in which so many objects come through this port at once, over connections that are there already."""
-    bucket = bucket_at(port)
-    names = [name for name, _ in objects_in(port)[: 2 * count]]
-
-    async def get_all(wanted: Sequence[str]) -> float:
-        async def get(name: str) -> None:
-            reply = await obstore.get_async(bucket, name)
-            await reply.bytes_async()
-
-        begun = time.perf_counter()
-        await asyncio.gather(*(get(name) for name in wanted))
-        return time.perf_counter() - begun
-
-    async def warm_and_get() -> float:
-        await get_all(names[count:])
-        return await get_all(names[:count])
-
-    return asyncio.run(warm_and_get())
 
 
 def ask_first(
@@ -330,7 +292,7 @@ def ask_first(
 
 def settings_for(engines: Engines, tier: str, blocks: int, prompts: int, folder: Path) -> StackSettings:
     """The CPU tier holds every prompt, the device one of them."""
-    overrides = MAY_RECOMPUTE if tier == "s3" else ALWAYS_LOAD
+    overrides = PATIENT + (MAY_RECOMPUTE if tier == "s3" else ALWAYS_LOAD)
     if tier == "fs":
         upstream = {"type": "fs", "root_dir": str(folder / "fs")}
         overrides += (f"offload.extraTiers={json.dumps([upstream])}",)
@@ -411,7 +373,7 @@ def stored_counter(tier: str, stack: LocalStack) -> Callable[[], int]:
         server = redis.Redis.from_url(stack.valkey_url)
         return lambda: whole_blocks(server)
     if tier == "s3":
-        return lambda: len(block_sizes(stack))
+        return lambda: len(objects_in(stack.settings.s3_port()))
     if tier == "nvme":
         parts = FileInspector(stack.folder.nvme), SlabInspector(stack.folder.nvme)
         return lambda: sum(1 for part in parts for _ in part.frames(headers=False))
