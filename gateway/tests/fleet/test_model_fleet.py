@@ -168,6 +168,21 @@ def test_a_reported_rate_has_precedence_and_may_be_withdrawn() -> None:
     assert engine.rates == rates_of(5_000, 100_000)
 
 
+def test_a_load_from_the_tier_below_is_in_the_queue_of_that_tier_until_it_is_over() -> None:
+    fleet = fleet_of(["a"])
+    index, engine = fleet.index, fleet.engines["a"]
+    index.apply("a", BlockStored([1], None, [1, 2, 3, 4], 4, Tier.DEVICE, None, [], 0, None))
+    for store, blocks in (("nvme/0000000000000001", []), ("s3/0000000000000002", [1])):
+        index.apply("a", BlockStored(blocks, None, [], 0, Tier.SHARED, None, [], 0, None, store=store))
+    index.apply("a", BlockRemoved([1], Tier.DEVICE, 0))
+    prompt = PromptBlocks(token_block_keys(index.namespace(), [1, 2, 3, 4], 4), 4, 5, 1)
+
+    lease = fleet.choose(prompt, frozenset())
+    assert (engine.shared_link_tokens, engine.below_link_tokens) == (4, 4)
+    lease.close()
+    assert (engine.shared_link_tokens, engine.below_link_tokens) == (0, 0)
+
+
 def test_the_tier_below_has_its_own_rate_and_is_never_taken_for_faster_before_it_is_measured() -> None:
     engine = fleet_of(["a"]).engines["a"]
     found = []

@@ -221,6 +221,14 @@ def test_a_queue_on_the_link_counts_for_those_who_load_alone() -> None:
     assert decision is not None and decision.engine_name == "b"
 
 
+def test_loads_from_the_tier_below_are_waited_for_at_its_rate_by_those_who_load_from_it() -> None:
+    rates = structs.replace(RATES, below_load_tokens_per_second=2_000.0)
+    queued = EngineView("a", True, 0, 0, rates, shared_link_tokens=44_000, below_link_tokens=4_000)
+    above, below, both = HeldPrefix(0, 0, 10), HeldPrefix(0, 0, 10, 10), HeldPrefix(0, 0, 20, 10)
+    links = [cost_of(structs.replace(queued, held=held), 4_001).link_ms for held in (above, below, both)]
+    assert links == [1_000.0, 2_000.0, 2_000.0]
+
+
 def test_an_unknown_prompt_goes_to_an_idle_engine() -> None:
     """Whatever its hash prefers, it goes to one of the cheapest."""
     for key in range(50):

@@ -129,7 +129,7 @@ class Engine:
         self.running_requests = 0
         self.prefills = PrefillQueue(clock)
         self.cpu_link_tokens = 0
-        self.shared_link_tokens = 0
+        self.shared_link_tokens = self.below_link_tokens = 0
         self.foreign: ForeignWork = NO_FOREIGN_WORK
         self.means = means if means is not None else RequestMeans()
         self.resident_tokens = 0  # uncached prompt tokens of unfinished requests: their part of the KV cache
@@ -344,4 +344,5 @@ class Engine:
             self.events_live,
             self.config.role,
             token_ms=self.token_ms,
+            below_link_tokens=self.below_link_tokens,
         )

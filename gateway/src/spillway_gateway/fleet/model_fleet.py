@@ -27,7 +27,7 @@ from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
 from spillway_gateway.fleet.steps import Steps
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, Leg, RouteRequest, SplitTerms
-from spillway_gateway.routing.load import load_time_ms
+from spillway_gateway.routing.load import load_time_ms, shared_time_ms
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
 from spillway_settings.roles import EngineRole
@@ -87,8 +87,9 @@ class Lease:
         engine.means.found(self._held.device_tokens, loaded, load_time_ms(self._held, engine.rates))
         engine.cpu_link_tokens += self._held.cpu_tokens
         engine.shared_link_tokens += self._held.shared_tokens
+        engine.below_link_tokens += self._held.below_tokens
         if self._held.shared_tokens:
-            engine.shared_busy.add(self._held.shared_tokens / engine.rates.shared_load_tokens_per_second, now)
+            engine.shared_busy.add(shared_time_ms(self._held, engine.rates) / 1000.0, now)
         engine.busy.add(self._queued / engine.rates.prefill_tokens_per_second, now)
 
     @property
@@ -155,6 +156,7 @@ class Lease:
         engine.prefills.remove(self)
         engine.cpu_link_tokens -= self._held.cpu_tokens
         engine.shared_link_tokens -= self._held.shared_tokens
+        engine.below_link_tokens -= self._held.below_tokens
         self._queued = 0
         self._held = NOTHING_HELD
         self._dequeued(engine)
@@ -351,7 +353,7 @@ class ModelFleet:
             engine.expect_adapter(adapter)
         store_rate = self._routing.shared_store_tokens_per_second
         if store_rate is not None and decision.held.shared_tokens:
-            self._store_busy.add(decision.held.shared_tokens / store_rate, now)
+            self._store_busy.add((decision.held.shared_tokens - decision.held.below_tokens) / store_rate, now)
         self.cold.leave(turn)
         self.cold.left(engine)
         return lease
@@ -439,7 +441,7 @@ class ModelFleet:
         store = NO_STORE
         store_rate = self._routing.shared_store_tokens_per_second
         if store_rate is not None:
-            ahead = sum(engine.shared_link_tokens for engine in engines)
+            ahead = sum(engine.shared_link_tokens - engine.below_link_tokens for engine in engines)
             store = StoreView(1000.0 * ahead / store_rate, self._store_busy.at(now))
         views = []
         has_roles = self.has_roles

@@ -87,7 +87,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     held: HeldPrefix = NOTHING_HELD
     busy_share: float = 0.0  # of prefill, over the last seconds; may exceed 1
     cpu_link_tokens: int = 0  # being loaded from the CPU tier by requests without a first byte
-    shared_link_tokens: int = 0  # the same for the shared tier
+    shared_link_tokens: int = 0  # the same for the shared tier and the one below it
     store_wait_ms: float = 0.0  # of loads of all engines ahead at the shared tier's store, if that is the limit
     shared_busy_share: float = 0.0  # like busy_share, of the link or store that loads from the shared tier go through
     kv_usage: float = 0.0  # share of the device's KV cache taken by running requests; an estimate, may be outside 0..1
@@ -98,6 +98,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     role: EngineRole = EngineRole.BOTH
     stores: frozenset[str] = frozenset()  # shared ones that it loads from; of a model whose engines have roles
     token_ms: float = 0.0  # between two tokens of its answers, lately; 0: there were none
+    below_link_tokens: int = 0  # those of shared_link_tokens that come from the tier below
     adapter_load_ms: float = 0.0  # until it can begin with the request's LoRA adapter; 0: it has it, or there is none
 
 

@@ -149,12 +149,15 @@ def _second_leg_ms(
     def left(tokens: int, tokens_per_second: float) -> int:
         return max(0, tokens - int(begins_ms / 1000.0 * tokens_per_second))
 
+    above = left(engine.shared_link_tokens - engine.below_link_tokens, rates.shared_load_tokens_per_second)
+    below = left(engine.below_link_tokens, rates.below_load_tokens_per_second or rates.shared_load_tokens_per_second)
     after = msgspec.structs.replace(
         engine,
         held=later,
         queued_tokens=left(engine.queued_tokens, rates.prefill_tokens_per_second),
         cpu_link_tokens=left(engine.cpu_link_tokens, rates.cpu_load_tokens_per_second),
-        shared_link_tokens=left(engine.shared_link_tokens, rates.shared_load_tokens_per_second),
+        shared_link_tokens=above + below,
+        below_link_tokens=below,
         store_wait_ms=max(0.0, engine.store_wait_ms - begins_ms),
     )
     return cost_of(after, prompt_tokens).total_ms

@@ -71,10 +71,9 @@ def cost_of(engine: EngineView, prompt_tokens: int, computed_from: int = 0, comp
     if held.cpu_tokens:
         link_ms = 1000.0 * engine.cpu_link_tokens / rates.cpu_load_tokens_per_second
     if held.shared_tokens:
-        shared_ms = _shared_time_ms(held, rates)
+        shared_ms = shared_time_ms(held, rates)
         displaced_ms = shared_ms * crowding(engine.shared_busy_share)
-        own_link_ms = 1000.0 * engine.shared_link_tokens / rates.shared_load_tokens_per_second
-        link_ms = max(link_ms, own_link_ms, engine.store_wait_ms)
+        link_ms = max(link_ms, _shared_link_ms(engine))
     uncached = uncached_tokens(held, prompt_tokens)
     if engine.reload_token_ms:
         entering = uncached + held.cpu_tokens + held.shared_tokens
@@ -108,10 +107,21 @@ def uncached_tokens(held: HeldPrefix, prompt_tokens: int) -> int:
 def load_time_ms(held: HeldPrefix, rates: EngineRates) -> float:
     """Until what an engine's tiers hold of a prompt is on its device."""
     cpu_ms = 1000.0 * held.cpu_tokens / rates.cpu_load_tokens_per_second
-    return cpu_ms + _shared_time_ms(held, rates) if held.shared_tokens else cpu_ms
+    return cpu_ms + shared_time_ms(held, rates) if held.shared_tokens else cpu_ms
 
 
-def _shared_time_ms(held: HeldPrefix, rates: EngineRates) -> float:
+def _shared_link_ms(engine: EngineView) -> float:
+    """Until the loads ahead of a prompt's have come, of the tiers that it is loaded from."""
+    held, rates = engine.held, engine.rates
+    below_rate = rates.below_load_tokens_per_second or rates.shared_load_tokens_per_second
+    below_ms = 1000.0 * engine.below_link_tokens / below_rate if held.below_tokens else 0.0
+    if held.shared_tokens == held.below_tokens:
+        return below_ms
+    above = engine.shared_link_tokens - engine.below_link_tokens
+    return max(below_ms, 1000.0 * above / rates.shared_load_tokens_per_second, engine.store_wait_ms)
+
+
+def shared_time_ms(held: HeldPrefix, rates: EngineRates) -> float:
     """Each of two shared tiers at its own rate: they are read at the same time, so the longer part counts."""
     below, rate = held.below_tokens, rates.shared_load_tokens_per_second
     if not below or not rates.below_load_tokens_per_second:
