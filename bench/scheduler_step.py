@@ -23,9 +23,9 @@ created between the measurements, for both sides.
 `fixed loop` is a thousand look-ups in a dict, timed like a step: the distance of its p99 from its p50 is the machine's
 noise.
 
-Wall time includes other processes of this machine; CPU time is this thread's alone. Background threads get 2 ms after
-each step, as they do while a model runs. Writes build/bench/scheduler_step.json (flat; units
-are in the keys).
+The rivals of a scenario take their steps in turns. Wall time includes other processes of this machine; CPU time is this
+thread's alone. Background threads get 2 ms after each step, as they do while a model runs. Writes
+build/bench/scheduler_step.json (flat; units are in the keys).
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -488,6 +489,12 @@ KINDS: dict[str, type[Scenario]] = {
 }
 
 
+class Steps(NamedTuple):
+    count: int
+    chunks: int
+    requests: int
+
+
 @dataclass
 class Figures:
     """Microseconds: per step without arrivals, per arrival, and per step with everything."""
@@ -498,17 +505,23 @@ class Figures:
     all_wall: list[float] = field(default_factory=list)
 
 
-def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespace) -> Figures:
-    figures = Figures()
-    folder = Path(tempfile.mkdtemp(prefix="spillway-bench-step-"))
-    try:
-        layout = {} if make_rig is upstream_rig else {"layout": KINDS[name].layout}
-        with make_rig(2 * given.chunks, folder, **layout) as rig:  # type: ignore[attr-defined]
-            scenario = KINDS[name](rig, given.requests, given.chunks)
-            scenario.prepare()
-            gc.collect()
-            gc.freeze()
-            for number in range(WARM_STEPS + given.steps):
+def measure(name: str, rivals: Mapping[str, Callable[..., AbstractContextManager[Rig]]], steps: Steps) -> list[Figures]:
+    """The figures of each rival. They take their steps in turns, so what else the machine does falls on all of them."""
+    kind = KINDS[name]
+    with ExitStack() as stack:
+        scenarios: list[Scenario] = []
+        for rival, make_rig in rivals.items():
+            folder = Path(tempfile.mkdtemp(prefix="spillway-bench-step-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            layout = {} if rival == "upstream" else {"layout": kind.layout}
+            rig = stack.enter_context(make_rig(2 * steps.chunks, folder, **layout))
+            scenarios.append(kind(rig, steps.requests, steps.chunks))
+            scenarios[-1].prepare()
+        all_figures = [Figures() for _ in scenarios]
+        gc.collect()
+        gc.freeze()
+        for number in range(WARM_STEPS + steps.count):
+            for scenario, figures in zip(scenarios, all_figures, strict=True):
                 scenario.before()
                 begun, begun_cpu = time.perf_counter_ns(), time.thread_time_ns()
                 for request in scenario.coming:
@@ -523,9 +536,7 @@ def measure(name: str, make_rig: Callable[..., object], given: argparse.Namespac
                     figures.all.append((ended_cpu - begun_cpu) / 1000)
                     figures.all_wall.append((ended - begun) / 1000)
                 time.sleep(PAUSE_SECONDS)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return figures
+    return all_figures
 
 
 def time_fixed_loop(steps: int) -> list[float]:
@@ -552,6 +563,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(SCENARIOS), help=f"of {','.join(SCENARIOS)}")
     parser.add_argument("--rivals", default="spillway,upstream", help="of spillway,node,upstream")
     given = parser.parse_args(arguments)
+    rivals: dict[str, Callable[..., AbstractContextManager[Rig]]]
     rivals = {"spillway": spillway_rig, "node": node_rig, "upstream": upstream_rig}
     report: dict[str, float] = {
         "chunks_in_play": given.chunks,
@@ -569,10 +581,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report["fixed_loop_cpu_p99_microseconds"] = round(loop[int(0.99 * len(loop))], 1)
     print(f"{'fixed loop':24}{statistics.median(loop):>10.1f}{loop[int(0.99 * len(loop))]:>9.1f}")
     for name in given.only.split(","):
-        for rival in given.rivals.split(","):
-            if rival == "upstream" and not KINDS[name].upstream:
-                continue
-            figures = measure(name, rivals[rival], given)
+        chosen = [one for one in given.rivals.split(",") if one != "upstream" or KINDS[name].upstream]
+        steps = Steps(given.steps, given.chunks, given.requests)
+        for rival, figures in zip(chosen, measure(name, {one: rivals[one] for one in chosen}, steps), strict=True):
             row = dict[str, float]()
             for label, values in (("step", figures.step), ("new", figures.new), ("all", figures.all)):
                 values.sort()

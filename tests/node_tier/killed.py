@@ -53,7 +53,15 @@ def work(folder: Path, seed: int, count: Callable[[], None]) -> int:
             stored = list(output.keys_to_store)
             for key, row in zip(stored, output.store_spec.block_ids.tolist(), strict=True):
                 view[row * ROW_BYTES : (row + 1) * ROW_BYTES] = content(key)
-            tier.complete_store(stored, CONTEXT, chosen.random() < 0.9)
+            with tier.together():
+                good = chosen.random() < 0.9
+                tier.complete_store(stored, CONTEXT, good)
+                reading = tier.prepare_read(stored, CONTEXT) if good else None
+            if reading is not None:
+                rows = reading.block_ids.tolist()
+                if [bytes(view[row * ROW_BYTES : (row + 1) * ROW_BYTES]) for row in rows] != list(map(content, stored)):
+                    return WRONG
+                tier.complete_read(stored, CONTEXT)
         ready = [key for key in chosen.sample(keys, 8) if key in tier.ready]
         if ready:
             spec = tier.prepare_load(ready, CONTEXT)

@@ -596,3 +596,50 @@ def test_an_engine_that_joins_announces_what_it_finds_and_one_that_leaves_that_i
     second.weights_changed()
     (left,) = second.take_announcements()
     assert left.removed and not left.keys
+
+
+def test_what_a_step_stored_and_reads_for_a_shared_tier_is_published_at_its_end_under_one_lock(node: Node, monkeypatch):
+    first, second = node.engine(), node.engine()
+    for number in (1, 2):
+        first.prepare_store([key(number)], CONTEXT)
+    taken: list[int] = []
+    change = first._node.change
+    monkeypatch.setattr(first._node, "change", lambda *given: [taken.append(1), change(*given)][1])
+    with first.together():
+        for number in (1, 2):
+            first.complete_store([key(number)], CONTEXT, True)
+            for _ in range(2):  # one for each shared tier
+                assert first.prepare_read([key(number)], CONTEXT) is not None
+        assert taken == []
+        assert looked_up(second, 1) is PENDING
+    assert taken == [1]
+    assert [looked_up(second, number) for number in (1, 2)] == [HIT, HIT]
+    assert second.prepare_store([key(number) for number in (6, 7, 8)], CONTEXT) is None  # they are being read
+    for number in (1, 2, 1, 2):
+        first.complete_read([key(number)], CONTEXT)
+    assert second.prepare_store([key(number) for number in (6, 7, 8)], CONTEXT) is not None
+
+
+def test_what_could_not_be_published_for_want_of_the_lock_is_published_when_the_engine_comes_back(node: Node):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    with node.lock_held(), first.together():
+        first.complete_store([key(1)], CONTEXT, True)
+        assert first.prepare_read([key(1)], CONTEXT) is not None
+    assert looked_up(second, 1) is PENDING
+    rejoin(node, first)
+    assert [looked_up(tier, 1) for tier in (first, second)] == [HIT, HIT]
+    first.complete_read([key(1)], CONTEXT)
+
+
+@pytest.mark.parametrize("used", [(0,), (0, 1, 2)])
+def test_a_chunk_used_by_another_engine_outlives_those_behind_it(node: Node, used: tuple[int, ...]):
+    first, second = node.engine(), node.engine()
+    for number in range(4):
+        node.seconds += 1
+        store(first, number)
+    node.seconds += 1
+    second.sync()
+    second.touch([key(number) for number in used], CONTEXT)
+    store(first, 9)
+    assert [number for number in range(4) if looked_up(first, number) is MISS] == [len(used)]

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
@@ -96,6 +97,10 @@ class CpuTier(OffloadingManager):
 
     def sync(self) -> None:
         """Learn what others have changed in rows that are shared, before what a step asks."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Stores that are completed within it are made known to others that share the rows at its end, all at once."""
+        return nullcontext()
 
     def weights_changed(self) -> None:
         """The model's weights change: chunks that others share with this engine are those of other weights."""
@@ -388,8 +393,9 @@ class LruRows(CpuTier):
             if late:
                 spared += filter(late.__contains__, batch)
                 batch = [key for key in batch if key not in late]
-            if self._all_may_leave(batch, kept):
-                victims += batch
+            enough = batch[: count - len(victims)]
+            if self._all_may_leave(enough, kept):
+                victims += enough
                 continue
             victims += [key for key in batch if self._may_leave(key, kept)]
         del victims[count:]

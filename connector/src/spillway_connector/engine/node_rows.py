@@ -12,7 +12,6 @@ that no row has, so they refuse it as they refuse any copy that cannot be made, 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,26 +19,17 @@ from collections.abc import Set as AbstractSet
 from itertools import islice, takewhile
 
 import numpy as np
-from blake3 import blake3
 from typing_extensions import override
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 
 from spillway_connector.engine.cpu_tier import LruRows
+from spillway_connector.engine.node_picture import NodePicture
 from spillway_connector.engine.row_checks import NodeRowsSpec
-from spillway_connector.errors import TierTimeout
 from spillway_connector.node.region import NodeRegion
-from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex
-from spillway_connector.transfer.announcements import Announcement, Announcements
-
-logger = logging.getLogger(__name__)
-
-_SWEEP_SECONDS = 0.4  # between two looks for engines that were killed
-_REJOIN_SECONDS = 5.0  # between two attempts of an engine that has left, which wait for nothing
-STORE_ID_BYTES = 8
-_LOOKAHEAD = 32  # of the oldest chunks, those that others may have used since
+from spillway_connector.plan.node_index import NO_STAMP, NodeIndex
 
 
-class NodeRows(LruRows):
+class NodeRows(NodePicture):
     """LruRows over a region of the node. EngineCore process, scheduler thread.
 
     What sessions, waiting requests and retention say of chunks decides which of them leave for this engine's own
@@ -55,204 +45,8 @@ class NodeRows(LruRows):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """namespace: 16 bytes; engines share chunks if theirs are equal. Raises HostMemoryError."""
-        super().__init__(region.num_rows, region.memory, enable_events=enable_events, clock=clock)
-        self._node, self._index = region, region.index
-        self._namespace = namespace
-        self._seen = np.zeros(region.num_rows, np.uint64)  # the stamps that this picture shows
-        self._segments = self._index.new_segments()
-        self._version = -1
-        self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
-        self._foreign: set[int] = set()  # ready rows of other namespaces, and of before a reset
-        self._used_ms: dict[OffloadKey, int] = {}  # when this picture last moved a chunk to the end
-        self._mine: set[OffloadKey] = set()  # being written by this engine
-        self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
-        self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
-        self._oldest_generation = 0  # what was claimed before it was dropped by a reset
-        self._left: str | None = None
-        self._may_rejoin = True  # as long as its weights and files are those of the namespace and the node
-        self._sweep_at = 0.0
-        self._engines: frozenset[int] = frozenset()
-        self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
-        self._news = Announcements(clock) if enable_events else None
-        self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
+        super().__init__(region, namespace, enable_events=enable_events, clock=clock)
         self.prepare_read = self._prepare_read
-        self._place = region.join(self._now_ms())
-        self.sync()
-        if self._news is not None:
-            self._news.storing(self.ready)  # whoever has computed them may have ended
-        logger.info(
-            "Spillway: the CPU tier of this node is %s, shared by %d engines; %d of its %d chunks are this namespace's",
-            *(region.path, self._index.engines(), len(self._rows), self._num_rows),
-        )
-
-    def _now_ms(self) -> int:
-        return int(self._clock() * 1000)
-
-    # -- the picture
-
-    @override
-    def sync(self) -> None:
-        if self._left is not None:
-            self._try_to_rejoin()
-            return
-        if self._clock() >= self._sweep_at:
-            self._sweep_at = self._clock() + _SWEEP_SECONDS
-            self._change(self._sweep, followed=False)
-            before, self._engines = self._engines, self._index.numbers()
-            if self._news is not None and before - self._engines:  # whoever has swept them
-                self._news.others_ended()
-        if self._index.version != self._version and self._left is None:
-            self._look()
-
-    def _sweep(self, index: NodeIndex) -> None:
-        self._node.require_files()
-        index.sweep(self._node.lease.is_held, self._place, self._now_ms())
-
-    def _look(self) -> None:
-        self._version = self._index.version
-        rows = self._index.changed_rows(self._seen, self._segments)
-        if len(rows) > 1:  # the most recently used last
-            rows.sort(key=self._index.used_ms.__getitem__)
-        found: list[tuple[int, OffloadKey, bool]] = []
-        gone: list[OffloadKey] = []
-        come: list[OffloadKey] = []
-        changed: list[OffloadKey] = []
-        for row in rows:  # what has left first: a chunk may have changed its row
-            entry, key, is_ready = self._index.entry(row), None, False
-            generation = int(self._seen[row]) >> STATE_BITS
-            self._foreign.discard(row)
-            if entry is None:  # it is changing now: looked at again with the next change
-                self._seen[row] = NO_STAMP
-            else:
-                self._seen[row] = entry.stamp
-                is_ready = entry.state == READY
-                if entry.state != FREE and entry.namespace == self._namespace:
-                    key = OffloadKey(entry.key) if entry.generation > self._oldest_generation else None
-                elif entry.state != FREE:
-                    self._is_mixed = True
-            is_same = entry is not None and entry.generation == generation
-            if (before := self._chunk_in.get(row)) is not None and (before != key or not is_same):
-                if before in self.ready:
-                    gone.append(before)
-                changed.append(before)
-                self._drop(row, before)
-            if key is not None:
-                found.append((row, key, is_ready))
-            elif is_ready:
-                self._foreign.add(row)
-        for row, key, is_ready in found:
-            if self._rows.setdefault(key, row) != row:  # a second one
-                if is_ready:
-                    self._foreign.add(row)
-                continue
-            if row not in self._chunk_in:
-                self._chunk_in[row] = key
-                self._used_ms[key] = self._index.used_ms[row]
-            if is_ready and key not in self.ready:
-                self.ready.add(key)
-                come.append(key)
-            changed.append(key)
-        super()._announce(gone, removed=True)
-        super()._announce(come, removed=False)
-        if self._news is not None and (gone or come):
-            (self._news.removed if self._is_mixed else self._news.lost)(gone)
-            self._news.gained(come)
-        if changed:
-            self.changed_chunks.add(changed)
-
-    @override
-    def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
-        """What this engine has changed itself."""
-        super()._announce(changed := list(keys), removed)
-        if self._news is not None:
-            (self._news.removed if removed else self._news.storing)(changed)
-
-    @property
-    @override
-    def announces_store(self) -> bool:
-        return self._news is not None
-
-    @override
-    def take_announcements(self) -> Iterable[Announcement]:
-        return () if self._news is None else self._news.take(self._store_id, self._left is None)
-
-    def _drop(self, row: int, key: OffloadKey) -> None:
-        del self._chunk_in[row], self._rows[key]
-        self._used_ms.pop(key, None)
-        self.ready.discard(key)
-        self._mine.discard(key)
-        self._retention.forget([key])
-
-    def _change(self, change: Callable[[NodeIndex], object], *, followed: bool = True) -> bool:
-        """Make a change under the lock, with a picture that is up to date. followed: the change brings the picture up
-        to date itself. False: it was not made, and the tier is left."""
-        if self._left is not None:
-            return False
-        try:
-            with self._node.changing() as index:
-                if index.version != self._version:
-                    self._look()
-                change(index)
-                if followed:
-                    self._version = index.version
-                    index.skip_changes(self._segments)
-        except (OSError, TierTimeout) as error:
-            self._leave(str(error), isinstance(error, FileNotFoundError))
-            return False
-        return True
-
-    def _took(self, rows: Iterable[int]) -> None:
-        """This engine has changed these rows itself, and its picture with them."""
-        for row in rows:
-            self._seen[row] = self._index.stamps[row]
-
-    def _leave(self, why: str, is_gone: bool = False) -> None:
-        self._may_rejoin &= not is_gone  # the ranks map the old files
-        logger.error(
-            "Spillway: this engine leaves the CPU tier of its node and serves without one until %s: %s",
-            *("it can be used again" if self._may_rejoin else "it is restarted", why),
-        )
-        self._left = why
-        self._sweep_at = self._clock() + _REJOIN_SECONDS
-        idle = self.ready.difference(self._readers)
-        super()._announce(idle, removed=True)
-        for key in idle:
-            self._drop(self._rows[key], key)
-        self._foreign.clear()
-        self.changed_chunks.add_all()
-
-    def _try_to_rejoin(self) -> None:
-        """Use the rows again, if the lock can be had at once and the files are those that this engine's processes map.
-        What it still reads or writes has its pins and claims; other claims are released, all else is seen anew."""
-        if not self._may_rejoin or self._clock() < self._sweep_at:
-            return
-        self._sweep_at = self._clock() + _REJOIN_SECONDS
-        try:
-            with self._node.changing(0.0) as index:
-                self._node.require_files()
-                writing = self._reset_writes.union(self.rows_of(self._mine))
-                ended = [row for row in index.written_by(self._place) if row not in writing]
-                index.free(ended)
-                used = list(self._chunk_in)
-                seen = self._seen[used]
-                self._seen[:] = NO_STAMP
-                self._seen[used] = seen
-                self._segments = index.new_segments()
-                self._look()
-        except FileNotFoundError as error:
-            return self._leave(str(error), is_gone=True)
-        except (OSError, TierTimeout):
-            return
-        logger.warning("Spillway: this engine uses the CPU tier of its node again")
-        self._left = None
-        self.changed_chunks.add_all()
-
-    @override
-    def weights_changed(self) -> None:
-        """The other engines' chunks are those of the old weights, and no other engine could use this engine's."""
-        self._may_rejoin = False
-        if self._left is None:
-            self._leave("the weights of its model change")
 
     # -- counts
 
@@ -273,7 +67,8 @@ class NodeRows(LruRows):
         if rows and self._left is None:
             now_ms = self._now_ms()
             self._index.use(rows, now_ms)
-            self._used_ms.update((self._chunk_in[row], now_ms) for row in rows)
+            for row in rows:
+                self._used_ms[row] = now_ms
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -281,9 +76,9 @@ class NodeRows(LruRows):
 
         def claim(index: NodeIndex) -> None:
             nonlocal output
-            wanted = [key for key in keys if key not in self._rows]
-            if len(wanted) > index.free_rows:
-                self._make_foreign_room(index, len(wanted) - index.free_rows)
+            if self._foreign and len(keys) > index.free_rows:
+                wanted = sum(key not in self._rows for key in keys)
+                self._make_foreign_room(index, wanted - index.free_rows)
             output = super(NodeRows, self).prepare_store(keys, req_context)
             if output is None or not output.keys_to_store:
                 return
@@ -293,7 +88,8 @@ class NodeRows(LruRows):
             index.claim(rows, self._namespace, stored, self._place, now_ms)
             self._took(rows)
             self._chunk_in.update(zip(rows, stored, strict=True))
-            self._used_ms.update(dict.fromkeys(stored, now_ms))
+            for row in rows:
+                self._used_ms[row] = now_ms
             self._mine.update(stored)
 
         return output if self._change(claim) else None
@@ -301,24 +97,22 @@ class NodeRows(LruRows):
     @override
     def _allocate(self, count: int) -> list[int]:
         """Called with the lock; the rows of what was just evicted are in _free_list."""
-        evicted, self._free_list = self._free_list, []
-        if evicted:
-            self._index.free(evicted)
-            self._took(evicted)
-            for row in evicted:
-                self._used_ms.pop(self._chunk_in.pop(row), None)
-        found = evicted if len(evicted) == count else self._index.take_free(count)
+        found, self._free_list = self._free_list, []
+        for row in found:
+            del self._chunk_in[row]
+        if len(found) < count:
+            found += self._index.take_free(count - len(found))
         assert len(found) == count, f"{count} rows were to be free, {len(found)} are"
         return found
 
     def _make_foreign_room(self, index: NodeIndex, count: int) -> None:
         """Free rows that this picture does not show: those used before its oldest chunk, and others if it is short."""
-        if count <= 0 or not self._foreign:
+        if count <= 0:
             return
         rows = np.fromiter(self._foreign, np.intp)
         oldest_first = rows[np.argsort(index.used_ms_array[rows], kind="stable")].tolist()
         if len(self.ready) - len(self._readers) >= count:
-            oldest = next((self._used_ms[key] for key in self._rows if key in self.ready), 0)
+            oldest = next((self._used_ms[row] for key, row in self._rows.items() if key in self.ready), 0)
             oldest_first = list(takewhile(lambda row: index.used_ms[row] <= oldest, oldest_first))
         chosen = list(islice((row for row in oldest_first if not index.is_pinned(row)), count))
         if chosen:
@@ -333,15 +127,19 @@ class NodeRows(LruRows):
         return super()._evict(count, protected, req_context)
 
     def _follow_others(self, count: int) -> None:
-        """The oldest chunks that other engines have used since become the youngest."""
-        for _ in range(1 + len(self._rows) // (count + _LOOKAHEAD)):
-            oldest = list(islice(self._rows.items(), count + _LOOKAHEAD))
-            newer = [(key, now) for key, row in oldest if (now := self._index.used_ms[row]) > self._used_ms[key]]
-            for key, now in sorted(newer, key=lambda one: one[1]):
-                self._rows.move_to_end(key)
-                self._used_ms[key] = now
-            if len(oldest) - len(newer) >= count:
-                return
+        """The oldest chunks that others have used since become the youngest, until `count` may leave before them."""
+        used_ms, seen_ms, ready, waiting = self._index.used_ms, self._used_ms, self.ready, self.waiting.kept
+        newer: list[int] = []
+        for key, row in self._rows.items():
+            if used_ms[row] > seen_ms[row]:
+                newer.append(row)
+            elif key in ready and key not in waiting:
+                count -= 1
+                if not count:
+                    break
+        for row in sorted(newer, key=used_ms.__getitem__):
+            self._rows.move_to_end(self._chunk_in[row])
+            seen_ms[row] = used_ms[row]
 
     @override
     def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
@@ -362,12 +160,15 @@ class NodeRows(LruRows):
 
         if not mine:
             return
-        done = self._change(publish)
+        if success and self._publishes_later and self._left is None:
+            self._unpublished.update(zip(mine, rows, strict=True))
+            done = True
+        else:
+            done = self._change(publish)
         self._mine.difference_update(mine)
-        for row, key in zip(rows, mine, strict=True):
-            if not (done and success):
+        if not (done and success):
+            for row in rows:
                 self._chunk_in.pop(row, None)
-                self._used_ms.pop(key, None)
         super().complete_store(mine, req_context, done and success)
         self._free_list.clear()
 
@@ -385,6 +186,9 @@ class NodeRows(LruRows):
 
     def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         """For a store to a shared tier. None: some of the chunks have left, and nothing is pinned."""
+        if self._left is None and self._unpublished.keys() >= set(keys):  # no other engine may touch them yet
+            self._index.pin(self.rows_of(keys), self._place)
+            return super().prepare_load(keys, req_context)
         return self._pin(list(keys), req_context)
 
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> NodeRowsSpec | None:
@@ -404,7 +208,7 @@ class NodeRows(LruRows):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        pinned = list(keys)
+        pinned = keys
         if self._unpinned:
             # If loads of one chunk differ, the one that ends first counts as the refused one: the other's pin stays.
             pinned = []
@@ -415,9 +219,8 @@ class NodeRows(LruRows):
                     pinned.append(key)
             self._unpinned += Counter()  # without those at 0
         super().complete_load(pinned, req_context)
-        idle = self.rows_of(key for key in pinned if key not in self._readers)
-        if idle:
-            self._index.unpin(idle, self._place)
+        readers, rows = self._readers, self._rows
+        self._index.unpin([rows[key] for key in pinned if key not in readers and key in rows], self._place)
         if self._left is not None:
             for key in self.ready.intersection(pinned).difference(self._readers):
                 self._drop(self._rows[key], key)
@@ -456,7 +259,7 @@ class NodeRows(LruRows):
 
         if not self._change(free):
             self._oldest_generation = self._index.generation
-        super()._announce(self.ready.difference(freed), removed=True)
+        LruRows._announce(self, self.ready.difference(freed), removed=True)  # gone for this engine alone
         self.ready.intersection_update(freed)  # whose removal is announced
         self._reset_writes.update(self.rows_of(self._mine))
         super().reset_cache()
@@ -466,11 +269,10 @@ class NodeRows(LruRows):
     def _drop_all(self) -> int:
         super()._drop_all()
         self._chunk_in.clear()
-        self._used_ms.clear()
         self._mine.clear()
         self._unpinned.clear()
         self._foreign.clear()  # what other engines still use will be among them
-        self._seen[:] = NO_STAMP
+        self._seen_array[:] = NO_STAMP
         self._segments = self._index.new_segments()
         self._version = -1
         return 0

@@ -410,11 +410,10 @@ class SchedulerHalf(ResettableHalf):
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Upstream's contract, except that failed jobs are taken into account: the chunks of a failed store are not
-        published, and a request whose load failed is recomputed and never offered a load again."""
+        """Upstream's contract, but a failed store is not published, and a failed load's request never loads again."""
         self._prefill_timer.end_step(time.monotonic())
-        if connector_output.invalid_block_ids:
-            fail_stores(self, holds_any(connector_output.invalid_block_ids))
+        if invalid := connector_output.invalid_block_ids:
+            fail_stores(self, holds_any(invalid))
             if self.late_stores is not None:
                 self.late_stores.lose_all()
         meta = connector_output.kv_connector_worker_meta
@@ -451,7 +450,8 @@ class SchedulerHalf(ResettableHalf):
                         prefix = cast(RequestFields, request_state).prefix
                         if prefix is not None:
                             prefix.matched = None
-        super().update_connector_output(connector_output)
+        with self.manager.primary_tier.together():
+            super().update_connector_output(connector_output)
         if self._early_loads and isinstance(meta, SpillwayWorkerMetadata):
             for job_id in meta.completed_jobs:
                 if job_id in self._early_loads and job_id not in self._jobs:

@@ -185,13 +185,14 @@ class TieringManager(PrefixLookupManager):
         if computed is not None and self._bounds.rows_in_flight:
             for shared in self._shared_tiers:
                 shared.give_up_behind(self._chunk_tokens / computed, self._nobody_waits)
-        for tier in self.secondary_tiers:
-            for result in tier.get_finished_jobs():
-                self._complete(tier, result)
-        if self.loads_begin_early and self._prefix_tier is not None and self._bounds.rows_in_flight:
-            for job_id, arrived in self._prefix_tier.take_arrived():
-                if job_id not in self._reset_rows:
-                    self._complete_early(job_id, arrived)
+        with self.primary_tier.together():
+            for tier in self.secondary_tiers:
+                for result in tier.get_finished_jobs():
+                    self._complete(tier, result)
+            if self.loads_begin_early and self._prefix_tier is not None and self._bounds.rows_in_flight:
+                for job_id, arrived in self._prefix_tier.take_arrived():
+                    if job_id not in self._reset_rows:
+                        self._complete_early(job_id, arrived)
 
     def _nobody_waits(self, job_id: int) -> bool:
         """Whether the request is computed while it is loaded."""

@@ -62,7 +62,8 @@ class FileLock:
 
     def acquire(self, deadline: float) -> int:
         """As :meth:`held`; release() must follow."""
-        if not self._thread_lock.acquire(timeout=max(0.0, deadline - self._clock())):
+        lock = self._thread_lock
+        if not lock.acquire(blocking=False) and not lock.acquire(timeout=max(0.0, deadline - self._clock())):
             raise TierTimeout(f"{self.path}: another thread held the lock")
         try:
             return self._acquire(deadline)
