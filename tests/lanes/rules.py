@@ -168,6 +168,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_meetings.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_namespace_fields.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_node_rows.py": ("0.30", "0.32", "0.33"),
+    "connector/tests/engine/test_node_shared_tier.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_own_connector.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_prefix_lookup.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_resets.py": ("0.30", "0.32", "0.33"),

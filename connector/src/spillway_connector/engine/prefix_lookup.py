@@ -398,11 +398,12 @@ class PrefixLookupManager(OffloadingManager):
                 promoted += 1
             return promoted
         assert isinstance(written.store_spec, CPULoadStoreSpec)
-        pending = self._promotions.setdefault(tier, {})
-        promotion = pending.setdefault(req_context.req_id, Promotion(req_context))
-        promotion.keys += written.keys_to_store
-        promotion.rows += written.store_spec.block_ids.tolist()
-        bounds.rows_in_flight += room
+        if taken := written.keys_to_store:  # another engine of the node may have begun to load the others meanwhile
+            pending = self._promotions.setdefault(tier, {})
+            promotion = pending.setdefault(req_context.req_id, Promotion(req_context))
+            promotion.keys += taken
+            promotion.rows += written.store_spec.block_ids.tolist()
+        bounds.rows_in_flight += len(taken)
         wait.rows_promoted += room
         return room
 
