@@ -43,6 +43,11 @@ CPU_TIER_BLOCKS = Metric(
     "Chunks of the CPU tier: used, of these retained for sessions that go on or kept for waiting requests, in total.",
     ("state",),
 )
+CPU_TIER_JOINED = Metric(
+    "spillway_cpu_tier_joined",
+    Kind.GAUGE,
+    "With the CPU tier of a node, 1 while the engine uses it; 0: it has left it and has no CPU tier.",
+)
 CPU_TIER_SESSIONS_ENDED = Metric(
     "spillway_cpu_tier_sessions_ended",
     Kind.COUNTER,
@@ -222,6 +227,7 @@ ALL = (
     HELD_BLOCKS,
     ANSWERS_KEPT,
     ANSWERS_SENT_BACK,
+    CPU_TIER_JOINED,
     CPU_TIER_RESETS,
     PROCESS_SETTING,
     TIER_LOOKUPS,

@@ -144,6 +144,9 @@ def test_an_engine_with_a_tier_of_its_own_in_place_of_the_nodes_is_found() -> No
     assert found("CPU blocks", private).verdict == Verdict.OK
     assert found("node's tier", shared).verdict == Verdict.OK
     assert found("CPU blocks", shared).verdict == Verdict.OK
+    page = PAGE + 'spillway_cpu_tier_joined{engine="0"} 0.0\n'
+    left = engine(page, settings=held({**CORE, "node_tier": "shared"}, WORKER), config=config)
+    assert found("node's tier", left).found == "left: it has no CPU tier"
     assert found("node's tier", engine(config=config)).verdict == Verdict.NOT_CHECKED
 
 

@@ -114,6 +114,11 @@ class CpuTier(OffloadingManager):
         """Whether `take_announcements` tells what is in these rows; `take_events` then is for vLLM's books alone."""
         return False
 
+    @property
+    def is_joined(self) -> bool | None:
+        """Whether these rows, which others share, can be used; None for rows of one's own."""
+        return None
+
     def used_rows(self) -> int:
         return len(self.resident)
 

@@ -257,6 +257,11 @@ class NodePicture(LruRows):
         self._left = None
         self.changed_chunks.add_all()
 
+    @property
+    @override
+    def is_joined(self) -> bool:
+        return self._left is None
+
     @override
     def weights_changed(self) -> None:
         """The other engines' chunks are those of the old weights, and no other engine could use this engine's."""

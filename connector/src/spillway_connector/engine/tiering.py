@@ -93,6 +93,7 @@ class TieringManager(PrefixLookupManager):
         self._reported_state: tuple[int, float | None, int] | None = None
         self._reported_rows = -1
         self._reported_retained = -1
+        self._reported_joined: bool | None = None
         self._reported_held = 0
         self._reported_answers: tuple[bool, float | None] | None = None
         self._reported_kept = -1
@@ -413,6 +414,10 @@ class TieringManager(PrefixLookupManager):
             self._reported_rows = used
             stats.add(metrics.CPU_TIER_BLOCKS, used, "used")
             stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
+        joined = self.primary_tier.is_joined
+        if joined is False or joined is not self._reported_joined:  # statistics may be lost: a warning is repeated
+            self._reported_joined = joined
+            stats.add(metrics.CPU_TIER_JOINED, int(bool(joined)))
         if (retained := self.primary_tier.retained_rows()) != self._reported_retained:
             self._reported_retained = retained
             stats.add(metrics.CPU_TIER_BLOCKS, retained, "retained")

@@ -263,6 +263,9 @@ def _node_tier(engine: EngineReading) -> Iterator[Finding]:
     held = engine.held("node_tier", ENGINE_CORE)
     if not held:
         yield Finding("node's tier", engine.name, Verdict.NOT_CHECKED, NO_REPORT)
+    elif any(value == 0 for _, value in (engine.after or Exposition("")).series("spillway_cpu_tier_joined")):
+        change = "its log has the reason, see SpillwayNodeTierLeft"
+        yield Finding("node's tier", engine.name, Verdict.WARNING, "left: it has no CPU tier", change)
     elif set(held.values()) == {"shared"}:
         yield Finding("node's tier", engine.name, Verdict.OK, "used")
     else:
