@@ -16,7 +16,8 @@ from ui.browser import Page, open_page
 
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.testing.fake_engine import FakeEngine
-from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway
+from spillway_gateway.testing.kv_publisher import KvPublisher
+from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 
 SHOTS = Path(__file__).resolve().parents[2] / "build" / "ui"
 OPERATOR = "sk-o" + "0" * 40
@@ -188,3 +189,44 @@ async def test_on_the_clients_port_the_page_asks_for_an_operators_key(tmp_path: 
         assert OPERATOR not in await page.run("document.documentElement.outerHTML")
         assert not any(OPERATOR in url for url in page.requested)
         assert not [problem for problem in page.problems if not re.search("status of 40[13]", problem)]
+
+
+async def test_a_chain_of_shared_tiers_is_shown_with_what_each_holds() -> None:
+    """Both stores at the engine, and in a decision the tokens that the tier below has alone."""
+    fakes = [FakeEngine(name=f"engine-{at}", publisher=KvPublisher(), block_tokens=4) for at in range(2)]
+    for fake in fakes:
+        await fake.start(0)
+    near, far, tokens = "nvme/00000000000000aa", "s3/00000000000000bb", list(range(16))
+    try:
+        async with running_gateway(gateway_config(fakes)) as running, open_page() as page:
+            first, second = (fake.publisher for fake in fakes)
+            assert first is not None and second is not None
+            first.stored([1, 2, 3, 4], None, tokens, 4)
+            for publisher, keys in ((first, [1, 2]), (second, [])):
+                publisher.stored(keys, None, [], 0, medium=near)
+            for publisher, keys in ((first, [3, 4]), (second, [])):
+                publisher.stored(keys, None, [], 0, medium=far)
+            first.removed([1, 2, 3, 4])
+            index = running.gateway.fleets[0].index
+            await until(lambda: index.shared_reach_of("engine-1").blocks == {"nvme": 2, "s3": 2})
+            body = {"model": "fake", "prompt": [*tokens, 99], "max_tokens": 1}
+            url = running.url + "/v1/completions"
+            async with aiohttp.ClientSession() as client, client.post(url, json=body) as reply:
+                assert reply.status == 200, await reply.text()
+            await page.width(1280)
+            await page.open(running.url + "/ui/")
+            await page.until("document.querySelectorAll('#decisions li').length === 1")
+            await page.run("document.querySelector('#decisions summary').click()")
+            await page.until("document.querySelectorAll('#decisions tbody tr').length === 2")
+            shot = await page.screenshot()
+            await asyncio.to_thread(keep_shot, "page-chain.png", shot)
+            said = await page.run(
+                "[...document.querySelectorAll('.model tbody td:last-child')].map(e => e.textContent)"
+            )
+            assert len(said) == 2 and all("2 blocks in nvme, 2 blocks in s3" in each for each in said)
+            held = await page.run("document.querySelector('#decisions tbody').textContent")
+            assert "16 (8 below)" in held
+            assert page.problems == []
+    finally:
+        for fake in fakes:
+            await fake.stop()

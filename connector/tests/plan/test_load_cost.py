@@ -151,6 +151,7 @@ def test_a_load_as_fast_as_computing_is_not_given_up():
 
 def test_nothing_can_arrive_within_two_round_trips():
     assert is_behind(0.2, 0, 10, 0.1, 0.0) and not is_behind(0.2, 0, 10, 0.1, 0.1)
+    assert is_behind(0.3, 0, 10, 0.1, 100.0), "a lookup that took so long waited for something else"
 
 
 def test_after_a_load_was_given_up_its_rate_counts_alone_and_is_probed_later():

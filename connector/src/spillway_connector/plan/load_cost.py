@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 _STEPS_MAX = 64  # vLLM keeps at most a handful of steps in flight
 BEHIND_SHARE = 0.03  # of the time to compute what is loaded
+LATENCY_SECONDS_MAX = 0.1  # a request that took longer waited behind what loads had left on the path
 BEHIND_SECONDS_MIN = 0.05  # a few steps of a scheduler, which looks once a step
 _PREFILL_TOKENS_MIN = 128  # a step with fewer mostly decodes: no measure of the prefill rate
 
@@ -124,9 +125,9 @@ def is_behind(
 ) -> bool:
     """Whether a load is to be given up because computing has overtaken it.
 
-    It may take as long as it would take to compute what has arrived, and BEHIND_SHARE of computing all of it besides.
-    So a load that is given up has cost that share, whatever the tier was believed to reach, and a tier that nothing is
-    known of is tried at that price.
+    For BEHIND_SHARE of the time to compute all of it nothing is asked of it; from then on what has arrived must be more
+    than would be computed by then. So a load that is too slow from its begin costs that share, whatever the tier was
+    believed to reach, and a tier that nothing is known of is tried at that price.
 
     Args:
         elapsed_seconds: since the load was begun.
@@ -135,8 +136,9 @@ def is_behind(
         seconds_per_chunk: to compute one.
         latency_seconds: of one request to the tier, during which nothing can arrive.
     """
-    allowed = max(BEHIND_SECONDS_MIN, BEHIND_SHARE * chunks * seconds_per_chunk) + 2 * latency_seconds
-    return elapsed_seconds > received_chunks * seconds_per_chunk + allowed
+    nothing_yet = 2 * min(latency_seconds, LATENCY_SECONDS_MAX)
+    free = max(BEHIND_SECONDS_MIN + nothing_yet, BEHIND_SHARE * chunks * seconds_per_chunk)
+    return elapsed_seconds > free and received_chunks * seconds_per_chunk < elapsed_seconds - nothing_yet
 
 
 class Gate(Protocol):

@@ -199,7 +199,7 @@ class ReceivingTier(Tier, Protocol):
 
     @property
     def received_bytes(self) -> int | None:
-        """What all loads since the start have received, also those that failed later. Never falls. None: it cannot tell."""
+        """What loads have received since the start, also those that failed later. Never falls. None: it cannot tell."""
         ...
 
 

@@ -197,6 +197,10 @@ function makeDecision(decision) {
   return item;
 }
 
+function sharedTokens(held) {
+  return whole.format(held.shared) + (held.below ? ` (${whole.format(held.below)} below)` : "");
+}
+
 function fillCandidates(item, decision) {
   const rows = decision.candidates.toSorted((one, other) => one.totalMs - other.totalMs).map((candidate) => {
     const row = document.createElement("tr");
@@ -209,7 +213,8 @@ function fillCandidates(item, decision) {
     const times = ["totalMs", "queueMs", "linkMs", "loadMs", "prefillMs", "displacedMs"];
     const figures = [
       ...times.map((field) => candidate[field].toFixed(1)),
-      ...["device", "cpu", "shared"].map((tier) => whole.format(candidate.held[tier])),
+      ...["device", "cpu"].map((tier) => whole.format(candidate.held[tier])),
+      sharedTokens(candidate.held),
       whole.format(candidate.runningRequests),
     ];
     for (const figure of figures) {
