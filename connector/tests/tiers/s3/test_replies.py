@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +211,42 @@ def test_every_refusal_is_a_sentence_without_the_secret(
         assert (type(refused), refused.reason) == (TierRefused, reason)
         assert words in str(refused)
         assert "never-to-be-shown" not in str(refused)
+
+
+def test_credentials_that_expire_under_load_are_renewed_before_the_store_refuses_them(
+    store: _Replies, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a pod's identity gives them. The store takes the newest alone, and each expires a minute after it is given."""
+    given = 0
+
+    def answer(request: _Request) -> None:
+        nonlocal given
+        if request.path == "/credentials":
+            given += 1
+            expires = datetime.now(UTC) + timedelta(seconds=60)
+            credentials = {"AccessKeyId": f"id-{given}", "SecretAccessKey": "s", "Token": "t"}
+            document = credentials | {"Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ")}
+            request.reply(200, json.dumps(document).encode())
+        elif f"Credential=id-{given}/" in request.headers["Authorization"]:
+            request.reply(200, _frame(1))
+        else:
+            request.refuse(400, "ExpiredToken")
+
+    store.answer = answer
+    (tmp_path / "token").write_text("of the service account")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    endpoint = f"http://127.0.0.1:{store.server_address[1]}"
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{endpoint}/credentials")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    tier = S3Tier(NAMESPACE, PAYLOAD_BYTES, S3Place(BUCKET, endpoint=endpoint))
+    try:
+        tier.prepare(soon())
+        before = given
+        while given < before + 2:  # obstore leaves 0.1 s between two renewals
+            assert load(tier, key_of(1)) == payload_of(1)
+    finally:
+        tier.close()
 
 
 def test_a_lookup_that_may_not_list_is_told_apart_from_a_miss(store: _Replies, tier: S3Tier) -> None:
