@@ -86,6 +86,12 @@ SHAPES: dict[str, Callable[[], bytes]] = {
     ),
     "floats": lambda: filled('{"model":"alias","messages":[],"tools":[', "1.2345678901234567890123e-300", "]}", MIB),
     "keys": lambda: b'{"model":"alias","messages":[]' + b"".join(b',"%x":0' % at for at in range(200_000)) + b"}",
+    "repeated members": lambda: filled(
+        '{"messages":[]',
+        '"model":"alias","kv_transfer_params":{"a":1},"vllm_xargs":{"kv_transfer_params":1}',
+        "}",
+        6 * MIB,
+    ).replace(b"]", b"],", 1),
     "blanks": lambda: b" " * 10_000_000 + b'{"model":"alias",' + b" " * 10_000_000 + b'"messages":[]}',
     "arguments": lambda: arguments("[" + "[]," * 5_000_000 + "[]]"),
     "long prompts": lambda: chat('{"role":"user","content":"' + "the quick brown fox, " * 150_000 + '"}', 1),

@@ -63,6 +63,7 @@ PIECES: Cases = [  # once they are enabled, vLLM 0.23 drops the salts of short i
     ("/v1/embeddings", {"input": LONG}),
     ("/v1/embeddings", {"input": ["hi", LONG]}),
     ("/v1/embeddings", {"input": [5] * (TOKENS_MAX + 1)}),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": LONG}]}),
 ]
 LABELS: Cases = [
     ("/classify", {"input": ["hi", "there"]}),

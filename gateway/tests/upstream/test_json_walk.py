@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spillway_gateway.upstream.json_walk import JsonWalk, NotAnObject
+from spillway_gateway.errors import ClientBadRequest
+from spillway_gateway.upstream.json_walk import REPEATS_MAX, JsonWalk, NotAnObject
 from spillway_gateway.upstream.splice import Opening, edited, insert_member, insertion, replace_text, replacements
 
 NAMES = ("model", "cache_salt")
@@ -165,6 +166,13 @@ def test_what_a_parser_takes_is_never_refused_and_other_encodings_never_pass(bod
 def test_what_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(NotAnObject):
         walked(body, 1000)
+
+
+def test_what_repeats_a_wanted_name_too_often_is_refused() -> None:
+    often = b'{"x":0' + b',"model":1' * REPEATS_MAX + b',"x":[]' * 3
+    walked(often + b"}", 1000)
+    with pytest.raises(ClientBadRequest, match="'model' more than 1024 times"):
+        walked(often + b',"mod\\u0065l":2}', 1000)
 
 
 def test_what_is_nested_too_deeply_is_refused() -> None:

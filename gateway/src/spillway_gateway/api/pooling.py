@@ -42,11 +42,11 @@ def parse_pooling(body: Body) -> ParsedBody:
     """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
     fields = read_body(_decoder, body)
     salt = salt_text(fields.cache_salt)
-    longest = 0
     prompt: ChatPrompt | CompletionPrompt
     if fields.messages is not None:
         # Pooling models use another chat template, or none, so the prompt is matched by its text.
         prompt, other_tokens = ChatPrompt(fields.messages, cache_salt=salt, exact=False), 0
+        longest = value_tokens(fields.messages)
     else:
         one = _first_given(fields.input, fields.texts, fields.query, fields.queries, fields.text_1, fields.data_1)
         first, other_tokens = first_of(one)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.upstream.forward import Body
 
 _BLANKS = re.compile(rb"[ \t\r\n]*+")
@@ -31,6 +32,7 @@ _SCALAR = re.compile(rb'[^ \t\r\n,:"{}\[\]]*+')
 _QUOTE, _COLON, _COMMA, _OPEN, _CLOSE = b'":,{}'
 _BEGINS = b"{["
 DEPTH_MAX = 1000  # about what Python's own parser takes, and so an engine
+REPEATS_MAX = 1024  # of one name: what changes a member makes an edit of each
 KEY_BYTES_MAX = 512  # every wanted name is shorter, with each character escaped
 
 
@@ -65,7 +67,7 @@ class _Next(Enum):
 
 
 class JsonWalk:
-    """One document. names: of the members to find; of a name that is repeated, all are kept."""
+    """One document. names: of the members to find; of a name that is repeated, all are kept, up to REPEATS_MAX."""
 
     def __init__(self, body: Body, names: Iterable[str]) -> None:
         self._body = body
@@ -86,8 +88,8 @@ class JsonWalk:
         self.text_bytes = 0
 
     def advance(self, bytes_max: int) -> bool:
-        """Scan so many more bytes; True at the end. Raises NotAnObject, and RecursionError for values nested deeper
-        than DEPTH_MAX."""
+        """Scan so many more bytes; True at the end. Raises NotAnObject, ClientBadRequest for a name that is repeated
+        too often, and RecursionError for values nested deeper than DEPTH_MAX."""
         end = min(self.at + bytes_max, len(self._body))
         while self.at < end:
             if self._next is _Next.NESTED:
@@ -131,7 +133,7 @@ class JsonWalk:
         self.text_bytes += text_bytes
         name = self._names.get(bytes(key))
         if name is not None:
-            self.members.setdefault(name, []).append(Member(start, stop, int(text), 0, text_bytes))
+            self._keep(name, Member(start, stop, int(text), 0, text_bytes))
         self._next = _Next.KEY if match[3] == b"," else _Next.NOTHING
         return True
 
@@ -219,6 +221,12 @@ class JsonWalk:
             else:
                 self._end_value()
 
+    def _keep(self, name: str, member: Member) -> None:
+        found = self.members.setdefault(name, [])
+        if len(found) == REPEATS_MAX:
+            raise ClientBadRequest(f"The request body has {name!r} more than {REPEATS_MAX} times; send it once", name)
+        found.append(member)
+
     def _end_value(self) -> None:
         if self._name is not None:
             strings, containers, text_bytes = self._before
@@ -229,7 +237,7 @@ class JsonWalk:
                 self.containers - containers,
                 self.text_bytes - text_bytes,
             )
-            self.members.setdefault(self._name, []).append(member)
+            self._keep(self._name, member)
             self._name = None
         self._depth, self._next = 1, _Next.COMMA_OR_END
 
