@@ -155,6 +155,21 @@ async def test_a_restarted_engine_loses_its_old_blocks(publisher: KvPublisher) -
             reborn.close()
 
 
+async def test_a_message_that_is_too_long_ends_a_connection_and_not_the_following(
+    publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "MESSAGE_BYTES_MAX", 4096)
+    monkeypatch.setattr(kv_events, "RECONNECT_SECONDS", 0.05)
+    store(publisher, 0)
+    async with followed(publisher) as view:
+        for blocks in (2, 3):
+            await until(lambda count=blocks - 1: view.held_tokens() == count * BLOCK and view.engine.events_live)
+            publisher.publish_payload(b"x" * 5000)
+            await until(lambda: not view.engine.events_live)
+            store(publisher, blocks - 1)  # while nobody hears it: it comes with the replay
+            await until(lambda count=blocks: view.held_tokens() == count * BLOCK)
+
+
 async def test_a_sequence_that_begins_anew_on_the_same_connection_is_a_restart(publisher: KvPublisher) -> None:
     for block in range(3):
         store(publisher, block)

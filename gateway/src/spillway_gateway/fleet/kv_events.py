@@ -13,6 +13,7 @@ only when the replay's first message arrives, so a replay socket that does not a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 LIVE_QUEUE_MAX = 1_000  # messages between socket and index; further ones stay in ZMQ's bounded buffer
 ITERATION_SECONDS_MAX = 0.002  # of event work per event loop iteration; bounds the delay of requests
+RECONNECT_SECONDS = 1.0  # after a connection that ended, if ZMQ has not connected again by then
 REPLAY_BACKOFF_SECONDS = 2.0  # after the first failed replay; doubled by each further one
 REPLAY_BACKOFF_SECONDS_MAX = 60.0
 
@@ -118,7 +120,7 @@ class EventFollower:
         try:
             subscriber.connect(self._events_url)
             async with asyncio.TaskGroup() as tasks:  # the failure of one is that of all
-                tasks.create_task(self._read_monitor(monitor))
+                tasks.create_task(self._read_monitor(monitor, subscriber))
                 tasks.create_task(self._read_live(subscriber))
                 tasks.create_task(self._consume())
         finally:
@@ -147,11 +149,28 @@ class EventFollower:
                 await asyncio.sleep(0)
                 yielded_at = self._clock()
 
-    async def _read_monitor(self, monitor: Any) -> None:
-        while True:
-            event = (await recv_monitor_message(monitor))["event"]
-            signal = _Signal.CONNECTED if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else _Signal.DISCONNECTED
-            await self._queue.put(signal)
+    async def _read_monitor(self, monitor: Any, subscriber: zmq.asyncio.Socket) -> None:
+        reconnect: asyncio.TimerHandle | None = None
+        try:
+            while True:
+                event = (await recv_monitor_message(monitor))["event"]
+                if reconnect is not None:
+                    reconnect.cancel()
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    await self._queue.put(_Signal.CONNECTED)
+                else:
+                    loop = asyncio.get_running_loop()
+                    reconnect = loop.call_later(RECONNECT_SECONDS, self._reconnect, subscriber)
+                    await self._queue.put(_Signal.DISCONNECTED)
+        finally:
+            if reconnect is not None:
+                reconnect.cancel()
+
+    def _reconnect(self, subscriber: zmq.asyncio.Socket) -> None:
+        """ZMQ connects again by itself, but not behind a message that was longer than MESSAGE_BYTES_MAX."""
+        with contextlib.suppress(zmq.ZMQError):  # it may know the address no more
+            subscriber.disconnect(self._events_url)
+        subscriber.connect(self._events_url)
 
     def _engine_changed(self, engine: Engine) -> None:
         if engine.state is EngineState.DOWN:
