@@ -51,7 +51,7 @@ STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) $(DISTRIBUTIONS:%=%/pyproje
 .PHONY: up
 up: $(STAMP) $(ENGINE_STAMP) ## Install, prepare the model, start everything and wait for a first answer
 ##+ VLLM=0.23|0.30|0.32 PORT= ENGINES= MODEL= DTYPE=auto|bfloat16|float16|float32 MAX_LENGTH= DEVICE_BLOCKS=
-##+ OFFLOAD=on|off NUM_CPU_BLOCKS= SHARED_TIER=nvme|redis|s3|none GATEWAY_PROCESSES=
+##+ OFFLOAD=on|off NUM_CPU_BLOCKS= NODE_TIER=1GiB|off SHARED_TIER=nvme|redis|s3|none GATEWAY_PROCESSES=
 ##+ SELF_CHECK=auto|off SELF_CHECK_TEXT="sentences that the model knows"
 ##+ ENGINE_ARGS="arguments of vLLM" ENGINE_SET="key=value of the engine service"
 	@$(BIN)/python -m spillway_stack up

@@ -86,6 +86,18 @@ def test_the_engine_service_accepts_what_the_stack_writes() -> None:
                 assert engine.offload.num_cpu_blocks == settings.num_cpu_blocks
 
 
+def test_all_engines_share_the_cpu_tier_of_the_machine_if_they_are_to() -> None:
+    settings = StackSettings(node_tier="1GiB")
+    tiers = [
+        engine_settings(engine_configuration(settings, MODEL, FOLDER, index)).offload.node_tier for index in (0, 1)
+    ]
+    assert tiers[0] is not None and tiers[0] == tiers[1]
+    assert (tiers[0].bytes, tiers[0].path, tiers[0].fallback) == (1 << 30, str(FOLDER.node_tier), "refuse")
+    assert tiers[0].path != str(StateFolder(Path("/other")).node_tier)
+    with pytest.raises(SettingsError, match="NODE_TIER: 'some' is no size"):
+        engine_settings(engine_configuration(StackSettings(node_tier="some"), MODEL, FOLDER, 0))
+
+
 def test_dtype_and_arguments_of_vllm_reach_every_engine() -> None:
     settings = StackSettings(dtype="float32", engine_args=("--max-num-seqs", "8"))
     engine = engine_settings(engine_configuration(settings, MODEL, FOLDER, 1))
@@ -127,7 +139,7 @@ def test_a_refusal_names_the_variable(settings: StackSettings, message: str) -> 
 
 def test_the_variables_name_existing_settings() -> None:
     """A variable must not outlive the setting that it sets."""
-    tree = settings_tree(engine_settings(engine_configuration(StackSettings(), MODEL, FOLDER, 0)))
+    tree = settings_tree(engine_settings(engine_configuration(StackSettings(node_tier="1GiB"), MODEL, FOLDER, 0)))
     for path in [*make_variables.VARIABLES, *make_variables.RESERVED]:
         below = tree
         for key in path.split("."):

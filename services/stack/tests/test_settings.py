@@ -17,12 +17,13 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "NUM_CPU_BLOCKS": "12", "DEVICE_BLOCKS": "100", "MAX_LENGTH": "2000", "DTYPE": "float32",
             "ENGINE_ARGS": "--max-num-seqs 8 --limit-mm-per-prompt '{\"image\": 0}'",
             "ENGINE_SET": "offload.blocksPerChunk=2 extraEnv.A='b c'", "SELF_CHECK": "off", "VLLM": "0.23, 0.30,0.32",
-            "GATEWAY_PROCESSES": "2", "SELF_CHECK_TEXT": " Alle Menschen werden Brüder: wo dein Flügel weilt. ",
+            "GATEWAY_PROCESSES": "2", "NODE_TIER": "1GiB",
+            "SELF_CHECK_TEXT": " Alle Menschen werden Brüder: wo dein Flügel weilt. ",
         }
     )  # fmt: skip
 
     assert settings == StackSettings(
-        9000, 3, str(tmp_path), "redis", False, 12, 100, max_length=2000, dtype="float32",
+        9000, 3, str(tmp_path), "redis", False, "1GiB", 12, 100, max_length=2000, dtype="float32",
         engine_args=("--max-num-seqs", "8", "--limit-mm-per-prompt", '{"image": 0}'),
         engine_overrides=("offload.blocksPerChunk=2", "extraEnv.A=b c"), self_check="off",
         self_check_text="Alle Menschen werden Brüder: wo dein Flügel weilt.",

@@ -22,9 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spillway_stack",
         description="Runs all of Spillway on this machine. Environment: PORT, ENGINES, VLLM, MODEL, SHARED_TIER, "
-        "OFFLOAD, NUM_CPU_BLOCKS, DEVICE_BLOCKS, MAX_LENGTH, DTYPE, GATEWAY_PROCESSES, ENGINE_ARGS (further arguments "
-        "of vLLM), "
-        "ENGINE_SET (key=value of the engine service).",
+        "OFFLOAD, NUM_CPU_BLOCKS, NODE_TIER, DEVICE_BLOCKS, MAX_LENGTH, DTYPE, GATEWAY_PROCESSES, ENGINE_ARGS (further "
+        "arguments of vLLM), ENGINE_SET (key=value of the engine service).",
     )
     parser.add_argument(
         "--state-dir", type=Path, default=Path(".run"), help="logs, configuration, tiers (default .run)"

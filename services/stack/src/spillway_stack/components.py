@@ -78,6 +78,8 @@ def engine_configuration(
     offload: dict[str, Any] = {"enabled": settings.offload}
     if settings.offload:
         offload |= {"numCpuBlocks": settings.num_cpu_blocks, "sharedTier": _shared_tier(settings, folder)}
+        if settings.node_tier != "off":
+            offload["nodeTier"] = {"bytes": settings.node_tier, "path": str(folder.node_tier), "fallback": "refuse"}
     return {
         "name": f"engine-{index}",
         "model": {

@@ -21,6 +21,8 @@ VARIABLES = {
     "offload.enabled": "OFFLOAD",
     "offload.numCpuBlocks": "NUM_CPU_BLOCKS",
     "offload.cpuBytes": "NUM_CPU_BLOCKS",
+    "offload.nodeTier": "NODE_TIER",
+    "offload.nodeTier.bytes": "NODE_TIER",
     "offload.sharedTier.type": "SHARED_TIER",
     "lifecycle.selfCheck": "SELF_CHECK",
     "lifecycle.selfCheckText": "SELF_CHECK_TEXT",

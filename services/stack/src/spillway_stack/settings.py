@@ -34,6 +34,7 @@ class StackSettings:
     model: str = ""  # folder or hub name; empty: the bundled SmolLM2-135M-Instruct
     shared_tier: str = "nvme"
     offload: bool = True
+    node_tier: str = "off"  # bytes of one CPU tier for all engines, such as 1GiB; off: each has one of its own
     num_cpu_blocks: int = 112  # chunks of one block, per engine: the demo's documents of 4,096 tokens and its probes
     device_blocks: int = 80
     block_size: int = Engine().block_size  # tokens
@@ -58,6 +59,7 @@ class StackSettings:
             model=_model(environment.get("MODEL", "")),
             shared_tier=_choice(environment, "SHARED_TIER", default.shared_tier, SHARED_TIERS),
             offload=_choice(environment, "OFFLOAD", "on", ("on", "off")) == "on",
+            node_tier=environment.get("NODE_TIER", "").strip() or default.node_tier,
             num_cpu_blocks=_number(environment, "NUM_CPU_BLOCKS", default.num_cpu_blocks, least=1),
             device_blocks=_number(environment, "DEVICE_BLOCKS", default.device_blocks, least=2),
             gateway_processes=_number(environment, "GATEWAY_PROCESSES", 1, least=1, most=PROCESSES_MAX),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ def take_down(folder: StateFolder, log: Callable[[str], None]) -> bool:
     """Stop everything; False when nothing was running. No process, port or shared-memory file of the stack remains."""
     state = folder.read_state()
     if state is None:
-        sweep_stale_regions()
+        _free_memory(folder)
         return False
     supervisor = ProcessIdentity.from_record(state["supervisor"])
     if supervisor is not None and supervisor.is_alive():
@@ -31,9 +32,14 @@ def take_down(folder: StateFolder, log: Callable[[str], None]) -> bool:
     else:
         log("the supervisor is gone; stopping its components one by one")
     _end_recorded(state["components"])
-    sweep_stale_regions()
+    _free_memory(folder)
     folder.state_file.unlink(missing_ok=True)
     return True
+
+
+def _free_memory(folder: StateFolder) -> None:
+    sweep_stale_regions()
+    shutil.rmtree(folder.node_tier, ignore_errors=True)
 
 
 def _end_recorded(components: dict[str, dict[str, Any]]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from spillway_engine.machine import SHARED_MEMORY_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,12 @@ class StateFolder:
     @property
     def nvme(self) -> Path:
         return self.root / "nvme"
+
+    @property
+    def node_tier(self) -> Path:
+        """In shared memory, named after this folder, so that two stacks share no rows."""
+        name = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:16]
+        return SHARED_MEMORY_FOLDER / f"spillway-stack-{os.getuid()}-{name}"
 
     @property
     def valkey(self) -> Path:
