@@ -245,6 +245,7 @@ CHANGES: dict[str, Any] = {
     "engine.offload.batchMemcpy": "on",
     "engine.offload.nodeTier.bytes": "65GiB",
     "engine.offload.nodeTier.fallback": "refuse",
+    "engine.offload.nodeTier.floor": 0.2,
     "engine.offload.sharedTier.type": "nvme",
     "engine.offload.sharedTier.nvme.path": "/kv",
     "engine.offload.sharedTier.below.type": "redis",

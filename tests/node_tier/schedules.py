@@ -23,6 +23,7 @@ from spillway_connector.engine.node_rows import NodeRows
 from spillway_connector.engine.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.errors import DeviceCopyError, TierTimeout
 from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan.foreign_rows import FLOOR_KEPT_MS
 from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, WRITING
 from spillway_connector.testing.generation import make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
@@ -81,7 +82,7 @@ class Schedule:
     def start(self) -> Engine:
         region = NodeRegion(self.folder, self.rows, ROW_BYTES, new_number())
         namespace = self.random.choice(NAMESPACES)
-        tier = make_node_tier(region, namespace, True, clock=lambda: self.seconds)
+        tier = make_node_tier(region, namespace, True, self.random.choice((0.0, 0.3)), clock=lambda: self.seconds)
         assert isinstance(tier, NodeRows)
         self.opened.append(tier)
         return Engine(region, tier, namespace, RowChecks(region.index))
@@ -314,6 +315,7 @@ class Schedule:
             last.tier.sync()
         counted = last.region.index.count()
         assert not counted[WRITING], counted
+        self.seconds += FLOOR_KEPT_MS / 1000
         fresh = [OffloadKey(bytes([200 + number]) * 36) for number in range(self.rows)]
         assert last.tier.prepare_store(fresh, CONTEXT) is not None
         last.tier.complete_store(fresh, CONTEXT, True)

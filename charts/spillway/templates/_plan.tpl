@@ -129,7 +129,7 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- include "spillway.passed" (dict "section" (omit $offload "sharedTier" "nodeTier") "out" $out) -}}
 {{- if $offload.nodeTier.enabled -}}
 {{- $_ := set $out "nodeTier" (dict "bytes" $offload.nodeTier.bytes "fallback" $offload.nodeTier.fallback
-  "path" .item.names.folders.node "maker" "keeper") -}}{{- end -}}
+  "floor" $offload.nodeTier.floor "path" .item.names.folders.node "maker" "keeper") -}}{{- end -}}
 {{- if $offload.numCpuBlocks -}}{{- $_ := unset $out "cpuBytes" -}}{{- end -}}
 {{- $shared := dict -}}
 {{- include "spillway.tierSettings" (dict "root" .root "item" .item "out" $shared) -}}

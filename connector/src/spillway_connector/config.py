@@ -27,7 +27,7 @@ from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_settings.byte_sizes import ByteCount, format_byte_count
 from spillway_settings.keys import own_keys
-from spillway_settings.typed import Count, Positive, Settings, WrongSetting, read_settings
+from spillway_settings.typed import Count, Portion, Positive, Settings, WrongSetting, read_settings
 from spillway_settings.values.offload import (
     BUCKET_ENDPOINT_PATTERN,
     BUCKET_PATTERN,
@@ -122,6 +122,8 @@ class NodeTierConfig(Section, frozen=True):
     path: str = "/dev/shm/spillway"  # noqa: S108 - the point is to be in shared memory
     # What an engine does that cannot use it: private, have a CPU tier of its own; refuse, not start.
     fallback: NodeFallback = _CHART.node_tier.fallback
+    # Of the rows of one size, the part that each namespace keeps when another one wants rows.
+    floor: Portion = _CHART.node_tier.floor
     # Whose memory it is. engine: the first engine of the node makes the rows. keeper: spillway node-tier makes them,
     # and engines wait for it.
     maker: Literal["engine", "keeper"] = "engine"

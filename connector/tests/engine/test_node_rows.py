@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,9 +43,9 @@ class Node:
         self.seconds = 100.0
         self.engines: list[NodeRows] = []
 
-    def engine(self, namespace: bytes = OURS) -> NodeRows:
-        region = NodeRegion(self.folder, ROWS, ROW_BYTES, new_number())
-        tier = make_node_tier(region, namespace, True, clock=lambda: self.seconds)
+    def engine(self, namespace: bytes = OURS, *, floor_share: float = 0.0, rows: int = ROWS) -> NodeRows:
+        region = NodeRegion(self.folder, rows, ROW_BYTES, new_number())
+        tier = make_node_tier(region, namespace, True, floor_share, clock=lambda: self.seconds)
         assert isinstance(tier, NodeRows)
         self.engines.append(tier)
         return tier
@@ -165,6 +166,40 @@ def test_chunks_of_another_namespace_make_room_if_they_are_older_or_the_own_ones
     theirs.touch([key(number) for number in range(3)], CONTEXT)
     store(ours, 3)  # one of its own is older
     assert sum(looked_up(theirs, number) is HIT for number in range(3)) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_namespaces_divide_the_rows_by_use_and_each_gets_and_keeps_its_floor(node: Node, seed: int):
+    chosen, rows, floor = random.Random(seed), 16, 4
+    tiers = [node.engine(bytes([name]) * 16, floor_share=floor / rows, rows=rows) for name in range(3)]
+    had = [0, 0, 0]
+    for serial in range(200):
+        node.seconds += 1
+        turn = chosen.choice((0, 0, 0, 0, 0, 1, 1, 2))  # the first one uses it most
+        keys = [OffloadKey(serial.to_bytes(2, "big") * 18 + bytes([at])) for at in range(chosen.randint(1, 3))]
+        output = tiers[turn].prepare_store(keys, CONTEXT)
+        assert output is not None
+        tiers[turn].complete_store(keys, CONTEXT, True)
+        for tier in tiers:
+            tier.sync()
+        has = [len(tier.ready) for tier in tiers]
+        assert all(now >= min(before, floor) for now, before in zip(has, had, strict=True))
+        assert has[turn] >= min(had[turn] + len(keys), floor)
+        had = has
+    assert sum(had) == rows
+    assert min(had) >= floor
+
+
+def test_a_namespace_that_is_used_no_longer_gives_its_floor_away(node: Node):
+    ours, theirs = (node.engine(name, floor_share=0.25) for name in (OURS, THEIRS))
+    store(theirs, 0)
+    node.seconds += 3599
+    store(ours, 1, 2, 3)
+    assert ours.prepare_store([key(number) for number in (5, 6, 7, 8)], CONTEXT) is None
+    assert looked_up(theirs, 0) is HIT
+    node.seconds += 1
+    store(ours, 5, 6, 7, 8)
+    assert looked_up(theirs, 0) is MISS
 
 
 def test_a_load_whose_rows_have_just_been_given_away_is_refused_and_lets_go_of_nothing_else(node: Node):

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from spillway_connector.engine.cpu_tier import LruRows
 from spillway_connector.errors import TierTimeout
 from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan.foreign_rows import ForeignRows
 from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
@@ -38,10 +39,22 @@ class NodePicture(LruRows):
         region: NodeRegion,
         namespace: bytes,
         *,
+        floor_share: float = 0.0,
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """namespace: 16 bytes; engines share chunks if theirs are equal. Raises HostMemoryError."""
+        """Join the engines of the node.
+
+        Args:
+            region: The rows.
+            namespace: 16 bytes; engines share chunks if theirs are equal.
+            floor_share: The part of all rows that each namespace keeps when this one wants rows.
+            enable_events: Whether what changes is announced.
+            clock: In seconds, the same for all engines of the node.
+
+        Raises:
+            HostMemoryError: The region cannot be joined.
+        """
         super().__init__(region.num_rows, region.memory, enable_events=enable_events, clock=clock)
         self._node, self._index = region, region.index
         self._namespace = namespace
@@ -52,7 +65,7 @@ class NodePicture(LruRows):
         self._segments = self._index.new_segments()
         self._version = -1
         self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
-        self._foreign: set[int] = set()  # ready rows of other namespaces, and of before a reset
+        self._foreign = ForeignRows(namespace, region.num_rows, floor_share)  # and those of before a reset
         self._mine: set[OffloadKey] = set()  # being written by this engine
         self._unpublished: dict[OffloadKey, int] = {}  # written by this engine, with their rows
         self._publishes_later = False
@@ -126,12 +139,12 @@ class NodePicture(LruRows):
                 self._drop(row, before)
             if key is not None:
                 found.append((row, key, is_ready))
-            elif is_ready:
-                self._foreign.add(row)
+            elif is_ready and entry is not None:
+                self._foreign.add(row, entry.namespace)
         for row, key, is_ready in found:
             if self._rows.setdefault(key, row) != row:  # a second one
                 if is_ready:
-                    self._foreign.add(row)
+                    self._foreign.add(row, self._namespace)
                 continue
             if row not in self._chunk_in:
                 self._chunk_in[row] = key

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice, takewhile
 
-import numpy as np
 from typing_extensions import override
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 
@@ -41,11 +40,12 @@ class NodeRows(NodePicture):
         region: NodeRegion,
         namespace: bytes,
         *,
+        floor_share: float = 0.0,
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """namespace: 16 bytes; engines share chunks if theirs are equal. Raises HostMemoryError."""
-        super().__init__(region, namespace, enable_events=enable_events, clock=clock)
+        """As NodePicture's."""
+        super().__init__(region, namespace, floor_share=floor_share, enable_events=enable_events, clock=clock)
         self.prepare_read = self._prepare_read
 
     # -- counts
@@ -106,19 +106,21 @@ class NodeRows(NodePicture):
         return found
 
     def _make_foreign_room(self, index: NodeIndex, count: int) -> None:
-        """Free rows that this picture does not show: those used before its oldest chunk, and others if it is short."""
+        """Free rows that this picture does not show: those used before its oldest chunk, and others while it is short
+        of evictable chunks or below its floor. Other namespaces keep theirs."""
         if count <= 0:
             return
-        rows = np.fromiter(self._foreign, np.intp)
-        oldest_first = rows[np.argsort(index.used_ms_array[rows], kind="stable")].tolist()
-        if len(self.ready) - len(self._readers) >= count:
+        oldest_first = self._foreign.oldest_first(index.used_ms_array, self._now_ms())
+        is_above_floor = len(self._rows) >= self._foreign.floor_rows
+        if is_above_floor and len(self.ready) - len(self._readers) >= count:
             oldest = next((self._used_ms[row] for key, row in self._rows.items() if key in self.ready), 0)
             oldest_first = list(takewhile(lambda row: index.used_ms[row] <= oldest, oldest_first))
         chosen = list(islice((row for row in oldest_first if not index.is_pinned(row)), count))
         if chosen:
             index.free(chosen)
             self._took(chosen)
-            self._foreign.difference_update(chosen)
+            for row in chosen:
+                self._foreign.discard(row)
 
     @override
     def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:

@@ -131,7 +131,7 @@ class SpecBase(OffloadingSpec):
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier: ...
 
     @abstractmethod
-    def _make_node_tier(self, region: NodeRegion, namespace: bytes) -> CpuTier:
+    def _make_node_tier(self, region: NodeRegion, namespace: bytes, floor_share: float) -> CpuTier:
         """Raises HostMemoryError."""
 
     @property
@@ -239,7 +239,8 @@ class SpecBase(OffloadingSpec):
         except WeightsUnknown as reason:
             namespace = os.urandom(NAMESPACE_DIGEST_BYTES)
             logger.error("Spillway: this engine shares no chunk of its node's CPU tier with others: %s", reason)
-        return self._make_node_tier(node, namespace)
+        wanted = self.settings.node_tier
+        return self._make_node_tier(node, namespace, 0.0 if wanted is None else wanted.floor)
 
     def _create_tiers(self, view: memoryview) -> list[SecondaryTierManager]:
         """Empty if the model's weights cannot be distinguished from others'. The engine then serves without them."""

@@ -186,6 +186,7 @@ class NodeTier(Section, frozen=True):
     enabled: bool = False
     bytes: Size = "64GiB"
     host_path: Folder = "/dev/shm/spillway"  # noqa: S108 - the point is to be in shared memory
+    floor: Portion = 0.1
     fallback: NodeFallback = "private"
     port: Port = 8400
 

@@ -62,8 +62,8 @@ class SpillwayOffloadingSpec(SpecBase):
         return self.vllm_config, self.kv_cache_config
 
     @override
-    def _make_node_tier(self, region: NodeRegion, namespace: bytes) -> CpuTier:
-        return make_node_tier(region, namespace, self.announces_blocks)
+    def _make_node_tier(self, region: NodeRegion, namespace: bytes, floor_share: float) -> CpuTier:
+        return make_node_tier(region, namespace, self.announces_blocks, floor_share)
 
     @override
     def _make_cpu_tier(self, region: HostRegion) -> CpuTier:

@@ -35,10 +35,14 @@ def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events:
 
 
 def make_node_tier(
-    region: NodeRegion, namespace: bytes, enable_events: bool, clock: Callable[[], float] = time.monotonic
+    region: NodeRegion,
+    namespace: bytes,
+    enable_events: bool,
+    floor_share: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> CpuTier:
     """Raises HostMemoryError."""
-    return NodeCpuTier(region, namespace, enable_events=enable_events, clock=clock)
+    return NodeCpuTier(region, namespace, floor_share=floor_share, enable_events=enable_events, clock=clock)
 
 
 class _CpuEvents(CpuTier):

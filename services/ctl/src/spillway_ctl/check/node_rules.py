@@ -16,6 +16,7 @@ _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(Offlo
 # What groups that share a folder of the node must have in common: one DaemonSet keeps it on the nodes of all of them.
 _EQUAL: dict[str, Callable[[Group], Any]] = {
     "offload.nodeTier.bytes": lambda group: size(group.engine.offload.node_tier.bytes),
+    "offload.nodeTier.floor": lambda group: group.engine.offload.node_tier.floor,
     "offload.nodeTier.port": lambda group: group.engine.offload.node_tier.port,
     "nodeSelector": lambda group: group.engine.node_selector,
     "tolerations": lambda group: group.engine.tolerations,
