@@ -182,6 +182,10 @@ bench-first-token: $(STAMP) $(ENGINE_STAMP) ## Time to first token by tier, besi
 bench-chat-turns: $(STAMP) ## Turns of a chat whose KV was evicted, with the KV of answers kept or not, and what keeping it costs. About 20 minutes
 	@$(BIN)/python bench/chat_turns.py $(BENCH)
 
+.PHONY: bench-narrow-path
+bench-narrow-path: $(STAMP) ## Loads from an object store over narrow paths, without an engine: when they are given up. About three minutes
+	@$(BIN)/python bench/narrow_path.py $(BENCH)
+
 .PHONY: bench-first-token-stamps
 bench-first-token-stamps: $(STAMP) $(ENGINE_STAMP) ## Where the time of one first token from a tier goes, by process. About four minutes
 ##+ BENCH="--tiers redis" measures one shared tier
