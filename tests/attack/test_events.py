@@ -77,23 +77,27 @@ def test_one_batch_of_many_events_is_taken_in_over_many_iterations(target: Targe
 
 
 def removed() -> list[object]:
-    return ["BlockRemoved", list(range(1 << 40, (1 << 40) + 1_000_000)), "GPU", None]
+    return [["BlockRemoved", list(range(1 << 40, (1 << 40) + 1_000_000)), "GPU", None]]
 
 
 def stored() -> list[object]:
     hashes = list(range(1 << 41, (1 << 41) + 300_000))
-    return ["BlockStored", hashes, None, [7] * (300_000 * BLOCK), BLOCK, None, "GPU", None, None, None, None, None]
+    return [["BlockStored", hashes, None, [7] * (300_000 * BLOCK), BLOCK, None, "GPU", None, None, None, None, None]]
 
 
-@pytest.mark.parametrize("event", [removed, stored])
-def test_one_event_of_very_many_blocks_is_taken_in_over_many_iterations(
-    target: Target, publisher: KvPublisher, event: Callable[[], list[object]]
+def cleared() -> list[object]:
+    return [["AllBlocksCleared"]] * 20_000
+
+
+@pytest.mark.parametrize("events", [removed, stored, cleared])
+def test_a_batch_that_takes_long_is_taken_in_over_many_iterations(
+    target: Target, publisher: KvPublisher, events: Callable[[], list[object]]
 ) -> None:
-    given = event()
+    given = events()
 
     def attack() -> None:
         done = series(target, "spillway_gateway_event_batches_total") + 1
-        publisher.publish([given])
+        publisher.publish(given)
         eventually(
             "it is taken in", lambda: series(target, "spillway_gateway_event_batches_total") >= done, SECONDS_MAX
         )

@@ -416,9 +416,9 @@ class EventFollower:
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 await _in_steps(self._index.clear_device(name))
-                continue
-            for _ in self._index.apply_in_steps(name, event, seen=batch.timestamp_seconds <= self._seen_until):
-                await self._yield_when_due()
+            else:
+                for _ in self._index.apply_in_steps(name, event, seen=batch.timestamp_seconds <= self._seen_until):
+                    await self._yield_when_due()
             await self._yield_when_due()
         self._applied = frame.sequence
         self._applied_at = batch.timestamp_seconds
