@@ -213,6 +213,12 @@ class Processes:
         """Ends a process and all that it started, as a lost node does."""
         os.killpg(self._running[name].pid, signal.SIGKILL)
 
+    def wait(self, name: str) -> None:
+        """Waits for the end of a killed process and of its group, which holds ports and memory until then."""
+        process = self._running[name]
+        process.wait()
+        self._wait_for_group(process.pid)
+
     def log_end(self, name: str) -> str:
         lines = (self._folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"   | {line[:240]}" for line in lines[-20:])
@@ -245,16 +251,17 @@ class Processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        self._wait_for_groups()
-
-    def _wait_for_groups(self) -> None:
-        """A killed engine holds its device memory, which the next system needs, until its pinned memory is freed."""
-        until = time.monotonic() + FREED_SECONDS_MAX
         for process in self._running.values():
-            with suppress(ProcessLookupError):
-                while time.monotonic() < until:
-                    os.killpg(process.pid, 0)
-                    time.sleep(0.1)
+            self._wait_for_group(process.pid)
+
+    @staticmethod
+    def _wait_for_group(group: int) -> None:
+        """A killed engine holds its device memory, which the next one needs, until its pinned memory is freed."""
+        until = time.monotonic() + FREED_SECONDS_MAX
+        with suppress(ProcessLookupError):
+            while time.monotonic() < until:
+                os.killpg(group, 0)
+                time.sleep(0.1)
 
 
 def generate_load(

@@ -3,7 +3,7 @@
     PYTHONPATH=bench:... python -m system.disaggregation --model FOLDER [--engines 2] [--tiny]
         [--systems plain always auto auto_both] [--mixes prefill_heavy decode_heavy mixed] [--seconds 15]
         [--store nvme|node] [--shared-folder /dev/shm/spillway-bench] [--engine-set KEY=VALUE ...]
-        [--gateway-set KEY=VALUE ...]
+        [--gateway-set KEY=VALUE ...] [--killed-requests 200 --killed-seconds 240 [--gpus 2]]
 
 The engines start once and share one NVMe tier, or with `--store node` one CPU tier; roles and decisions are settings of
 the gateway. Systems: `plain`, no
@@ -16,9 +16,10 @@ other one decode, so that all engines take whole requests. In turns, for each sy
    goodput, which counts requests within a bound of both.
 
 A hand-over lasts from the end of the first leg until the second one's engine was chosen; its median is interpolated
-within the metric's buckets. Writes OUTPUT (flat; units are in the keys), also `auto` over the better of `plain` and
-`always`. `--tiny`: CPU engines and a small load, as `make bench-disaggregation` does with the bundled model. device.md
-says how to carry it to a machine with GPUs.
+within the metric's buckets. `--killed-requests` adds, at the end, requests while engines of both sides are killed
+(legs_killed.py); `--systems` without a name measures these alone. Writes OUTPUT (flat; units are in the keys), also
+`auto` over the better of `plain` and `always`. `--tiny`: CPU engines and a small load, as `make bench-disaggregation`
+does with the bundled model. device.md says how to carry it to a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from system import device_run
 from system.device_run import BLOCK_TOKENS, Ports, Processes, RealSystem, counters, read
+from system.legs_killed import Engines, killed
 from system.legs_load import Kind, LegsLoad, Timed
 from system.report import percentile
 
@@ -84,6 +87,8 @@ class Scale:
     first_token_bound_seconds: float
     token_bound_seconds: float
     uncached_tokens_min: int
+    killed_tokens: int  # of a prompt while engines are killed
+    killed_request_seconds: float  # about what such a request takes
 
     def mixes(self) -> dict[str, tuple[Kind, ...]]:
         long, short = self.long, self.short
@@ -108,6 +113,8 @@ CUDA = Scale(
     first_token_bound_seconds=1.0,
     token_bound_seconds=0.025,
     uncached_tokens_min=1_024,
+    killed_tokens=2_048,
+    killed_request_seconds=0.4,
 )
 TINY = Scale(
     long=Kind(768, 4, 0.25),
@@ -120,6 +127,8 @@ TINY = Scale(
     first_token_bound_seconds=8.0,
     token_bound_seconds=0.3,
     uncached_tokens_min=256,
+    killed_tokens=384,
+    killed_request_seconds=8.0,
 )
 
 
@@ -229,16 +238,27 @@ def cached_on(urls: Sequence[str]) -> float:
     return sum(counters(read(f"{url}/metrics")).get(CACHED, 0.0) for url in urls)
 
 
-def measure(options: argparse.Namespace, name: str, folder: Path, engine_urls: Sequence[str]) -> dict[str, float]:
-    """One gateway over engines that run, from its start to its end."""
-    way, scale, ports = SYSTEMS[name], options.scale, Ports(options.first_port)
-    file = folder / f"gateway-{name}.yaml"
+@contextmanager
+def gateway(options: argparse.Namespace, way: Way, name: str) -> Iterator[str]:
+    """The URL of one that knows the stores of all engines, which run."""
+    folder, url = options.work, f"http://127.0.0.1:{Ports(options.first_port).router}"
+    file, processes = folder / f"gateway-{name}.yaml", Processes(folder)
     file.write_text(json.dumps(gateway_document(options, way), indent=1), encoding="utf-8")
-    processes, url = Processes(folder), f"http://127.0.0.1:{ports.router}"
     try:
         processes.start(f"gateway-{name}", [sys.executable, "-m", "spillway_gateway", "--config", str(file)])
         processes.wait_ready({f"gateway-{name}": f"{url}/ready"})
-        wait_for_stores(url, len(engine_urls))
+        wait_for_stores(url, options.engines)
+        yield url
+        page = read(f"{url}/metrics")
+        (folder / f"gateway-{name}-metrics.txt").write_text(page, encoding="utf-8")
+    finally:
+        processes.end(5.0)
+
+
+def measure(options: argparse.Namespace, name: str, engine_urls: Sequence[str]) -> dict[str, float]:
+    """One gateway over engines that run, from its start to its end."""
+    way, scale = SYSTEMS[name], options.scale
+    with gateway(options, way, name) as url:
         load = LegsLoad(url, "model", options.vocabulary, f"{options.seed} {name}")
         half = len(engine_urls) // 2
         with_legs = way.mode == "always"
@@ -251,13 +271,27 @@ def measure(options: argparse.Namespace, name: str, folder: Path, engine_urls: S
                 print(f"   failed: {error}", flush=True)
             values |= {f"{mix}_{key}": value for key, value in figures(timed, options.seconds, scale).items()}
         page = read(f"{url}/metrics")
-        (folder / f"gateway-{name}-metrics.txt").write_text(page, encoding="utf-8")
         values["hand_over_p50_seconds"] = median_of_buckets(page, HAND_OVER)
         for decision in ("one", "two"):
             values[f"requests_of_{decision}_leg{'s' if decision == 'two' else ''}"] = legs_counted(page, decision)
         return values
-    finally:
-        processes.end(5.0)
+
+
+def measure_killed(options: argparse.Namespace, engines: Engines) -> dict[str, float]:
+    """Requests of two legs while engines are killed."""
+    with gateway(options, SYSTEMS["always"], "killed") as url:
+        values = asyncio.run(
+            killed(
+                engines,
+                url,
+                load=LegsLoad(url, "model", options.vocabulary, f"{options.seed} killed"),
+                requests=options.killed_requests,
+                prompt_tokens=options.scale.killed_tokens,
+                seconds=options.killed_seconds,
+                request_seconds=options.scale.killed_request_seconds,
+            )
+        )
+        return values | {"requests_of_two_legs": legs_counted(read(f"{url}/metrics"), "two")}
 
 
 def wait_for_stores(url: str, engines: int) -> None:
@@ -316,10 +350,13 @@ def table(written: Mapping[str, float], systems: Sequence[str]) -> str:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and a tokenizer")
-    parser.add_argument("--engines", type=int, default=2, help="an even number, one GPU each")
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--engines", type=int, default=2, help="an even number")
+    parser.add_argument("--gpus", type=int, help="one for each engine by default; fewer are shared")
+    parser.add_argument("--systems", nargs="*", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--mixes", nargs="*", choices=list(CUDA.mixes()), default=list(CUDA.mixes()))
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals in each mix")
+    parser.add_argument("--killed-requests", type=int, default=0, help="asked while engines are killed")
+    parser.add_argument("--killed-seconds", type=float, default=240.0, help="from the first of them to the last")
     parser.add_argument("--rate", type=float, default=1.0, help="times the rates of arrivals")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", choices=list(SYSTEMS_OF_STORES), default="nvme", help="node: the node's CPU tier")
@@ -341,6 +378,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.scale = TINY if options.tiny else CUDA
     if options.engines < 2 or options.engines % 2:
         parser.error(f"--engines {options.engines} given, an even number needed")
+    options.gpus = options.gpus or options.engines
+    if options.engines % options.gpus:
+        parser.error(f"--gpus {options.gpus} given, a divisor of {options.engines} needed")
     if options.tiny:
         options.max_length, options.device_blocks, options.cpu_gib, options.nvme_max = 4_096, 48, 0.5, "2GiB"
     configuration = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
@@ -357,9 +397,15 @@ def engine_document(options: argparse.Namespace, at: int) -> dict[str, Any]:
         offload = document["offload"]
         path = str(options.shared_folder / "node")
         offload["nodeTier"] = {"path": path, "bytes": offload["cpuBytes"], "fallback": "refuse"}
-    if not options.tiny:
-        kept = [each for each in document["extraArgs"] if not each.startswith("--max-num-batched-tokens")]
-        document["extraArgs"] = [*kept, f"--max-num-batched-tokens={options.batched_tokens}"]
+    if options.tiny:
+        document["model"]["dtype"] = "float32"  # answers are compared up to a rounding that bfloat16 of CPUs exceeds
+    else:
+        own = {
+            "--max-num-batched-tokens": options.batched_tokens,
+            "--gpu-memory-utilization": 0.9 * options.gpus / options.engines,
+        }
+        kept = [each for each in document["extraArgs"] if each.partition("=")[0] not in own]
+        document["extraArgs"] = [*kept, *(f"{name}={value}" for name, value in own.items())]
     return document
 
 
@@ -368,26 +414,38 @@ def run(options: argparse.Namespace, written: dict[str, float]) -> None:
     ports, processes = Ports(options.first_port), Processes(options.work)
     engine_urls = [f"http://127.0.0.1:{ports.engine(at)}" for at in range(options.engines)]
     stored, began = options.shared_folder / options.store, time.monotonic()
+    each_gpu = 1 if options.tiny else options.engines // options.gpus
     shutil.rmtree(stored, ignore_errors=True)  # what an earlier run has stored would be found
+
+    def start_engine(at: int) -> None:
+        file = options.work / f"engine-{at}.yaml"
+        file.write_text(json.dumps(engine_document(options, at), indent=1), encoding="utf-8")
+        sets = [part for each in options.engine_set for part in ("--set", each)]
+        variables = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
+        if not options.tiny:
+            variables["CUDA_VISIBLE_DEVICES"] = str(at // each_gpu)
+        processes.start(
+            f"engine-{at}", [sys.executable, "-m", "spillway_engine", "--config", str(file), *sets], variables
+        )
+
+    def add(name: str, values: Mapping[str, float]) -> None:
+        written.update({f"{name}_{figure}": round(value, 5) for figure, value in values.items()})
+        options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        print(f"   {name}: after {time.monotonic() - began:.0f} s", flush=True)
+
     try:
-        for at in range(options.engines):
-            file = options.work / f"engine-{at}.yaml"
-            file.write_text(json.dumps(engine_document(options, at), indent=1), encoding="utf-8")
-            sets = [part for each in options.engine_set for part in ("--set", each)]
-            variables = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
-            if not options.tiny:
-                variables["CUDA_VISIBLE_DEVICES"] = str(at)
-            command = [sys.executable, "-m", "spillway_engine", "--config", str(file), *sets]
-            processes.start(f"engine-{at}", command, variables)
-        processes.wait_ready({f"engine-{at}": f"{url}/ready" for at, url in enumerate(engine_urls)})
+        for place in range(each_gpu):  # vLLM measures the memory of a device while it starts: one after the other
+            starting = range(place, options.engines, each_gpu)
+            for at in starting:
+                start_engine(at)
+            processes.wait_ready({f"engine-{at}": f"{engine_urls[at]}/ready" for at in starting})
         print(f"   engines are ready after {time.monotonic() - began:.0f} s", flush=True)
         for at, url in enumerate(engine_urls):
             asyncio.run(warm_up(LegsLoad(url, "model", options.vocabulary, f"warm {at}"), options.scale))
         for name in options.systems:
-            values = measure(options, name, options.work, engine_urls)
-            written |= {f"{name}_{figure}": round(value, 5) for figure, value in values.items()}
-            options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-            print(f"   {name}: after {time.monotonic() - began:.0f} s", flush=True)
+            add(name, measure(options, name, engine_urls))
+        if options.killed_requests:
+            add("killed", measure_killed(options, Engines(processes, start_engine, engine_urls)))
     finally:
         processes.end(options.end_seconds)
         shutil.rmtree(stored, ignore_errors=True)
@@ -411,9 +469,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run(options, written)
     written |= {key: round(value, 4) for key, value in compared(written, options.systems, options.mixes).items()}
     options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    print(table(written, options.systems))
+    if options.systems:
+        print(table(written, options.systems))
     for key, value in written.items():
-        if key.endswith(("_over_better", "_over_plain")):
+        if key.endswith(("_over_better", "_over_plain")) or key.startswith("killed_"):
             print(f"{key} {value:.3f}")
     print(f"written to {options.output}")
     return 0

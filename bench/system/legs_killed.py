@@ -1,0 +1,176 @@
+"""Requests of two legs while engines of either side are killed: all are answered, and as a computed prompt is.
+
+The gateway is in the mode `always`. Half of the engines at most are away at a time. Each side loses one after the
+other, at a random moment of a request's time: SIGKILL to the engine with all its processes, and a new start.
+Afterwards an engine computes each prompt under a salt that no other request has. Answers have to be the same up to
+rounding (spillway_engine.near_ties); beside it each one is compared with the answer to another prompt, which shows that
+this comparison finds differences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from spillway_engine.near_ties import REQUEST, difference, scored
+from system.device_run import Processes
+from system.legs_load import REQUEST_SECONDS_MAX, LegsLoad
+
+ANSWER_TOKENS = 32
+REFERENCES_AT_ONCE = 4
+Choice = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Engines that can be killed; the first half of them prefills.
+
+    Args:
+        processes: has them under the names engine-0 and so on.
+        start: starts one by its number.
+        urls: by number.
+    """
+
+    processes: Processes
+    start: Callable[[int], None]
+    urls: Sequence[str]
+
+
+async def killed(
+    engines: Engines,
+    gateway_url: str,
+    *,
+    load: LegsLoad,
+    requests: int,
+    prompt_tokens: int,
+    seconds: float,
+    request_seconds: float,
+) -> dict[str, float]:
+    """Ask, kill, compare.
+
+    Args:
+        engines: are ready.
+        gateway_url: gets the requests.
+        load: makes the prompts.
+        requests: how many, at even distances.
+        prompt_tokens: of each.
+        seconds: from the first request to the last.
+        request_seconds: about what a request takes: an engine is killed within so long after one was sent.
+    Returns:
+        Counts by the name of the figure.
+    """
+    prompts = [load.prompt(prompt_tokens) for _ in range(requests)]
+    half = len(engines.urls) // 2
+    asked, away, moments = _Asked(), asyncio.Semaphore(half), random.Random(requests)
+    async with load.session() as http, asyncio.TaskGroup() as group:
+        killers = [
+            group.create_task(_kill(engines, numbers, away, asked, lambda: moments.uniform(0.0, request_seconds)))
+            for numbers in (range(half), range(half, 2 * half))
+        ]
+        answers = await _ask_all(http, gateway_url, prompts, seconds, asked)
+        kills = await asyncio.gather(*killers)
+        references = await _references(http, engines.urls[0], prompts)
+    failed = [answer for answer in answers if isinstance(answer, str)]
+    for error in sorted(set(failed))[:5]:
+        print(f"   failed: {error}", flush=True)
+    pairs = [(answer, at) for at, answer in enumerate(answers) if not isinstance(answer, str)]
+    wrong = [text for answer, at in pairs if (text := difference(scored(references[at]), scored(answer))) is not None]
+    for text in wrong[:5]:
+        print(f"   differs: {text}", flush=True)
+    foreign = [difference(scored(references[at - 1]), scored(answer)) for answer, at in pairs]
+    return {
+        "requests": requests,
+        "failed_requests": len(failed),
+        "answers_differing": len(wrong),
+        "answers_differing_from_those_to_other_prompts": sum(text is not None for text in foreign),
+        "kills_of_prefill_engines": kills[0],
+        "kills_of_decode_engines": kills[1],
+    }
+
+
+class _Asked:
+    """Tells waiters that a request was sent, or that all were answered."""
+
+    def __init__(self) -> None:
+        self.all_answered = False
+        self._next = asyncio.Event()
+
+    def tell(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def wait(self) -> None:
+        if not self.all_answered:
+            await self._next.wait()
+
+
+async def _kill(
+    engines: Engines, numbers: Sequence[int], away: asyncio.Semaphore, asked: _Asked, delay: Callable[[], float]
+) -> int:
+    """Kill one engine of a side after the other until everything is answered; returns how many were killed."""
+    kills, processes = 0, engines.processes
+    for number in itertools.cycle(numbers):
+        name = f"engine-{number}"
+        async with away:
+            await asked.wait()
+            if asked.all_answered:
+                break
+            await asyncio.sleep(delay())
+            processes.kill(name)
+            kills += 1
+            await asyncio.to_thread(processes.wait, name)
+            engines.start(number)
+            await asyncio.to_thread(processes.wait_ready, {name: f"{engines.urls[number]}/ready"})
+        if asked.all_answered:
+            break
+    return kills
+
+
+async def _ask_all(
+    http: aiohttp.ClientSession, url: str, prompts: Sequence[list[int]], seconds: float, asked: _Asked
+) -> list[Choice | str]:
+    """The choice of each answer, or its error."""
+    async with asyncio.TaskGroup() as group:
+        asking = []
+        for prompt in prompts:
+            asking.append(group.create_task(_ask(http, url, prompt)))
+            asked.tell()
+            await asyncio.sleep(seconds / len(prompts))
+    asked.all_answered = True
+    asked.tell()
+    return [task.result() for task in asking]
+
+
+async def _references(http: aiohttp.ClientSession, url: str, prompts: Sequence[list[int]]) -> list[Choice]:
+    at_once = asyncio.Semaphore(REFERENCES_AT_ONCE)
+
+    async def computed(at: int, prompt: list[int]) -> Choice:
+        async with at_once:
+            choice = await _ask(http, url, prompt, cache_salt=f"reference {at}")
+        if isinstance(choice, str):
+            raise SystemExit(f"an engine alone did not answer: {choice}")
+        return choice
+
+    return await asyncio.gather(*(computed(at, prompt) for at, prompt in enumerate(prompts)))
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, prompt: list[int], **fields: str) -> Choice | str:
+    """A whole reply, which a gateway may ask for again."""
+    body = {"model": "model", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS_MAX)
+    try:
+        async with http.post(f"{url}/v1/completions", json=body | REQUEST | fields, timeout=timeout) as response:
+            text = await response.text()
+            if response.status != 200:
+                return f"status {response.status}: {text[:200]}"
+            choice: Choice = json.loads(text)["choices"][0]
+            return choice
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"[:200]
