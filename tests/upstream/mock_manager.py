@@ -51,6 +51,7 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     manager.fail_store = lambda keys: None
     manager.take_stats = lambda: None
     manager.take_announcements = lambda: iter(())
+    manager.introduced = True
     manager.settings = dict
     manager.primary_tier = SimpleNamespace(
         ready=frozenset(),

@@ -23,7 +23,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.settling import HAND_OVER_SECONDS
+from spillway_connector.engine.settling import HAND_OVER_SECONDS, INTRODUCTION_SECONDS_MAX
 from spillway_connector.engine.tenancy import tenant_of, tenant_of_context
 from spillway_connector.plan.answers import COUNTED_MIN, AnswerReuse
 from spillway_connector.plan.sessions import SessionHint
@@ -205,6 +205,18 @@ def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_an
     keys = held[1][2]
     assert len(keys) == 3, "the answer is not part of the prompt"
     assert held == 2 * [(0.1, 3600.0, keys[:2]), (0.1, 300.0, keys)], "a mark holds the whole chunk that it is in"
+
+
+def test_an_engine_that_has_just_started_steps_until_it_has_said_from_which_stores_it_loads(scheduler, monkeypatch):
+    told = False
+    monkeypatch.setattr(type(scheduler.manager.primary_tier), "introduced", property(lambda _: told))
+    assert scheduler.steps_without_requests and not scheduler.settling
+    told = True
+    assert not scheduler.steps_without_requests
+
+    told, after = False, time.monotonic() + INTRODUCTION_SECONDS_MAX
+    monkeypatch.setattr(time, "monotonic", lambda: after)
+    assert not scheduler.steps_without_requests, "a store that cannot be opened keeps no engine busy"
 
 
 @pytest.mark.parametrize("params", [None, {"spillway_hand_over": True}])

@@ -33,7 +33,9 @@ def clock() -> SteppedClock:
 @pytest.fixture
 def made(clock: SteppedClock) -> Announcements:
     made = Announcements(clock)
+    assert not made.introduced
     assert made.take(STORE, usable=True) == [JOINED]
+    assert made.introduced
     return made
 
 

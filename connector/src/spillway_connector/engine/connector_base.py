@@ -173,9 +173,9 @@ class ConnectorBase(OffloadingConnector):
         return self._half.settle(seconds)
 
     @property
-    def settling(self) -> bool:
-        """Whether the engine is to step on without requests."""
-        return self._half.settling
+    def steps_without_requests(self) -> bool:
+        """See engine/settling.py."""
+        return self._half.steps_without_requests
 
     def forced_reset(self, scheduler: Any) -> AbstractContextManager[None]:
         """See engine/resets.py. EngineCore process, scheduler thread, between steps."""

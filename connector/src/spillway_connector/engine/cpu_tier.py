@@ -119,6 +119,11 @@ class CpuTier(OffloadingManager):
         """Whether these rows, which others share, can be used; None for rows of one's own."""
         return None
 
+    @property
+    def introduced(self) -> bool:
+        """Whether it was announced that this engine loads from shared rows; True if there is nothing to announce."""
+        return True
+
     def used_rows(self) -> int:
         return len(self.resident)
 

@@ -173,6 +173,11 @@ class NodePicture(LruRows):
     def announces_store(self) -> bool:
         return self._news is not None
 
+    @property
+    @override
+    def introduced(self) -> bool:
+        return self._news is None or self._news.introduced
+
     @override
     def take_announcements(self) -> Iterable[Announcement]:
         return () if self._news is None else self._news.take(self._store_id, self._left is None)

@@ -120,6 +120,11 @@ class SharedTierBase(PrefixTier):
     def take_arrived(self) -> Iterable[tuple[int, list[OffloadKey]]]:
         return cast(list[tuple[int, list[OffloadKey]]], self._shared.arrived())
 
+    @property
+    def introduced(self) -> bool:
+        """Whether it was announced from which stores this engine loads."""
+        return self._shared.introduced
+
     def take_announcements(self) -> list[tuple[str, Announcement]]:
         return self._shared.take_announcements()
 

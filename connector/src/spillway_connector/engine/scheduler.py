@@ -31,7 +31,12 @@ from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetad
 from spillway_connector.engine.queue_order import QueueOrder
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
-from spillway_connector.engine.settling import HAND_OVER_SECONDS, IN_FLIGHT_BYTES_MAX, Unsettled
+from spillway_connector.engine.settling import (
+    HAND_OVER_SECONDS,
+    IN_FLIGHT_BYTES_MAX,
+    INTRODUCTION_SECONDS_MAX,
+    Unsettled,
+)
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.tenancy import hands_over, session_of
@@ -95,6 +100,7 @@ class SchedulerHalf(ResettableHalf):
         self.orders_queue = one_prefix
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
         self._settle_until = 0.0  # by time.monotonic()
+        self._introduce_until = time.monotonic() + INTRODUCTION_SECONDS_MAX
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
         self.late_stores: LateStores | None = None
         # The device is asked by a chunk's key, which is a block's hash then.
@@ -117,8 +123,13 @@ class SchedulerHalf(ResettableHalf):
         return Unsettled(unsettled, self.manager.settled_chunks, self.manager.chunk_bytes)
 
     @property
+    def steps_without_requests(self) -> bool:
+        """Whether the engine is to step though it has no request: it settles, or has not said what it loads from."""
+        return self.settling or (not self.manager.introduced and time.monotonic() < self._introduce_until)
+
+    @property
     def settling(self) -> bool:
-        """Whether the engine is to step without requests."""
+        """Whether the engine stores what no shared tier holds."""
         return bool(self._settle_until) and time.monotonic() < self._settle_until and self._unsettled() > 0
 
     def _unsettled(self) -> int:

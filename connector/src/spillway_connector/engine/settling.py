@@ -5,6 +5,9 @@ again and again until nothing is left; the end of a request that another engine 
 many seconds the engine core then steps without requests: copies that the last steps began are reported and offered to
 the shared tiers, and chunks that the device alone holds are stored. A request that comes meanwhile is scheduled like
 any other.
+
+An engine that has just started steps too, until it has announced the stores that it loads from: vLLM publishes events
+behind a step, and an engine whose store nobody knows gets no prompt to compute for another one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from spillway_connector.engine.own_connector import own_connector
 
+INTRODUCTION_SECONDS_MAX = (
+    10.0  # after its start, in which an engine steps until it has said which stores it loads from
+)
 HAND_OVER_SECONDS = 2.0  # after a request that another engine goes on with, until its chunks are stored and announced
 IN_FLIGHT_BYTES_MAX = 256 << 20  # between the device and the shared tiers at once, so that no store waits for seconds
 

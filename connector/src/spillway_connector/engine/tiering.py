@@ -138,6 +138,11 @@ class TieringManager(PrefixLookupManager):
                     tier.retain(req_context, retention.share, seconds, held)
             self._unreported = True
 
+    @property
+    def introduced(self) -> bool:
+        """Whether it was announced from which stores that others share this engine loads."""
+        return self.primary_tier.introduced and all(tier.introduced for tier in self._shared_tiers)
+
     def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
         """(tier type, announcement) of all tiers that others share. Called once per engine step."""
         for announcement in self.primary_tier.take_announcements():

@@ -141,6 +141,11 @@ class Announcements:
             if now - at < CONTRADICTED_SECONDS:
                 (self.removed if gone else self.storing)((key,))
 
+    @property
+    def introduced(self) -> bool:
+        """Whether it was announced from which store this engine loads."""
+        return self._joined is not None
+
     def take(self, store_id: bytes | None, usable: bool) -> list[Announcement]:
         """What to announce now, in order; called once per step.
 

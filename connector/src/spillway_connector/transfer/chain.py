@@ -234,6 +234,11 @@ class TierChain:
         for tier in self.members:
             tier.request_finished(request_id)
 
+    @property
+    def introduced(self) -> bool:
+        """See SharedTier.introduced."""
+        return all(tier.introduced for tier in self.members)
+
     def take_announcements(self) -> list[tuple[str, Announcement]]:
         """See SharedTier.take_announcements; with the name of the tier that each is about."""
         if stored := self.demotions.take_stored():

@@ -292,6 +292,11 @@ class SharedTier:
         return [(self._tier.name, announcement) for announcement in taken]
 
     @property
+    def introduced(self) -> bool:
+        """Whether it was announced that this engine loads from the store; True if nothing is announced."""
+        return self._announcements is None or self._announcements.introduced
+
+    @property
     def tier_name(self) -> str:
         """The tier's metric label."""
         return self._tier.name

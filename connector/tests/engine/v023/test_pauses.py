@@ -17,7 +17,7 @@ from spillway_connector.testing.generation import patch_vllm
 
 class Connector:
     copying = True
-    settling = False
+    steps_without_requests = False
 
     def copies_under_way(self) -> bool:
         return self.copying
@@ -47,7 +47,7 @@ def test_a_paused_engine_steps_on_until_its_copies_have_ended(scheduler: Any, st
 
 
 def test_an_engine_without_requests_steps_on_while_it_settles(scheduler: Any):
-    scheduler.connector.settling = True
+    scheduler.connector.steps_without_requests = True
     assert scheduler.has_requests()
 
 

@@ -26,11 +26,12 @@ class CopyingConnector(Protocol):
     def copies_under_way(self) -> bool: ...
 
     @property
-    def settling(self) -> bool: ...
+    def steps_without_requests(self) -> bool: ...
 
 
 def waiting_has_requests(original: Any) -> Callable[[Any], bool]:
-    """Wrap Scheduler.has_requests: an engine steps while it is paused and its connector copies, or while it settles."""
+    """Wrap Scheduler.has_requests: an engine steps while it is paused and its connector copies, and while the connector
+    has something to do without requests."""
 
     def has_requests(self: Any) -> bool:
         if original(self):
@@ -38,7 +39,8 @@ def waiting_has_requests(original: Any) -> Callable[[Any], bool]:
         connector = own_connector(self, CopyingConnector)  # type: ignore[type-abstract]
         if connector is None:
             return False
-        return connector.settling or (self.pause_state is not PauseState.UNPAUSED and connector.copies_under_way())
+        paused = self.pause_state is not PauseState.UNPAUSED
+        return connector.steps_without_requests or (paused and connector.copies_under_way())
 
     return has_requests
 

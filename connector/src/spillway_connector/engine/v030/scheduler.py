@@ -231,9 +231,9 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     @override
     def has_pending_push_work(self) -> bool:
         """Upstream's contract: the engine steps on until the copies under way have been reported, those of before a
-        reset included; and while it settles."""
+        reset included; and while there is something to do without requests."""
         late = self.late_stores is not None and self.late_stores.under_way
-        return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.settling
+        return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.steps_without_requests
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
