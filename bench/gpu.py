@@ -351,7 +351,7 @@ def measure_disk(folder: Path) -> dict[str, list[float]]:
 def object_store(folder: Path) -> Iterator[None]:
     """A server with nothing in it; its keys are in the environment."""
     # Not on a machine for the other phases.
-    from spillway_stack.object_store import KEYS, identities, make_bucket, server_arguments  # noqa: PLC0415
+    from spillway_stack.object_store import KEYS, identities, server_arguments  # noqa: PLC0415
 
     folder.mkdir(parents=True)
     who, binary = folder / "identities.json", shutil.which("weed")
@@ -362,17 +362,21 @@ def object_store(folder: Path) -> Iterator[None]:
     command = [each for each in command if not each.startswith(("-master.volumeSize", "-volume.max"))]
     command += ["-master.volumeSizeLimitMB=1024", f"-volume.max={OBJECT_STORE_GIB}"]
     os.environ.update(KEYS)
+    asked = ("kv-cache", OBJECT_STORE_PORTS[0], *KEYS.values())
+    make_bucket = f"from spillway_stack.object_store import make_bucket; make_bucket(*{asked!r})"
     with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
             deadline = time.monotonic() + OBJECT_STORE_SECONDS_MAX
             while True:
-                try:
-                    make_bucket("kv-cache", OBJECT_STORE_PORTS[0], *KEYS.values())
+                # In a process of its own: vLLM may fork this one, and the client's threads do not live on in a fork.
+                made = subprocess.run(
+                    [sys.executable, "-c", make_bucket], stderr=subprocess.PIPE, check=False, text=True
+                )
+                if made.returncode == 0:
                     break
-                except Exception:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.5)
+                if time.monotonic() > deadline:
+                    raise BenchError(f"no object store: {made.stderr[-300:]}")
+                time.sleep(0.5)
             yield
         finally:
             server.kill()
