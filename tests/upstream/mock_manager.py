@@ -55,7 +55,7 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     manager.settings = dict
     manager.primary_tier = SimpleNamespace(
         ready=frozenset(),
-        announces_store=False,
+        news=None,
         resident=frozenset(),
         rows_of=lambda keys: [],
         release=lambda rows: None,

@@ -34,6 +34,7 @@ from spillway_connector.testing.generation import (
     make_cpu_tier,
     scheduler_half,
 )
+from spillway_connector.transfer.announcements import Announcements
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 8
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -208,13 +209,14 @@ def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_an
 
 
 def test_an_engine_that_has_just_started_steps_until_it_has_said_from_which_stores_it_loads(scheduler, monkeypatch):
-    told = False
-    monkeypatch.setattr(type(scheduler.manager.primary_tier), "introduced", property(lambda _: told))
-    assert scheduler.steps_without_requests and not scheduler.settling
-    told = True
+    news = scheduler.manager.primary_tier.news = Announcements(time.monotonic)
+    assert scheduler.steps_without_requests
+    news.take(b"store", usable=True)
     assert not scheduler.steps_without_requests
 
-    told, after = False, time.monotonic() + INTRODUCTION_SECONDS_MAX
+    news.take(None, usable=False)
+    assert scheduler.steps_without_requests
+    after = time.monotonic() + INTRODUCTION_SECONDS_MAX
     monkeypatch.setattr(time, "monotonic", lambda: after)
     assert not scheduler.steps_without_requests, "a store that cannot be opened keeps no engine busy"
 

@@ -39,7 +39,7 @@ from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.plan.retention import Retention
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
-from spillway_connector.transfer.announcements import Announcement
+from spillway_connector.transfer.announcements import Announcement, Announcements
 
 _EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
 
@@ -63,7 +63,7 @@ class CpuTier(OffloadingManager):
     that were added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still read
     or write them, and by how many jobs; a row is reused when the last of these jobs has ended. waiting: what the
     requests in the queue are about to use, which leaves last. duplicates: chunks that the device holds as well, which
-    leave first; None while everything is stored at once.
+    leave first; None while everything is stored at once. news: of rows that engines share; None for rows of its own.
 
     load and store are copies to and from the device, read and write copies to and from shared tiers. prepare_read:
     None if rows that are shared were given to other chunks meanwhile.
@@ -77,6 +77,7 @@ class CpuTier(OffloadingManager):
     waiting: WaitingChunks[OffloadKey]
     duplicates: Duplicates | None
     prepare_read: Callable[[Collection[OffloadKey], ReqContext], LoadStoreSpec | None]
+    news: Announcements | None = None
 
     def __init__(
         self, num_rows: int, region: HostRegion, enable_events: bool, clock: Callable[[], float] = time.monotonic
@@ -106,23 +107,14 @@ class CpuTier(OffloadingManager):
         """The model's weights change: chunks that others share with this engine are those of other weights."""
 
     def take_announcements(self) -> Iterable[Announcement]:
-        """What to tell of rows that are shared, in place of `take_events`. Called once per engine step."""
+        """What to tell of rows that are shared, in place of `take_events`, which then is for vLLM's books alone. Called
+        once per engine step."""
         return ()
-
-    @property
-    def announces_store(self) -> bool:
-        """Whether `take_announcements` tells what is in these rows; `take_events` then is for vLLM's books alone."""
-        return False
 
     @property
     def is_joined(self) -> bool | None:
         """Whether these rows, which others share, can be used; None for rows of one's own."""
         return None
-
-    @property
-    def introduced(self) -> bool:
-        """Whether it was announced that this engine loads from shared rows; True if there is nothing to announce."""
-        return True
 
     def used_rows(self) -> int:
         return len(self.resident)

@@ -77,12 +77,12 @@ class NodePicture(LruRows):
         self._sweep_at = 0.0
         self._engines: frozenset[int] = frozenset()
         self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
-        self._news = Announcements(clock) if enable_events else None
+        self.news = Announcements(clock) if enable_events else None
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
         self._place = region.join(self._now_ms())
         self.sync()
-        if self._news is not None:
-            self._news.storing(self.ready)  # whoever has computed them may have ended
+        if self.news is not None:
+            self.news.storing(self.ready)  # whoever has computed them may have ended
         logger.info(
             "Spillway: the CPU tier of this node is %s, shared by %d engines; %d of its %d chunks are this namespace's",
             *(region.path, self._index.engines(), len(self._rows), self._num_rows),
@@ -100,8 +100,8 @@ class NodePicture(LruRows):
             self._sweep_at = now + _SWEEP_SECONDS
             self._change(self._sweep, followed=False)
             before, self._engines = self._engines, self._index.numbers()
-            if self._news is not None and before - self._engines:  # whoever has swept them
-                self._news.others_ended()
+            if self.news is not None and before - self._engines:  # whoever has swept them
+                self.news.others_ended()
         if self._index.version != self._version and self._left is None:
             self._look()
 
@@ -155,9 +155,9 @@ class NodePicture(LruRows):
             changed.append(key)
         super()._announce(gone, removed=True)
         super()._announce(come, removed=False)
-        if self._news is not None and (gone or come):
-            (self._news.removed if self._is_mixed else self._news.lost)(gone)
-            self._news.gained(come)
+        if self.news is not None and (gone or come):
+            (self.news.removed if self._is_mixed else self.news.lost)(gone)
+            self.news.gained(come)
         if changed:
             self.changed_chunks.add(changed)
 
@@ -165,22 +165,12 @@ class NodePicture(LruRows):
     def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
         """What this engine has changed itself."""
         super()._announce(changed := list(keys), removed)
-        if self._news is not None:
-            (self._news.removed if removed else self._news.storing)(changed)
-
-    @property
-    @override
-    def announces_store(self) -> bool:
-        return self._news is not None
-
-    @property
-    @override
-    def introduced(self) -> bool:
-        return self._news is None or self._news.introduced
+        if self.news is not None:
+            (self.news.removed if removed else self.news.storing)(changed)
 
     @override
     def take_announcements(self) -> Iterable[Announcement]:
-        return () if self._news is None else self._news.take(self._store_id, self._left is None)
+        return () if self.news is None else self.news.take(self._store_id, self._left is None)
 
     def _drop(self, row: int, key: OffloadKey) -> None:
         del self._chunk_in[row], self._rows[key]

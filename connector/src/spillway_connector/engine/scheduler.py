@@ -31,12 +31,7 @@ from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetad
 from spillway_connector.engine.queue_order import QueueOrder
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.resets import ResettableHalf
-from spillway_connector.engine.settling import (
-    HAND_OVER_SECONDS,
-    IN_FLIGHT_BYTES_MAX,
-    INTRODUCTION_SECONDS_MAX,
-    Unsettled,
-)
+from spillway_connector.engine.settling import HAND_OVER_SECONDS, StepsWithoutRequests, Unsettled
 from spillway_connector.engine.shared_tier_events import shared_tier_events
 from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.tenancy import hands_over, session_of
@@ -50,7 +45,6 @@ from spillway_connector.plan.sessions import SessionHint
 
 logger = logging.getLogger(__name__)
 
-_SETTLING_ROWS_PART = 4  # of the CPU tier: one in so many rows may be on its way to the shared tiers
 _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
 
 
@@ -99,8 +93,7 @@ class SchedulerHalf(ResettableHalf):
         self.queue_order: QueueOrder | None = None
         self.orders_queue = one_prefix
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
-        self._settle_until = 0.0  # by time.monotonic()
-        self._introduce_until = time.monotonic() + INTRODUCTION_SECONDS_MAX
+        self._without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
         self.late_stores: LateStores | None = None
         # The device is asked by a chunk's key, which is a block's hash then.
@@ -118,38 +111,19 @@ class SchedulerHalf(ResettableHalf):
 
     def settle(self, seconds: float) -> Unsettled:
         """Let the engine step without requests for so long, while anything is left (engine/settling.py)."""
-        unsettled = self._unsettled()
-        self._settle_until = time.monotonic() + seconds
-        return Unsettled(unsettled, self.manager.settled_chunks, self.manager.chunk_bytes)
+        return self._without_requests.settle(seconds)
 
     @property
     def steps_without_requests(self) -> bool:
-        """Whether the engine is to step though it has no request: it settles, or has not said what it loads from."""
-        return self.settling or (not self.manager.introduced and time.monotonic() < self._introduce_until)
+        """Whether the engine is to step though it has no request."""
+        return self._without_requests.wanted
 
-    @property
-    def settling(self) -> bool:
-        """Whether the engine stores what no shared tier holds."""
-        return bool(self._settle_until) and time.monotonic() < self._settle_until and self._unsettled() > 0
+    def _copying_chunks(self) -> int:
+        stores = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
+        return stores + (0 if self.late_stores is None else self.late_stores.copying)
 
-    def _unsettled(self) -> int:
-        """Count the chunks that no shared tier holds, and those on their way to one; 0 without a shared tier."""
-        if not self.manager.secondary_tiers:
-            return 0
-        return self._storing() + (0 if self.late_stores is None else self.late_stores.alone)
-
-    def _storing(self) -> int:
-        """Count the chunks on their way from the device to the shared tiers."""
-        copying = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
-        late = 0 if self.late_stores is None else self.late_stores.copying
-        return copying + late + self.manager.stores_under_way()
-
-    def _room_to_settle(self) -> int | None:
-        """Count the chunks that may be stored now though the device keeps them; None if the engine does not settle."""
-        if not self.settling:
-            return None
-        chunks = min(IN_FLIGHT_BYTES_MAX // self.manager.chunk_bytes, self.manager.cpu_rows // _SETTLING_ROWS_PART)
-        return max(1, chunks) - self._storing()
+    def _chunks_alone(self) -> int:
+        return 0 if self.late_stores is None else self.late_stores.alone
 
     def known_state(self, request_id: str) -> RequestFields | None:
         """Return the state of a request that vLLM has announced and that has not ended, or None."""
@@ -377,7 +351,7 @@ class SchedulerHalf(ResettableHalf):
         if self.late_stores is not None:
             assert isinstance(metadata, OffloadingConnectorMetadata)
             running = len(scheduler_output.num_scheduled_tokens)
-            room = self._room_to_settle() if self._settle_until else None
+            room = self._without_requests.room()
             for store in self.late_stores.due(self._generate_job_id, running=running, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
@@ -501,7 +475,7 @@ class SchedulerHalf(ResettableHalf):
                 event.block_hashes = [
                     one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes
                 ]
-            if not self.manager.primary_tier.announces_store:
+            if self.manager.primary_tier.news is None:
                 yield event
         yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)
 

@@ -12,7 +12,8 @@ behind a step, and an engine whose store nobody knows gets no prompt to compute 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +23,7 @@ INTRODUCTION_SECONDS_MAX = (
     10.0  # after its start, in which an engine steps until it has said which stores it loads from
 )
 HAND_OVER_SECONDS = 2.0  # after a request that another engine goes on with, until its chunks are stored and announced
+_SETTLING_ROWS_PART = 4  # of the CPU tier: one in so many rows may be on its way to the shared tiers
 IN_FLIGHT_BYTES_MAX = 256 << 20  # between the device and the shared tiers at once, so that no store waits for seconds
 
 
@@ -39,6 +41,73 @@ class SettlingConnector(Protocol):
     """A connector that stores while the engine has no work."""
 
     def settle(self, seconds: float) -> Unsettled: ...
+
+
+class SharedChunks(Protocol):
+    """As much of the manager as this needs."""
+
+    settled_chunks: int
+
+    @property
+    def secondary_tiers(self) -> Sized: ...
+
+    @property
+    def chunk_bytes(self) -> int: ...
+
+    @property
+    def cpu_rows(self) -> int: ...
+
+    @property
+    def introduced(self) -> bool: ...
+
+    def stores_under_way(self) -> int: ...
+
+
+class StepsWithoutRequests:
+    """Whether an engine without requests is to step, and what it then stores.
+
+    Args:
+        manager: has the tiers.
+        copying: counts the chunks on their way from the device.
+        alone: counts those that the device alone holds.
+    """
+
+    def __init__(self, manager: SharedChunks, copying: Callable[[], int], alone: Callable[[], int]) -> None:
+        self._manager = manager
+        self._copying = copying
+        self._alone = alone
+        self._settle_until = 0.0  # by time.monotonic()
+        self._introduce_until = time.monotonic() + INTRODUCTION_SECONDS_MAX
+
+    def settle(self, seconds: float) -> Unsettled:
+        """Let the engine step for so long, while anything is left."""
+        unsettled = self._unsettled()
+        self._settle_until = time.monotonic() + seconds
+        return Unsettled(unsettled, self._manager.settled_chunks, self._manager.chunk_bytes)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it settles, or has not said what it loads from."""
+        return self._settling or (not self._manager.introduced and time.monotonic() < self._introduce_until)
+
+    def room(self) -> int | None:
+        """Count the chunks that may be stored now though the device keeps them; None if the engine does not settle."""
+        if not self._settling:
+            return None
+        chunks = min(IN_FLIGHT_BYTES_MAX // self._manager.chunk_bytes, self._manager.cpu_rows // _SETTLING_ROWS_PART)
+        return max(1, chunks) - self._storing()
+
+    @property
+    def _settling(self) -> bool:
+        return bool(self._settle_until) and time.monotonic() < self._settle_until and self._unsettled() > 0
+
+    def _unsettled(self) -> int:
+        """Count the chunks that no shared tier holds, and those on their way to one; 0 without a shared tier."""
+        return self._storing() + self._alone() if len(self._manager.secondary_tiers) else 0
+
+    def _storing(self) -> int:
+        """Count the chunks on their way from the device to the shared tiers."""
+        return self._copying() + self._manager.stores_under_way()
 
 
 def settle_utility(_: None) -> Callable[..., list[int]]:

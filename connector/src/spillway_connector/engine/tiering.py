@@ -141,7 +141,8 @@ class TieringManager(PrefixLookupManager):
     @property
     def introduced(self) -> bool:
         """Whether it was announced from which stores that others share this engine loads."""
-        return self.primary_tier.introduced and all(tier.introduced for tier in self._shared_tiers)
+        news = self.primary_tier.news
+        return (news is None or news.introduced) and all(tier.introduced for tier in self._shared_tiers)
 
     def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
         """(tier type, announcement) of all tiers that others share. Called once per engine step."""

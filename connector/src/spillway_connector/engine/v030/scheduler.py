@@ -212,7 +212,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
         """Upstream's contract, except that keys are cut to vLLM's block hashes, which upstream may make numbers of, and
         that the contents of shared tiers and of the node's rows are announced too."""
         events = self._events_tracker.take_events(map(self._cut_keys, self.manager.take_events()))
-        if self.manager.primary_tier.announces_store:
+        if self.manager.primary_tier.news is not None:
             deque(events, maxlen=0)
         else:
             yield from events
