@@ -178,7 +178,8 @@ class SystemTiers(Tiering):
         self.copied_blocks = 0
         self.demotions: Demotions | None = None
         if len(self._levels) > 1:
-            self.demotions = Demotions(*self._levels, self._begin_store, self._block_tokens)
+            above, below = self._levels
+            self.demotions = Demotions(above, below, self._begin_store, self._block_tokens)
         self._conversations = Conversations()
         self._contexts: dict[str, TenantContext] = {}  # by request, of conversations that are followed
         self._admitted: TenantContext | None = None
