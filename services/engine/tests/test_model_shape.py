@@ -77,7 +77,11 @@ GEMMA_3_4B = {
         (QWEN3_14B | {"sliding_window": 4096, "sliding_window_pattern": 4}, 10, 4, 163_840),
         (QWEN3_14B | {"sliding_window": None, "sliding_window_pattern": 4}, 40, 1, 163_840),
         (QWEN3_14B | {"layer_types": ["full_attention"] * 13 + ["sliding_attention"] * 12}, 13, 2, 106_496),
-        (QWEN3_14B | {"layer_types": ["chunked_attention"] * 30 + ["full_attention"] * 10}, 10, 4, 163_840),
+        # vLLM lays them into one group, and packs compressed ones its own way: a row is reckoned for all layers.
+        (QWEN3_14B | {"layer_types": ["chunked_attention"] * 30 + ["full_attention"] * 10}, 40, 1, 163_840),
+        (QWEN3_14B | {"layer_types": ["compressed_attention"] * 39 + ["sliding_attention"]}, 40, 1, 163_840),
+        # The last ones are a drafter's.
+        (QWEN3_14B | {"layer_types": ["sliding_attention", "full_attention"] * 21}, 20, 2, 163_840),
     ],
 )
 def test_layers_of_two_kinds_are_groups_with_a_row_each(
@@ -91,12 +95,25 @@ def test_layers_of_two_kinds_are_groups_with_a_row_each(
 
 def test_the_text_part_of_a_multimodal_config_counts() -> None:
     assert read_model_shape({"text_config": QWEN3_14B, "vision_config": {}}).layers == 40
+    assert read_model_shape({"text_config": None, **QWEN3_14B}).layers == 40
 
 
-def test_recurrent_layers_hold_no_kv() -> None:
-    kinds = ["linear_attention"] * 30 + ["full_attention"] * 10
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"layer_types": ["linear_attention"] * 30 + ["full_attention"] * 10},
+        {"full_attention_interval": 4},
+        {"linear_attn_config": {"full_attn_layers": list(range(4, 41, 4))}},
+    ],
+)
+def test_recurrent_layers_hold_no_kv(kinds: dict[str, Any]) -> None:
+    assert read_model_shape(QWEN3_14B | kinds).layers == 10
 
-    assert read_model_shape({**QWEN3_14B, "layer_types": kinds}).layers == 10
+
+@pytest.mark.parametrize("without", [{"layer_types": ["mamba"] * 40}, {"num_hidden_layers": 0}])
+def test_a_model_without_kv_is_refused_in_a_sentence(without: dict[str, Any]) -> None:
+    with pytest.raises(ModelShapeError, match="no layer with attention"):
+        read_model_shape(QWEN3_14B | without)
 
 
 @pytest.mark.parametrize(

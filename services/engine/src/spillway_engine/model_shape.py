@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     },
     "cohere2": {"sliding_window_pattern": 4},
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 HEAD_SCALE_BYTES = 4  # float32, one for K and one for V of each head and token (vllm/v1/kv_cache_interface.py)
 
 
@@ -100,9 +102,9 @@ class ModelShape:
 def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:
     """Parse a Hugging Face config (its text part for multimodal models).
 
-    Raises ModelShapeError when a needed number is absent.
+    Raises ModelShapeError when a needed number is absent, or no layer keeps KV.
     """
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     text = {**_LEFT_OUT.get(str(text.get("model_type")), {}), **text}
     layers = _needed(text, "num_hidden_layers", "n_layer")
     heads = _needed(text, "num_attention_heads", "n_head")
@@ -112,7 +114,10 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
     head_dim = text.get("head_dim") or _needed(text, "hidden_size", "n_embd") // heads
     layer_types = _layer_types(text, layers)
     # Layers with a recurrent state hold no per-token KV.
-    layers = sum(kind.endswith("attention") and not kind.startswith("linear") for kind in layer_types)
+    kinds = Counter(kind for kind in layer_types if kind.endswith("attention") and not kind.startswith("linear"))
+    layers = kinds.total()
+    if not layers:
+        raise ModelShapeError("config.json has no layer with attention; a model without KV cache has none to offload")
     dtype = str(
         text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     )
@@ -128,7 +133,9 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         vocabulary=vocabulary if isinstance(vocabulary := text.get("vocab_size"), int) and vocabulary > 1 else None,
         experts=_experts(text),
         quantized=bool(config.get("quantization_config") or text.get("quantization_config")),
-        sliding_layers=sum(kind.startswith(("sliding", "chunked")) for kind in layer_types) % max(1, layers),
+        # Of other kinds vLLM lays all layers into one group (chunked ones, whose windows it does not free by default),
+        # or packs them its own way (compressed ones): then a row holds all layers.
+        sliding_layers=kinds[_SLIDING] if set(kinds) == {_FULL, _SLIDING} else 0,
     )
 
 
@@ -175,11 +182,17 @@ def _config_from_hub(name: str, names: SettingNames) -> Path:
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Types of all layers. If a pattern of n stands for the list, every n-th layer sees all of the prompt."""
     if isinstance(listed := config.get("layer_types"), list) and listed:
-        return [str(kind) for kind in listed]
+        return [str(kind) for kind in listed[:layers]]  # what follows are a drafter's layers
+    recurrent = config.get("linear_attn_config")
+    if isinstance(recurrent, Mapping) and isinstance(whole := recurrent.get("full_attn_layers"), list):
+        return [_FULL if layer + 1 in whole else "linear_attention" for layer in range(layers)]
+    interval = config.get("full_attention_interval")
+    if isinstance(interval, int) and interval > 0:
+        return ["linear_attention" if (layer + 1) % interval else _FULL for layer in range(layers)]
     pattern = config.get("sliding_window_pattern")
     if not config.get("sliding_window") or not isinstance(pattern, int) or pattern < 1:
-        return ["full_attention"] * layers
-    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+        return [_FULL] * layers
+    return [_SLIDING if (layer + 1) % pattern else _FULL for layer in range(layers)]
 
 
 def _experts(config: Mapping[str, Any]) -> int:
