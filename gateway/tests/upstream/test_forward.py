@@ -66,6 +66,8 @@ def test_the_rank_of_the_gateway_stands_in_place_of_the_callers() -> None:
     [
         *(b"location", b"content-location", b"refresh", b"link", b"via", b"set-cookie", b"clear-site-data"),
         *(b"strict-transport-security", b"report-to", b"x-request-id", b"alt-svc", b"x-accel-redirect", b"x-sendfile"),
+        *(b"uri", b"forwarded", b"x-forwarded-host", b"proxy-status", b"set-cookie2", b"authentication-info"),
+        b"proxy-authentication-info",
     ],
 )
 def test_where_an_engine_redirects_and_what_it_would_have_kept_stays_inside(name: bytes) -> None:

@@ -43,7 +43,7 @@ _DROPPED_FROM_CALLERS = (
 )
 _INTERNAL_PREFIX = OWN_HEADERS_PREFIX.encode()
 # Of replies: client/cors.py says who may read them, and `x-accel-` would steer a proxy in front.
-_NOT_FROM_ENGINES = (_INTERNAL_PREFIX, b"access-control-", b"x-accel-")
+_NOT_FROM_ENGINES = (_INTERNAL_PREFIX, b"access-control-", b"x-accel-", b"x-forwarded-")
 # Of an engine's reply: where its redirects and links lead and what it would have browsers keep is no business of
 # clients, and the request's id is the gateway's.
 _REPLY_DROPPED = HOP_BY_HOP | {
@@ -54,7 +54,13 @@ _REPLY_DROPPED = HOP_BY_HOP | {
     b"refresh",
     b"link",
     b"via",
+    b"uri",
+    b"forwarded",
+    b"proxy-status",
     b"set-cookie",
+    b"set-cookie2",
+    b"authentication-info",
+    b"proxy-authentication-info",
     b"clear-site-data",
     b"strict-transport-security",
     b"report-to",

@@ -52,7 +52,7 @@ FIXED = {
     "is the same on all engines that share a tier; remove it": "--prefix-caching-hash-algo",
     "would name blocks otherwise than the gateway and the other engines of a tier do; remove it": "--prefix-match-unit",
     "would turn off what routing and offload rest on; remove it": "--no-enable-prefix-caching",
-    "would lay all layers into one KV group, where a row of the CPU tier is reckoned for one of several; remove it": "--disable-hybrid-kv-cache-manager",
+    "would make rows of the CPU tier larger than the pod reserves; remove it": "--disable-hybrid-kv-cache-manager",
     "would hide from the gateway how much of a prompt was cached; remove it": "--no-enable-prompt-tokens-details",
     "would bring arguments past this check; write them here one by one": "--config",
     "would end the engine with vLLM's help; remove it": "--help -h",
