@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 import tempfile
@@ -303,6 +304,21 @@ def test_a_damaged_header_still_gives_an_identity(folder: Path):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"x" * 5000)
     assert sampled_identity(folder).startswith("sampled:")
     assert folder_identity(folder).startswith("weights:")
+
+
+def test_an_adapter_in_a_hub_s_cache_is_that_of_its_copies(tmp_path: Path):
+    copy, snapshot, blobs = (tmp_path / name for name in ("copy", "snapshot", "blobs"))
+    for place in (copy, snapshot, blobs):
+        place.mkdir()
+    for name, content in (("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"weights")):
+        (copy / name).write_bytes(content)
+        blob = blobs / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content)
+        (snapshot / name).symlink_to(blob)
+
+    assert adapter_digest(snapshot) == adapter_digest(copy)
+    blob.write_bytes(b"others!")  # under the name of what it was
+    assert adapter_digest(snapshot) != adapter_digest(copy)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "new_embeddings.safetensors"])

@@ -19,7 +19,7 @@ from pathlib import Path
 import blake3
 
 from spillway_connector.errors import WeightsUnknown
-from spillway_connector.identity.content_digests import digests_of, is_a_blob_of_the_hub
+from spillway_connector.identity.content_digests import digests_of, file_digest, is_a_blob_of_the_hub
 
 _SAMPLE_BYTES = 4096
 _HEADER_MAX_BYTES = 1 << 28  # the format's own bound is 100 MB
@@ -158,8 +158,11 @@ def adapter_files(folder: Path) -> list[Path]:
 
 
 def adapter_digest(folder: Path) -> bytes:
-    """32 bytes that change with any byte of an adapter. Raises OSError."""
-    return _digest_of({path.name: path for path in adapter_files(folder)})
+    """32 bytes that change with any byte of an adapter. Raises OSError.
+
+    A blob of a hub's cache is read too, as its name is a digest of another kind: an adapter is that of its copies.
+    """
+    return _digest_of_named((path.name, file_digest(path)) for path in adapter_files(folder))
 
 
 def cache_folders_of(folder: Path) -> tuple[Path, ...]:
