@@ -349,7 +349,7 @@ class Engine:
         self.drain()
         half.settle(0.0)
         self.figures.settled += half.manager.settled_chunks - before
-        assert not half._unsettled(), f"{half._unsettled()} chunks are in no shared tier"
+        assert not (left := half._without_requests._unsettled()), f"{left} chunks are in no shared tier"
 
     def unfinished(self) -> list[Request]:
         return [request for request in self.scheduler.requests.values() if not request.is_finished()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,7 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
         rows_of=lambda keys: [],
         release=lambda rows: None,
         waiting=WaitingChunks(0, frozenset()),
+        together=nullcontext,
     )
     manager.now = lambda: 0.0
     return manager

@@ -64,6 +64,7 @@ def test_every_engine_is_judged_and_what_spillway_refuses_is_not_judged_again(ch
       a: {model: {servedName: a}, extraArgs: [--enforce-eagr, --max-num-seqs=many]}
       b: {model: {servedName: b}, extraArgs: [--seed=1, --what-is-this=1]}
       c: {model: {servedName: c}, extraArgs: [--max-num-seqs, "8"]}
+    gateway: {resources: {limits: {memory: 4GiB}}}
     """
     status, out, _ = check(values, "--vllm", f"0.32={environment}")
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spillway_engine.machine import SHARED_MEMORY_FOLDER
-
 
 @dataclass(frozen=True, slots=True)
 class StateFolder:
@@ -39,6 +37,9 @@ class StateFolder:
     @property
     def node_tier(self) -> Path:
         """In shared memory, named after this folder, so that two stacks share no rows."""
+        # Not at the top: the engine's image prepares the model with this distribution alone (bundled_model.py).
+        from spillway_engine.machine import SHARED_MEMORY_FOLDER  # noqa: PLC0415
+
         name = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:16]
         return SHARED_MEMORY_FOLDER / f"spillway-stack-{os.getuid()}-{name}"
 
