@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "lifecycle": {"errors"},
     "logs": {"config"},
     "routing": set(),
-    "access": {"config", "errors", "turns"},
+    "access": {"background", "config", "errors", "turns"},
     "discovery": {"config", "errors"},
     "fleet": {"config", "errors", "metrics", "routing"},
     "tokens": {"config", "errors", "routing"},

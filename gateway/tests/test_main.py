@@ -15,6 +15,8 @@ import psutil
 import pytest
 import yaml
 
+from gateway.tests.conftest import auth_files
+from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import gateway_config
 
@@ -84,6 +86,39 @@ async def test_sigterm_ends_with_status_zero(tmp_path: Path, start_engine: Any) 
             pass
         process.send_signal(signal.SIGTERM)
         _, rest = await process.communicate()
+
+    assert process.returncode == 0
+    assert b"Traceback" not in rest
+
+
+@pytest.mark.parametrize("replaced", ["keys.yaml", "tls.crt", "gateway.yaml"])
+async def test_sigterm_does_not_wait_for_a_file_that_is_read(tmp_path: Path, start_engine: Any, replaced: str) -> None:
+    """A pipe is in its place: a read of it ends when the writer closes it."""
+    for name, content in zip(("tls.crt", "tls.key"), make_pair("gateway"), strict=True):
+        (tmp_path / name).write_bytes(content)
+    config = tmp_path / "gateway.yaml"
+    sections = {
+        "auth": auth_files(tmp_path, [{"name": "a", "keys": ["sha256:" + "0" * 64]}], reloadSeconds=0.05),
+        "listen": {
+            "port": 0,
+            "tls": {"certFile": str(tmp_path / "tls.crt"), "keyFile": str(tmp_path / "tls.key"), "reloadSeconds": 0.05},
+        },
+        "reload": {"periodSeconds": 0.05},
+    }
+    config.write_text(yaml.safe_dump(gateway_config([await start_engine()], **sections)))
+    process = await run("--config", str(config))
+    assert process.stderr is not None
+    async with asyncio.timeout(120):
+        while b"is ready" not in await process.stderr.readline():
+            pass
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").replace(tmp_path / replaced)
+        writer = await asyncio.to_thread(os.open, tmp_path / replaced, os.O_WRONLY)  # returns once the gateway reads
+        try:
+            process.send_signal(signal.SIGTERM)
+            _, rest = await process.communicate()
+        finally:
+            os.close(writer)
 
     assert process.returncode == 0
     assert b"Traceback" not in rest

@@ -166,7 +166,7 @@ async def test_a_message_that_is_too_long_ends_a_connection_and_not_the_followin
             await until(lambda count=blocks - 1: view.held_tokens() == count * BLOCK and view.engine.events_live)
             publisher.publish_payload(b"x" * 5000)
             await until(lambda: not view.engine.events_live)
-            store(publisher, blocks - 1)  # while nobody hears it: it comes with the replay
+            store(publisher, blocks - 1)  # without a subscriber: it comes with the replay
             await until(lambda count=blocks: view.held_tokens() == count * BLOCK)
 
 

@@ -93,8 +93,11 @@ class CpuTier(OffloadingManager):
         self._region = region
         self._view = region.create_kv_memoryview()
         self._free_list: list[int] = []
-        self.prepare_read, self.complete_read = self.prepare_load, self.complete_load
+        self.prepare_read, self.complete_read = self._prepare_read, self.complete_load
         self.prepare_write, self.complete_write = self.prepare_store, self.complete_store
+
+    def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
+        return self.prepare_load(keys, req_context)
 
     def sync(self) -> None:
         """Learn what others have changed in rows that are shared, before what a step asks."""

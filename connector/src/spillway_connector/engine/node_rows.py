@@ -12,9 +12,8 @@ that no row has, so they refuse it as they refuse any copy that cannot be made, 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice, takewhile
 
@@ -24,7 +23,6 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutpu
 from spillway_connector.engine.cpu_tier import LruRows
 from spillway_connector.engine.node_picture import NodePicture
 from spillway_connector.engine.row_checks import NodeRowsSpec
-from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.node_index import NO_STAMP, NodeIndex
 
 
@@ -34,19 +32,6 @@ class NodeRows(NodePicture):
     What sessions, waiting requests and retention say of chunks decides which of them leave for this engine's own
     chunks. Other engines know the chunks' last use alone.
     """
-
-    def __init__(
-        self,
-        region: NodeRegion,
-        namespace: bytes,
-        *,
-        floor_share: float = 0.0,
-        enable_events: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """As NodePicture's."""
-        super().__init__(region, namespace, floor_share=floor_share, enable_events=enable_events, clock=clock)
-        self.prepare_read = self._prepare_read
 
     # -- counts
 
@@ -186,6 +171,7 @@ class NodeRows(NodePicture):
             return NodeRowsSpec(nothing, [NO_STAMP] * len(ordered), nothing)
         return spec
 
+    @override
     def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         """For a store to a shared tier. None: some of the chunks have left, and nothing is pinned."""
         if self._left is None and self._unpublished.keys() >= set(keys):  # no other engine may touch them yet

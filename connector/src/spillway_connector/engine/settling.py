@@ -7,7 +7,7 @@ the shared tiers, and chunks that the device alone holds are stored. A request t
 any other.
 
 An engine that has just started steps too, until it has announced the stores that it loads from: vLLM publishes events
-behind a step, and an engine whose store nobody knows gets no prompt to compute for another one.
+behind a step, and the gateway has an engine compute prompts for another one only if it knows the store of both.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from spillway_connector.engine.own_connector import own_connector
 
-INTRODUCTION_SECONDS_MAX = (
-    10.0  # after its start, in which an engine steps until it has said which stores it loads from
-)
+# After the start; until then an engine steps without requests to announce the stores that it loads from.
+INTRODUCTION_SECONDS_MAX = 10.0
 HAND_OVER_SECONDS = 2.0  # after a request that another engine goes on with, until its chunks are stored and announced
 _SETTLING_ROWS_PART = 4  # of the CPU tier: one in so many rows may be on its way to the shared tiers
 IN_FLIGHT_BYTES_MAX = 256 << 20  # between the device and the shared tiers at once, so that no store waits for seconds

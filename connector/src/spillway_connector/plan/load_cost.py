@@ -131,7 +131,7 @@ def is_behind(
 
     Args:
         elapsed_seconds: since the load was begun.
-        received_chunks: what has arrived since then, parts of chunks included, for this load or another one.
+        received_chunks: chunks of any load that have arrived since then, parts of chunks included.
         chunks: of the load.
         seconds_per_chunk: to compute one.
         latency_seconds: of one request to the tier, during which nothing can arrive.

@@ -156,7 +156,7 @@ class OpenJobs:
                     self.end_if_done(job)
 
     def give_up_behind(self, seconds_per_chunk: float, latency_seconds: float, spared: Callable[[int], bool]) -> None:
-        """Give up the loads that computing has overtaken, but those of which nobody waits, which ``spared`` names."""
+        """Give up the loads that computing has overtaken, except those for which no request waits (``spared``)."""
         received, now = self._movers.received_chunks, self._clock()
         for job in list(self.loads.values()):
             since, elapsed = received - job.received_before, now - job.queued_at

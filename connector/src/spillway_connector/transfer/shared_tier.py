@@ -272,7 +272,7 @@ class SharedTier:
     def give_up_behind(self, seconds_per_chunk: float, spared: Callable[[int], bool]) -> None:
         """Give up the loads that computing has overtaken.
 
-        seconds_per_chunk: to compute one. spared: whether nobody waits for the job of this id.
+        seconds_per_chunk: to compute one. spared: whether the job of this id goes on, since no request waits for it.
         """
         if self._jobs.loads:
             self._jobs.give_up_behind(seconds_per_chunk, self._lookups.seconds, spared)

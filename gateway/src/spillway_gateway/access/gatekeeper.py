@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from spillway_gateway.access.keys import NOBODY, KeyRing, Priority, Tenant, read_keys
 from spillway_gateway.access.limits import Settlement, SharedLimitsUnavailable, TenantUsage, limited
+from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.errors import (
     BackgroundNotCounted,
@@ -192,7 +193,7 @@ class Gatekeeper:
         """Reload the keys whenever their file changes, until cancelled; a bad file is logged and the old keys stay."""
         while self._path is not None:
             await asyncio.sleep(self._config.reload_seconds)
-            await asyncio.to_thread(self.reload)
+            await on_daemon_thread(self.reload)
 
     def reload(self) -> None:
         """Reload if the file changed. On a thread. A mounted Secret is replaced by a link: its inode changes."""

@@ -54,7 +54,7 @@ class ConfigFollower:
 
     async def look(self) -> None:
         """Once. A mounted ConfigMap changes by renaming a link, which the inode shows."""
-        state = await asyncio.to_thread(_state, self._path)
+        state = await on_daemon_thread(lambda: _state(self._path))
         if state == self._seen and not self._asked:
             return
         asked, self._asked, self._seen = self._asked, False, state

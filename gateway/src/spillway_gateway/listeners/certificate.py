@@ -7,6 +7,7 @@ import logging
 import ssl
 from pathlib import Path
 
+from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.settings import TlsConfig
 from spillway_gateway.errors import ConfigError
 
@@ -26,7 +27,7 @@ class Certificate:
         """Reload until cancelled."""
         while True:
             await asyncio.sleep(self._config.reload_seconds)
-            await asyncio.to_thread(self.reload)
+            await on_daemon_thread(self.reload)
 
     def reload(self) -> None:
         """Load the files if they changed. Blocks. A pair that does not match (one file is newer) is tried again."""

@@ -287,7 +287,9 @@ class EngineConnection(asyncio.BufferedProtocol):
             return
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
-            self._fault = "the engine's reply has a transfer-encoding other than chunked, which nobody asked for"
+            self._fault = (
+                "the engine's reply has a transfer-encoding other than chunked, which the gateway does not ask for"
+            )
             return
         self.status = status
         self._head_done = True
