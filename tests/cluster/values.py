@@ -67,7 +67,7 @@ _SIMULATED: Values = {
         "timeouts": {"connectSeconds": 1},
         "lifecycle": {"preStopSeconds": 3, "drainTimeoutSeconds": GATEWAY_DRAIN_SECONDS},
         "index": {"bytesMax": "64MiB"},
-        "resources": {"requests": {"cpu": "50m", "memory": "128MiB"}, "limits": {"memory": "1280MiB"}},
+        "resources": {"requests": {"cpu": "50m", "memory": "128MiB"}, "limits": {"memory": "1536MiB"}},
     },
     "redis": {
         "image": {"registry": "", "repository": "valkey", "tag": "lane"},
