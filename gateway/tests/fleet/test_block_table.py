@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.fleet import block_table
-from spillway_gateway.fleet.block_table import COMPACT_EVICTIONS_MIN, SHARDED_BYTES_MIN, BlockTable, Entry
+from spillway_gateway.fleet.block_table import COMPACT_EVICTIONS_MIN, SHARDED_BYTES_MIN, BlockTable, Entry, HolderKey
 
 
 def table(keys: list[int], bytes_max: int = 0) -> BlockTable:
@@ -38,14 +40,14 @@ def test_shards_are_evicted_in_turn_until_all_are_empty(keys: set[int]) -> None:
     assert made.entries == sum(map(len, made.shards)) == 0
 
 
-def test_compaction_keeps_entries_and_the_list_of_shards() -> None:
+def test_compaction_keeps_the_shards_which_are_frozen_and_makes_them_small() -> None:
     made = table(list(range(3 * COMPACT_EVICTIONS_MIN)))
-    shards, before = made.shards, made.shards[0]
-    for _ in range(COMPACT_EVICTIONS_MIN):
+    shard, before = made.shards[0], sys.getsizeof(made.shards[0])
+    for _ in range(5 * COMPACT_EVICTIONS_MIN // 2):
         made.evict_one()
 
-    assert made.shards is shards and shards[0] is not before
-    assert list(shards[0]) == list(range(COMPACT_EVICTIONS_MIN, 3 * COMPACT_EVICTIONS_MIN))
+    assert made.shards[0] is shard and sys.getsizeof(shard) < before
+    assert list(shard) == list(range(5 * COMPACT_EVICTIONS_MIN // 2, 3 * COMPACT_EVICTIONS_MIN))
 
 
 def test_a_sweep_yields_between_steps_and_skips_what_was_removed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +66,7 @@ def test_a_sweep_yields_between_steps_and_skips_what_was_removed_meanwhile(monke
 def test_an_entry_is_dropped_only_when_nothing_refers_to_it() -> None:
     made = table([1])
     shard, entry = made.shards[0], made.shards[0][1]
-    for kept in (Entry(mask=1), Entry(speculative_mask=1), Entry(engine_keys=((0, 7),))):
+    for kept in (Entry(mask=1), Entry(speculative_mask=1), Entry(keys=HolderKey(0, 7, None))):
         made.drop_if_unused(shard, 1, kept)
         assert made.entries == 1
 

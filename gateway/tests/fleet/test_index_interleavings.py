@@ -140,7 +140,7 @@ class Interleaved:
             (slot, scoped, key) for slot, holder in held.slots.items() for scoped, key in holder.request_keys.items()
         }
         assert of_holders == {
-            (slot, scoped, key) for key, entry in entries.items() for slot, scoped in entry.engine_keys
+            (each.slot, each.scoped, key) for key, entry in entries.items() for each in entry.holder_keys()
         }
         assert (held.keys, held.table.entries) == (len(of_holders), len(entries))
 

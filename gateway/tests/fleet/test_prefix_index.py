@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import tracemalloc
 from collections.abc import Iterator
@@ -407,6 +408,26 @@ def test_a_retired_engine_is_gone_at_once_and_freed_in_steps() -> None:
     assert made.match(long_keys, BLOCK)["a"] == HeldPrefix(BLOCK, 0, 0)
     assert made.estimated_bytes == 3_000 * ENTRY_BYTES + 3_001 * HOLDER_BYTES
     assert list(made.retire_engine("unknown")) == []
+
+
+def test_blocks_are_nothing_to_the_garbage_collector() -> None:
+    """It would visit them on the event loop, and those of many events at once: evicted ones offset the new ones in the
+    count that starts it."""
+    made = index(bytes_max=1_000 * (ENTRY_BYTES + 2 * HOLDER_BYTES))
+    made.apply("a", stored([0], None, list(range(BLOCK))))
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for number in range(1, 5_000):
+            for name in ("a", "b"):
+                made.apply(name, stored([number], None, list(range(number * BLOCK, (number + 1) * BLOCK))))
+        found = len(gc.get_objects()) - before
+    finally:
+        gc.enable()
+
+    assert made.evicted_blocks_total > 1_000 and made.blocks > 500
+    assert found < 100
 
 
 def test_block_size_comes_from_events_and_partial_blocks_do_not_change_it() -> None:

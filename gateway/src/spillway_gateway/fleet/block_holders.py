@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK, BlockTable, Entry
+from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK, BlockTable, Entry, HolderKey
 from spillway_gateway.fleet.engine_blocks import GHOST_BYTES, EngineBlocks
 from spillway_gateway.fleet.event_decoder import Tier
 
 # Measured with tracemalloc on CPython 3.11, rounded up.
 ENTRY_BYTES = 240
-HOLDER_BYTES = 220  # engine key -> request key, and the way back
+HOLDER_BYTES = 190  # engine key -> request key, and the way back
 WAITING_SHARE = 8  # orphans and ghosts of all engines may take an eighth of the bound
 EXPECTED_SHARE = 16  # blocks of prompts that engines have yet to accept or to announce may take a sixteenth
 STEP_BLOCKS = 250  # added, touched or removed between two yields, about a millisecond
@@ -69,7 +69,7 @@ class BlockHolders:
             self.unlink(holder, scoped, known)
         holder.ghosts.pop(scoped, None)
         holder.request_keys[scoped] = key
-        entry.engine_keys = (*entry.engine_keys, (holder.slot, scoped))
+        entry.keys = HolderKey(holder.slot, scoped, entry.keys)
         self.keys += 1
 
     def unlink(self, holder: EngineBlocks, scoped: int, key: int) -> None:
@@ -79,16 +79,16 @@ class BlockHolders:
         self.keep_ghost(holder, scoped, key)
         shard = self._shards[key & self._shard_mask]
         entry = shard[key]
-        entry.engine_keys = tuple(pair for pair in entry.engine_keys if pair != (holder.slot, scoped))
-        if not any(slot == holder.slot for slot, _ in entry.engine_keys):
+        entry.drop_keys(holder.slot, scoped)
+        if not any(each.slot == holder.slot for each in entry.holder_keys()):
             entry.mask &= ~(ENGINE_MASK << (holder.slot * BITS_PER_ENGINE))
         self.table.drop_if_unused(shard, key, entry)
 
     def unlink_all(self, holder: EngineBlocks, entry: Entry) -> list[int]:
         """Remove the engine's keys from an entry and return them."""
-        removed = [scoped for slot, scoped in entry.engine_keys if slot == holder.slot]
+        removed = [each.scoped for each in entry.holder_keys() if each.slot == holder.slot]
         if removed:
-            entry.engine_keys = tuple([pair for pair in entry.engine_keys if pair[0] != holder.slot])
+            entry.drop_keys(holder.slot)
             for scoped in removed:
                 if holder.request_keys.pop(scoped, None) is not None:
                     self.keys -= 1
@@ -122,8 +122,8 @@ class BlockHolders:
             if entry is None:
                 continue
             evicted += 1
-            for slot, scoped in entry.engine_keys:
-                del self.slots[slot].request_keys[scoped]
+            for each in entry.holder_keys():
+                del self.slots[each.slot].request_keys[each.scoped]
                 self.keys -= 1
         self.evicted_total += evicted
 

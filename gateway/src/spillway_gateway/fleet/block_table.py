@@ -4,8 +4,11 @@ Holders are bits of one integer per block, BITS_PER_ENGINE for each engine, so o
 at once.
 
 The event loop also serves streams, so no operation may take long, however many blocks there are. Entries lie in many
-small dicts, because a dict that grows is copied as a whole. They are structs that the cyclic garbage collector does not
-visit. A pass over all entries yields after SWEEP_STEP of them.
+small dicts, because a dict that grows is copied as a whole. A pass over all entries yields after SWEEP_STEP of them.
+
+Nothing of an entry is an object that the cyclic garbage collector visits. Blocks that come and go in equal numbers hide
+from its thresholds, so it would meet those of many steps at once. The dicts are the same ones for the life of the
+table, because the process freezes those that exist when it starts.
 """
 
 from __future__ import annotations
@@ -24,13 +27,36 @@ BITS_PER_ENGINE = 4
 ENGINE_MASK = (1 << BITS_PER_ENGINE) - 1
 
 
+class HolderKey(msgspec.Struct, frozen=True, gc=False):
+    """A key by which a holder names a block. others: the block's further keys."""
+
+    slot: int
+    scoped: int  # the engine key within its KV cache group
+    others: HolderKey | None
+
+
 class Entry(msgspec.Struct, gc=False):
     """One block. mask: bit `slot * BITS_PER_ENGINE + tier` for each engine that holds it in a tier."""
 
     mask: int = 0
     speculative_mask: int = 0  # device bits of engines without events that accepted a prompt with this block
     speculative_until: float = 0.0  # monotonic seconds
-    engine_keys: tuple[tuple[int, int], ...] = ()  # (slot, scoped engine key)
+    keys: HolderKey | None = None  # of all holders
+
+    def holder_keys(self) -> Iterator[HolderKey]:
+        """The keys of all holders, in no order."""
+        each = self.keys
+        while each is not None:
+            yield each
+            each = each.others
+
+    def drop_keys(self, slot: int, scoped: int | None = None) -> None:
+        """Forget the keys of a holder. scoped: this one alone."""
+        kept = None
+        for each in self.holder_keys():
+            if each.slot != slot or scoped not in (None, each.scoped):
+                kept = HolderKey(each.slot, each.scoped, kept)
+        self.keys = kept
 
 
 Shard = OrderedDict[int, Entry]  # by request key, least recently used first
@@ -38,7 +64,7 @@ Shard = OrderedDict[int, Entry]  # by request key, least recently used first
 
 class BlockTable:
     """Entries by request key. Callers on the hot path index `shards[key & shard_mask]` themselves and count the entries
-    that they add; compaction replaces a shard within the list, so no reference to one may be kept over an eviction."""
+    that they add."""
 
     __slots__ = ("_next_compacted", "_next_evicted", "_until_compacted", "entries", "shard_mask", "shards")
 
@@ -60,14 +86,13 @@ class BlockTable:
                 position += 1
                 if position % SWEEP_STEP == 0:
                     yield self.shards[at], key, None
-                shard = self.shards[at]  # another one if it was compacted during the pause
-                entry = shard.get(key)
+                entry = self.shards[at].get(key)  # may be gone since the pause
                 if entry is not None:
-                    yield shard, key, entry
+                    yield self.shards[at], key, entry
 
     def drop_if_unused(self, shard: Shard, key: int, entry: Entry) -> None:
         """Remove the entry if no engine holds it and no key of an engine leads to it."""
-        if not (entry.mask or entry.speculative_mask or entry.engine_keys):
+        if not (entry.mask or entry.speculative_mask or entry.keys):
             del shard[key]
             self.entries -= 1
 
@@ -86,10 +111,12 @@ class BlockTable:
         return entry
 
     def _compact_one(self) -> None:
-        """Copy the next shard. A dict keeps the places of removed keys until it is full and then grows threefold; full
-        shards lose entries as fast as they gain them. Copied in turn they keep memory level, while otherwise all of
-        them would grow at about the same time."""
-        at = self._next_compacted & self.shard_mask
+        """Fill the next shard anew. A dict keeps the places of removed keys until it is full and then grows threefold;
+        full shards lose entries as fast as they gain them. Filled in turn they keep memory level, while otherwise all
+        of them would grow at about the same time."""
+        shard = self.shards[self._next_compacted & self.shard_mask]
         self._next_compacted += 1
-        self.shards[at] = self.shards[at].copy()
+        entries = shard.copy()
+        shard.clear()
+        shard.update(entries)
         self._until_compacted = max(COMPACT_EVICTIONS_MIN, self.entries // len(self.shards) // 5)
