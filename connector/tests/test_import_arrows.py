@@ -15,7 +15,7 @@ PACKAGE = "spillway_connector"
 ROOT = Path(spillway_connector.__file__).parent
 
 SETTINGS = frozenset({"setting_names", "native_keys", "limits", "config"})
-BOTTOM = SETTINGS | {"errors", "metrics", "own_files", "namespace", "identity", "plan"}
+BOTTOM = SETTINGS | {"errors", "explanations", "metrics", "own_files", "namespace", "identity", "plan"}
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}) | {
     "tiers.redis",
     "tiers.redis.client",
@@ -28,6 +28,7 @@ ENGINE = BOTTOM | TIERS | DEVICE | {"node", "transfer", "vllm", "torch"}
 ALLOWED: Mapping[str, Set[str]] = {
     "": frozenset(),  # the package's own __init__
     "errors": frozenset(),
+    "explanations": frozenset({"errors"}),
     "metrics": frozenset(),
     "own_files": frozenset(),
     "setting_names": frozenset(),

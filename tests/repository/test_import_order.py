@@ -13,9 +13,9 @@ from lanes.rules import ROOT
 LEVELS = {
     "ctl": (
         "census errors evidence interruption pace plan_arithmetic quantities store tier_rates",
-        "findings frame_filter namespace_summary nvme_store plan_input progress readings redis_store s3_store "
-        "seal_check",
-        "named_text run store_choice",
+        "frame_filter namespace_summary nvme_store plan_input progress readings redis_store s3_store seal_check "
+        "tier_findings",
+        "findings named_text run store_choice",
         "check doctor listing node_tier plan_options purge status store_options tenant_id",
         "live plan verify",
         "doctor_options",

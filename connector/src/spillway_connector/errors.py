@@ -15,6 +15,7 @@
             `-- TierTimeout      ... within the deadline             -> the same; a late answer is void
 
 Each tier error carries ``reason``, a word of a closed set that becomes a metric label; its sentence is for people.
+explanations.py says what each reason means.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TypeVar
 
+MISS = "miss"  # the reason of a TierMiss
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -95,7 +97,11 @@ class RefusedReason(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"  # Redis maxmemory
     PERMISSION = "permission"  # EACCES, EPERM, NOPERM
     FOREIGN = "foreign"  # what has the name of one of the store's files is a link, or someone else's
-    AUTHENTICATION = "authentication"  # NOAUTH, WRONGPASS
+    AUTHENTICATION = "authentication"  # NOAUTH, WRONGPASS, SignatureDoesNotMatch
+    CLOCK_SKEW = "clock_skew"  # RequestTimeTooSkewed
+    CREDENTIALS_EXPIRED = "credentials_expired"  # ExpiredToken
+    NO_CREDENTIALS = "no_credentials"  # neither given nor found
+    WRONG_REGION = "wrong_region"  # PermanentRedirect
     THROTTLED = "throttled"  # 503 SlowDown, 429: the store asks for fewer requests
     LOADING = "loading"  # the server reads its data set, or a replica waits for its primary
     MOVED = "moved"  # the key lives on another node
@@ -116,7 +122,8 @@ class UnreachableReason(StrEnum):
     CONNECT = "connect"
     DISCONNECTED = "disconnected"
     INPUT_OUTPUT = "input_output"  # EIO, ESTALE, ENXIO: the device or mount is sick
-    ROOT_MISSING = "root_missing"
+    ROOT_MISSING = "root_missing"  # the directory
+    BUCKET_MISSING = "bucket_missing"
     TLS = "tls"
     TIMEOUT = "timeout"
 
@@ -135,7 +142,7 @@ class TierMiss(TierError):
     """The tier answered that it holds no such entry."""
 
     def __init__(self, message: str = "no such entry") -> None:
-        super().__init__("miss", message)
+        super().__init__(MISS, message)
 
 
 class TierCorrupt(TierError):

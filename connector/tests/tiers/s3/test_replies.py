@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from spillway_connector.errors import ConfigError, RefusedReason, TierRefused, TierTimeout, TierUnreachable
 from spillway_connector.limits import S3_CONNECTIONS
+from spillway_connector.testing.replying_store import ReplyingStore, StoreRequest, replying_store
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
 from spillway_connector.tiers.frame import build_header
 from spillway_connector.tiers.s3 import client
@@ -26,75 +25,23 @@ from spillway_connector.tiers.s3.tier import S3Tier
 from spillway_connector.tiers.tier import StoreOutcome
 
 BUCKET = "double"
-Answer = Callable[["_Request"], None]
-
-
-class _Request(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: _Replies
-
-    def _any(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.asked.append((self.command, self.path))
-        # The document is there, so that each test sees its own operation.
-        if self.path.endswith("/document"):
-            self.reply(200, NAMESPACE.document)
-        else:
-            self.server.answer(self)
-
-    do_GET = do_HEAD = do_PUT = do_DELETE = _any
-
-    def reply(self, status: int, body: bytes = b"", *, announced: int | None = None) -> None:
-        """announced: the length that the reply's header names, if it is another than the body's."""
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body) if announced is None else announced))
-        self.send_header("ETag", '"1"')
-        self.send_header("Last-Modified", "Sat, 28 Nov 2026 00:00:00 GMT")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-        if announced is not None:
-            self.close_connection = True
-
-    def refuse(self, status: int, code: str) -> None:
-        self.reply(status, f"<Error><Code>{code}</Code><Message>said by a test</Message></Error>".encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-class _Replies(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Request)
-        self.asked: list[tuple[str, str]] = []
-        self.answer: Answer = lambda request: request.refuse(404, "NoSuchKey")
-
-    def asked_for(self, command: str) -> int:
-        return sum(each == command and not path.endswith("/document") for each, path in self.asked)
 
 
 @pytest.fixture
-def store() -> Iterator[_Replies]:
-    server = _Replies()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def store() -> Iterator[ReplyingStore]:
+    with replying_store(NAMESPACE.document) as store:
+        yield store
 
 
-def tier_at(store: _Replies, monkeypatch: pytest.MonkeyPatch, connections: int = S3_CONNECTIONS) -> S3Tier:
+def tier_at(store: ReplyingStore, monkeypatch: pytest.MonkeyPatch, connections: int = S3_CONNECTIONS) -> S3Tier:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-to-be-shown")
-    place = S3Place(BUCKET, endpoint=f"http://127.0.0.1:{store.server_address[1]}")
+    place = S3Place(BUCKET, endpoint=store.endpoint)
     return S3Tier(NAMESPACE, PAYLOAD_BYTES, place, connections=connections)
 
 
 @pytest.fixture
-def tier(store: _Replies, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Tier]:
+def tier(store: ReplyingStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Tier]:
     tier = tier_at(store, monkeypatch)
     yield tier
     tier.close()
@@ -105,8 +52,8 @@ def _frame(seed: int) -> bytes:
     return build_header(NAMESPACE.digest16, key_of(seed), payload, created_ms=1) + payload
 
 
-def test_a_store_that_asks_to_slow_down_is_asked_again_after_pauses(store: _Replies, tier: S3Tier) -> None:
-    def slow_down_once(request: _Request) -> None:
+def test_a_store_that_asks_to_slow_down_is_asked_again_after_pauses(store: ReplyingStore, tier: S3Tier) -> None:
+    def slow_down_once(request: StoreRequest) -> None:
         if store.asked_for("GET") == 1:
             request.refuse(503, "SlowDown")
         else:
@@ -119,7 +66,7 @@ def test_a_store_that_asks_to_slow_down_is_asked_again_after_pauses(store: _Repl
 
 @pytest.mark.parametrize("operation", ["lookup", "load", "store"])
 def test_one_that_goes_on_asking_to_slow_down_is_a_refusal_after_a_bounded_number(
-    store: _Replies, tier: S3Tier, operation: str
+    store: ReplyingStore, tier: S3Tier, operation: str
 ) -> None:
     store.answer = lambda request: request.refuse(503, "SlowDown")
     calls: dict[str, tuple[str, Callable[[], object]]] = {
@@ -134,7 +81,7 @@ def test_one_that_goes_on_asking_to_slow_down_is_a_refusal_after_a_bounded_numbe
     assert store.asked_for(command) == RETRIES_MAX + 1
 
 
-def test_a_pause_ends_at_the_deadline(store: _Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_ends_at_the_deadline(store: ReplyingStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
         monkeypatch.setattr(client, name, timedelta(seconds=25))
     tier = tier_at(store, monkeypatch)
@@ -146,7 +93,7 @@ def test_a_pause_ends_at_the_deadline(store: _Replies, monkeypatch: pytest.Monke
     tier.close()
 
 
-def test_a_store_that_does_not_answer_is_a_timeout(store: _Replies, tier: S3Tier) -> None:
+def test_a_store_that_does_not_answer_is_a_timeout(store: ReplyingStore, tier: S3Tier) -> None:
     tier.prepare(soon())
     answered = threading.Event()
     store.answer = lambda _: answered.wait() and None  # type: ignore[assignment,return-value]
@@ -159,12 +106,12 @@ def test_a_store_that_does_not_answer_is_a_timeout(store: _Replies, tier: S3Tier
 
 
 def test_what_has_arrived_of_a_load_is_known_before_it_ends(
-    store: _Replies, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
+    store: ReplyingStore, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_module, "PIECE_BYTES", 1024)
     frame, rest = _frame(1), threading.Event()
 
-    def answer(request: _Request) -> None:
+    def answer(request: StoreRequest) -> None:
         request.reply(200, frame[: len(frame) // 2], announced=len(frame))
         request.wfile.flush()
         assert rest.wait(30)
@@ -183,7 +130,7 @@ def test_what_has_arrived_of_a_load_is_known_before_it_ends(
     assert loaded == [payload_of(1)] and tier.received_bytes == len(frame)
 
 
-def test_half_an_object_is_never_served(store: _Replies, tier: S3Tier) -> None:
+def test_half_an_object_is_never_served(store: ReplyingStore, tier: S3Tier) -> None:
     """The reply announces a whole frame and the connection ends within it, every time."""
     frame = _frame(1)
     store.answer = lambda request: request.reply(200, frame[: len(frame) // 2], announced=len(frame))
@@ -193,17 +140,18 @@ def test_half_an_object_is_never_served(store: _Replies, tier: S3Tier) -> None:
 @pytest.mark.parametrize(
     ("status", "code", "reason", "words"),
     [
-        (403, "RequestTimeTooSkewed", RefusedReason.AUTHENTICATION, "the clock of this node"),
-        (400, "ExpiredToken", RefusedReason.AUTHENTICATION, "the credentials have expired"),
+        (403, "RequestTimeTooSkewed", RefusedReason.CLOCK_SKEW, "the clock of this node"),
+        (400, "ExpiredToken", RefusedReason.CREDENTIALS_EXPIRED, "the credentials have expired"),
+        (403, "SignatureDoesNotMatch", RefusedReason.AUTHENTICATION, "does not accept these credentials"),
         (403, "AccessDenied", RefusedReason.PERMISSION, "s3:ListBucket"),
-        (403, "QuotaExceeded", RefusedReason.NO_SPACE, "quota is used up"),
-        (507, "XMinioStorageFull", RefusedReason.NO_SPACE, "no room left"),
-        (400, "AuthorizationHeaderMalformed", RefusedReason.OTHER, "another region"),
+        (403, "QuotaExceeded", RefusedReason.NO_SPACE, "quota or the store's room is used up"),
+        (507, "XMinioStorageFull", RefusedReason.NO_SPACE, "quota or the store's room is used up"),
+        (400, "AuthorizationHeaderMalformed", RefusedReason.WRONG_REGION, "another region"),
         (400, "SomethingNew", RefusedReason.OTHER, "SomethingNew"),
     ],
 )
 def test_every_refusal_is_a_sentence_without_the_secret(
-    store: _Replies, tier: S3Tier, status: int, code: str, reason: RefusedReason, words: str
+    store: ReplyingStore, tier: S3Tier, status: int, code: str, reason: RefusedReason, words: str
 ) -> None:
     store.answer = lambda request: request.refuse(status, code)
     for call in (lambda: load(tier, key_of(1)), lambda: tier.store(key_of(1), payload_of(1), soon())):
@@ -214,12 +162,12 @@ def test_every_refusal_is_a_sentence_without_the_secret(
 
 
 def test_credentials_that_expire_under_load_are_renewed_before_the_store_refuses_them(
-    store: _Replies, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    store: ReplyingStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As a pod's identity gives them. The store takes the newest alone, and each expires a minute after it is given."""
     given = 0
 
-    def answer(request: _Request) -> None:
+    def answer(request: StoreRequest) -> None:
         nonlocal given
         if request.path == "/credentials":
             given += 1
@@ -236,7 +184,7 @@ def test_credentials_that_expire_under_load_are_renewed_before_the_store_refuses
     (tmp_path / "token").write_text("of the service account")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
-    endpoint = f"http://127.0.0.1:{store.server_address[1]}"
+    endpoint = store.endpoint
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{endpoint}/credentials")
     monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
     tier = S3Tier(NAMESPACE, PAYLOAD_BYTES, S3Place(BUCKET, endpoint=endpoint))
@@ -249,7 +197,7 @@ def test_credentials_that_expire_under_load_are_renewed_before_the_store_refuses
         tier.close()
 
 
-def test_a_lookup_that_may_not_list_is_told_apart_from_a_miss(store: _Replies, tier: S3Tier) -> None:
+def test_a_lookup_that_may_not_list_is_told_apart_from_a_miss(store: ReplyingStore, tier: S3Tier) -> None:
     """AWS answers 403 about a missing object to those who may not list."""
     store.answer = lambda request: request.reply(403)
     refused = error_of(lambda: tier.contains([key_of(1)], soon()))
@@ -257,8 +205,8 @@ def test_a_lookup_that_may_not_list_is_told_apart_from_a_miss(store: _Replies, t
     assert "s3:ListBucket" in str(refused)
 
 
-def test_a_store_without_conditional_writes_is_written_to_without(store: _Replies, tier: S3Tier) -> None:
-    def no_conditions(request: _Request) -> None:
+def test_a_store_without_conditional_writes_is_written_to_without(store: ReplyingStore, tier: S3Tier) -> None:
+    def no_conditions(request: StoreRequest) -> None:
         if request.headers.get("If-None-Match"):
             request.refuse(501, "NotImplemented")
         else:
@@ -271,7 +219,7 @@ def test_a_store_without_conditional_writes_is_written_to_without(store: _Replie
     assert store.asked_for("PUT") == asked + 1, "it is known by then"
 
 
-def test_no_operation_lists(store: _Replies, tier: S3Tier) -> None:
+def test_no_operation_lists(store: ReplyingStore, tier: S3Tier) -> None:
     store.answer = lambda request: request.reply(200, _frame(1))
     tier.contains([key_of(1)], soon())
     load(tier, key_of(1))
@@ -282,13 +230,13 @@ def test_no_operation_lists(store: _Replies, tier: S3Tier) -> None:
     assert all(path.startswith(f"/{BUCKET}/spillway1/") and "?" not in path for _, path in store.asked)
 
 
-def test_requests_at_once_are_bounded(store: _Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_at_once_are_bounded(store: ReplyingStore, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = tier_at(store, monkeypatch, connections=3)
     lock = threading.Lock()
     now, most = 0, 0
     all_in = threading.Barrier(3)
 
-    def count(request: _Request) -> None:
+    def count(request: StoreRequest) -> None:
         nonlocal now, most
         with lock:
             now += 1

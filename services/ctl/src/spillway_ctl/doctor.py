@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from spillway_connector.errors import ConfigError, TierError
+from spillway_connector.explanations import explanation
 from spillway_ctl.errors import CommandError
 from spillway_ctl.evidence import EngineReading, Finding, Verdict
 from spillway_ctl.findings import judge
@@ -103,13 +104,14 @@ def _tier(patient: Patient, engines: Sequence[EngineReading], answer_seconds: fl
     tier = patient.tier
     if tier is None:
         return Finding(CHECK, "here", Verdict.NOT_CHECKED, patient.no_tier)
-    where, change = _place(tier)
+    kind, where, change = _place(tier)
     try:
         rates = _measure(tier, answer_seconds)
     except CommandError as error:  # a login that is not here
         return Finding(CHECK, where, Verdict.NOT_CHECKED, str(error))
     except (OSError, TierError, ConfigError) as error:
-        return Finding(CHECK, where, Verdict.FAILED, str(error), change)
+        said = explanation(error.reason, kind) if isinstance(error, TierError) else None
+        return Finding(CHECK, where, Verdict.FAILED, str(error), change if said is None else said.remedy or change)
     write, read = rates.write_bytes_per_second, rates.read_bytes_per_second
     found = (
         f"{format_bytes(write)}/s written, {format_bytes(read)}/s read ({format_bytes(rates.size_bytes)}, one thread)"
@@ -130,15 +132,18 @@ def break_even(engine: EngineReading) -> float | None:
     return break_even_bytes_per_second(per_token, rate) if isinstance(per_token, int) and rate else None
 
 
-def _place(tier: StoreChoice) -> tuple[str, str]:
-    """(where it is, what to do when it cannot be measured)."""
+def _place(tier: StoreChoice) -> tuple[str, str, str]:
+    """(its type, where it is, what to do when it cannot be measured for a reason without an explanation)."""
     if tier.nvme is not None:
-        return str(tier.nvme), "mount the volume here, and run this as the engines' user; free space if it is full"
+        change = "mount the volume here, and run this as the engines' user; free space if it is full"
+        return "nvme", str(tier.nvme), change
     if tier.s3 is not None:
-        return str(tier.s3), "correct what the sentence names (offload.sharedTier.s3, the Secret or the identity)"
-    return str(tier.redis), (
+        change = "correct what the sentence names (offload.sharedTier.s3, the Secret or the identity)"
+        return "s3", str(tier.s3), change
+    change = (
         "start the Redis or Valkey there, or correct the url, its login and certificates (offload.sharedTier.redis)"
     )
+    return "redis", str(tier.redis), change
 
 
 def _measure(tier: StoreChoice, answer_seconds: float) -> TierRates:

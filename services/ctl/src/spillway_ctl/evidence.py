@@ -9,6 +9,8 @@ from email.utils import parsedate_to_datetime
 from enum import Enum
 from typing import Any
 
+NO_REPORT = "the engine's processes have not said it: an earlier release, offload is off, or no request since the start"
+
 _SERIES = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: -?\d+)?")
 _RANK = re.compile(r"/dp\d+$")  # what the gateway adds to the name of an engine with data parallel ranks
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -131,7 +133,7 @@ class EngineReading:
         Processes of data parallel ranks have the same names, so the rank is added: `worker-0 of rank 1`.
         """
         found = {}
-        for labels, _ in (self.after or Exposition("")).series("spillway_process_setting", setting=setting):
+        for labels, _ in self._now.series("spillway_process_setting", setting=setting):
             if {"process", "value"} <= labels.keys() and process in ("", labels["process"]):
                 rank = f" of rank {labels['engine']}" if self.ranks > 1 and "engine" in labels else ""
                 found[labels["process"] + rank] = labels["value"]
@@ -140,6 +142,19 @@ class EngineReading:
     def growth(self, name: str, **labels: str) -> tuple[float, float]:
         """(within the window, since the start) of a counter."""
         return _growth(self.before, self.after, name, labels)
+
+    def reasons(self, name: str, labels: Mapping[str, str], *, ever: bool = False) -> dict[str, list[str]]:
+        """The values of a counter's label `reason` that grew within the window, each with the operations that it grew
+        for. ever: that it has counted since the start."""
+        found: dict[str, set[str]] = {}
+        for each, _ in self._now.series(name, **labels):
+            if self.growth(name, **each)[ever]:
+                found.setdefault(each.get("reason", "?"), set()).update({each.get("operation", "")} - {""})
+        return {reason: sorted(found[reason]) for reason in sorted(found)}
+
+    @property
+    def _now(self) -> Exposition:
+        return self.after or Exposition("")
 
 
 def _growth(

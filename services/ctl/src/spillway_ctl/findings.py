@@ -7,11 +7,21 @@ window.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayReading, Verdict, at, by_process, mappings
+from spillway_ctl.evidence import (
+    NO_REPORT,
+    EngineReading,
+    Exposition,
+    Finding,
+    GatewayReading,
+    Verdict,
+    at,
+    by_process,
+    mappings,
+)
+from spillway_ctl.tier_findings import missed, shared_tiers
 
 SKEW_SECONDS_MAX = 2.0  # HTTP tells whole seconds
 EVENT_LAG_SECONDS_MAX = 2.0
@@ -19,7 +29,6 @@ MISSING_SHARE_MAX = 0.15  # as SpillwayPrefixesLost
 EXPECTED_TOKENS_MIN = 5_000.0  # within the window; fewer say nothing
 ENGINE_CORE = "EngineCore"
 _SIZES = ("tensorParallelSize", "pipelineParallelSize", "dataParallelSize")
-NO_REPORT = "the engine's processes have not said it: an earlier release, offload is off, or no request since the start"
 
 
 def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], window_seconds: float) -> list[Finding]:
@@ -45,7 +54,7 @@ def judge(gateway: GatewayReading | None, engines: Sequence[EngineReading], wind
             _patches(engine),
             _copies(engine, window_seconds),
             *_node_tier(engine),
-            *_shared_tiers(engine, window_seconds),
+            *shared_tiers(engine, window_seconds),
             _clock(engine.name, engine.skew_seconds),
             _events(engine, gateway, window_seconds),
         ]
@@ -273,85 +282,6 @@ def _node_tier(engine: EngineReading) -> Iterator[Finding]:
         yield Finding("node's tier", engine.name, Verdict.WARNING, "not used: it has a CPU tier of its own", change)
 
 
-def _shared_tiers(engine: EngineReading, window_seconds: float) -> Iterator[Finding]:
-    """One line for the shared tier, and one for the tier below it."""
-    kind, below = (engine.setting("offload", "sharedTier", *path, "type") for path in ((), ("below",)))
-    yield _shared_tier(engine, window_seconds, "shared tier", kind)
-    if below not in (None, "none") and kind != "none" and engine.setting("offload", "enabled") is not False:
-        yield _shared_tier(engine, window_seconds, "tier below it", below)
-
-
-def _shared_tier(engine: EngineReading, window_seconds: float, name: str, kind: Any) -> Finding:
-    page = engine.after
-    if engine.setting("offload", "enabled") is False or kind == "none":
-        return Finding(name, engine.name, Verdict.OK, "none is configured")
-    if page is None:
-        return Finding(name, engine.name, Verdict.NOT_CHECKED, "it shows no /metrics")
-    if reasons := set(engine.held("not_shared").values()):
-        change = (
-            "load the model from a folder or a hub's cache, or set offload.weightsVersion; see Weights and adapters"
-        )
-        return Finding(name, engine.name, Verdict.FAILED, f"not used: {'; '.join(sorted(reasons))}", change)
-    own = {} if kind is None else {"tier": str(kind)}
-    ready = page.series("spillway_tier_ready", **own)
-    if not ready:
-        return Finding(name, engine.name, Verdict.NOT_CHECKED, NO_REPORT)
-    place, change = _place(engine, kind)
-    away = [labels.get("tier", "?") for labels, value in ready if not value]
-    if away:
-        return Finding(name, engine.name, Verdict.FAILED, f"{', '.join(away)} at {place} cannot be used", change)
-    resting = sorted(
-        labels.get("operation", "?") for labels, value in page.series("spillway_tier_breaker_open", **own) if value
-    )
-    if resting:
-        found = f"{kind} at {place}: the breaker of {', '.join(resting)} is open after repeated failures"
-        return Finding(name, engine.name, Verdict.FAILED, found, change)
-    if page.total("spillway_tier_weights_changed"):
-        return Finding(name, engine.name, Verdict.FAILED, "rests: weights changed in place", "restart the engine")
-    now, ever = engine.growth("spillway_tier_failures_total", **own)
-    if now:
-        why = ", ".join(_grown_reasons(engine, "spillway_tier_failures_total", own))
-        found = f"{kind} at {place}: {now:.0f} operations failed within {window_seconds:.0f} s ({why})"
-        return Finding(name, engine.name, Verdict.FAILED, found, change)
-    found = f"{kind} at {place} is used; no failure within {window_seconds:.0f} s, {ever:.0f} since the start"
-    return Finding(name, engine.name, Verdict.OK, found)
-
-
-def _place(engine: EngineReading, kind: Any) -> tuple[str, str]:
-    """(where the tier is, what to do when it fails)."""
-    if kind == "redis":
-        url = engine.setting("offload", "sharedTier", "redis", "url")
-        return str(url or "?"), (
-            "start the Redis or Valkey there, or correct offload.sharedTier.redis (url, login, TLS) and the "
-            "NetworkPolicy; the engine's log has the reason, and it uses the tier again by itself"
-        )
-    if kind == "s3":
-        s3 = {key: engine.setting("offload", "sharedTier", "s3", key) for key in ("bucket", "prefix", "endpoint")}
-        at = f" at {s3['endpoint']}" if s3["endpoint"] else ""
-        return f"s3://{s3['bucket']}/{s3['prefix'] or ''}{at}", (
-            "the engine's log has the reason (credentials, rights, clock, bucket, address, too many requests); correct "
-            "offload.sharedTier.s3 and the NetworkPolicy; see An object store in docs/operations.md"
-        )
-    path = engine.setting("offload", "sharedTier", "nvme", "path")
-    return str(path or "?"), (
-        "mount the volume, give the engines' user its rights and free space, or correct offload.sharedTier.nvme.path; "
-        "the engine's log has the reason"
-    )
-
-
-_ANY: Mapping[str, str] = {}
-
-
-def _grown_reasons(engine: EngineReading, series: str, own: Mapping[str, str] = _ANY) -> list[str]:
-    """What the counter's labels name as operation and reason, of those that grew within the window."""
-    grown = set()
-    for labels, _ in (engine.after or Exposition("")).series(series, **own):
-        which = {name: labels[name] for name in ("operation", "reason") if name in labels}
-        if engine.growth(series, **own, **which)[0]:
-            grown.add(" ".join(which.values()))
-    return sorted(grown)
-
-
 def _clock(where: str, skew_seconds: float | None) -> Finding:
     if skew_seconds is None:
         return Finding("clock", where, Verdict.NOT_CHECKED, "its answers carry no date")
@@ -474,11 +404,8 @@ def _expected_prefixes(
     if lost <= MISSING_SHARE_MAX:
         return Finding(name, model, Verdict.OK, found)
     if missing["shared"] >= max(missing.values()):
-        reasons = sorted(
-            {reason for engine in engines for reason in _grown_reasons(engine, "spillway_tier_misses_total")}
-        )
-        found = f"{found}; its misses: {', '.join(reasons) or 'none'}"
-        change = "a faster or larger shared tier, or sharedTier.type: none; see SpillwayPrefixesLost for each reason"
+        found = f"{found}; its misses: {missed(engines)}"
+        change = "a faster or larger shared tier, or sharedTier.type: none; see SpillwayPrefixesLost"
     else:
         change = "more CPU blocks (offload.cpuBytes), or the node's memory to fewer engines; see SpillwayPrefixesLost"
         if not gateway.growth("spillway_gateway_session_choices_total", model=model)[1]:

@@ -1,4 +1,4 @@
-"""From what obstore raises to a tier's error, with a sentence that says what to do. Pure."""
+"""From what obstore raises to a tier's error, with the sentence of explanations.py that says what to do. Pure."""
 
 from __future__ import annotations
 
@@ -14,43 +14,40 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
+from spillway_connector.explanations import explanation
 
+TIER_TYPE = "s3"
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]+)</Code>")
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _TEXT_MAX = 300
+# Addresses of what gives credentials, not of the store: the node's metadata service, STS.
+_IDENTITY = re.compile(r"169\.254\.|/latest/(?:api/token|meta-data)|//sts[.-]|AssumeRoleWithWebIdentity")
+# As rustls says it, apart from the address.
+_TLS = re.compile(r"certificate|invalidmessage|alertreceived|handshake|tls")
+# An object of which a part came; obstore asks for the rest by a range, which not every store gives.
+_HALF = re.compile(r"body|incomplete|connection reset|connection closed|content-range")
 
-_REFUSALS: dict[str, tuple[RefusedReason, str]] = {
-    "RequestTimeTooSkewed": (
+_REASONS = {
+    "RequestTimeTooSkewed": RefusedReason.CLOCK_SKEW,
+    "AccessDenied": RefusedReason.PERMISSION,
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"),
+        RefusedReason.CREDENTIALS_EXPIRED,
+    ),
+    **dict.fromkeys(
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure", "InvalidSecurity"),
         RefusedReason.AUTHENTICATION,
-        "the clock of this node and the store's differ by too much for a signature; set it (NTP)",
     ),
-    "AccessDenied": (
-        RefusedReason.PERMISSION,
-        "the credentials lack a right; the tier needs s3:GetObject, s3:PutObject, s3:DeleteObject on the prefix and "
-        "s3:ListBucket on the bucket, without which a missing object is answered like a forbidden one",
+    **dict.fromkeys(
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+        RefusedReason.WRONG_REGION,
     ),
-    "QuotaExceeded": (RefusedReason.NO_SPACE, "the bucket's quota is used up; raise it, or shorten the lifecycle rule"),
+    **dict.fromkeys(("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"), RefusedReason.NO_SPACE),
+    **dict.fromkeys(
+        ("SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded"),
+        RefusedReason.THROTTLED,
+    ),
 }
-_REFUSALS |= dict.fromkeys(
-    ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"),
-    (
-        RefusedReason.AUTHENTICATION,
-        "the credentials have expired; those of a workload identity renew themselves, those of a Secret need a new "
-        "one and a restart",
-    ),
-)
-_REFUSALS |= dict.fromkeys(
-    ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure", "InvalidSecurity"),
-    (RefusedReason.AUTHENTICATION, "the store does not accept these credentials; compare them with the store's"),
-)
-_REFUSALS |= dict.fromkeys(
-    ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
-    (RefusedReason.OTHER, "the bucket is in another region; correct the region"),
-)
-_REFUSALS |= dict.fromkeys(
-    ("XMinioStorageFull", "InsufficientStorage"), (RefusedReason.NO_SPACE, "the store has no room left")
-)
-_THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded"})
 _NO_BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName"})
 _NO_CONDITIONS = frozenset({"NotImplemented", "MethodNotAllowed"})
 
@@ -75,44 +72,43 @@ def explained(error: Exception, place: str) -> TierError:
         raise error
     code, status, said = code_of(error), _status(error), _first_lines(error)
     if code in _NO_BUCKET:
-        return TierUnreachable(
-            UnreachableReason.ROOT_MISSING, f"{place}: there is no such bucket ({code}); make it, or correct the name"
-        )
+        reason = UnreachableReason.BUCKET_MISSING
+        return TierUnreachable(reason, f"{place}: {code}: {explanation(reason, TIER_TYPE)}")
     if isinstance(error, FileNotFoundError):
         return TierMiss()
-    if code in _REFUSALS:
-        reason, sentence = _REFUSALS[code]
-        return TierRefused(reason, f"{place}: {code}: {sentence}")
-    if code in _THROTTLED or status in (429, 503):
-        return TierRefused(
-            RefusedReason.THROTTLED,
-            f"{place}: {code or status}: the store asks for fewer requests a second, and did so again after each "
-            "pause; larger chunks (offload.blocksPerChunk) or fewer s3.connections make fewer",
-        )
-    if "169.254." in said or "metadata" in said:
-        return TierRefused(
-            RefusedReason.AUTHENTICATION,
-            f"{place}: no credentials: none are in the environment, and the node's metadata service gave none; name a "
-            "Secret, or annotate the service account",
-        )
+    refused = _refused(error, code, status, said)
+    if refused is None:
+        return TierUnreachable(_why_silent(error), f"{place}: {said}")
+    words = said if refused is RefusedReason.OTHER else str(explanation(refused, TIER_TYPE))
+    if refused is RefusedReason.NO_CREDENTIALS:
+        words = f"{words}: {said}"
+    named = code or status
+    return TierRefused(refused, f"{place}: {words}" if named is None else f"{place}: {named}: {words}")
+
+
+def _refused(error: Exception, code: str | None, status: int | None, said: str) -> RefusedReason | None:
+    """Why the store refused; None: it gave no answer."""
+    reason = None if code is None else _REASONS.get(code)
+    if _IDENTITY.search(said) and reason is not RefusedReason.CREDENTIALS_EXPIRED:
+        return RefusedReason.NO_CREDENTIALS
+    if reason is not None:
+        return reason
+    if status in (429, 503):
+        return RefusedReason.THROTTLED
     if isinstance(error, UnauthenticatedError):
-        return TierRefused(RefusedReason.AUTHENTICATION, f"{place}: {said}")
+        return RefusedReason.AUTHENTICATION
     if isinstance(error, PermissionDeniedError):
-        return TierRefused(RefusedReason.PERMISSION, f"{place}: {_REFUSALS['AccessDenied'][1]}")
+        return RefusedReason.PERMISSION
     if "configured region" in said:
-        return TierRefused(RefusedReason.OTHER, f"{place}: the bucket is in another region; correct the region")
-    if status is not None:
-        return TierRefused(RefusedReason.OTHER, f"{place}: {said}")
-    return TierUnreachable(_why_silent(error), f"{place}: {said}")
+        return RefusedReason.WRONG_REGION
+    return None if status is None else RefusedReason.OTHER
 
 
 def _why_silent(error: Exception) -> UnreachableReason:
-    whole = str(error).lower()
-    if "certificate" in whole or "tls" in whole:
+    causes = str(error).rpartition("inner:")[2].lower()
+    if _TLS.search(causes):
         return UnreachableReason.TLS
-    if "body" in whole or "incomplete" in whole or "connection reset" in whole or "connection closed" in whole:
-        return UnreachableReason.DISCONNECTED
-    return UnreachableReason.CONNECT
+    return UnreachableReason.DISCONNECTED if _HALF.search(causes) else UnreachableReason.CONNECT
 
 
 def _status(error: Exception) -> int | None:

@@ -110,7 +110,7 @@ def test_a_missing_bucket_is_not_an_empty_one(place: S3Place, tier_at: TierAt) -
     for call in (lambda: tier.prepare(soon()), lambda: tier.contains([key_of(1)], soon())):
         error = error_of(call)
         assert isinstance(error, TierUnreachable)
-        assert error.reason == UnreachableReason.ROOT_MISSING
+        assert error.reason == UnreachableReason.BUCKET_MISSING
         assert "no such bucket" in str(error)
 
 
