@@ -1,4 +1,5 @@
-"""Whatever engines announce, and between whichever steps, no exception leaves the index and its books agree.
+"""Whatever engines announce, and between whichever steps, no exception leaves the index, its books agree, and what it
+remembers of runs of blocks is what it would read.
 
 Events, prompts, departures and clears take turns in steps of one block, as they do on the event loop with steps of
 hundreds. An exception here would end a request or the task that follows an engine's events.
@@ -6,13 +7,15 @@ hundreds. An exception here would end a request or the task that follows an engi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway_gateway.fleet import block_holders, block_table, prefix_index
+from spillway_gateway.fleet import block_holders, block_runs, block_table, prefix_index
+from spillway_gateway.fleet.block_runs import read_spans
+from spillway_gateway.fleet.block_table import Entry
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.shared_stores import UNUSED_SECONDS
@@ -22,10 +25,15 @@ BLOCK = 2
 ENGINES = ("a", "b", "c")
 STORES = ("redis/00000000000000aa", "nvme/00000000000000bb")
 HASHES = 6  # an engine key's tokens are a function of it, so chains meet
+PROMPTS = ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 5], [5, 6], [1])
 
 
 def tokens_of(hashes: list[int]) -> list[int]:
     return [number % 4 for number in hashes for _ in range(BLOCK)]
+
+
+def keys_of(hashes: list[int]) -> list[int]:
+    return token_block_keys(namespace_key("m"), tokens_of(hashes), BLOCK)
 
 
 def with_tokens(hashes: list[int], parent: int | None, tier: Tier, group: int) -> BlockStored:
@@ -49,6 +57,8 @@ stores = st.sampled_from(STORES)
 events: st.SearchStrategy[KvEvent] = st.one_of(
     st.builds(with_tokens, hash_lists, st.none() | st.integers(1, HASHES), st.sampled_from(Tier), groups),
     st.builds(with_tokens, hash_lists, st.none(), st.just(Tier.DEVICE), st.just(0)),
+    st.builds(with_tokens, st.sampled_from(PROMPTS), st.none(), st.sampled_from(Tier), st.just(0)),
+    st.builds(with_tokens, st.sampled_from(PROMPTS), st.none(), st.just(Tier.DEVICE), st.just(0)),
     st.builds(without_tokens, hash_lists, stores | st.none(), groups),
     st.builds(removed, hash_lists, stores | st.none(), groups),
     st.builds(removed, st.just([]), stores, st.just(0)),
@@ -59,11 +69,12 @@ actions = st.one_of(
     st.tuples(st.just("event"), names, events),
     st.tuples(st.just("event"), names, events),
     st.tuples(st.just("steps"), st.integers(0, 9), st.integers(1, 8)),
+    st.tuples(st.just("steps"), st.just(0), st.just(8)),
     st.tuples(st.just("clear"), names, st.none()),
     st.tuples(st.just("depart"), names, st.booleans()),
     st.tuples(st.just("prompt"), names, st.booleans()),
     st.tuples(st.just("leave"), stores, st.integers(0, 9)),
-    st.tuples(st.just("bytes"), st.sampled_from([2_000, 20_000, 1_000_000]), st.none()),
+    st.tuples(st.just("bytes"), st.sampled_from([1_000, 2_000, 20_000, 1_000_000]), st.none()),
 )
 
 
@@ -114,12 +125,13 @@ class Interleaved:
             self.index.add_engine(name)
 
     def prompt(self, name: str, has_events: bool) -> None:
-        keys = token_block_keys(namespace_key("m"), tokens_of([1, 2, 3, 4]), BLOCK)
+        keys = keys_of([1, 2, 3, 4])
         self.index.match(keys, BLOCK)
         self.index.in_a_store(keys)
         expected = self.index.expect(name, keys, self.now + 10.0)
         self.begin(self.index.accepted(name, keys, None if has_events else self.now + 10.0))
-        self.index.withdraw(expected)
+        if has_events:  # else it stays expected
+            self.index.withdraw(expected)
         self.begin(self.index.held_alone({each: each for each in ENGINES}))
 
     def leave(self, store: str, steps: int) -> None:
@@ -143,20 +155,39 @@ class Interleaved:
             (each.slot, each.scoped, key) for key, entry in entries.items() for each in entry.holder_keys()
         }
         assert (held.keys, held.table.entries) == (len(of_holders), len(entries))
+        for prompt in PROMPTS:
+            self.agree_on(keys_of(prompt), entries)
+
+    def agree_on(self, keys: list[int], entries: Mapping[int, Entry]) -> None:
+        """The holders of a prompt's blocks are read as they are, whatever was read before."""
+        table, expected = self.index._held.table, self.index._expected.by_key
+        spans = read_spans(table.shards, table.shard_mask, keys, expected, self.now)
+        held = []
+        for key in keys:
+            entry, routed = entries.get(key), expected.get(key)
+            if entry is None and routed is None:
+                break
+            entry = entry or Entry()
+            device = entry.mask
+            device |= entry.speculative_mask if entry.speculative_until > self.now else 0
+            device |= routed.mask if routed is not None and routed.until > self.now else 0
+            held.append((device, entry.mask))
+        assert [(span.device, span.mask) for span in spans for _ in range(span.blocks)] == held
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_index, "STEP_BLOCKS", 1)
+        patch.setattr(block_runs, "RUN_BLOCKS", 2)
         patch.setattr(block_holders, "EVICTIONS_MAX", 2)
         patch.setattr(block_table, "SWEEP_STEP", 1)
         patch.setattr(block_table, "COMPACT_EVICTIONS_MIN", 1)
         yield
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(actions, max_size=40))
+@settings(max_examples=500, deadline=None)
+@given(st.lists(actions, min_size=8, max_size=40))
 def test_nothing_leaves_the_index_and_its_books_agree(taken: list[tuple[str, object, object]]) -> None:
     made = Interleaved()
     for action, first, second in taken:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spillway_gateway.fleet import block_table, prefix_index
+from spillway_gateway.fleet import block_runs, block_table, prefix_index
 from spillway_gateway.fleet.block_holders import (
     ENTRY_BYTES,
     EVICTIONS_MAX,
@@ -20,12 +20,19 @@ from spillway_gateway.fleet.block_holders import (
 )
 from spillway_gateway.fleet.engine_blocks import EARLY_BYTES
 from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from spillway_gateway.fleet.expected_blocks import EXPECTED_BYTES
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.shared_stores import STORES_MAX, UNUSED_SECONDS
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys
 
 BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts here are shorter than a run, so they would try nothing of what is remembered of runs."""
+    monkeypatch.setattr(block_runs, "RUN_BLOCKS", 2)
 
 
 class Clock:
@@ -95,6 +102,29 @@ def test_a_spilled_block_is_priced_as_cpu_and_gone_after_both_tiers() -> None:
 
     made.apply("a", BlockRemoved([2], Tier.CPU, 0))
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(4, 0, 0)}
+
+
+def test_an_engine_key_that_names_another_block_now_holds_the_first_one_no_more() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    made.apply("b", stored([1, 2], None, PROMPT[:8]))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(8, 0, 0), "b": HeldPrefix(8, 0, 0)}
+
+    made.apply("a", stored([1], None, [7] * BLOCK))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"b": HeldPrefix(8, 0, 0)}
+
+
+def test_blocks_that_an_engine_announced_take_no_room_when_they_are_expected() -> None:
+    made = index()
+    made.apply("a", stored([1, 2], None, PROMPT[:8]))
+    before = made.estimated_bytes
+
+    made.expect("a", keys(PROMPT[:8]), until=10.0)
+    assert made.estimated_bytes == before
+    made.expect("b", keys(PROMPT[:8]), until=10.0)
+    assert made.estimated_bytes == before + 2 * EXPECTED_BYTES
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(8, 0, 0), "b": HeldPrefix(8, 0, 0)}
 
 
 def test_a_late_cpu_event_finds_a_block_that_left_the_device() -> None:
@@ -700,7 +730,7 @@ def test_an_accepted_prompt_is_counted_in_short_steps(until: float | None) -> No
         assert abs(made.blocks - blocks) <= STEP_BLOCKS
         assert made.evicted_blocks_total - evicted <= EVICTIONS_MAX
         blocks, evicted = made.blocks, made.evicted_blocks_total
-    assert steps == 4000 // STEP_BLOCKS
+    assert steps == -(-4000 // STEP_BLOCKS)
     assert (made.blocks > 0) == (until is not None)
 
 

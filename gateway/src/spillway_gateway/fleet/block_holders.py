@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spillway_gateway.fleet.block_runs import use_runs
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK, BlockTable, Entry, HolderKey
 from spillway_gateway.fleet.engine_blocks import GHOST_BYTES, EngineBlocks
 from spillway_gateway.fleet.event_decoder import Tier
+from spillway_gateway.routing.prefix import RUN_BLOCKS
 
 # Measured with tracemalloc on CPython 3.11, rounded up.
 ENTRY_BYTES = 240
 HOLDER_BYTES = 190  # engine key -> request key, and the way back
 WAITING_SHARE = 8  # orphans and ghosts of all engines may take an eighth of the bound
 EXPECTED_SHARE = 16  # blocks of prompts that engines have yet to accept or to announce may take a sixteenth
-STEP_BLOCKS = 250  # added, touched or removed between two yields, about a millisecond
+STEP_BLOCKS = 4 * RUN_BLOCKS  # added, touched or removed between two yields, about a millisecond
 EVICTIONS_MAX = 2 * STEP_BLOCKS  # in one step: more than it adds
 
 
@@ -57,11 +59,13 @@ class BlockHolders:
         shard = self._shards[key & self._shard_mask]
         entry = shard.get(key)
         if entry is None:
-            entry = shard[key] = Entry()
-            self.table.entries += 1
+            entry = self.table.add(shard, key)
         else:
             shard.move_to_end(key)
-        entry.mask |= 1 << (holder.slot * BITS_PER_ENGINE + tier)
+        mask = entry.mask | 1 << (holder.slot * BITS_PER_ENGINE + tier)
+        if mask != entry.mask:
+            entry.mask = mask
+            entry.changed()
         known = holder.request_keys.get(scoped)
         if known == key:
             return
@@ -82,6 +86,7 @@ class BlockHolders:
         entry.drop_keys(holder.slot, scoped)
         if not any(each.slot == holder.slot for each in entry.holder_keys()):
             entry.mask &= ~(ENGINE_MASK << (holder.slot * BITS_PER_ENGINE))
+            entry.changed()
         self.table.drop_if_unused(shard, key, entry)
 
     def unlink_all(self, holder: EngineBlocks, entry: Entry) -> list[int]:
@@ -129,21 +134,21 @@ class BlockHolders:
 
     def use(self, holder: EngineBlocks, keys: Sequence[int], until: float | None, now: float) -> None:
         """A prompt uses these blocks. until: the holder counts as having them until then; None: its events say so."""
+        if until is None:
+            use_runs(self.table, keys)
+            return
         bit = 1 << (holder.slot * BITS_PER_ENGINE)
         shards, shard_mask = self._shards, self._shard_mask
         for key in keys:
             shard = shards[key & shard_mask]
             entry = shard.get(key)
-            if entry is not None:
-                shard.move_to_end(key)
-            if until is None:
-                continue
             if entry is None:
-                entry = shard[key] = Entry()
-                self.table.entries += 1
-            elif entry.speculative_until <= now:
-                entry.speculative_mask = 0
+                entry = self.table.add(shard, key)
+            else:
+                shard.move_to_end(key)
+                if entry.speculative_until <= now:
+                    entry.speculative_mask = 0
             entry.speculative_mask |= bit
             entry.speculative_until = max(entry.speculative_until, until)
-        if until is not None:
-            self.evict()
+            entry.changed()
+        self.evict()

@@ -6,9 +6,9 @@ at once.
 The event loop also serves streams, so no operation may take long, however many blocks there are. Entries lie in many
 small dicts, because a dict that grows is copied as a whole. A pass over all entries yields after SWEEP_STEP of them.
 
-Nothing of an entry is an object that the cyclic garbage collector visits. Blocks that come and go in equal numbers hide
-from its thresholds, so it would meet those of many steps at once. The dicts are the same ones for the life of the
-table, because the process freezes those that exist when it starts.
+Nothing of an entry is an object that the cyclic garbage collector visits, but for a tuple of each run of blocks. Blocks
+that come and go in equal numbers hide from its thresholds, so it would meet those of many steps at once. The dicts are
+the same ones for the life of the table, because the process freezes those that exist when it starts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,24 @@ BITS_PER_ENGINE = 4
 ENGINE_MASK = (1 << BITS_PER_ENGINE) - 1
 
 
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive blocks with equal holders.
+
+    device: device bits of the engines that have them or will have them. mask: as an entry's.
+    """
+
+    device: int
+    mask: int
+    blocks: int
+
+
+class BlockRun(msgspec.Struct, gc=False):
+    """Consecutive blocks whose holders were read together (block_runs.py)."""
+
+    spans: tuple[Span, ...] = ()  # empty: a block has changed since
+    used_at: int | None = None  # `BlockTable.added` when the run was last moved to the end of the order of use
+
+
 class HolderKey(msgspec.Struct, frozen=True, gc=False):
     """A key by which a holder names a block. others: the block's further keys."""
 
@@ -36,12 +54,19 @@ class HolderKey(msgspec.Struct, frozen=True, gc=False):
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One block. mask: bit `slot * BITS_PER_ENGINE + tier` for each engine that holds it in a tier."""
+    """One block. mask: bit `slot * BITS_PER_ENGINE + tier` for each engine that holds it in a tier. Whoever changes
+    who holds it calls changed()."""
 
     mask: int = 0
     speculative_mask: int = 0  # device bits of engines without events that accepted a prompt with this block
     speculative_until: float = 0.0  # monotonic seconds
     keys: HolderKey | None = None  # of all holders
+    run: BlockRun | None = None  # the one that was read last with this block
+
+    def changed(self) -> None:
+        """What was read with this block has to be read again."""
+        if self.run is not None:
+            self.run.spans = ()
 
     def holder_keys(self) -> Iterator[HolderKey]:
         """The keys of all holders, in no order."""
@@ -63,16 +88,24 @@ Shard = OrderedDict[int, Entry]  # by request key, least recently used first
 
 
 class BlockTable:
-    """Entries by request key. Callers on the hot path index `shards[key & shard_mask]` themselves and count the entries
-    that they add."""
+    """Entries by request key. Callers on the hot path index `shards[key & shard_mask]` themselves."""
 
-    __slots__ = ("_next_compacted", "_next_evicted", "_until_compacted", "entries", "shard_mask", "shards")
+    __slots__ = (
+        "_next_compacted",
+        "_next_evicted",
+        "_until_compacted",
+        "added",
+        "entries",
+        "shard_mask",
+        "shards",
+    )
 
     def __init__(self, bytes_max: int) -> None:
         shards = SHARDS if bytes_max >= SHARDED_BYTES_MIN else 1
         self.shards: list[Shard] = [OrderedDict() for _ in range(shards)]
         self.shard_mask = shards - 1  # of the key's lowest bits
         self.entries = 0
+        self.added = 0  # entries, ever
         self._next_evicted = 0  # shard
         self._next_compacted = 0  # shard
         self._until_compacted = COMPACT_EVICTIONS_MIN  # evictions
@@ -90,6 +123,13 @@ class BlockTable:
                 if entry is not None:
                     yield self.shards[at], key, entry
 
+    def add(self, shard: Shard, key: int) -> Entry:
+        """A new entry, used last."""
+        entry = shard[key] = Entry()
+        self.entries += 1
+        self.added += 1
+        return entry
+
     def drop_if_unused(self, shard: Shard, key: int, entry: Entry) -> None:
         """Remove the entry if no engine holds it and no key of an engine leads to it."""
         if not (entry.mask or entry.speculative_mask or entry.keys):
@@ -105,6 +145,7 @@ class BlockTable:
             return None
         _, entry = shard.popitem(last=False)
         self.entries -= 1
+        entry.changed()
         self._until_compacted -= 1
         if self._until_compacted <= 0:
             self._compact_one()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from spillway_gateway.fleet.block_census import blocks_held_alone
 from spillway_gateway.fleet.block_holders import EXPECTED_SHARE, STEP_BLOCKS, BlockHolders
+from spillway_gateway.fleet.block_runs import read_spans
 from spillway_gateway.fleet.block_sizes import BlockSizes
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK
 from spillway_gateway.fleet.engine_blocks import EARLY_MAX, EngineBlocks, StoredChain, chain_of, scoped_key
@@ -178,6 +179,7 @@ class PrefixIndex:
                 if entry is None:
                     yield
                     continue
+                entry.changed()
                 entry.speculative_mask &= ~device
                 if entry.mask & device:
                     entry.mask &= ~device
@@ -198,6 +200,7 @@ class PrefixIndex:
                 continue
             entry.mask &= ~bits
             entry.speculative_mask &= ~bits
+            entry.changed()
             for holder in holders:
                 self._held.unlink_all(holder, entry)
             self._held.table.drop_if_unused(shard, key, entry)
@@ -349,20 +352,32 @@ class PrefixIndex:
             entry = self._shards[key & self._shard_mask][key]
             entry.mask &= ~(1 << (device + event.tier))
             entry.speculative_mask &= ~(1 << device)
+            entry.changed()
             if not entry.mask >> device & ENGINE_MASK:
                 self._held.unlink(holder, scoped, key)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
     def expect(self, engine_name: str, keys: Sequence[int], until: float) -> tuple[Expected, ...]:
-        """A prompt was routed: count its blocks as held by its engine until `until`, in the clock's seconds. No block
-        of the index is evicted for them. Returns what withdraw() takes."""
+        """A prompt was routed: count its blocks as held by its engine until `until`, in the clock's seconds, after
+        those that its events name. No block of the index is evicted for them. Returns what withdraw() takes."""
         engine = self._engines.get(engine_name)
         if engine is None:
             return ()
         device = 1 << (engine.slot * BITS_PER_ENGINE)
         bytes_max = self.bytes_max // EXPECTED_SHARE
-        return self._expected.expect(device, keys, until, now=self._clock(), bytes_max=bytes_max)
+        now = self._clock()
+        held = 0 if device & self._hidden_mask else self._announced(device, keys, now)
+        return self._expected.expect(device, keys[held:], until, now=now, bytes_max=bytes_max)
+
+    def _announced(self, device: int, keys: Sequence[int], now: float) -> int:
+        """How many of a prompt's blocks, from its first one on, are on that device by the engine's own events."""
+        held = 0
+        for span in read_spans(self._shards, self._shard_mask, keys, {}, now):
+            if not span.mask & device:
+                break
+            held += span.blocks
+        return held
 
     def withdraw(self, expected: tuple[Expected, ...]) -> None:
         """The engine did not accept the prompt."""

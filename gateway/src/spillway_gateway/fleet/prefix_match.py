@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 
-from spillway_gateway.fleet.block_table import Entry, Shard
+from spillway_gateway.fleet.block_runs import read_spans
+from spillway_gateway.fleet.block_table import Shard
 from spillway_gateway.fleet.event_decoder import Tier
 from spillway_gateway.fleet.expected_blocks import Expected
 
@@ -26,7 +27,6 @@ class StoreOf(IntEnum):
 
 # By store: its bit in masks of holders, device bits of engines that load from it, and what it is to these.
 StoreReaders = tuple[tuple[int, int, StoreOf], ...]
-_NOT_HELD = Entry()
 Counts = dict[int, int]  # leading blocks by an engine's device bit, its slot times BITS_PER_ENGINE; absent: none
 
 
@@ -59,23 +59,13 @@ def match_blocks(
     total_blocks: dict[int, int] = {}
     position = 0
     node, nearest = StoreOf.NODE, StoreOf.SHARED
-    for key in keys:
-        entry = shards[key & shard_mask].get(key)
-        routed = expected.get(key)
-        if entry is None:
-            if routed is None:
-                break
-            entry = _NOT_HELD
-        device = entry.mask
-        if routed is not None and routed.until > now:
-            device |= routed.mask
-        if entry.speculative_until > now:
-            device |= entry.speculative_mask
-        still = on_device & device
+    for span in read_spans(shards, shard_mask, keys, expected, now):
+        blocks = span.blocks
+        still = on_device & span.device
         if still == on_device and not loading:  # most blocks: every engine that held the ones before holds this one
-            position += 1
+            position += blocks
             continue
-        mask = entry.mask & visible
+        mask = span.mask & visible
         ended = on_device ^ still
         if ended:
             for bit in set_bits(ended):
@@ -98,17 +88,17 @@ def match_blocks(
                 if below:
                     below &= loading & ~cpu & ~readable
                     for bit in set_bits(below):
-                        below_blocks[bit] = below_blocks.get(bit, 0) + 1
+                        below_blocks[bit] = below_blocks.get(bit, 0) + blocks
                     readable |= below
                 shared = loading & ~cpu & readable
                 for bit in set_bits(shared):
-                    shared_blocks[bit] = shared_blocks.get(bit, 0) + 1
+                    shared_blocks[bit] = shared_blocks.get(bit, 0) + blocks
                 for bit in set_bits(loading & ~cpu & ~readable):
                     total_blocks[bit] = position
                 loading = cpu | shared
         if not on_device and not loading:
             break
-        position += 1
+        position += blocks
     for bit in set_bits(on_device):
         device_blocks[bit] = position
         total_blocks[bit] = position

@@ -1,0 +1,110 @@
+"""Who holds the blocks of a prompt, a run of blocks at a time.
+
+A prompt of 50,000 tokens has 3,125 blocks of 16, and a turn of a conversation repeats nearly all blocks of the turn
+before it. So the holders of RUN_BLOCKS consecutive blocks are read once and kept until one of these blocks changes. A
+run is found by its last block: keys are chained, so that block's key names the whole run. A block that lies in several
+runs, because prompts part within a run, counts for the one that was read last. On the event loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from spillway_gateway.fleet.block_table import BlockRun, BlockTable, Entry, Shard, Span
+from spillway_gateway.fleet.expected_blocks import Expected
+from spillway_gateway.routing.prefix import RUN_BLOCKS
+
+# A run moves to the end of the order of use once a quarter of the table is newer than its last use.
+USED_AGAIN_SHARE = 4
+_NOT_HELD = Entry()
+
+
+def read_spans(
+    shards: Sequence[Shard], shard_mask: int, keys: Sequence[int], expected: Mapping[int, Expected], now: float
+) -> Iterator[Span]:
+    """Read the holders of a prompt's blocks, in order, up to the first block that is neither held nor expected.
+
+    Args:
+        shards: Of the table.
+        shard_mask: The bits of a key that choose its shard.
+        keys: Request keys of the prompt's blocks.
+        expected: Blocks of prompts that were routed.
+        now: Monotonic seconds.
+    """
+    for start in range(0, len(keys), RUN_BLOCKS):
+        run_keys = keys[start : start + RUN_BLOCKS]
+        last = _last_of_run(shards, shard_mask, run_keys)
+        routed = bool(expected) and not expected.keys().isdisjoint(run_keys)
+        if not routed and last is not None and last.run is not None and last.run.spans:
+            yield from last.run.spans
+            continue
+        entries = _entries(shards, shard_mask, run_keys, expected if routed else {})
+        timed = routed or any([entry.speculative_mask for entry in entries])
+        masks = [entry.mask for entry in entries]
+        if timed:
+            devices = [_device(entry, expected.get(key), now) for key, entry in zip(run_keys, entries, strict=False)]
+            yield from [Span(*holders, len([*each])) for holders, each in groupby(zip(devices, masks, strict=True))]
+        else:
+            spans = tuple([Span(mask, mask, len([*each])) for mask, each in groupby(masks)])
+            if last is not None and len(entries) == RUN_BLOCKS:
+                _keep(last, entries, spans)
+            yield from spans
+        if len(entries) < len(run_keys):
+            return
+
+
+def _entries(
+    shards: Sequence[Shard], shard_mask: int, keys: Sequence[int], expected: Mapping[int, Expected]
+) -> list[Entry]:
+    """Those up to the first block that has none and is not expected."""
+    entries: list[Entry] = []
+    for key in keys:
+        entry = shards[key & shard_mask].get(key)
+        if entry is None:
+            if key not in expected:
+                break
+            entry = _NOT_HELD
+        entries.append(entry)
+    return entries
+
+
+def _last_of_run(shards: Sequence[Shard], shard_mask: int, run_keys: Sequence[int]) -> Entry | None:
+    return shards[run_keys[-1] & shard_mask].get(run_keys[-1]) if len(run_keys) == RUN_BLOCKS else None
+
+
+def _device(entry: Entry, routed: Expected | None, now: float) -> int:
+    """The holders by events, and engines that are to have the block on their device."""
+    device = entry.mask
+    if routed is not None and routed.until > now:
+        device |= routed.mask
+    if entry.speculative_until > now:
+        device |= entry.speculative_mask
+    return device
+
+
+def _keep(last: Entry, entries: Sequence[Entry], spans: tuple[Span, ...]) -> None:
+    run = last.run or BlockRun()
+    for entry in entries:
+        if entry.run is not run:
+            entry.changed()  # for the run that it counted in until now
+            entry.run = run
+    run.spans = spans
+
+
+def use_runs(table: BlockTable, keys: Sequence[int]) -> None:
+    """A prompt uses these blocks, the first of which begins a run. A run that was used not long ago stays at its place
+    in the order of use."""
+    shards, shard_mask = table.shards, table.shard_mask
+    for start in range(0, len(keys), RUN_BLOCKS):
+        run_keys = keys[start : start + RUN_BLOCKS]
+        last = _last_of_run(shards, shard_mask, run_keys)
+        run = last.run if last is not None else None
+        if run is not None:
+            if run.used_at is not None and table.added - run.used_at < table.entries // USED_AGAIN_SHARE:
+                continue
+            run.used_at = table.added
+        for key in run_keys:
+            shard = shards[key & shard_mask]
+            if key in shard:
+                shard.move_to_end(key)
