@@ -1,13 +1,16 @@
 """An interactive user beside a flood of calls: of another tenant, and of another program of the same one. Virtual time.
 
-    python bench/fairness.py [--seconds 300] [--places 2 4 8 16 1024] [--step-tokens 8192]
+    python bench/fairness.py [--seconds 300] [--places 2 4 8 16 1024] [--step-tokens 8192] [--fair-steps off on]
                              [--output build/bench/fairness.json]
 
 The gateway's own admission orders the requests in front of one simulated engine (services/simulator, the preset of one
 H200 with Qwen3-14B). The user asks 2,000 tokens, reads the answer of 64 and asks again a second later. The flood is 50
-programs in a closed loop, 1,000 to 7,000 tokens and 64 to 448 of answer each; no prompt is asked twice. --places:
-requests that the gateway sends to the engine at a time (admission.requestsPerEngineMax); --step-tokens: that the engine
-computes in one step (vLLM's --max-num-batched-tokens). Nothing here measures a device.
+programs in a closed loop, 1,000 to 7,000 tokens and 64 to 448 of answer each; no prompt is asked twice. Each case also
+counts the answers of the flood; "flood alone" is without the user, "50 users alone" has a session for each program.
+--places: requests that the gateway sends to the
+engine at a time (admission.requestsPerEngineMax); --step-tokens: that the engine computes in one step (vLLM's
+--max-num-batched-tokens); --fair-steps: on: the connector's own rule says whose prompts a step computes
+(offload.fairSteps). Nothing here measures a device.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ import json
 import random
 import statistics
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from spillway_connector.plan.step_shares import Party, StepShares
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_simulator.model.engine import EngineShape, SimulatedEngine
 from spillway_simulator.model.presets import PRESETS
-from spillway_simulator.model.request import EngineRequest
+from spillway_simulator.model.rates import EngineRates
+from spillway_simulator.model.request import EngineRequest, Sequence
 
 FLOOD = 50
 USER_TOKENS, USER_ANSWER, PAUSE_SECONDS = 2_000, 64, 1.0
@@ -45,22 +51,71 @@ SHAPE = EngineShape(
 _TURNS_OF_THE_LOOP = 8  # until every task that may go on waits again
 
 
+class FairEngine(SimulatedEngine):
+    """An engine that leaves a flood's prompts out of others' steps, as the connector's vLLM (engine/fair_steps.py)."""
+
+    def __init__(self, name: str, shape: EngineShape, rates: EngineRates) -> None:
+        super().__init__(name, shape, rates)
+        self._shares = StepShares(shape.max_batched_tokens)
+        self._whole_shape = shape
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        super().submit(request, now)
+        self._shares.came(_party(self._sequences[request.id]), now)
+
+    def _begin_step(self, now: float) -> None:
+        prompts = [each for each in (*self._running, *self._waiting) if not each.generated]
+        before = [(each, each.computed) for each in prompts]
+        step = self._shares.next_step(set(map(_party, prompts)), now)
+        if step is None:
+            super()._begin_step(now)
+        else:
+            held_running, held_waiting = (
+                [each for each in queue if not each.generated and _party(each) not in step.parties]
+                for queue in (self._running, self._waiting)
+            )
+            self._running = [each for each in self._running if each not in held_running]
+            for each in held_waiting:
+                self._waiting.remove(each)
+            if step.tokens is not None:
+                decoding = sum(1 for each in self._running if each.generated)
+                tokens = min(self._whole_shape.max_batched_tokens, decoding + step.tokens)
+                self.shape = replace(self._whole_shape, max_batched_tokens=tokens)
+            super()._begin_step(now)
+            self.shape = self._whole_shape
+            self._running += held_running
+            self._waiting += held_waiting
+        computed: Counter[Party] = Counter()
+        for each, tokens in before:
+            computed[_party(each)] += each.computed - tokens
+        self._shares.computed(computed, now)
+        if step is not None and not any(computed[party] for party in step.parties):
+            self._shares.passed_over(step.parties)
+
+
+def _party(sequence: Sequence) -> Party:
+    tenant, _, session = (sequence.request.salt or "").partition("/")
+    return Party(tenant.encode(), session.encode())
+
+
 @dataclass
 class Served:
     """One engine behind the gateway's queue, on a clock of its own."""
 
     admission: AdmissionConfig
     step_tokens: int
+    fair_steps: bool
     now: float = 0.0
+    answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # that have ended, by tenant and session
     sleeping: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
     first: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     last: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self.engine = SimulatedEngine(
-            "engine-0", replace(SHAPE, max_batched_tokens=self.step_tokens), PRESETS["h200-qwen3-14b-nvme"]
-        )
+        engine = FairEngine if self.fair_steps else SimulatedEngine
+        shape = replace(SHAPE, max_batched_tokens=self.step_tokens)
+        self.engine = engine("engine-0", shape, PRESETS["h200-qwen3-14b-nvme"])
         places = self.admission.requests_per_engine_max
         self.queue = Admission(self.admission, lambda: places, clock=lambda: self.now)
 
@@ -77,11 +132,13 @@ class Served:
         name, loop = str(number), asyncio.get_running_loop()
         first, last = self.first[name], self.last[name] = loop.create_future(), loop.create_future()
         prompt = array("I", range(number * 10_000, number * 10_000 + tokens))
-        self.engine.submit(EngineRequest(name, prompt, array("I", range(answer))), self.now)
+        salt = f"{tenant}/{session}"
+        self.engine.submit(EngineRequest(name, prompt, array("I", range(answer)), salt), self.now)
         await first
         seconds = self.now - began
         await last
         self.queue.leave(tenant, session)
+        self.answers[tenant, session] += 1
         return seconds
 
     async def run(self, seconds: float) -> None:
@@ -103,28 +160,41 @@ class Served:
                     self.last.pop(progress.request_id).set_result(None)
 
 
-async def first_tokens(places: int, step_tokens: int, flood: tuple[str, int] | None, seconds: float) -> list[float]:
-    """Seconds to each first token of the user, who is session 0 of tenant a. flood: its tenant and its session."""
-    served = Served(AdmissionConfig(requests_per_engine_max=places, normal_wait_seconds=1e6), step_tokens)
+async def served(
+    places: int,
+    step_tokens: int,
+    flood: tuple[str, int | None] | None,
+    seconds: float,
+    *,
+    fair_steps: bool,
+    with_user: bool,
+) -> tuple[list[float], float]:
+    """Seconds to each first token of the user, who is session 0 of tenant a, and answers of the flood per second.
+    flood: its tenant and its session; None: each of its programs is a session."""
+    admission = AdmissionConfig(requests_per_engine_max=places, normal_wait_seconds=1e6)
+    engine = Served(admission, step_tokens, fair_steps)
     found: list[float] = []
 
     async def user() -> None:
         while True:
-            found.append(await served.ask("a", 0, USER_TOKENS, USER_ANSWER))
-            await served.sleep(PAUSE_SECONDS)
+            found.append(await engine.ask("a", 0, USER_TOKENS, USER_ANSWER))
+            await engine.sleep(PAUSE_SECONDS)
 
-    async def program(number: int, tenant: str, session: int) -> None:
+    async def program(number: int, tenant: str, session: int | None) -> None:
         rng = random.Random(number)
         while True:
-            await served.ask(tenant, session, rng.randint(*FLOOD_TOKENS), rng.randint(*FLOOD_ANSWER))
+            await engine.ask(
+                tenant, number if session is None else session, rng.randint(*FLOOD_TOKENS), rng.randint(*FLOOD_ANSWER)
+            )
 
-    tasks = [asyncio.ensure_future(user())]
+    tasks = [asyncio.ensure_future(user())] if with_user else []
     tasks += [asyncio.ensure_future(program(number, *flood)) for number in range(FLOOD if flood is not None else 0)]
-    await served.run(seconds)
+    await engine.run(seconds)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return found
+    answers = sum(count for whose, count in engine.answers.items() if whose != ("a", 0))
+    return found, answers / seconds
 
 
 def p90(values: list[float]) -> float:
@@ -136,19 +206,37 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--places", type=int, nargs="+", default=[2, 4, 8, 16, 1024])
     parser.add_argument("--step-tokens", type=int, default=SHAPE.max_batched_tokens)
+    parser.add_argument("--fair-steps", nargs="+", choices=("off", "on"), default=["off", "on"])
     parser.add_argument("--output", type=Path, default=Path("build/bench/fairness.json"))
     options = parser.parse_args()
     report: dict[str, float] = {}
-    print(f"{'places':>8} {'flood of':>16} {'requests':>8} {'p50 s':>8} {'p90 s':>8} {'p90 to alone':>12}")
-    for places in options.places:
+    cases: tuple[tuple[str, tuple[str, int | None] | None, bool], ...] = (
+        ("no flood", None, True),
+        ("another tenant", ("b", 1), True),
+        ("another program", ("a", 1), True),
+        ("flood alone", ("b", 1), False),
+        ("50 users alone", ("b", None), False),
+    )
+    print(
+        f"{'places':>8} {'fair':>5} {'flood of':>16} {'requests':>8} {'p50 s':>8} {'p90 s':>8} {'to alone':>9} flood/s"
+    )
+    for places, fair in itertools.product(options.places, options.fair_steps):
         alone = 0.0
-        for name, flood in (("no flood", None), ("another tenant", ("b", 1)), ("another program", ("a", 1))):
-            found = asyncio.run(first_tokens(places, options.step_tokens, flood, options.seconds))
-            alone = alone or p90(found)
-            shown = f"{statistics.median(found):8.3f} {p90(found):8.3f} {p90(found) / alone:12.2f}"
-            print(f"{places:8} {name:>16} {len(found):8} {shown}")
-            key = f"{places}_places_{name.replace(' ', '_')}_first_token"
-            report |= {f"{key}_p50_seconds": statistics.median(found), f"{key}_p90_seconds": p90(found)}
+        for name, flood, with_user in cases:
+            found, answers = asyncio.run(
+                served(
+                    places, options.step_tokens, flood, options.seconds, fair_steps=fair == "on", with_user=with_user
+                )
+            )
+            case = f"{places}_places_fair_steps_{fair}_{name.replace(' ', '_')}"
+            report[f"{case}_flood_answers_per_second"] = answers
+            shown = ""
+            if with_user:
+                alone = alone or p90(found)
+                shown = f"{statistics.median(found):8.3f} {p90(found):8.3f} {p90(found) / alone:9.2f}"
+                report[f"{case}_first_token_p50_seconds"] = statistics.median(found)
+                report[f"{case}_first_token_p90_seconds"] = p90(found)
+            print(f"{places:8} {fair:>5} {name:>16} {len(found):8} {shown:26} {answers:7.2f}", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

@@ -145,6 +145,7 @@ queueOrder: arrival
 queueOvertakeSeconds: 2.5
 layerwiseLoads: true
 computeWhileLoading: true
+fairSteps: true
 evictionPolicy: arc
 batchMemcpy: true
 maxCopyDescriptors: 64
@@ -204,6 +205,7 @@ def test_offload_values_reach_the_connector(engine_of):
         queue_overtake_seconds=2.5,
         layerwise_loads="on",
         compute_while_loading="on",
+        fair_steps="on",
         eviction_policy="arc",
         batch_memcpy="on",
         max_copy_descriptors=64,

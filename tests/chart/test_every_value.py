@@ -241,6 +241,7 @@ CHANGES: dict[str, Any] = {
     "engine.offload.queueOvertakeSeconds": 2.5,
     "engine.offload.layerwiseLoads": "on",
     "engine.offload.computeWhileLoading": "on",
+    "engine.offload.fairSteps": "on",
     "engine.offload.evictionPolicy": "arc",
     "engine.offload.batchMemcpy": "on",
     "engine.offload.nodeTier.bytes": "65GiB",
@@ -483,7 +484,7 @@ FORMED = (
     *("engine.accelerator.npuSmiPath", "engine.accelerator.versionCheck"),
     *("engine.accelerator.cpuBinding", "engine.accelerator.hccl", "engine.hugePages"),
     *("engine.accelerator.visibleDevices.value", "engine.offload.generatedTokens"),
-    *("engine.offload.layerwiseLoads", "engine.offload.computeWhileLoading"),
+    *("engine.offload.layerwiseLoads", "engine.offload.computeWhileLoading", "engine.offload.fairSteps"),
     *(
         "engine.offload.storing",
         "engine.offload.queueOrder",

@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures.resets_of_all} of all, {figures.pauses} pauses, "
             f"{figures.resets_forced} for new weights, {figures.rows_kept_back} rows kept back, "
             f"{figures.overtakes} times another request was next, "
+            f"{figures.fair_steps} steps without a flood, {figures.flood_steps} short ones, "
             f"{figures.settled} chunks settled, "
             f"{figures.kept_for_waiting} times a chunk was kept for a request that waited; "
             f"{time.monotonic() - started:.0f} s",

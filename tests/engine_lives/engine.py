@@ -10,7 +10,7 @@ import json
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +48,7 @@ from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.prefix_tier import SharedTierBase
 from spillway_connector.plan.load_cost import RateMeter
 from spillway_connector.plan.meeting import MeetingOutcome
+from spillway_connector.plan.step_shares import Party, Step, StepShares
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX
 
 SINCE_0_30 = generation() is not Generation.V023
@@ -95,6 +96,7 @@ class Shape:
     layerwise: bool = False  # every load that a step can read itself goes layer by layer
     storing: str = "eager"  # auto, late: the CPU tier gets what the device gives up, once it is full
     meetings: bool = False  # what the shared tier holds is loaded from its end while the request is computed
+    fair_steps: bool = False  # a session's flood is left out of others' steps
 
 
 SHAPES = {
@@ -116,6 +118,9 @@ SHAPES = {
     "meetings-chunks": Shape(
         (None,), device_blocks=40, cpu_rows=12, blocks_per_chunk=2, shared_tier=True, meetings=True
     ),
+    "fair": Shape((None,), device_blocks=22, cpu_rows=24, shared_tier=True, fair_steps=True),
+    "fair-async": Shape((None,), device_blocks=22, cpu_rows=40, drafts=3, asynchronous=True, fair_steps=True),
+    "fair-meetings": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, meetings=True, fair_steps=True),
 }
 if not SINCE_0_30:
     SHAPES |= {
@@ -181,6 +186,8 @@ class Figures:
     rows_kept_back: int = 0
     kept_for_waiting: int = 0  # chunks of the CPU tier, summed over the steps
     overtakes: int = 0  # times another waiting request than the first was to be admitted next
+    fair_steps: int = 0  # that left a flood's prompts out
+    flood_steps: int = 0  # that computed few tokens of one's
     settled: int = 0  # chunks
     finished: int = 0
     aborted: int = 0
@@ -229,6 +236,18 @@ class Engine:
 
             order._plan = counting_plan
             order.clock = lambda: 0.25 * self.figures.steps  # seconds: some requests wait for the bound
+        if (fair := self._scheduler_half.fair_steps) is not None:
+            fair._shares = shares = StepShares(BLOCK_TOKENS, BLOCK_TOKENS // 2)
+            fair._clock = lambda: 0.25 * self.figures.steps
+            next_step = shares.next_step
+
+            def counting_step(waiting: Collection[Party], now: float) -> Step | None:
+                chosen = next_step(waiting, now)
+                self.figures.fair_steps += chosen is not None and chosen.tokens is None
+                self.figures.flood_steps += chosen is not None and chosen.tokens is not None
+                return chosen
+
+            shares.next_step = counting_step  # type: ignore[method-assign]
         count = manager.count_meeting
         manager.count_meeting = lambda outcome: (self.meetings.update([outcome]), count(outcome))
         if shape.layerwise:  # whatever it costs the other requests
@@ -276,6 +295,8 @@ class Engine:
 
     def submit(self, name: str, prompt: list[int], answer_tokens: int, transfer_params: Any = None) -> None:
         """transfer_params: as a client wrote them, of whatever type."""
+        if transfer_params is None and self.shape.fair_steps:
+            transfer_params = {"spillway_session": {"id": name[-1]}}
         extra = {} if transfer_params is None else {"kv_transfer_params": transfer_params}
         sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, temperature=0.0, extra_args=extra)
         self._requests[name] = Request(name, prompt, sampling, None, block_hasher=self._block_hasher)
@@ -744,6 +765,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
                 "storing": shape.storing,
                 "layerwise_loads": "on" if shape.layerwise else "off",
                 "compute_while_loading": "on" if shape.meetings else "off",
+                "fair_steps": "on" if shape.fair_steps else "off",
                 "prefill_tokens_per_second": 1.0,
                 "secondary_tiers": _tiers(shape, folder),
                 **({"request_wait_seconds": 60.0} if shape.nvme_tier else {}),

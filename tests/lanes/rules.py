@@ -163,6 +163,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_cpu_tier.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_early_loads.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_equal_ranks.py": ("0.30", "0.32", "0.33"),
+    "connector/tests/engine/test_fair_steps.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_generation.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_kv_layout.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_meetings.py": ("0.30", "0.32", "0.33"),

@@ -178,6 +178,7 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
     generated_tokens: AutoOnOff = "auto"
     layerwise_loads: OnOff = "off"
     compute_while_loading: OnOff = "off"
+    fair_steps: OnOff = "off"
     batch_memcpy: AutoOnOff = "auto"
     cuda_library_path: str | None = None  # None: libcuda.so.1 of the driver
     # CUDA: which path pieces of which size take, as bench-copy prints it; None: as measured on one H200.

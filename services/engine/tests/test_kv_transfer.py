@@ -59,7 +59,7 @@ def test_a_second_owner_of_the_cpu_tier_is_refused(connector: str):
         configured({"numCpuBlocks": 4}, connector=connector)
 
 
-@pytest.mark.parametrize("setting", ["layerwiseLoads", "computeWhileLoading"])
+@pytest.mark.parametrize("setting", ["layerwiseLoads", "computeWhileLoading", "fairSteps"])
 def test_what_is_not_proven_beside_it_is_refused(setting: str):
     with pytest.raises(SettingsError, match=rf"offload.{setting}: on is not proven beside kvTransfer"):
         configured({"numCpuBlocks": 4, setting: "on"}, **NIXL)

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from spillway_connector.engine.adapters import AdapterRegistry
 from spillway_connector.engine.engine_logging import join_engine_logging
+from spillway_connector.engine.fair_steps import FairSteps, stepping_fairly
 from spillway_connector.engine.generation import Seams, require
 from spillway_connector.engine.hints import HintOutcome
 from spillway_connector.engine.kv_layout import LayerCache, layout_facts
@@ -45,6 +46,11 @@ def filtering_preprocess(preprocess: Any) -> Callable[..., Any]:
 def ordering_enqueue(enqueue: Any) -> Callable[..., None]:
     """Wrap Scheduler._enqueue_waiting_request of engines with Spillway's connector."""
     return ordering_queue(enqueue, ConnectorBase)
+
+
+def fair_schedule(schedule: Any) -> Callable[..., Any]:
+    """Wrap Scheduler.schedule of engines with Spillway's connector."""
+    return stepping_fairly(schedule, ConnectorBase)
 
 
 class ConnectorBase(OffloadingConnector):
@@ -87,6 +93,9 @@ class ConnectorBase(OffloadingConnector):
                 half.manager.answers, generated_tokens = AnswerReuse(), "auto"
             if self._spec.settings.queue_order == "prefix" and half.orders_queue:
                 half.queue_order = QueueOrder(half, self._spec.settings.queue_overtake_seconds)
+            if self._spec.settings.fair_steps == "on":
+                step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+                half.fair_steps = FairSteps(half.known_state, step_tokens)
         cache_config = self._vllm_config.cache_config
         not_shared = self._spec.not_shared if isinstance(self._spec, SpecBase) else None
         node_tier = self._spec.node_tier_use if isinstance(self._spec, SpecBase) else None
@@ -101,6 +110,7 @@ class ConnectorBase(OffloadingConnector):
                 "storing": storing,
                 "vllm_patches": in_force(),
                 "queue_order": "arrival" if half.queue_order is None else "prefix",
+                "fair_steps": "off" if half.fair_steps is None else "on",
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
                 **({} if not_shared is None else {"not_shared": not_shared}),
                 **({} if node_tier is None else {"node_tier": node_tier}),

@@ -167,3 +167,22 @@ def compute_while_loading(*parameters: str) -> Patch:
         "`--scheduler-cls` would replace one of vLLM's two, or a platform's",
         until="vLLM asks again about a request that runs",
     )
+
+
+def fair_steps(*parameters: str) -> Patch:
+    """The patch that lets a step compute the prompts of one tenant's session at a time.
+
+    Args:
+        parameters: Those of the generation's `Scheduler.schedule`.
+    """
+    return Patch(
+        name="fair-steps",
+        module=SCHEDULER,
+        cls="Scheduler",
+        function="schedule",
+        parameters=parameters,
+        replacement=f"{ENGINE}.connector_base:fair_schedule",
+        needed_by=Needed.FAIR_STEPS,
+        reason="vLLM fills a step with the prompts that it began, whoever sent them, and others wait for all of it",
+        until="vLLM shares its steps among tenants, or lets connectors leave requests out of one",
+    )

@@ -28,6 +28,7 @@ class Needed(Enum):
 
     ENGINE_CORE = "every EngineCore"
     COMPUTE_WHILE_LOADING = "EngineCore, compute_while_loading: on"
+    FAIR_STEPS = "EngineCore, fair_steps: on"
     LAYERWISE_LOADS = "EngineCore, layerwise_loads: on"
     LORA_WORKER = "workers with LoRA"
 

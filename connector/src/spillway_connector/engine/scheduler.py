@@ -26,6 +26,7 @@ from spillway_connector.engine.adapters import AdapterRegistry, adapter_of
 from spillway_connector.engine.ahead import AheadPromotions
 from spillway_connector.engine.chunk_uses import ChunkUses
 from spillway_connector.engine.early_loads import EarlyLoad, PendingRows
+from spillway_connector.engine.fair_steps import FairSteps
 from spillway_connector.engine.late_stores import LateStores
 from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.queue_order import QueueOrder
@@ -91,6 +92,7 @@ class SchedulerHalf(ResettableHalf):
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
         self.waiting = WaitingRequests(self.manager)
         self.queue_order: QueueOrder | None = None
+        self.fair_steps: FairSteps | None = None
         self.orders_queue = one_prefix
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
         self._without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
@@ -174,6 +176,8 @@ class SchedulerHalf(ResettableHalf):
         status.is_stale = self._device_is_stale
         if self.queue_order is not None:
             status.arrived_at = self.queue_order.clock()
+        if self.fair_steps is not None:
+            self.fair_steps.came(status)
         self._req_status[request.request_id] = status
         if not self._hash_bytes and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])

@@ -63,6 +63,7 @@ def check_kv_transfer(other: KvTransferSettings, offload: ConnectorConfig, names
     for setting, value in (
         ("offload.layerwiseLoads", offload.layerwise_loads),
         ("offload.computeWhileLoading", offload.compute_while_loading),
+        ("offload.fairSteps", offload.fair_steps),
     ):
         if value == "on":
             raise SettingsError(

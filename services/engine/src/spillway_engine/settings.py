@@ -174,6 +174,7 @@ def _changes_of_steps(offload: OffloadSettings) -> list[str]:
     modes = {
         "offload.layerwiseLoads": offload.layerwise_loads,
         "offload.computeWhileLoading": offload.compute_while_loading,
+        "offload.fairSteps": offload.fair_steps,
     }
     return [key for key, mode in modes.items() if offload.enabled and mode == "on"]
 
@@ -185,7 +186,7 @@ def _check_pipeline(settings: EngineSettings) -> None:
     pipeline = names.given("pipelineParallelSize", stages)
     for key in _changes_of_steps(offload):
         raise SettingsError(
-            f"{names.given(key, 'on')} changes a step after it was sent, but {pipeline} keeps several steps under "
+            f"{names.given(key, 'on')} changes one step at a time, but {pipeline} keeps several steps under "
             f"way; set {names.given(key, 'off')} or {names.given('pipelineParallelSize', 1)}"
         )
     if LAYER_PARTITION_VARIABLE in settings.extra_env:

@@ -161,6 +161,7 @@ class ConnectorSettings(Section, frozen=True):
     storing: Storing = "auto"
     queue_order: QueueOrder = "prefix"
     queue_overtake_seconds: Seconds = OVERTAKE_SECONDS
+    fair_steps: OnOff = "off"
     eviction_policy: EvictionPolicy = "lru"
     batch_memcpy: AutoOnOff = "auto"
     max_copy_descriptors: Count = 4096

@@ -47,6 +47,8 @@ class SpillwayConnector(ConnectorBase):
             needs = {Needed.ENGINE_CORE}
             if compute_while_loading:
                 needs.add(Needed.COMPUTE_WHILE_LOADING)
+            if settings is not None and settings.fair_steps == "on":
+                needs.add(Needed.FAIR_STEPS)
             if self._layerwise:
                 needs.add(Needed.LAYERWISE_LOADS)
             apply(PATCHES, needs)

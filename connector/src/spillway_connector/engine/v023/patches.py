@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spillway_connector.engine.patches import COMMON, ENGINE, ENGINE_CORE, SCHEDULER, compute_while_loading
+from spillway_connector.engine.patches import COMMON, ENGINE, ENGINE_CORE, SCHEDULER, compute_while_loading, fair_steps
 from spillway_connector.engine.patching import Needed, Patch
 
 _INVALID_BLOCKS = ("self", "requests", "invalid_block_ids", "num_scheduled_tokens", "evict_blocks")
@@ -60,6 +60,7 @@ PATCHES: Sequence[Patch] = (
         until=_WITH_0_23,
     ),
     compute_while_loading("self"),
+    fair_steps("self"),
     Patch(
         name="failed-step-loads",
         module=SCHEDULER,

@@ -53,6 +53,8 @@ class SpillwayConnector(ConnectorBase):
             needs = {Needed.ENGINE_CORE}
             if compute_while_loading:
                 needs.add(Needed.COMPUTE_WHILE_LOADING)
+            if isinstance(spec, SpillwayOffloadingSpec) and spec.settings.fair_steps == "on":
+                needs.add(Needed.FAIR_STEPS)
             apply(PATCHES, needs)
             self.connector_scheduler = half = SpillwayConnectorScheduler(spec, vllm_config, kv_cache_config)
             self._watch_the_engine()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spillway_connector.engine.patches import COMMON, SCHEDULER, compute_while_loading
+from spillway_connector.engine.patches import COMMON, SCHEDULER, compute_while_loading, fair_steps
 from spillway_connector.engine.patching import Needed, Patch
 
 PATCHES: Sequence[Patch] = (
     *COMMON,
     compute_while_loading("self", "throttle_prefills"),
+    fair_steps("self", "throttle_prefills"),
     Patch(
         name="step-bounds",
         module=SCHEDULER,

@@ -14,7 +14,11 @@ from spillway_engine.argument_verdicts import ArgumentVerdict
 from spillway_engine.extra_arguments import OF_THE_CHART, refused_arguments
 from spillway_settings.shared_names import VARIABLES
 
-STEP_CHANGING = (("layerwiseLoads", "layerwise_loads"), ("computeWhileLoading", "compute_while_loading"))
+STEP_CHANGING = (
+    ("layerwiseLoads", "layerwise_loads"),
+    ("computeWhileLoading", "compute_while_loading"),
+    ("fairSteps", "fair_steps"),
+)
 OWN_VARIABLES = (
     "POD_NAME",
     "POD_IP",

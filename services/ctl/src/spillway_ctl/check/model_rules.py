@@ -275,8 +275,7 @@ def _pipeline(group: Group) -> Iterator[Finding]:
         if on_off(getattr(engine.offload, field)) == "on":
             yield Finding(
                 f"{path}.offload.{key}",
-                f"on changes a step after it was sent, but pipelineParallelSize: {stages} keeps several steps under "
-                "way",
+                f"on changes one step at a time, but pipelineParallelSize: {stages} keeps several steps under way",
                 "set it to off, or pipelineParallelSize: 1",
             )
     if "VLLM_PP_LAYER_PARTITION" in engine.extra_env:

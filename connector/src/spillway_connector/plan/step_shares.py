@@ -1,0 +1,155 @@
+"""Whose prompts an engine's next step computes while one party floods the engine, and how many tokens of them.
+
+A party is a session of a tenant; a tenant's requests that name no session are one party. Its attained service is the
+prompt tokens that were computed for it, which count half a half-life later (least attained service, L. Kleinrock,
+Queueing Systems, volume 2, 1976). A tenant floods the engine if it attained several times as much as another that was
+there lately, and more than a few full steps; a session does among those of its tenant.
+
+While others have a prompt to compute, a step computes none of a flood's. What remains of a flood to them is the step
+that is under way when their prompt arrives. So a step of a flood computes few tokens: about as many as cost the least
+that a step takes, which is reading the weights. Decoding goes on in every step.
+
+After a few steps in a row without a flood's prompts one computes some, so a flood does not starve. While nobody floods
+the engine, nothing changes.
+
+Pure: no clock, no queue; times are arguments, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+HALF_LIFE_SECONDS = 60.0
+LATELY_SECONDS = 60.0  # a party that neither came nor had a prompt computed for so long has left
+FLOOD_TIMES = 4.0  # as much as another party: less is the difference between two users
+FLOOD_STEPS = 8  # full steps of prompts within a half-life or so; who takes less disturbs nobody
+# Of a flood's prompts in one step. On one H200 with a model of 14 billion parameters, about 215 cost no more than
+# reading the weights does.
+FLOOD_STEP_TOKENS = 256
+STEPS_WITHOUT_FLOOD_MAX = 3  # in a row, while a flood has a prompt to compute
+PARTIES_MAX = 128  # followed at a time; the one that was served least lately is forgotten, and counts as not served
+
+
+class Party(NamedTuple):
+    """A session of a tenant. session: None: all requests of the tenant that name none."""
+
+    tenant: bytes
+    session: bytes | None = None
+
+
+class Step(NamedTuple):
+    """Whose prompts a step computes. tokens: of them, at most; None: as many as the engine's step takes."""
+
+    parties: frozenset[Party]
+    tokens: int | None
+
+
+_Key = TypeVar("_Key")
+
+
+class _Attained(Generic[_Key]):
+    """Prompt tokens that were computed for those who were there lately."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[_Key, tuple[float, float]] = OrderedDict()  # (tokens, when that was true)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._found)
+
+    def add(self, key: _Key, tokens: int, now: float) -> None:
+        self._found[key] = self.of(key, now) + tokens, now
+        self._found.move_to_end(key)
+        if len(self._found) > PARTIES_MAX:
+            self._found.popitem(last=False)
+
+    def of(self, key: _Key, now: float) -> float:
+        tokens, at = self._found.get(key, (0.0, now))
+        return tokens * math.exp2((at - now) / HALF_LIFE_SECONDS)
+
+    def forget(self, before: float) -> None:
+        while self._found and next(iter(self._found.values()))[1] < before:
+            self._found.popitem(last=False)
+
+
+class StepShares:
+    """What the parties of one engine attained.
+
+    Args:
+        step_tokens: That the engine computes in one step at most.
+        flood_step_tokens: Of a flood's prompts.
+    """
+
+    def __init__(self, step_tokens: int, flood_step_tokens: int = FLOOD_STEP_TOKENS) -> None:
+        self._step_tokens = step_tokens
+        self._flood_step_tokens = flood_step_tokens
+        self._tenants: _Attained[bytes] = _Attained()
+        self._parties: _Attained[Party] = _Attained()
+        self._steps_without = 0  # a flood, in a row
+        self._passed_over: set[Party] = set()  # their steps computed nothing, and none since has
+
+    def came(self, party: Party, now: float) -> None:
+        """A request of the party has arrived."""
+        self._add(party, 0, now)
+
+    def alone(self, now: float) -> bool:
+        """Whether no more than one party was there lately."""
+        self._tenants.forget(now - LATELY_SECONDS)
+        self._parties.forget(now - LATELY_SECONDS)
+        return len(self._parties) < 2
+
+    def next_step(self, waiting: Collection[Party], now: float) -> Step | None:
+        """Whose step is next. None: any party's, as the engine makes it. waiting: those with a prompt to compute."""
+        able = set(waiting) - self._passed_over
+        floods = {party for party in waiting if self._floods(party, now)}
+        if not floods or not able:
+            self._passed_over.clear()
+            return None
+        others, flooding = able - floods, able & floods
+        if others and (self._steps_without < STEPS_WITHOUT_FLOOD_MAX or not flooding):
+            self._steps_without += 1
+            return Step(frozenset(others), None)
+        self._steps_without = 0
+        least = min(flooding, key=lambda each: (self._tenants.of(each.tenant, now), self._parties.of(each, now)))
+        return Step(frozenset({least}), self._flood_step_tokens)
+
+    def computed_alone(self, tokens: int, now: float) -> None:
+        """A step has computed so many tokens while no more than one party was there lately. Those of its answers may
+        be among them: to tell them apart would cost every engine time in each step."""
+        for party in list(self._parties):
+            self._add(party, tokens, now)
+
+    def computed(self, tokens: Mapping[Party, int], now: float) -> None:
+        """A step has computed so many prompt tokens of each party."""
+        for party, count in tokens.items():
+            if count:
+                self._add(party, count, now)
+                self._passed_over.clear()
+
+    def passed_over(self, parties: Iterable[Party]) -> None:
+        """Their step has computed nothing of them: blocks are short, say, or prefixes are looked up. They get none
+        until another party has computed something, or none can."""
+        self._passed_over.update(parties)
+
+    def _add(self, party: Party, tokens: int, now: float) -> None:
+        self._tenants.add(party.tenant, tokens, now)
+        self._parties.add(party, tokens, now)
+
+    def _floods(self, party: Party, now: float) -> bool:
+        tenant = party.tenant
+        return self._is_more(self._tenants, tenant, (each for each in self._tenants if each != tenant), now) or (
+            self._is_more(
+                self._parties, party, (each for each in self._parties if each.tenant == tenant and each != party), now
+            )
+        )
+
+    def _is_more(self, attained: _Attained[_Key], key: _Key, others: Iterable[_Key], now: float) -> bool:
+        found = attained.of(key, now)
+        if found <= FLOOD_STEPS * self._step_tokens:
+            return False  # most of the time, without a look at the others
+        return found > FLOOD_TIMES * min((attained.of(other, now) for other in others), default=math.inf)

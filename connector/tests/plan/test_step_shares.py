@@ -1,0 +1,155 @@
+"""Whose prompts a step computes: none of a flood's while others have some, few otherwise, and no flood starves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway_connector.plan.step_shares import (
+    FLOOD_STEP_TOKENS,
+    FLOOD_STEPS,
+    LATELY_SECONDS,
+    PARTIES_MAX,
+    STEPS_WITHOUT_FLOOD_MAX,
+    Party,
+    Step,
+    StepShares,
+)
+
+STEP_TOKENS = 1000
+USER, FLOOD = Party(b"a", b"user"), Party(b"b", b"flood")
+SIBLING = Party(b"a", b"flood")
+FLOODING = FLOOD_STEPS * STEP_TOKENS + 1
+
+
+def of(party: Party, tokens: int | None = None) -> Step:
+    return Step(frozenset({party}), tokens)
+
+
+def shares_of(*parties: Party) -> StepShares:
+    shares = StepShares(STEP_TOKENS)
+    for party in parties:
+        shares.came(party, 0.0)
+    return shares
+
+
+def test_one_party_alone_has_the_engines_own_steps() -> None:
+    shares = shares_of(FLOOD)
+    shares.computed_alone(100 * FLOODING, 0.0)
+    assert shares.alone(1.0)
+    assert shares.next_step([FLOOD], 1.0) is None
+
+
+@pytest.mark.parametrize("flood", [FLOOD, SIBLING], ids=["another tenant", "another session"])
+def test_a_prompt_goes_before_those_of_a_flood_which_gets_few_tokens_in_a_step(flood: Party) -> None:
+    shares = shares_of(flood, USER)
+    shares.computed({flood: FLOODING}, 0.0)
+
+    assert shares.next_step([flood, USER], 0.0) == of(USER)
+    assert shares.next_step([flood], 0.0) == of(flood, FLOOD_STEP_TOKENS)
+
+
+def test_what_a_flood_computed_alone_counts_once_another_comes() -> None:
+    shares = shares_of(FLOOD)
+    shares.computed_alone(2 * FLOODING, 0.0)
+    shares.came(USER, 1.0)
+    assert shares.next_step([FLOOD], 1.0) == of(FLOOD, FLOOD_STEP_TOKENS)
+
+
+def test_those_that_get_about_as_much_have_the_engines_own_steps() -> None:
+    shares = shares_of(USER, SIBLING, FLOOD)
+    for _ in range(40):
+        shares.computed({USER: STEP_TOKENS, SIBLING: STEP_TOKENS, FLOOD: 3 * STEP_TOKENS}, 0.0)
+        assert shares.next_step([USER, SIBLING, FLOOD], 0.0) is None
+
+
+def test_those_that_flood_nobody_share_a_step() -> None:
+    shares = shares_of(USER, FLOOD, Party(b"c"))
+    shares.computed({FLOOD: FLOODING}, 0.0)
+    assert shares.next_step([FLOOD, USER, Party(b"c")], 0.0) == Step(frozenset({USER, Party(b"c")}), None)
+
+
+def test_of_two_floods_the_one_that_got_less_is_next() -> None:
+    other = Party(b"c")
+    shares, steps = shares_of(USER, FLOOD, other), Counter[Party]()
+    shares.computed({FLOOD: FLOODING, other: FLOODING}, 0.0)
+    for _ in range(40):
+        step = shares.next_step([FLOOD, other], 0.0)
+        assert step is not None and step.tokens == FLOOD_STEP_TOKENS
+        (party,) = step.parties
+        steps[party] += 1
+        shares.computed({party: FLOOD_STEP_TOKENS}, 0.0)
+    assert abs(steps[FLOOD] - steps[other]) <= 2
+
+
+def test_who_takes_little_floods_nobody_however_little_others_take() -> None:
+    shares = shares_of(USER, FLOOD)
+    shares.computed({FLOOD: FLOOD_STEPS * STEP_TOKENS}, 0.0)
+    assert shares.next_step([FLOOD], 0.0) is None
+
+
+def test_a_party_that_left_is_not_waited_for() -> None:
+    shares = shares_of(USER, FLOOD)
+    shares.computed({FLOOD: FLOODING}, LATELY_SECONDS + 1)
+    assert shares.alone(LATELY_SECONDS + 1)
+    assert shares.next_step([FLOOD], LATELY_SECONDS + 1) is None
+
+
+def test_a_tenant_floods_the_engine_however_many_sessions_it_has() -> None:
+    sessions = [Party(b"b", b"%d" % number) for number in range(10)]
+    shares = shares_of(USER, *sessions)
+    shares.computed({session: FLOODING // 5 for session in sessions}, 0.0)
+    assert shares.next_step([*sessions, USER], 0.0) == of(USER)
+
+
+def test_a_party_whose_step_computes_nothing_is_passed_over_until_another_has_computed_something() -> None:
+    shares = shares_of(USER, FLOOD)
+    shares.computed({FLOOD: FLOODING}, 0.0)
+
+    assert shares.next_step([USER, FLOOD], 0.0) == of(USER)
+    shares.passed_over({USER})
+    assert shares.next_step([USER, FLOOD], 0.0) == of(FLOOD, FLOOD_STEP_TOKENS)
+    shares.computed({FLOOD: FLOOD_STEP_TOKENS}, 0.0)
+    assert shares.next_step([USER, FLOOD], 0.0) == of(USER)
+
+
+def test_a_step_is_the_engines_own_once_nobody_can_compute_anything() -> None:
+    shares = shares_of(USER, FLOOD)
+    shares.computed({FLOOD: FLOODING}, 0.0)
+    for party in (USER, FLOOD):
+        step = shares.next_step([USER, FLOOD], 0.0)
+        assert step is not None and step.parties == {party}
+        shares.passed_over(step.parties)
+    assert shares.next_step([USER, FLOOD], 0.0) is None
+    assert shares.next_step([USER, FLOOD], 0.0) is not None
+
+
+@given(st.lists(st.integers(1, 3), min_size=20, max_size=60))
+def test_no_flood_starves_though_new_parties_come_for_ever(arrivals: list[int]) -> None:
+    shares = shares_of(FLOOD, USER)
+    shares.computed({FLOOD: 100 * FLOODING}, 0.0)
+    newest, between = 0, 0
+    waiting = [FLOOD]
+    for count in arrivals:
+        for _ in range(count):
+            newest += 1
+            waiting.append(Party(b"%d" % newest))
+            shares.came(waiting[-1], 0.0)
+        step = shares.next_step(waiting, 0.0)
+        assert step is not None
+        between = 0 if FLOOD in step.parties else between + 1
+        assert between <= STEPS_WITHOUT_FLOOD_MAX
+        shares.computed(dict.fromkeys(step.parties, 10), 0.0)
+        waiting = [FLOOD]
+
+
+def test_few_parties_are_remembered() -> None:
+    shares = StepShares(STEP_TOKENS)
+    for number in range(10 * PARTIES_MAX):
+        party = Party(b"%d" % number)
+        shares.came(party, 0.0)
+        shares.computed({party: 1}, 0.0)
+    assert len(shares._parties) == len(shares._tenants) == PARTIES_MAX
