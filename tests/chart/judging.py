@@ -12,6 +12,9 @@ import yaml
 from chart.helm_binaries import Helm
 from chart.rendering import CHART, RenderRefused, render
 
+TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
+TRIAL: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("trial.yaml").read_text())
+MISTAKES = TABLE | TRIAL
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 # `- cases.NAME.engine: ...` of Helm 3, `- at '/cases/NAME/engine': ...` of Helm 4.
 _REFUSED = re.compile(r"^ *- (?:cases\.(\d+)\.?([^:]*)|at '/cases/(\d+)([^']*)'): (.*)$")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from chart.helm_binaries import Helm, helms
+from chart.judging import MISTAKES, TABLE, TRIAL
 from chart.rendering import CUSTOM_KINDS, VALUES_FILES, render
 from chart.test_documented_values import PAGES, fragments
 from lanes.rules import ROOT
@@ -18,32 +20,30 @@ from spillway_ctl.check.chart_facts import Cluster
 from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.group import group_of
 from spillway_ctl.check.judgement import findings
-from spillway_ctl.check.shape import shape_findings
 from spillway_ctl.check.typed_values import engine_groups, laid_out, typed
 from spillway_ctl.check.values_files import read_values
 
-TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 UNUSUAL: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("unusual.yaml").read_text())
 CLUSTER = Cluster((1, 32), frozenset(CUSTOM_KINDS), "chat", "llm")
 REPORT = ROOT / "build" / "mistakes.md"
 # Where it is; what is wrong; what to do.
-FORM = re.compile(r"[a-zA-Z]+(\.[\w./-]+|\[\d+\])*( \w+)?[:, ].+; .+", re.DOTALL)
+FORM = re.compile(r"\w+(\.[\w./-]+|\[\d+\])*( \w+)?[:, ].+; .+", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, list[Finding]]:
-    return {name: findings(case["values"], CLUSTER) for name, case in TABLE.items()}
+    return {name: findings(case["values"], CLUSTER) for name, case in MISTAKES.items()}
 
 
 def test_every_mistake_is_refused_in_its_words(verdicts: dict[str, list[Finding]]) -> None:
     unclear = {}
-    for name, case in TABLE.items():
-        if "startSays" in case:  # by vLLM's own parser: services/engine/tests/vllm/test_server_contract.py
+    for name, case in MISTAKES.items():
+        if "startSays" in case or "taken" in case:  # startSays: services/engine/tests/vllm/test_server_contract.py
             continue
         text = "\n".join(finding.sentence for finding in verdicts[name])
         # Helm writes a.0.b for a[0].b.
         places = [re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", place) for place in case.get("refusedAt", [])]
-        needed = case.get("says") or places
+        needed = case.get("says") or case.get("notes") or places
         if not verdicts[name] or not all(words in text for words in needed):
             unclear[name] = text
 
@@ -57,18 +57,43 @@ def test_a_sentence_has_its_setting_its_remedy_and_no_secret(verdicts: dict[str,
     assert [text for text in sentences if re.search(r"SECRET|None|\{|<", text) and "SECRET" in text] == []
 
 
-def test_the_table_by_door(verdicts: dict[str, list[Finding]]) -> None:
-    rows = []
-    for name, case in TABLE.items():
-        door = "schema" if shape_findings(case["values"]) else "check" if verdicts[name] else "start"
-        sentences = [finding.sentence for finding in verdicts[name]] or case["startSays"]
-        rows.append((door, name, "<br>".join(sentences)))
-    REPORT.parent.mkdir(exist_ok=True)
-    lines = [f"| {door} | {name} | {text.replace('|', '&#124;')} |" for door, name, text in rows]
-    REPORT.write_text("\n".join(["| door | mistake | sentences |", "| --- | --- | --- |", *lines, ""]))
+def test_each_mistake_by_the_door_that_refuses_it_first(verdicts: dict[str, list[Finding]]) -> None:
+    """Writes the table of all mistakes, with counts; a row that may be right is taken with a note, or with a reason."""
+    doors = {name: door(case, verdicts[name]) for name, case in MISTAKES.items()}
 
-    schema = {name for door, name, _ in rows if door == "schema"}
-    assert schema == {name for name, case in TABLE.items() if "refusedAt" in case} | {"a default taken away"}
+    write_report(doors, verdicts)
+    assert [name for name in TABLE if doors[name] == "none"] == []
+    assert {name for name in TRIAL if doors[name] == "none"} == {name for name in TRIAL if "taken" in TRIAL[name]}
+    assert {name for name in TRIAL if doors[name] == "note"} == {name for name in TRIAL if "notes" in TRIAL[name]}
+
+
+def door(case: dict[str, Any], found: list[Finding]) -> str:
+    """The first in the order of an installation; `note`: the check says it, and takes the values all the same."""
+    if "refusedAt" in case:  # by Helm: test_mistakes.py
+        return "schema"
+    if "renderSays" in case:
+        return "template"
+    if any(not finding.is_note for finding in found):
+        return "check"
+    if "startSays" in case:
+        return "start"
+    return "note" if found else "none"
+
+
+def write_report(doors: dict[str, str], verdicts: dict[str, list[Finding]]) -> None:
+    lines = []
+    for title, rows in (("The table of mistakes", TABLE), ("Mistakes of the trial", TRIAL)):
+        counts = Counter(doors[name] for name in rows)
+        total = ", ".join(f"{each} {counts[each]}" for each in ("schema", "template", "check", "start", "note", "none"))
+        lines += [f"# {title}", "", f"{len(rows)} rows: {total}.", ""]
+        lines += ["| door | mistake | sentences |", "| --- | --- | --- |"]
+        for name, case in rows.items():
+            sentences = [finding.sentence for finding in verdicts[name]]
+            said = "<br>".join(sentences or case.get("startSays", []) or [case.get("taken", "")])
+            lines.append(f"| {doors[name]} | {name} | {said.replace('|', '&#124;')} |")
+        lines.append("")
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text("\n".join(lines))
 
 
 @pytest.mark.parametrize("file", VALUES_FILES, ids=lambda file: file.name)
@@ -79,13 +104,17 @@ def test_the_charts_own_values_are_right(file: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_documented_values_are_right(page: str) -> None:
     for values in fragments((ROOT / page).read_text()):
-        assert findings(values, CLUSTER) == [], values
+        assert mistakes(values, CLUSTER) == [], values
 
 
 def test_unusual_values_are_right() -> None:
-    found = {name: findings(values, Cluster(None, frozenset(CUSTOM_KINDS))) for name, values in UNUSUAL.items()}
+    found = {name: mistakes(values, Cluster(None, frozenset(CUSTOM_KINDS))) for name, values in UNUSUAL.items()}
 
     assert {name: each for name, each in found.items() if each} == {}
+
+
+def mistakes(values: dict[str, Any], cluster: Cluster) -> list[Finding]:
+    return [finding for finding in findings(values, cluster) if not finding.is_note]
 
 
 SCALARS = """
@@ -161,5 +190,5 @@ def test_kinds_that_the_cluster_lacks(values: str, kind: str) -> None:
     lacking = "\n".join(each.sentence for each in findings(given, Cluster((1, 32), frozenset())))
 
     assert "install" in lacking and kind in lacking
-    assert findings(given, CLUSTER) == []
+    assert mistakes(given, CLUSTER) == []
     assert render(values=given).of_kind(kind.rsplit("/", 1)[1])

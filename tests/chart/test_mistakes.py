@@ -1,8 +1,8 @@
 """Mistakes that operators make: which of them Helm's schema refuses, which a render, which the engine service too.
 
-mistakes.yaml is the table. `spillway check` refuses every row (test_checked_values.py), and Helm by values.schema.json
-those with a wrong type, word, bound or key. A render refuses the few that harm a release even if nobody ran the check
-(charts/spillway/templates/_rules.tpl).
+mistakes.yaml is the table, and trial.yaml has those of a trial. `spillway check` refuses every row of the table
+(test_checked_values.py), and Helm by values.schema.json those with a wrong type, word, bound or key. A render refuses
+the few that harm a release even if nobody ran the check (charts/spillway/templates/_rules.tpl).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from chart.helm_binaries import Helm, helms
-from chart.judging import refused_by_schema
+from chart.judging import MISTAKES, refused_by_schema
 from chart.rendering import CHART, RenderRefused, laid_over, render
 
 from spillway_ctl.check.chart_facts import facts
@@ -26,10 +26,9 @@ from spillway_engine.model_shape import ModelShape
 from spillway_engine.resolve import resolve_engine
 from spillway_engine.settings_reader import engine_settings
 
-TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-BY_SCHEMA = {name: case for name, case in TABLE.items() if "refusedAt" in case}
-BY_RULE = {name: case for name, case in TABLE.items() if "rule" in case}
+BY_SCHEMA = {name: case for name, case in MISTAKES.items() if "refusedAt" in case}
+BY_RENDER = {name: case for name, case in MISTAKES.items() if "renderSays" in case}
 SERVICE = {"model": {"path": "/m", "maxLength": 32768}, "platform": "npu", "offload": {"numCpuBlocks": 64}}
 TEMPLATES = [file for file in (CHART / "templates").rglob("*") if file.is_file()]
 RULES_MAX = 15
@@ -43,7 +42,7 @@ LINES_MAX, COLUMNS_MAX = 2500, 120
 
 @pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")
 def test_helm_names_the_setting_that_the_schema_refuses(helm: Helm, tmp_path: Path) -> None:
-    verdicts = refused_by_schema({name: case["values"] for name, case in TABLE.items()}, helm, tmp_path / "spillway")
+    verdicts = refused_by_schema({name: case["values"] for name, case in MISTAKES.items()}, helm, tmp_path / "spillway")
 
     assert {name for name, texts in verdicts.items() if texts} == BY_SCHEMA.keys()
     wrong = {
@@ -55,11 +54,11 @@ def test_helm_names_the_setting_that_the_schema_refuses(helm: Helm, tmp_path: Pa
     assert wrong == {}
 
 
-@pytest.mark.parametrize("mistake", BY_RULE)
+@pytest.mark.parametrize("mistake", BY_RENDER)
 def test_a_render_refuses_it(mistake: str) -> None:
-    case = TABLE[mistake]
+    case = MISTAKES[mistake]
 
-    message = refusal(case["values"], helm=helms()[list(BY_RULE).index(mistake) % 2])
+    message = refusal(case["values"], helm=helms()[list(BY_RENDER).index(mistake) % 2])
 
     assert case["renderSays"] in message and "SECRET" not in message
 
@@ -70,7 +69,7 @@ def test_the_rules_of_the_templates_are_few_and_each_has_its_reason_and_a_row() 
     rules = re.findall(r'^\{\{/\* \d+\. .+?\*/\}\}\n\{\{- define "spillway\.rule\.(\w+)" -\}\}$', text, re.M | re.S)
 
     assert len(rules) == len(set(rules)) == text.count('{{- define "spillway.rule.') <= RULES_MAX
-    assert {case["rule"] for case in BY_RULE.values()} == set(rules) - OTHER_RULES.keys()
+    assert {case["rule"] for case in BY_RENDER.values() if "rule" in case} == set(rules) - OTHER_RULES.keys()
     assert [file.name for file in TEMPLATES if re.search(r"[{( ](fail|required) ", file.read_text())] == ["_rules.tpl"]
 
 
@@ -88,17 +87,17 @@ def test_the_templates_stay_short() -> None:
     assert [line for line in lines if len(line) > COLUMNS_MAX] == []
 
 
-@pytest.mark.parametrize("mistake", [name for name, case in TABLE.items() if "service" in case])
+@pytest.mark.parametrize("mistake", [name for name, case in MISTAKES.items() if "service" in case])
 def test_the_engine_service_refuses_it_too(mistake: str) -> None:
     """Wherever it is configured: on a machine without the chart there is no render before its start."""
-    tree = laid_over(SERVICE, TABLE[mistake]["service"])
+    tree = laid_over(SERVICE, MISTAKES[mistake]["service"])
     shape = ModelShape(36, 8, 128, None, "bfloat16", 40960, 0)
     machine = Machine("npu", frozenset(), (0,), 1 << 40, "cgroup limit", 1 << 40, 1 << 40)
 
     with pytest.raises((SettingsError, BudgetError)) as refused:
         resolve_engine(engine_settings(tree), shape, machine).require_fit()
 
-    assert TABLE[mistake]["serviceSays"] in str(refused.value) and "SECRET" not in str(refused.value)
+    assert MISTAKES[mistake]["serviceSays"] in str(refused.value) and "SECRET" not in str(refused.value)
 
 
 def test_the_engine_service_takes_what_is_no_mistake() -> None:

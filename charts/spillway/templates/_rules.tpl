@@ -42,8 +42,10 @@ changes, and a new rule goes there. Above each is why it is here; tests/chart/mi
 {{/* 4. (path, engine, shape) Nor by a model whose KV cache nobody knows. */}}
 {{- define "spillway.rule.shape" -}}
 {{- if not (and .shape.layers (or .shape.latentDim (and .shape.kvHeads .shape.headDim))) -}}
-{{- fail (printf "%s.model.path: %q is no known model; set %s.model.%s" .path .engine.model.path .path
-  "shape.preset to the one it is made from, or shape.layers, kvHeads and headDim (or latentDim)") -}}
+{{- $preset := .engine.model.shape.preset -}}
+{{- fail (printf "%s.model.%s: %q is no known model; set %s.model.shape.%s" .path (ternary "shape.preset" "path"
+  (not (empty $preset))) (default .engine.model.path $preset) .path
+  "preset to the one it is made from, or layers, kvHeads and headDim (or latentDim)") -}}
 {{- end -}}{{- end -}}
 
 {{/* 5. All engines start, and the kernel kills one after the other once their CPU tier fills. */}}
@@ -132,9 +134,10 @@ engine key alone it would add that key to the requests of clients that have none
 {{- $opens = or $opens (regexMatch $.looks.value (regexReplaceAll "^-[^=]*=" $entry "")) -}}
 {{- end -}}
 {{- if regexMatch "[sS]ecret([.]name|Name)?$|pullSecrets[[][0-9]+[]][.]name$|secretKeyRef[.]name$" $at -}}
-{{- $opens = regexMatch "[^-a-z0-9.]|[0-9a-f]{32}|^(sk|pk|rk)-[a-z0-9]{16}" $entry -}}
+{{- if regexMatch "[^-a-z0-9.]|[0-9a-f]{32}|^(sk|pk|rk)-[a-z0-9]{16}" $entry -}}
+{{- printf "%s: no name of a Secret, or a credential, which would lie open; name the Secret that holds it\n" $at -}}
 {{- end -}}
-{{- if $opens -}}
+{{- else if $opens -}}
 {{- printf "%s: what looks like a credential would lie open; put it into a Secret, and name that by %s\n" $at
   "existingSecret, or by valueFrom.secretKeyRef in extraEnvVars" -}}
 {{- end -}}{{- end -}}{{- end -}}{{- end -}}

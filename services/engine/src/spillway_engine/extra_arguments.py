@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -143,7 +144,11 @@ def refused_arguments(
         if (refused := _refused(argument, names, places)) is not None:
             yield ArgumentVerdict(*refused)
     for index in _values_without_a_flag(arguments):
-        yield ArgumentVerdict(NO_FLAG, TWO_ENTRIES, index)
+        begin = arguments[index][:1]
+        if unicodedata.category(begin or "-") == "Pd" and not begin.isascii():
+            yield ArgumentVerdict(f"begins with {unicodedata.name(begin)}, which is no dash to vLLM", "write --", index)
+        else:
+            yield ArgumentVerdict(NO_FLAG, TWO_ENTRIES, index)
     batch, sequences, share = (
         argument_value(arguments, name) or "" for name in (BATCHED_TOKENS, SEQUENCES, MEMORY_SHARE)
     )

@@ -139,6 +139,8 @@ def _setting(node: types.Type, path: str, comments: Mapping[str, str], default: 
         return _section(node.cls, path, comments, default if isinstance(default, msgspec.Struct) else None)
     schema = {**_kind(node, path, comments)}
     needed = schema.pop("description", "")
+    if needed == comments.get(path):  # of a section that may be null, which has it already
+        needed = ""
     if path in REMOVABLE and "null" not in schema["type"]:
         schema = _or_null(schema)
     words = [comments.get(path, ""), f"Needed: {needed}." if needed else ""]

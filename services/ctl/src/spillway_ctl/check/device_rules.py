@@ -21,6 +21,7 @@ _VENDORS = {
 }
 _DEVICE_GIB = {"mindcluster": 64, "cce": 64, "hami": 64, "a5": 144, "custom": 144}
 _LARGEST_DEVICE_GIB = 288
+_LEAST_MEMORY_MIB = 1024
 
 
 def device_findings(group: Group) -> Iterator[Finding]:
@@ -58,6 +59,14 @@ def _devices(group: Group) -> Iterator[Finding]:
             f"{path}.accelerator.count",
             f"{device.count} devices for {product} ranks, and each rank needs one",
             f"set count >= {group.ranks} or null",
+        )
+    if device.count > group.ranks:
+        yield Finding(
+            f"{path}.accelerator.count",
+            f"{device.count} devices for {group.ranks} {'rank' if group.ranks == 1 else 'ranks'}, so that the others "
+            "of each pod are idle",
+            "set null, or more ranks by tensorParallelSize, unless the node gives devices only so",
+            is_note=True,
         )
     is_310_image = engine.image.variant.startswith("310p")
     is_310_board = "310P" in device.resource_name or device.resource_name.endswith("ascend-310")
@@ -291,7 +300,13 @@ def _weights(group: Group) -> Iterator[Finding]:
     asked = argument_memory(engine.extra_args, on_cpu=False, ranks=1, cores=1, weight_bytes=1)
     weights = group.model.shape.weight_bytes
     share = weights // ranks
-    if group.platform != "cpu" and not engine.model.quantization and not asked.process_bytes and share > most:
+    if accelerator.memory_mib and accelerator.memory_mib < _LEAST_MEMORY_MIB:
+        yield Finding(
+            f"{group.path}.accelerator.memoryMiB",
+            f"{accelerator.memory_mib} given, which is less than an engine's own process takes of a device",
+            f"write {accelerator.memory_mib * 1024} for {accelerator.memory_mib} GiB",
+        )
+    elif group.platform != "cpu" and not engine.model.quantization and not asked.process_bytes and share > most:
         more_memory = ", or raise accelerator.memoryMiB" if accelerator.memory_mib else ""
         yield Finding(
             f"{group.path}.tensorParallelSize",

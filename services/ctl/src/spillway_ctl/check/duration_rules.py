@@ -87,6 +87,12 @@ def _milliseconds(release: Release) -> Iterator[Finding]:
     for path, part in parts.items():
         for setting, seconds, default in _durations(part, defaults.get(path, _ENGINE), path):
             times = round(seconds / default, 6)
+            if 0 < times <= 1 / _MILLISECONDS_LEAST:
+                yield Finding(
+                    setting,
+                    f"{number(seconds)} given, which is a thousandth of the default or less",
+                    f"raise it; {_SECONDS}",
+                )
             is_round = seconds >= _MILLISECONDS_LEAST and seconds % _MILLISECONDS_LEAST == 0
             if times == 1000 or (is_round and times >= _TIMES_DEFAULT and seconds % _HOUR_SECONDS):
                 yield Finding(

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
+from spillway_connector.plan.copy_table import CopyTable
 from spillway_connector.setting_names import SettingNames
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number, on_off
 from spillway_ctl.check.group import Group, Release, driver_mounts
 from spillway_ctl.check.shared_rules import is_own_pod, replica_bounds
 from spillway_engine.argument_verdicts import ArgumentVerdict
-from spillway_engine.extra_arguments import OF_THE_CHART, refused_arguments
+from spillway_engine.extra_arguments import (
+    AUTO_TOOLS,
+    OF_THE_CHART,
+    TOOL_PARSER,
+    argument_name,
+    refused_arguments,
+)
 from spillway_settings.shared_names import VARIABLES
+from spillway_settings.typed import WrongSetting, read_settings
 
 STEP_CHANGING = (
     ("layerwiseLoads", "layerwise_loads"),
@@ -41,7 +52,9 @@ _SET_BY_PLUGIN = {
     "cuda": {"CUDA_VISIBLE_DEVICES": "remove it", "NVIDIA_VISIBLE_DEVICES": "remove it"},
     "cpu": {},
 }
+_DEVICES = {"npu": "Ascend NPUs", "cuda": "NVIDIA GPUs"}
 _OWN_VOLUMES = ("config", "shared-memory", "scratch", "model", "hub", "adapters", "kv", "secrets", "hugepages")
+_SEVERAL_TIMES = ("--middleware",)
 _SECRET_KEY = re.compile(r"(?i)(password|secret|credential|api_?key)")
 
 
@@ -90,6 +103,15 @@ def _cpu_tier(group: Group) -> Iterator[Finding]:
             f"cpu cannot reach the memory of a device; accelerator.preset: {preset} needs auto",
             "set it to auto",
         )
+    if offload.copy_table is not None:
+        try:
+            read_settings(CopyTable, msgspec.to_builtins(offload.copy_table))
+        except WrongSetting as wrong:
+            yield Finding(
+                f"{path}.copyTable{wrong.path and '.'}{wrong.path}",
+                wrong.problem,
+                "write it as `make bench-copy` prints it, such as {store: [[524288, staged]], load: []}",
+            )
     if offload.acl_library_path and offload.transport == "auto" and group.platform == "cpu":
         yield Finding(
             f"{path}.aclLibraryPath",
@@ -175,6 +197,20 @@ def _scaling(group: Group, release: Release) -> Iterator[Finding]:
             "0 with trigger: engines never starts an engine again, as only engines report waiting requests",
             "set trigger: gateway, or minReplicas: 1",
         )
+    monitoring = release.values.monitoring
+    monitors = {
+        "engines": ("podMonitor", monitoring.pod_monitor),
+        "gateway": ("serviceMonitor", monitoring.service_monitor),
+    }
+    monitor, monitored = monitors[scaling.trigger]
+    if scaling.enabled and not monitored.enabled:
+        yield Finding(
+            f"{path}.enabled",
+            f"true, but monitoring.{monitor}.enabled is false, and KEDA needs what Prometheus has of the "
+            f"{scaling.trigger.removesuffix('s')}s",
+            f"set monitoring.{monitor}.enabled: true, unless Prometheus finds them otherwise",
+            is_note=True,
+        )
     if scaling.wake_timeout_seconds and not (scaling.enabled and scaling.min_replicas == 0):
         yield Finding(
             f"{path}.wakeTimeoutSeconds",
@@ -184,7 +220,15 @@ def _scaling(group: Group, release: Release) -> Iterator[Finding]:
 
 
 def _controller(group: Group, release: Release) -> Iterator[Finding]:
+    partition = group.engine.update_strategy.partition
     if group.engine.controller != "Deployment":
+        if partition and partition >= group.pods:
+            yield Finding(
+                f"{group.path}.updateStrategy.partition",
+                f"{partition} given, but there are at most {group.pods} pods, so that none gets a change",
+                f"set {max(group.pods - 1, 0)} for one canary, and 0 for all",
+                is_note=True,
+            )
         return
     volume = group.engine.offload.shared_tier.nvme.volume.type
     if group.uses_nvme and volume == "perPodClaim":
@@ -208,6 +252,12 @@ def _environment(group: Group) -> Iterator[Finding]:
             f"{path}.extraEnv",
             "PYTHONHASHSEED is the chart's own, equal on all engines",
             "remove it: with another value no engine finds what others stored",
+        )
+    if "HF_HOME" in engine.extra_env:
+        yield Finding(
+            f"{path}.extraEnv.HF_HOME",
+            "set by the chart to the folder of model.cache, outside of which a pod may write nothing",
+            "remove it, and choose the place of downloads by model.cache",
         )
     for name, remedy in _SET_BY_PLUGIN[group.platform].items():
         if name in group.variables:
@@ -251,6 +301,17 @@ def _kv_transfer(group: Group) -> Iterator[Finding]:
             if engine.model.quantization in ("none", "null", "auto")
             else f"write one of {', '.join(methods)}",
         )
+    for platform, devices in _DEVICES.items():
+        if (
+            engine.model.quantization in names[f"quantizationOf{platform.title()}"].split()
+            and platform != group.platform
+        ):
+            yield Finding(
+                f"{path}.model.quantization",
+                f"{engine.model.quantization} is a method of {devices} alone, but accelerator.preset is "
+                f"{engine.accelerator.preset}",
+                "choose weights that are quantised for it, or remove the line: then it is as the checkpoint says",
+            )
     if transfer.connector in (
         "SpillwayConnector",
         "OffloadingConnector",
@@ -282,7 +343,24 @@ def _kv_transfer(group: Group) -> Iterator[Finding]:
 def argument_findings(group: Group) -> Iterator[Finding]:
     """Which of vLLM's arguments may not be added, as the engine service has them."""
     names = SettingNames({"host": "listenAddress"}, f"{group.path}.{{path}}")
-    yield from findings_of(group.path, refused_arguments(group.engine.extra_args, names, OF_THE_CHART))
+    arguments = group.engine.extra_args
+    yield from findings_of(group.path, refused_arguments(arguments, names, OF_THE_CHART))
+    given = Counter(name for argument in arguments if (name := argument_name(argument)) is not None)
+    for name, times in given.items():
+        if times > 1 and name not in _SEVERAL_TIMES:
+            yield Finding(
+                f"{group.path}.extraArgs",
+                f"{name} is there {times} times, and vLLM takes the last one",
+                "remove the others",
+                is_note=True,
+            )
+    if TOOL_PARSER in given and AUTO_TOOLS not in given:
+        yield Finding(
+            f"{group.path}.extraArgs",
+            f"{TOOL_PARSER} without {AUTO_TOOLS}, so that vLLM refuses requests whose tool_choice is auto, the default",
+            f"add {AUTO_TOOLS}",
+            is_note=True,
+        )
 
 
 def findings_of(path: str, verdicts: Iterable[ArgumentVerdict]) -> Iterator[Finding]:

@@ -63,8 +63,17 @@ def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
     if plain.startswith(name) and not given.preset:
         ending = plain.removeprefix(name)
         eighths = max((share for form, share in _EIGHTHS.items() if form.search(ending)), default=8)
-    name = given.preset or name
     found = []
+    if given.preset in known and name in known and known[name] != known[given.preset] and engine.model.path[0] != "/":
+        found.append(
+            Finding(
+                f"{path}.model.shape.preset",
+                f"{given.preset}, but {engine.model.path} is known by itself, with another KV cache or other weights",
+                "remove it, unless another model has this name in your hub",
+                is_note=True,
+            )
+        )
+    name = given.preset or name
     if given.preset and name not in known:
         found.append(
             Finding(

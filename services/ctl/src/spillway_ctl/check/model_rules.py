@@ -10,6 +10,7 @@ from spillway_ctl.check.engine_rules import STEP_CHANGING
 from spillway_ctl.check.finding import Finding, below, bytes_text, number, on_off, quantity, quoted, size
 from spillway_ctl.check.group import ON_VOLUME, Group, Release, base_name
 from spillway_ctl.check.model_facts import is_model_path, meant_hub_name
+from spillway_ctl.check.shared_rules import system_folder
 
 _VOLUME_NEEDS = (("existingClaim", "claimName", "claim_name"), ("hostPath", "hostPath", "host_path"))
 _TRUE = ("1", "on", "yes", "true")
@@ -109,6 +110,12 @@ def _volumes(group: Group) -> Iterator[Finding]:
         for kind, setting, field in _VOLUME_NEEDS:
             if volume.type == kind and not getattr(volume, field):
                 yield Finding(f"{group.path}.{key}.{setting}", f"is empty, and type: {kind} needs it", "set it")
+        if volume.type == "hostPath":
+            yield from system_folder(
+                f"{group.path}.{key}.hostPath",
+                volume.host_path,
+                "mount a disk's file system somewhere else, and name a folder there, such as /mnt/models",
+            )
     for key, source in (("model.volume", model.volume), ("lora.volume", lora.volume)):
         if source.type == "nfs" and not (source.nfs.server and source.nfs.path):
             yield Finding(f"{group.path}.{key}.nfs", "type: nfs needs server and path", "set both")

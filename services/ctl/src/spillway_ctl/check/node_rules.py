@@ -9,7 +9,7 @@ import msgspec
 
 from spillway_ctl.check.finding import Finding, bytes_text, number, size
 from spillway_ctl.check.group import Group, Release, user_of
-from spillway_ctl.check.tier_rules import SYSTEM_FOLDER
+from spillway_ctl.check.shared_rules import system_folder
 from spillway_settings.values.offload import NODE_TIER_NEEDS, Offload
 
 _KEYS = {field.name: field.encode_name for field in msgspec.structs.fields(Offload)}
@@ -62,12 +62,11 @@ def _of_group(group: Group, release: Release, at: str) -> Iterator[Finding]:
             f"{number(tier.bytes)} given, which holds no chunk of {bytes_text(group.memory.row)}",
             f"set it to {group.memory.row} or more (with a unit, such as 64GiB), or lower blocksPerChunk",
         )
-    if system := SYSTEM_FOLDER.match(tier.host_path):
-        yield Finding(
-            f"{at}.hostPath",
-            f"{tier.host_path} lies in {system[1]} of the node, which is the system's own",
-            "name a folder below /dev/shm, or one on a tmpfs that you mount, such as /mnt/spillway",
-        )
+    yield from system_folder(
+        f"{at}.hostPath",
+        tier.host_path,
+        "name a folder below /dev/shm, or one on a tmpfs that you mount, such as /mnt/spillway",
+    )
     if tier.fallback == "refuse" and (own := _own_size(group, release)):
         yield Finding(
             f"{group.path}.offload.{own}",

@@ -199,6 +199,7 @@ def _extra_objects(release: Release) -> Iterator[Finding]:
             )
         if name in chart_names:
             yield Finding(f"{at}.metadata.name", f"{name} is a name of the chart's own objects", "choose another")
+        yield from _templates(extra, at)
         plain = {"metadata.labels": metadata.get("labels"), "metadata.annotations": metadata.get("annotations")}
         plain |= {part: extra.get(part) for part in _PLAIN.get(kind, ())}
         for part, entries in plain.items():
@@ -216,6 +217,55 @@ def _extra_objects(release: Release) -> Iterator[Finding]:
                     )
 
 
+def _templates(value: Any, at: str) -> Iterator[Finding]:
+    """What Helm would refuse, or render as nothing, of the texts of an object."""
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from _templates(entry, f"{at}.{key}" if isinstance(value, dict) else f"{at}[{key}]")
+        return
+    for action in _ACTION.findall(value) if isinstance(value, str) else ():
+        bare = _LITERAL.sub("", action)
+        variable = re.search(r"\$[A-Za-z_]\w*", bare)
+        if variable and not re.search(rf"\{variable[0]}\s*(:=|,)", value):
+            yield Finding(
+                at,
+                f"Helm reads {action}, and {variable[0]} is no variable there",
+                f"if another program reads it, write {{{{ `{action}` }}}}",
+            )
+        unknown = re.search(r"\.(Release|Chart|Template)\.(\w+)", bare)
+        if unknown and unknown[2] not in _OF_HELM[unknown[1]]:
+            yield Finding(
+                at,
+                f"{unknown[0]} given, which Helm does not have",
+                f"write one of {', '.join(f'.{unknown[1]}.{name}' for name in _OF_HELM[unknown[1]])}",
+            )
+
+
+_ACTION = re.compile(r"\{\{(?:`[^`]*`|\"[^\"]*\"|[^`\"])*?\}\}")
+_LITERAL = re.compile(r"`[^`]*`|\"[^\"]*\"")
+_OF_HELM = {
+    "Release": ("Name", "Namespace", "Service", "Revision", "IsInstall", "IsUpgrade"),
+    "Chart": (
+        "Name",
+        "Version",
+        "AppVersion",
+        "Type",
+        "KubeVersion",
+        "Description",
+        "Home",
+        "Icon",
+        "Keywords",
+        "Annotations",
+        "ApiVersion",
+        "IsRoot",
+        "Sources",
+        "Maintainers",
+        "Dependencies",
+        "Deprecated",
+    ),
+    "Template": ("Name", "BasePath"),
+}
 _PLAIN = {"ConfigMap": ("data",), "Secret": ("data", "stringData")}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from ipaddress import ip_network
 from typing import Any
 
+from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number, quoted
 from spillway_ctl.check.group import Release
 from spillway_settings.values.gateway import NODE_PORTS, GatewayService
@@ -17,6 +19,8 @@ _SPEAKS_TLS = re.compile(
     r"(?i)backend-?(protocol|ssl|tls|config)|app-?protocol|serversscheme|serverstransport|server-ssl|secure-backend"
     r"|passthrough"
 )
+# Annotations by which controllers cut a path's beginning off.
+_REWRITES = re.compile(r"(?i)rewrite|strip|regex|middleware|configuration-snippet")
 # Type of a filter of HTTPRoute -> its only other field.
 _ROUTE_FILTERS = {
     "RequestHeaderModifier": "requestHeaderModifier",
@@ -126,6 +130,13 @@ def _ingress(release: Release) -> Iterator[Finding]:
                 f"Exact given with path {path}, at which the gateway has nothing: every request would be 404",
                 "set Prefix",
             )
+        if not re.match(r"/(v1(/|$)|$)", path) and not any(_REWRITES.search(key) for key in ingress.annotations):
+            yield Finding(
+                "gateway.ingress.path" if path == ingress.path else "gateway.ingress.hosts",
+                f"{path} given, but the gateway serves /v1 and cuts nothing off, so that every request is 404",
+                "write /, or have your controller cut it off, as by nginx.ingress.kubernetes.io/rewrite-target",
+                is_note=True,
+            )
         if _ADDRESS.fullmatch(host):
             yield Finding(
                 "gateway.ingress",
@@ -168,6 +179,14 @@ def _http_route(release: Release) -> Iterator[Finding]:
             "is empty",
             "name the Gateway that the route attaches to, e.g. [{name: public}]",
         )
+    if route.enabled and gateway.tls.secret.name:
+        yield Finding(
+            "gateway.tls.secret.name",
+            f"{gateway.tls.secret.name}, but a route speaks plain HTTP to the gateway unless a BackendTLSPolicy of its "
+            "Service says otherwise",
+            "add that policy by extraObjects, or remove gateway.tls, so that TLS ends at the Gateway",
+            is_note=True,
+        )
     for index, host in enumerate(route.hostnames):
         if _ADDRESS.fullmatch(host):
             yield Finding(
@@ -196,7 +215,13 @@ def _route_filter(at: str, given: dict[str, Any]) -> Iterator[Finding]:
             "remove it, and make that HTTPRoute an entry of extraObjects",
         )
     elif body is None:
-        yield Finding(f"{at}.type", f"{quoted(kind)} given, {', '.join(_ROUTE_FILTERS)} needed", "write one of these")
+        *most, last = _ROUTE_FILTERS
+        meant = [each for each in _ROUTE_FILTERS if each.lower() == str(kind).lower()]
+        yield Finding(
+            f"{at}.type",
+            f"{quoted(kind)} given, {', '.join(most)} or {last} needed",
+            f"write {meant[0] if meant else 'one of these'}",
+        )
     elif bodies != [body]:
         yield Finding(
             at,
@@ -267,6 +292,15 @@ def _monitoring(release: Release) -> Iterator[Finding]:
             "alerts.enabled: "
             "false",
         )
+    alerts = [rule["alert"] for rule in facts("alerts.yaml")]
+    for index, name in enumerate(monitoring.alerts.disabled):
+        if name not in alerts:
+            near = difflib.get_close_matches(name, alerts, n=1)
+            yield Finding(
+                f"monitoring.alerts.disabled[{index}]",
+                f"{quoted(name)} is no alert of the chart, so that nothing would be left out",
+                f"did you mean {near[0]}?" if near else f"write one of {', '.join(alerts)}",
+            )
     monitors = (("podMonitor", monitoring.pod_monitor), ("serviceMonitor", monitoring.service_monitor))
     for name, monitor in monitors:
         for kind, rules in (("relabelings", monitor.relabelings), ("metricRelabelings", monitor.metric_relabelings)):

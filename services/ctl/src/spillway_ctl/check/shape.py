@@ -272,14 +272,14 @@ def _remedy(error: ValidationError, path: str) -> str:
         return "remove the blank or the line break"
     if isinstance(value, str) and (letter := foreign_letter(value)):
         return f"type it again: {letter} is in it"
+    if path.endswith(".repository") and isinstance(value, str) and (tagged := re.fullmatch("(.+):([^:/@]+)", value)):
+        return f"write {tagged[1]}, and {quoted(tagged[2])} as tag"
     if (
         error.validator == "pattern"
         and (form := _meant(value, error.validator_value, path))
         and "text of" not in _given(value, path)
     ):
         return f"write {form}"
-    if path.endswith(".repository") and isinstance(value, str) and (tagged := re.fullmatch("(.+):([^:/@]+)", value)):
-        return f"write {tagged[1]}, and {quoted(tagged[2])} as tag"
     return "correct it"
 
 

@@ -11,6 +11,10 @@ from spillway_settings.values.kinds import DNS_LABEL, LABEL_VALUE
 
 _OWN_POD = re.compile(r"[a-z-]+://(?:localhost|127\.[0-9.]+|0\.0\.0\.0|\[::1?\])(?=[:/,]|$)")
 _DATABASES = 16  # of a Redis that nobody configured
+_SYSTEM_FOLDER = re.compile(
+    r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
+    r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
+)
 _LABEL_KEY = re.compile(rf"({DNS_LABEL}(\.{DNS_LABEL})*/)?{LABEL_VALUE}")
 
 
@@ -49,6 +53,12 @@ def login(at: str, secret: Login) -> Iterator[Finding]:
             f"{secret.username_key}, but existingSecret.name is empty",
             "name the Secret, or remove usernameKey",
         )
+
+
+def system_folder(at: str, host_path: str, remedy: str) -> Iterator[Finding]:
+    """A folder of the node that is not for files of pods."""
+    if system := _SYSTEM_FOLDER.match(host_path):
+        yield Finding(at, f"{host_path} lies in {system[1]} of the node, which is the system's own", remedy)
 
 
 def is_own_pod(url: str) -> bool:

@@ -10,7 +10,7 @@ from spillway_ctl.check.engine_rules import is_secret_entry
 from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, quoted, shown_url, size
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
-from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases
+from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases, system_folder
 from spillway_settings.values.offload import BUCKET_ENDPOINT_PATTERN, BUCKET_PATTERN, BUCKET_PREFIX_PATTERN, tier_types
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
@@ -18,10 +18,6 @@ _HOSTS = f"{_HOST}(,{_HOST})*"
 _REDIS_URL = re.compile(
     rf"(rediss?://{_HOST}(/[0-9]*)?|rediss?-sentinel://{_HOSTS}/[^/?#,]+(\?db=[0-9]+)?"
     rf"|rediss?-cluster://{_HOSTS}(/0?)?|unix:///[^?#]+(\?db=[0-9]+)?)"
-)
-SYSTEM_FOLDER = re.compile(
-    r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
-    r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
 )
 _FAR_SECONDS = 0.05  # a round trip to a store that is not near, its own time included
 _CONNECTION_BYTES_PER_SECOND = 80 << 20  # of one connection: an assumption, not measured
@@ -199,10 +195,10 @@ def _nvme(group: Group, at: str) -> Iterator[Finding]:
             "is empty, and type: hostPath needs a folder of the node",
             "set it, such as to /var/lib/spillway/kv",
         )
-    elif volume.type == "hostPath" and (system := SYSTEM_FOLDER.match(volume.host_path)):
-        yield Finding(
+    elif volume.type == "hostPath":
+        yield from system_folder(
             f"{at}.volume.hostPath",
-            f"{volume.host_path} lies in {system[1]} of the node, which is the system's own",
+            volume.host_path,
             "mount the disk's file system somewhere else, and name a folder there, such as /mnt/nvme/spillway",
         )
     if volume.type == "existingClaim" and not volume.claim_name:
@@ -274,6 +270,13 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
                 "correct it (Redis has 6379, Sentinel 26379)",
             )
     yield from many_databases(f"{at}.url", url)
+    if service := re.fullmatch(r"(rediss?-sentinel://.*)/([0-9]+)", url):
+        yield Finding(
+            f"{at}.url",
+            f"{service[2]} is the name of the service that Sentinel watches here, not a database",
+            f"write {shown_url(service[1])}/SERVICE?db={service[2]}, unless it has that name",
+            is_note=True,
+        )
     if (redis.tls.ca_secret.name or redis.tls.client_secret.name) and not group.redis_url.startswith("rediss"):
         yield Finding(
             f"{at}.tls",

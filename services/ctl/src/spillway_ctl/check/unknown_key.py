@@ -70,6 +70,10 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "lora.enabled": "engine.lora.adapters, which turn LoRA on",
         "gateway": "gateway, at the left margin",
         "offload.sharedTier.volume": "engine.offload.sharedTier.nvme.volume",
+        "offload.sharedTier.enabled": "engine.offload.sharedTier.type, which is none without a shared tier",
+        "offload.nodeTier.size": "engine.offload.nodeTier.bytes",
+        "offload.sharedTier.nvme.storageClass": "engine.offload.sharedTier.nvme.volume.storageClassName",
+        "memory.request": "engine.memory.limit, which the pod requests too",
         "persistence": "engine.model.cache, or engine.offload.sharedTier.nvme.volume for KV",
         "podDisruptionBudget.minAvailable": "engine.podDisruptionBudget.maxUnavailable, pods that may be away",
         "autoscaling.targetCPUUtilizationPercentage": "engine.autoscaling.waitingPerReplica",
@@ -150,6 +154,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     },
 }
 _CLOSE = 0.72  # of difflib: rarely another word
+_WORD_LETTERS = 3  # a longer key at the end of another one is meant: `name` by secretName
 _SETTINGS_OF_A_LEVEL = 0.5  # so many of a map's keys are settings at the root if it is a wrapper chart's level
 _KEYS_SHOWN = 12
 
@@ -183,6 +188,7 @@ def unknown_key(path: str, key: str, value: Any, node: Mapping[str, Any]) -> Fin
         return Finding(at, "no such setting", f"use {elsewhere}")
     plain = {name.lower(): name for name in known}
     near = difflib.get_close_matches(key.lower().replace("_", "").replace("-", ""), plain, n=1, cutoff=_CLOSE)
+    near = near or [name for name in plain if len(name) > _WORD_LETTERS and key.lower().endswith(name)]
     if near:
         return Finding(at, "no such setting", f"did you mean {path + '.' if path else ''}{plain[near[0]]}?")
     section = _section(path)
@@ -195,7 +201,11 @@ def unknown_key(path: str, key: str, value: Any, node: Mapping[str, Any]) -> Fin
             at, "no such setting", "put the value before it in quotes, as a comma ends it, or write 1.5 for 1,5"
         )
     if not path and isinstance(value, Mapping):
-        return Finding(at, "no such setting", f"remove it, or call it x-{key} if it is your own, such as a YAML anchor")
+        return Finding(
+            at,
+            "no such setting",
+            f"remove it, or call it x-{re.sub(r'^x?[_.-]+', '', key)} if it is your own, such as a YAML anchor",
+        )
     listed = ", ".join(known) if len(known) <= _KEYS_SHOWN else ", ".join([*known[:_KEYS_SHOWN], "..."])
     return Finding(at, "no such setting", f"remove it; known here: {listed}")
 
