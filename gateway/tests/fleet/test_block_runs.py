@@ -86,7 +86,7 @@ def test_a_run_in_use_stays_among_the_last_used() -> None:
     spans(table, RUN)
     for key in range(1000, 3000):
         table.add(table.shards[0], key)
-        use_runs(table, RUN)
+        use_runs(table, RUN, 1, None, NOW)
         if table.entries > 1000:
             assert table.evict_one() is not None
 
@@ -98,6 +98,6 @@ def test_a_run_in_use_stays_among_the_last_used() -> None:
 def test_blocks_that_are_in_no_run_are_used_one_by_one() -> None:
     table = table_of([1, 2, 3])
 
-    use_runs(table, [1, 9])
+    use_runs(table, [1, 9], 1, None, NOW)
 
     assert list(table.shards[0]) == [2, 3, 1]

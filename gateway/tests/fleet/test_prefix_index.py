@@ -127,6 +127,49 @@ def test_blocks_that_an_engine_announced_take_no_room_when_they_are_expected() -
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(8, 0, 0), "b": HeldPrefix(8, 0, 0)}
 
 
+def test_what_is_expected_takes_no_room_once_the_index_has_it() -> None:
+    made = index()
+    empty = made.estimated_bytes
+    made.expect("a", keys(PROMPT), until=10.0)
+    made.apply("a", stored([1, 2, 3, 4], None, PROMPT))
+    assert made.estimated_bytes == empty + 4 * (ENTRY_BYTES + HOLDER_BYTES)
+
+    expected = made.expect("b", keys(PROMPT), until=10.0)
+    list(made.accepted("b", keys(PROMPT), 10.0, expected))
+
+    assert made.estimated_bytes == empty + 4 * (ENTRY_BYTES + HOLDER_BYTES)
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0), "b": HeldPrefix(16, 0, 0)}
+
+
+def test_blocks_that_another_engine_is_expected_to_hold_stay_expected() -> None:
+    made = index()
+    made.expect("a", keys(PROMPT), until=10.0)
+    made.expect("b", keys(PROMPT), until=10.0)
+
+    made.apply("a", stored([1, 2, 3, 4], None, PROMPT))
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0), "b": HeldPrefix(16, 0, 0)}
+
+
+@pytest.mark.parametrize(("again", "held_until"), [(10.0, 100.0), (20.0, 120.0)])
+def test_an_engine_without_events_holds_a_prompt_for_longer_once_an_eighth_has_passed(
+    again: float, held_until: float
+) -> None:
+    clock = Clock()
+    made = index(clock=clock)
+    made.apply("b", stored(list(range(40)), None, list(range(1000, 1000 + 40 * BLOCK))))  # a table of some blocks
+    for now in (0.0, 0.0, again):
+        clock.now = now
+        made.match(keys(PROMPT), BLOCK)
+        list(made.accepted("a", keys(PROMPT), now + 100.0))
+        assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0)}
+
+    clock.now = held_until - 0.1
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(16, 0, 0)}
+    clock.now = held_until
+    assert made.match(keys(PROMPT), BLOCK) == {}
+
+
 def test_a_late_cpu_event_finds_a_block_that_left_the_device() -> None:
     made = index()
     made.apply("a", stored([1], None, PROMPT[:4]))

@@ -134,21 +134,6 @@ class BlockHolders:
 
     def use(self, holder: EngineBlocks, keys: Sequence[int], until: float | None, now: float) -> None:
         """A prompt uses these blocks. until: the holder counts as having them until then; None: its events say so."""
-        if until is None:
-            use_runs(self.table, keys)
-            return
-        bit = 1 << (holder.slot * BITS_PER_ENGINE)
-        shards, shard_mask = self._shards, self._shard_mask
-        for key in keys:
-            shard = shards[key & shard_mask]
-            entry = shard.get(key)
-            if entry is None:
-                entry = self.table.add(shard, key)
-            else:
-                shard.move_to_end(key)
-                if entry.speculative_until <= now:
-                    entry.speculative_mask = 0
-            entry.speculative_mask |= bit
-            entry.speculative_until = max(entry.speculative_until, until)
-            entry.changed()
-        self.evict()
+        use_runs(self.table, keys, 1 << (holder.slot * BITS_PER_ENGINE), until, now)
+        if until is not None:
+            self.evict()

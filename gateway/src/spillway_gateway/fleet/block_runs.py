@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from math import inf
 
 from spillway_gateway.fleet.block_table import BlockRun, BlockTable, Entry, Shard, Span
 from spillway_gateway.fleet.expected_blocks import Expected
@@ -17,6 +18,7 @@ from spillway_gateway.routing.prefix import RUN_BLOCKS
 
 # A run moves to the end of the order of use once a quarter of the table is newer than its last use.
 USED_AGAIN_SHARE = 4
+EXTENDED_SHARE = 8  # what counts until some time counts for longer once an eighth of its time has passed
 _NOT_HELD = Entry()
 
 
@@ -36,20 +38,19 @@ def read_spans(
         run_keys = keys[start : start + RUN_BLOCKS]
         last = _last_of_run(shards, shard_mask, run_keys)
         routed = bool(expected) and not expected.keys().isdisjoint(run_keys)
-        if not routed and last is not None and last.run is not None and last.run.spans:
+        if not routed and last is not None and last.run is not None and last.run.until > now:
             yield from last.run.spans
             continue
         entries = _entries(shards, shard_mask, run_keys, expected if routed else {})
-        timed = routed or any([entry.speculative_mask for entry in entries])
         masks = [entry.mask for entry in entries]
-        if timed:
+        if routed or any([entry.speculative_mask for entry in entries]):
             devices = [_device(entry, expected.get(key), now) for key, entry in zip(run_keys, entries, strict=False)]
-            yield from [Span(*holders, len([*each])) for holders, each in groupby(zip(devices, masks, strict=True))]
         else:
-            spans = tuple([Span(mask, mask, len([*each])) for mask, each in groupby(masks)])
-            if last is not None and len(entries) == RUN_BLOCKS:
-                _keep(last, entries, spans)
-            yield from spans
+            devices = masks
+        spans = [Span(*holders, len([*each])) for holders, each in groupby(zip(devices, masks, strict=True))]
+        if last is not None and not routed and len(entries) == RUN_BLOCKS:
+            _keep(last, entries, tuple(spans), now)
+        yield from spans
         if len(entries) < len(run_keys):
             return
 
@@ -83,28 +84,48 @@ def _device(entry: Entry, routed: Expected | None, now: float) -> int:
     return device
 
 
-def _keep(last: Entry, entries: Sequence[Entry], spans: tuple[Span, ...]) -> None:
+def _keep(last: Entry, entries: Sequence[Entry], spans: tuple[Span, ...], now: float) -> None:
     run = last.run or BlockRun()
     for entry in entries:
         if entry.run is not run:
             entry.changed()  # for the run that it counted in until now
             entry.run = run
     run.spans = spans
+    run.until = min([entry.speculative_until for entry in entries if entry.speculative_until > now], default=inf)
 
 
-def use_runs(table: BlockTable, keys: Sequence[int]) -> None:
+def use_runs(table: BlockTable, keys: Sequence[int], device: int, until: float | None, now: float) -> None:
     """A prompt uses these blocks, the first of which begins a run. A run that was used not long ago stays at its place
-    in the order of use."""
+    in the order of use.
+
+    Args:
+        table: Has the blocks.
+        keys: Their request keys.
+        device: The bit of the device that is to have them.
+        until: It counts as having them until then, in monotonic seconds, or until shortly before; None: its engine's
+            events say what it has.
+        now: Monotonic seconds.
+    """
     shards, shard_mask = table.shards, table.shard_mask
     for start in range(0, len(keys), RUN_BLOCKS):
         run_keys = keys[start : start + RUN_BLOCKS]
         last = _last_of_run(shards, shard_mask, run_keys)
         run = last.run if last is not None else None
         if run is not None:
-            if run.used_at is not None and table.added - run.used_at < table.entries // USED_AGAIN_SHARE:
+            recent = run.used_at is not None and table.added - run.used_at < table.entries // USED_AGAIN_SHARE
+            if recent and (until is None or _counts_until(run, device, until - (until - now) / EXTENDED_SHARE)):
                 continue
             run.used_at = table.added
         for key in run_keys:
             shard = shards[key & shard_mask]
-            if key in shard:
+            entry = shard.get(key)
+            if entry is not None:
                 shard.move_to_end(key)
+            elif until is not None:
+                entry = table.add(shard, key)
+            if entry is not None and until is not None:
+                entry.speculate(device, until, now)
+
+
+def _counts_until(run: BlockRun, device: int, until: float) -> bool:
+    return run.until >= until and all([span.device & device for span in run.spans])

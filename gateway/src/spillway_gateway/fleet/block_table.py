@@ -41,7 +41,8 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 class BlockRun(msgspec.Struct, gc=False):
     """Consecutive blocks whose holders were read together (block_runs.py)."""
 
-    spans: tuple[Span, ...] = ()  # empty: a block has changed since
+    spans: tuple[Span, ...] = ()
+    until: float = 0.0  # monotonic seconds; 0: a block has changed since
     used_at: int | None = None  # `BlockTable.added` when the run was last moved to the end of the order of use
 
 
@@ -66,7 +67,15 @@ class Entry(msgspec.Struct, gc=False):
     def changed(self) -> None:
         """What was read with this block has to be read again."""
         if self.run is not None:
-            self.run.spans = ()
+            self.run.until = 0.0
+
+    def speculate(self, device: int, until: float, now: float) -> None:
+        """An engine without events counts as having it. device: its bit. until, now: monotonic seconds."""
+        if self.speculative_until <= now:
+            self.speculative_mask = 0
+        self.speculative_mask |= device
+        self.speculative_until = max(self.speculative_until, until)
+        self.changed()
 
     def holder_keys(self) -> Iterator[HolderKey]:
         """The keys of all holders, in no order."""

@@ -78,6 +78,12 @@ class ExpectedBlocks:
             if not each.prompts:
                 self._drop(each)
 
+    def announced(self, key: int, device: int) -> None:
+        """An engine has the block. device: its bit. What no other engine is expected to have is forgotten."""
+        expected = self.by_key.get(key)
+        if expected is not None and not expected.mask & ~device:
+            del self.by_key[key]
+
     def forget(self, key: int) -> None:
         """An engine has removed the block."""
         self.by_key.pop(key, None)

@@ -18,7 +18,7 @@ from spillway_gateway.fleet.block_runs import read_spans
 from spillway_gateway.fleet.block_sizes import BlockSizes
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK
 from spillway_gateway.fleet.engine_blocks import EARLY_MAX, EngineBlocks, StoredChain, chain_of, scoped_key
-from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from spillway_gateway.fleet.event_decoder import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from spillway_gateway.fleet.expected_blocks import Expected, ExpectedBlocks
 from spillway_gateway.fleet.prefix_match import StoreOf, StoreReaders, match_blocks
 from spillway_gateway.fleet.shared_stores import SharedReach, SharedStores
@@ -323,6 +323,8 @@ class PrefixIndex:
             extra = extras[position] if position < len(extras) else b""
             key = chain_key(key, tokens[position * size : (position + 1) * size], extra)
             self._held.hold(engine, key, scoped, tier)
+            if tier is Tier.DEVICE:
+                self._expected.announced(key, 1 << (engine.slot * BITS_PER_ENGINE))
             if engine.early:
                 for holder, lower in engine.take_early(scoped):
                     self._held.hold(holder, key, scoped, lower)
@@ -360,21 +362,21 @@ class PrefixIndex:
 
     def expect(self, engine_name: str, keys: Sequence[int], until: float) -> tuple[Expected, ...]:
         """A prompt was routed: count its blocks as held by its engine until `until`, in the clock's seconds, after
-        those that its events name. No block of the index is evicted for them. Returns what withdraw() takes."""
+        those that it is known to hold. No block of the index is evicted for them. Returns what withdraw() takes."""
         engine = self._engines.get(engine_name)
         if engine is None:
             return ()
         device = 1 << (engine.slot * BITS_PER_ENGINE)
         bytes_max = self.bytes_max // EXPECTED_SHARE
         now = self._clock()
-        held = 0 if device & self._hidden_mask else self._announced(device, keys, now)
+        held = 0 if device & self._hidden_mask else self._held_blocks(device, keys, now)
         return self._expected.expect(device, keys[held:], until, now=now, bytes_max=bytes_max)
 
-    def _announced(self, device: int, keys: Sequence[int], now: float) -> int:
-        """How many of a prompt's blocks, from its first one on, are on that device by the engine's own events."""
+    def _held_blocks(self, device: int, keys: Sequence[int], now: float) -> int:
+        """How many of a prompt's blocks, from its first one on, are on that device, but for what is expected."""
         held = 0
         for span in read_spans(self._shards, self._shard_mask, keys, {}, now):
-            if not span.mask & device:
+            if not span.device & device:
                 break
             held += span.blocks
         return held
@@ -383,9 +385,18 @@ class PrefixIndex:
         """The engine did not accept the prompt."""
         self._expected.withdraw(expected)
 
-    def accepted(self, engine_name: str, keys: Sequence[int], until: float | None) -> Iterator[None]:
-        """The engine accepted the prompt, which counts as use of its blocks. until: of an engine without events, which
-        then holds them in the index until that time; None: its events say so."""
+    def accepted(
+        self, engine_name: str, keys: Sequence[int], until: float | None, expected: tuple[Expected, ...] = ()
+    ) -> Iterator[None]:
+        """The engine accepted the prompt, which counts as use of its blocks.
+
+        Args:
+            engine_name: The engine.
+            keys: Request keys of the prompt's blocks.
+            until: For an engine without events, which then holds them in the index until that time, or until an eighth
+                of it before; None: its events say what it holds.
+            expected: What expect() returned. They are forgotten once the index has them.
+        """
         for start in range(0, len(keys), STEP_BLOCKS):
             if start:
                 yield
@@ -393,6 +404,8 @@ class PrefixIndex:
             if engine is None:
                 return
             self._held.use(engine, keys[start : start + STEP_BLOCKS], until, self._clock())
+        if until is not None:
+            self.withdraw(expected)
 
     def _store_readers(self) -> StoreReaders:
         if self._readers is None:
