@@ -187,6 +187,7 @@ NULLABLE = ("PodSecurityContext", "SecurityContext")
 REQUIRED = {
     "Container": ["name", "image"],
     "IPBlock": ["cidr"],
+    "PodDNSConfigOption": ["name"],
     "SecretVolumeSource": ["secretName"],
     **{kind: ["name"] for kind in ("ConfigMapVolumeSource", "ConfigMapProjection", "SecretProjection")},
     **{kind: ["name"] for kind in ("ConfigMapEnvSource", "SecretEnvSource")},

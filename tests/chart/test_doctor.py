@@ -232,7 +232,7 @@ def test_what_processes_say_of_themselves_is_checked_too(run, expected):
     status, output = run(*engines)
     failed = [line for line in output.splitlines() if line.startswith("FAILED")]
     assert status == 1 and len(failed) == 2
-    assert "generatedTokens, engine-1: off" in failed[0] and "cannot be used -> start the Redis" in failed[1]
+    assert "generatedTokens, engine-1: off" in failed[0] and "cannot be used -> the engine's log has the reason" in failed[1]
 
 
 def test_its_pod_runs_the_command_on_what_the_chart_wrote(capsys, tmp_path, monkeypatch):

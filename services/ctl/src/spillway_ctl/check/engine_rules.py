@@ -97,6 +97,17 @@ def _cpu_tier(group: Group) -> Iterator[Finding]:
         )
     elif offload.enabled and not offload.num_cpu_blocks and offload.cpu_bytes is None:
         yield Finding(path, "the CPU tier has no size", "set numCpuBlocks (or cpuBytes), or offload.enabled: false")
+    chunk_tokens = group.memory.chunk_tokens
+    held = group.memory.tier // group.engine.data_parallel_size // group.memory.row * chunk_tokens
+    longest = group.engine.model.max_length // chunk_tokens * chunk_tokens
+    if offload.enabled and not offload.node_tier.enabled and 0 < held < longest:
+        yield Finding(
+            f"{path}.{'cpuBytes' if offload.cpu_bytes is not None else 'numCpuBlocks'}",
+            f"a CPU tier of {held:,} tokens given, but a prompt of model.maxLength has {longest:,}, whose end "
+            "would push out its beginning",
+            f"give it {longest // chunk_tokens} chunks or more, or lower model.maxLength",
+            is_note=True,
+        )
     if offload.transport == "cpu" and group.platform != "cpu":
         yield Finding(
             f"{path}.transport",

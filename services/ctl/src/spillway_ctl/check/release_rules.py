@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from spillway_ctl.check.chart_facts import schema
 from spillway_ctl.check.engine_rules import volume_names
 from spillway_ctl.check.finding import Finding, number, quoted, shown
 from spillway_ctl.check.group import Release
@@ -224,7 +225,13 @@ def _templates(value: Any, at: str) -> Iterator[Finding]:
         for key, entry in entries:
             yield from _templates(entry, f"{at}.{key}" if isinstance(value, dict) else f"{at}[{key}]")
         return
-    for action in _ACTION.findall(value) if isinstance(value, str) else ():
+    if not isinstance(value, str):
+        return
+    if "{{" in _ACTION.sub("", value):
+        yield Finding(
+            at, "Helm reads what begins with {{, and no }} ends it", "close it, or write {{ `{{` }} for the text"
+        )
+    for action in _ACTION.findall(value):
         bare = _LITERAL.sub("", action)
         variable = re.search(r"\$[A-Za-z_]\w*", bare)
         if variable and not re.search(rf"\{variable[0]}\s*(:=|,)", value):
@@ -232,6 +239,13 @@ def _templates(value: Any, at: str) -> Iterator[Finding]:
                 at,
                 f"Helm reads {action}, and {variable[0]} is no variable there",
                 f"if another program reads it, write {{{{ `{action}` }}}}",
+            )
+        setting = re.search(r"\.Values\.(\w+)", bare)
+        if setting and setting[1] not in schema()["properties"]:
+            yield Finding(
+                at,
+                f"{setting[0]} given, which is no setting, so that Helm finds nothing there",
+                f'correct it, or write (index .Values "x-{setting[1]}") and give x-{setting[1]}',
             )
         unknown = re.search(r"\.(Release|Chart|Template)\.(\w+)", bare)
         if unknown and unknown[2] not in _OF_HELM[unknown[1]]:

@@ -292,6 +292,14 @@ def _monitoring(release: Release) -> Iterator[Finding]:
             "alerts.enabled: "
             "false",
         )
+    late, longest = monitoring.alerts.first_byte_seconds, release.values.gateway.timeouts.first_byte_seconds
+    if monitoring.alerts.enabled and late >= longest:
+        yield Finding(
+            "monitoring.alerts.firstByteSeconds",
+            f"{number(late)} given, but a request without a first byte ends after gateway.timeouts.firstByteSeconds: "
+            f"{number(longest)}, so that the alert would never fire",
+            "lower it",
+        )
     alerts = [rule["alert"] for rule in facts("alerts.yaml")]
     for index, name in enumerate(monitoring.alerts.disabled):
         if name not in alerts:
