@@ -232,13 +232,15 @@ def test_what_processes_say_of_themselves_is_checked_too(run, expected):
     status, output = run(*engines)
     failed = [line for line in output.splitlines() if line.startswith("FAILED")]
     assert status == 1 and len(failed) == 2
-    assert "generatedTokens, engine-1: off" in failed[0] and "cannot be used -> the engine's log has the reason" in failed[1]
+    assert "generatedTokens, engine-1: off" in failed[0]
+    assert "cannot be used -> the engine's log has the reason" in failed[1]
 
 
 def test_its_pod_runs_the_command_on_what_the_chart_wrote(capsys, tmp_path, monkeypatch):
     """In the image of the tools, without rights and without anything to write to. Here nothing answers."""
     monkeypatch.setattr(release, "REACHABLE_SECONDS", 0.0)
     front = {"nodeSelector": {"role": "front"}, "tolerations": [{"operator": "Exists"}]}
+    front |= {"dnsConfig": {"searches": ["a.b"]}, "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["c"]}]}
     rendered = render(CHART / "values-cpu.yaml", values={"gateway": front, "tests": {"timeoutSeconds": 30}})
     pod = rendered.one("Pod", "test")["spec"]
     (container,) = pod["containers"]

@@ -147,6 +147,19 @@ def test_replicas_are_taken_away_slowly():
 
     down = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
     assert spec["cooldownPeriod"] == down["stabilizationWindowSeconds"] == 900
+    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+
+
+def test_how_engines_scale_may_be_said():
+    """What is said wins; the rest of a scale-down stays as slow as it is."""
+    half = {"type": "Percent", "value": 50, "periodSeconds": 600}
+    scaling = {"enabled": True, "behavior": {"scaleUp": {"selectPolicy": "Min"}, "scaleDown": {"policies": [half]}}}
+    spec = render(values=nested("engine.autoscaling", scaling)).one("ScaledObject")["spec"]
+
+    assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == {
+        "scaleUp": {"selectPolicy": "Min"},
+        "scaleDown": {"policies": [half], "stabilizationWindowSeconds": 600},
+    }
 
 
 def test_a_new_chart_version_alone_restarts_nothing():

@@ -62,7 +62,7 @@ pulls its images. */}}
 nodes where gateways run. volumes: as Kubernetes has them, each with its mount path. */}}
 {{- define "spillway.toolPod" -}}
 {{- $gateway := .root.Values.gateway -}}
-{{- $scheduling := pick $gateway "nodeSelector" "tolerations" "priorityClassName" "runtimeClassName" -}}
+{{- $scheduling := pick $gateway "nodeSelector" "tolerations" "priorityClassName" "dnsConfig" "hostAliases" -}}
 {{- $_ := set $scheduling "affinity" (pick $gateway.affinity "nodeAffinity") -}}
 restartPolicy: Never
 automountServiceAccountToken: false

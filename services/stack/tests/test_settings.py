@@ -49,7 +49,7 @@ def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
         ("PORT", "65500", "PORT=65500 is not a whole number from 1 to 65115"),
         ("ENGINES", "0", "ENGINES=0 is not a whole number from 1 to 50"),
         ("GATEWAY_PROCESSES", "17", "GATEWAY_PROCESSES=17 is not a whole number from 1 to 16"),
-        ("SHARED_TIER", "tape", "SHARED_TIER=tape is none of nvme, redis, s3, none"),
+        ("SHARED_TIER", "tape", "SHARED_TIER=tape is none of none, nvme, redis, s3"),
         ("OFFLOAD", "maybe", "OFFLOAD=maybe is none of on, off"),
         ("NUM_CPU_BLOCKS", "-3", "NUM_CPU_BLOCKS=-3 is not a whole number of at least 1"),
         ("SELF_CHECK", "no", "SELF_CHECK=no is none of auto, off"),

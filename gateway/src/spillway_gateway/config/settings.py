@@ -177,7 +177,7 @@ class AuthConfig(CamelSection, frozen=True):
     reload_seconds: Positive = _CHART.auth.reload_seconds  # between two looks at the keys file
     shared_limits: SharedLimitsConfig | None = None  # None: tenants' limits hold per gateway process
     # Routes on which the engine takes no salt, so that tenants share blocks.
-    unsalted_routes: Literal["refuse", "allow"] = "refuse"
+    unsalted_routes: Literal["refuse", "allow"] = _CHART.auth.unsalted_routes
     # Tenants that are routers in front: their kv_transfer_params pass in requests and replies, and nobody else's.
     kv_transfer_tenants: tuple[Text, ...] = ()
 

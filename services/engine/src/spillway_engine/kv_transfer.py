@@ -13,6 +13,7 @@ from spillway_connector.setting_names import SettingNames
 from spillway_engine.errors import SettingsError
 from spillway_engine.tier_settings import plain_secrets
 from spillway_settings.typed import CamelSection
+from spillway_settings.values.engine import KvTransfer
 
 COMBINATION = "MultiConnector"  # of vLLM
 # Each would be a second owner of the engine's CPU tier, or is what holds the two connectors.
@@ -29,7 +30,7 @@ ModulePath = Annotated[
 class KvTransferSettings(CamelSection, frozen=True):
     connector: ConnectorName
     module_path: ModulePath | None = None  # None: vLLM knows the name
-    role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
+    role: Literal["kv_both", "kv_producer", "kv_consumer"] = KvTransfer().role
     extra_config: dict[str, Any] = msgspec.field(default_factory=dict)  # passed on unread
 
     def configuration(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class EngineSettings(CamelSection, frozen=True):
     allowed_media_domains: tuple[MediaDomain, ...] = ()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     # For a driver, CANN or torch_npu that does not fit the image's vllm-ascend.
-    version_check: Literal["refuse", "warn"] = "refuse"
+    version_check: Literal["refuse", "warn"] = _CHART.accelerator.version_check
     cpu_binding: Literal["on", "off"] | None = None  # of vllm-ascend; None: it decides
     kv_events: KvEventsSettings = KvEventsSettings()
     offload: OffloadSettings = OffloadSettings()

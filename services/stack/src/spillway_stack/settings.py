@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from spillway_engine.settings import LifecycleSettings, ModelSettings
 from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX, Engine
 from spillway_settings.values.gateway import PROCESSES_MAX, Gateway
+from spillway_settings.values.offload import TierType
 from spillway_stack import make_variables
 from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS
 from spillway_stack.errors import StackError
@@ -18,7 +19,7 @@ from spillway_stack.errors import StackError
 RANKS_KEY = "dataParallelSize"
 DTYPES = get_args(get_type_hints(ModelSettings)["dtype"])
 SELF_CHECKS = get_args(get_type_hints(LifecycleSettings)["self_check"])
-SHARED_TIERS = ("nvme", "redis", "s3", "none")
+SHARED_TIERS = get_args(TierType)
 VALKEY_MAX_BYTES = 1 << 30
 GATEWAY_MEMORY_BYTES = 400 << 20  # of each of its processes
 ENGINES_MAX = 50
@@ -41,9 +42,9 @@ class StackSettings:
     max_length: int = 8192  # tokens
     nvme_max_bytes: int = 4 << 30
     gateway: bool = True
-    gateway_processes: int = 1  # that serve clients; with more than one, another one routes for them
-    dtype: str = "auto"
-    self_check: str = "auto"
+    gateway_processes: int = Gateway().processes  # that serve clients; with more than one, another one routes for them
+    dtype: str = Engine().model.dtype
+    self_check: str = LifecycleSettings().self_check
     self_check_text: str = ""  # empty: the built-in sentences
     engine_args: tuple[str, ...] = ()  # further arguments of vLLM, for every engine
     vllm: tuple[str, ...] = (VLLM_HERE,)  # of all engines, or one for each
@@ -62,7 +63,9 @@ class StackSettings:
             node_tier=environment.get("NODE_TIER", "").strip() or default.node_tier,
             num_cpu_blocks=_number(environment, "NUM_CPU_BLOCKS", default.num_cpu_blocks, least=1),
             device_blocks=_number(environment, "DEVICE_BLOCKS", default.device_blocks, least=2),
-            gateway_processes=_number(environment, "GATEWAY_PROCESSES", 1, least=1, most=PROCESSES_MAX),
+            gateway_processes=_number(
+                environment, "GATEWAY_PROCESSES", default.gateway_processes, least=1, most=PROCESSES_MAX
+            ),
             max_length=_number(environment, "MAX_LENGTH", default.max_length, least=1),
             dtype=_choice(environment, "DTYPE", default.dtype, DTYPES),
             self_check=_choice(environment, "SELF_CHECK", default.self_check, SELF_CHECKS),

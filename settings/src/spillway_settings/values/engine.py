@@ -272,6 +272,7 @@ class EngineAutoscaling(Section, frozen=True):
         "http://prometheus-operated.monitoring.svc:9090"
     )
     cooldown_seconds: WholeSecondsOrNone = 600
+    behavior: kubernetes.HorizontalPodAutoscalerBehavior = {}
 
 
 class UpdateStrategy(Section, frozen=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from spillway_settings.values.offload import S3Tier
+
 
 @dataclass(frozen=True, slots=True)
 class S3Place:
@@ -16,7 +18,7 @@ class S3Place:
     bucket: str
     prefix: str = ""
     endpoint: str | None = None
-    region: str = "us-east-1"
+    region: str = S3Tier().region
     path_style: bool = True
     ca_file: str | None = None
 

@@ -13,7 +13,7 @@ from spillway_connector.setting_names import SettingNames
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number, on_off
 from spillway_ctl.check.group import Group, Release, driver_mounts
-from spillway_ctl.check.shared_rules import is_own_pod, replica_bounds
+from spillway_ctl.check.shared_rules import behavior, is_own_pod, replica_bounds
 from spillway_engine.argument_verdicts import ArgumentVerdict
 from spillway_engine.extra_arguments import (
     AUTO_TOOLS,
@@ -177,6 +177,7 @@ def _rank_ports(group: Group) -> Iterator[Finding]:
 def _scaling(group: Group, release: Release) -> Iterator[Finding]:
     scaling, path = group.engine.autoscaling, f"{group.path}.autoscaling"
     yield from replica_bounds(path, scaling)
+    yield from behavior(f"{path}.behavior", scaling.behavior)
     if not re.search(r"^https?://[^ @]+$", scaling.prometheus_address):
         yield Finding(
             f"{path}.prometheusAddress",

@@ -18,7 +18,7 @@ from spillway_ctl.check.finding import (
     size,
 )
 from spillway_ctl.check.group import Release
-from spillway_ctl.check.shared_rules import is_own_pod, replica_bounds
+from spillway_ctl.check.shared_rules import behavior, is_own_pod, replica_bounds
 from spillway_settings.gateway_memory import PROCESS_BYTES, TOKENIZER_BYTES, WORDS_BYTES
 from spillway_settings.shared_names import VARIABLES
 
@@ -32,7 +32,6 @@ _READ_ONLY_SOURCES = {"configMap", "secret", "projected", "downwardAPI"}
 
 def gateway_findings(release: Release) -> Iterator[Finding]:
     yield from _scaling(release)
-    yield from _behavior(release)
     yield from _memory(release)
     yield from _times(release)
     yield from _retries(release)
@@ -52,38 +51,13 @@ def _scaling(release: Release) -> Iterator[Finding]:
     gateway = release.values.gateway
     scaling = gateway.autoscaling
     yield from replica_bounds("gateway.autoscaling", scaling)
+    yield from behavior("gateway.autoscaling.behavior", scaling.behavior)
     if scaling.enabled and not gateway.resources.requests.cpu:
         yield Finding(
             "gateway.resources.requests.cpu",
             "null given, but gateway.autoscaling.cpuPercent is a share of it",
             'set it, e.g. "1"',
         )
-
-
-def _behavior(release: Release) -> Iterator[Finding]:
-    """Bounds that Kubernetes has for HPA behaviour, and its published types have not."""
-    given = release.values.gateway.autoscaling.behavior
-    for direction in ("scaleUp", "scaleDown"):
-        at, rules = f"gateway.autoscaling.behavior.{direction}", given.get(direction) or {}
-        window = rules.get("stabilizationWindowSeconds")
-        bounds = [] if window is None else [(f"{at}.stabilizationWindowSeconds", window, 0, 3600)]
-        if (select := rules.get("selectPolicy")) not in (None, "Max", "Min", "Disabled"):
-            yield Finding(
-                f"{at}.selectPolicy", f"{quoted(select)} given, Max, Min or Disabled needed", "write one of these"
-            )
-        for index, policy in enumerate(rules.get("policies") or ()):
-            here = f"{at}.policies[{index}]"
-            if policy.get("type") not in ("Pods", "Percent"):
-                yield Finding(
-                    f"{here}.type", f"{quoted(policy.get('type'))} given, Pods or Percent needed", "write one of these"
-                )
-            bounds.append((f"{here}.value", policy.get("value"), 1, 2_147_483_647))
-            bounds.append((f"{here}.periodSeconds", policy.get("periodSeconds"), 1, 1800))
-        for setting, value, low, high in bounds:
-            if value is not None and not low <= value <= high:
-                yield Finding(
-                    setting, f"{number(value)} given, a whole number from {low} to {high} needed", "correct it"
-                )
 
 
 def _memory(release: Release) -> Iterator[Finding]:

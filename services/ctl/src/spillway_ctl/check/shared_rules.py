@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from spillway_ctl.check.finding import Finding, quoted
+from spillway_ctl.check.finding import Finding, number, quoted
 from spillway_settings.values.kinds import DNS_LABEL, LABEL_VALUE
 
 _OWN_POD = re.compile(r"[a-z-]+://(?:localhost|127\.[0-9.]+|0\.0\.0\.0|\[::1?\])(?=[:/,]|$)")
@@ -44,6 +44,31 @@ def replica_bounds(at: str, scaling: Scaling) -> Iterator[Finding]:
             f"minReplicas: {scaling.min_replicas} is more than maxReplicas: {scaling.max_replicas}",
             "lower the first or raise the second",
         )
+
+
+def behavior(path: str, given: Mapping[str, Any]) -> Iterator[Finding]:
+    """Bounds that Kubernetes has for HPA behaviour, and its published types have not."""
+    for direction in ("scaleUp", "scaleDown"):
+        at, rules = f"{path}.{direction}", given.get(direction) or {}
+        window = rules.get("stabilizationWindowSeconds")
+        bounds = [] if window is None else [(f"{at}.stabilizationWindowSeconds", window, 0, 3600)]
+        if (select := rules.get("selectPolicy")) not in (None, "Max", "Min", "Disabled"):
+            yield Finding(
+                f"{at}.selectPolicy", f"{quoted(select)} given, Max, Min or Disabled needed", "write one of these"
+            )
+        for index, policy in enumerate(rules.get("policies") or ()):
+            here = f"{at}.policies[{index}]"
+            if policy.get("type") not in ("Pods", "Percent"):
+                yield Finding(
+                    f"{here}.type", f"{quoted(policy.get('type'))} given, Pods or Percent needed", "write one of these"
+                )
+            bounds.append((f"{here}.value", policy.get("value"), 1, 2_147_483_647))
+            bounds.append((f"{here}.periodSeconds", policy.get("periodSeconds"), 1, 1800))
+        for setting, value, low, high in bounds:
+            if value is not None and not low <= value <= high:
+                yield Finding(
+                    setting, f"{number(value)} given, a whole number from {low} to {high} needed", "correct it"
+                )
 
 
 def login(at: str, secret: Login) -> Iterator[Finding]:
