@@ -17,6 +17,7 @@ from spillway_gateway.upstream.answers import (
     ends_unmarked,
     first_event,
     gives_up,
+    is_cut,
     plain_failure,
     says_nothing,
     without_surplus,
@@ -212,6 +213,13 @@ def test_a_plain_reply_says_whether_its_engine_failed(
         assert (plain_failure(status, body, dialect) is not None) is failed
         if status == 200 and "finish_reason" in str(document) and "error" not in document:
             assert gives_up(body, dialect) is failed, "in a part of a long one too"
+
+
+@pytest.mark.parametrize("document", [b"{}", b"[1, {}]", b'"text"', b' \r\n{"a": 1}\n '])
+def test_the_edges_of_a_plain_reply_say_whether_it_is_whole(document: bytes) -> None:
+    assert not is_cut(document[:4], document[-4:])
+    for short in (document.rstrip()[:-1], b"", b" ", b"null"):
+        assert is_cut(short, short)
 
 
 @given(st.binary(), st.sampled_from(list(Dialect)), st.sampled_from([200, 500]))

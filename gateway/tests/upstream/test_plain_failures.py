@@ -29,6 +29,12 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "hi"},
 }
 
+POOLING_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "hi"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/rerank": {"query": "a", "documents": ["b"]},
+}
+
 
 def given_up(path: str) -> dict[str, Any]:
     if path == MESSAGES:
@@ -91,6 +97,38 @@ async def test_alone_it_is_an_error_that_costs_the_prompt(
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["error"] for line in lines] == ["engine_failed"] * 3
     assert all(not line["completion_tokens"] for line in lines)
+
+
+@pytest.mark.parametrize("path", [*BODIES, *POOLING_BODIES])
+@pytest.mark.parametrize("text", [b"", b"null", b'{"data": [{"index": 0', b'{"data": []}}{'])
+async def test_a_reply_that_is_no_whole_document_is_a_failure(
+    start_engine: Any, client: aiohttp.ClientSession, path: str, text: bytes
+) -> None:
+    bad, good = await start_engine("bad"), await start_engine("good")
+    bad.script = lambda asked, body: Scripted(text=text)
+    body = {"model": "fake", **{**BODIES, **POOLING_BODIES}[path]}
+    async with running_gateway(gateway_config([bad, good], breaker={"openSeconds": 600})) as running:
+        for _ in range(12):
+            async with client.post(running.url + path, json=body) as reply:
+                assert (reply.status, reply.headers["x-spillway-engine"]) == (200, "good")
+                json.loads(await reply.read())
+        assert bad.seen
+        assert not running.engine("bad").breaker.closed
+
+
+async def test_a_long_reply_that_is_no_whole_document_counts_against_its_engine(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    bad = await start_engine("bad")
+    config = gateway_config([bad], breaker={"openSeconds": 600}, limits={"plainReplyBufferBytes": 65536})
+    long = b'{"data": ["' + b"x" * 300_000
+    async with running_gateway(config) as running:
+        for text, closed in ((long + b'"]}' + b" " * 10, True), (long, False)):
+            bad.script = lambda path, body, text=text: Scripted(text=text)  # type: ignore[misc]
+            for _ in range(12):
+                async with client.post(running.url + CHAT, json={"model": "fake", **BODIES[CHAT]}) as reply:
+                    assert await reply.read() == text, "passed as it is"
+            assert running.engine("bad").breaker.closed is closed
 
 
 async def test_one_too_long_to_be_held_back_counts_against_its_engine(

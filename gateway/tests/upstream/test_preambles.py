@@ -62,6 +62,9 @@ REFUSALS: dict[str, bytes] = {
     RESPONSES: typed_event({"type": "response.failed", "response": {"error": {"code": "invalid_prompt"}}}),
 }
 
+# The mark of the end without an answer. A response's holds the answer, which may be empty, so its stream is cut.
+EARLY_ENDS: dict[str, bytes | None] = {MESSAGES: typed_event({"type": "message_stop"}), RESPONSES: None}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -197,6 +200,7 @@ BAD_ENDS: dict[str, Callable[[str], list[Step]]] = {
     "dies": lambda path: [None],
     "ends": lambda path: [],
     "fails": lambda path: [FAILURES[path][-1]],
+    "finishes": lambda path: [EARLY_ENDS.get(path, DONE)],
 }
 BEFORE: dict[str, Callable[[str], list[Step]]] = {
     "preamble": lambda path: [answer(path, "bad").preamble],
@@ -222,7 +226,8 @@ async def test_an_engine_that_fails_before_the_first_part_is_replaced(
             if before == "preamble":
                 assert headers["x-spillway-engine"] == "good" == headers["x-from"]
         assert bad.asked and good.asked == 2
-        failed = "failed" if end == "fails" else "disconnected"
+        reports = end == "fails" or (end == "finishes" and path != RESPONSES)
+        failed = "failed" if reports else "disconnected"
         metrics = await _metrics(client, running)
         assert f'spillway_gateway_retries_total{{engine="bad",reason="{failed}"}} {bad.asked}.0' in metrics
         assert 'spillway_gateway_broken_replies_total{engine="bad"' not in metrics

@@ -75,10 +75,11 @@ class Seen:
 
 @dataclass
 class Scripted:
-    """A reply in place of the engine's own: `document` to a plain request; `events`, then [DONE], to one that streams.
-    Faults apply to it."""
+    """A reply in place of the engine's own: `document` to a plain request, or `text` in its place; `events`, then
+    [DONE], to one that streams. Faults apply to it."""
 
     document: dict[str, Any] = field(default_factory=dict)
+    text: bytes | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     status: int = 200  # of the document
 
@@ -347,7 +348,8 @@ class _Connection(asyncio.Protocol):
     def _plain(self, path: str, body: dict[str, Any]) -> None:
         scripted = self.engine.script(path, body) if self.engine.script is not None else None
         if scripted is not None:
-            self._json(scripted.status, scripted.document)
+            text = json.dumps(scripted.document).encode() if scripted.text is None else scripted.text
+            self._write(scripted.status, text, b"application/json")
             return
         tokens = self.engine.tokenize(body)
         refusal = self._refusal(body, tokens)

@@ -15,7 +15,8 @@ Failover, figures, learned rates, timeouts, the circuit breaker and continuation
 names counts as a part of an answer, so that nothing unknown is held back or sent twice.
 
 A plain reply with status 200 is one event that holds the whole answer, and the same rows say whether it failed. vLLM
-leaves out a stop reason that is null.
+leaves out a stop reason that is null. One that is cut inside its JSON document has failed too, as has a stream that
+ends before any part of an answer; of responses alone the end holds the answer.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Event(NamedTuple):
     binds: bool = False
 
 
-GIVEN_UP_BYTES = 64  # of the part before, with which one that is cut is found
+EDGE_BYTES = 64  # of a plain reply's beginning and end, and of the part before, with which what is cut is found
+_ENDS_OF = {ord("{"): ord("}"), ord("["): ord("]"), ord('"'): ord('"')}  # a document's last byte, by its first one
+_JSON_BLANKS = b" \t\r\n"
 BEFORE_AN_ANSWER = frozenset({Kind.NOTHING, Kind.PREAMBLE, Kind.USAGE})
 _ENDS = frozenset({Kind.END, Kind.REFUSED, Kind.FAILED})
 _NOTHING, _PREAMBLE, _PART, _END = (Event(kind) for kind in (Kind.NOTHING, Kind.PREAMBLE, Kind.PART, Kind.END))
@@ -234,6 +237,17 @@ def plain_failure(status: int, body: bytes, dialect: Dialect) -> str | None:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return event.message if event.kind is Kind.FAILED else None
+
+
+def is_cut(beginning: bytes, end: bytes) -> bool:
+    """Whether a plain reply with these edges is no whole JSON document, as far as its first and last byte tell."""
+    first, last = beginning.lstrip(_JSON_BLANKS)[:1], end.rstrip(_JSON_BLANKS)[-1:]
+    return not first or not last or _ENDS_OF.get(first[0]) != last[0]
+
+
+def ends_too_early(event: Event, dialect: Dialect) -> bool:
+    """Whether a stream's end makes it a failed one, if no part of an answer came before."""
+    return event.kind is Kind.END and dialect is not Dialect.RESPONSES
 
 
 def gives_up(part: bytes, dialect: Dialect) -> bool:

@@ -21,7 +21,7 @@ from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.fleet_view import TierLabel
 from spillway_gateway.upstream.adapter_refusals import require_adapter
-from spillway_gateway.upstream.answers import GIVEN_UP_BYTES, gives_up, plain_failure
+from spillway_gateway.upstream.answers import EDGE_BYTES, gives_up, is_cut, plain_failure
 from spillway_gateway.upstream.connections import Connection
 from spillway_gateway.upstream.continuation.continuing import Continuing
 from spillway_gateway.upstream.exchange import Exchange, Step
@@ -200,6 +200,9 @@ class Reply:
         judged = self._request.computes and _is_json(connection)  # not what was computed before
         if (status == 500 or judged) and (failure := plain_failure(status, body, dialect)) is not None:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
+        judged = judged and status == 200
+        if judged and connection.complete and is_cut(body[:EDGE_BYTES], body[-EDGE_BYTES:]):
+            raise EngineFailed(f"Engine {lease.engine.name} failed: its reply is no whole JSON document")
         require_adapter(lease.engine, self._request.adapter, status, body)
         now = perf_counter()
         if status < 300:
@@ -229,15 +232,15 @@ class Reply:
         await self._start(status, headers, lease)
         held.give_back()  # from here on the client's own connection counts
         loop_time = asyncio.get_running_loop().time
-        given_up, before = False, b""
+        given_up, before, beginning = False, b"", body[:EDGE_BYTES]
         while body:
             given_up = given_up or (judged and gives_up(before + body, dialect))
-            before = body[-GIVEN_UP_BYTES:]
+            before = (before + body[-EDGE_BYTES:])[-EDGE_BYTES:]
             self.counts.read_part(lease.engine, body)
             await self._exchange.send({"type": "http.response.body", "body": body, "more_body": True})
             body = await connection.chunk()
             self._exchange.heard(loop_time())
-        if given_up:
+        if given_up or (judged and is_cut(beginning, before)):
             lease.failed(time.monotonic())
         else:
             _plain_succeeded(lease, status)

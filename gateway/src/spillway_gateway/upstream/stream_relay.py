@@ -21,6 +21,7 @@ from spillway_gateway.upstream.answers import (
     Event,
     Kind,
     endings,
+    ends_too_early,
     ends_unmarked,
     first_event,
     says_nothing,
@@ -152,6 +153,8 @@ class StreamRelay:
                 event = first_event(chunk, dialect, ids_asked=self._request.asks_ids)
                 if event.kind is Kind.FAILED and not passing:
                     raise EngineFailed(f"Engine {engine.name} failed: {event.message}")
+                if connection.status == 200 and ends_too_early(event, dialect):
+                    raise EngineFailed(f"Engine {engine.name} failed: it ended an answer that it had not begun")
                 if event.kind is Kind.NOTHING and connection.status == 200:
                     await reply.comment(chunk)
                     continue
