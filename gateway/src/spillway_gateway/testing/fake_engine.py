@@ -348,8 +348,8 @@ class _Connection(asyncio.Protocol):
     def _plain(self, path: str, body: dict[str, Any]) -> None:
         scripted = self.engine.script(path, body) if self.engine.script is not None else None
         if scripted is not None:
-            text = json.dumps(scripted.document).encode() if scripted.text is None else scripted.text
-            self._write(scripted.status, text, b"application/json")
+            whole = json.dumps(scripted.document).encode()
+            self._write(scripted.status, whole if scripted.text is None else scripted.text, b"application/json")
             return
         tokens = self.engine.tokenize(body)
         refusal = self._refusal(body, tokens)
