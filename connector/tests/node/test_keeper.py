@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from spillway_connector.node import region as region_module
 from spillway_connector.node.keeper import NodeKeeper
 from spillway_connector.node.pages import take_pages
 from spillway_connector.node.region import REFUSED, WANTED, NodeRegion
+from spillway_connector.own_files import write_new
 from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, WRITING
+from spillway_connector.testing.directory_contract import FOREIGNERS, Victims
 from spillway_connector.tiers.disk.slab.writers import new_number
 
 ROWS, ROW_BYTES = 4, 8192
 OURS = b"o" * 16
+Foreigner = Callable[[Path, Victims], None]
 LONG_SECONDS = 60.0  # never waited out if all is well
 ROOM = 1 << 40
 
@@ -222,6 +227,33 @@ def test_a_folder_that_cannot_be_used_is_an_error_of_the_tick(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         keeper_of(tmp_path / "file").tick()
+
+
+@pytest.mark.parametrize("name", [WANTED, REFUSED, "index", "rows", "lock", "writers"])
+@pytest.mark.parametrize("foreigner", FOREIGNERS, ids=lambda kind: kind.__name__)
+def test_what_is_wrong_with_one_folder_stops_no_other(tmp_path: Path, name: str, foreigner: Foreigner):
+    """Whatever lies in the place of a file of one size, engines of another get their rows, and no call waits."""
+    path, victims = tmp_path / "node", Victims(tmp_path / "victims")
+    asked(path, 4096)
+    keeper = keeper_of(path, room=0, sizes_max=2)
+    place = folder_of(path, 4096) / name
+    if place.is_dir():
+        place.rename(tmp_path / "aside")
+    place.unlink(missing_ok=True)
+    foreigner(place, victims)
+    before = victims.seen()
+    asked(path)
+    keeper.tick()
+    assert "are available (test)" in keeper.refusals[ROW_BYTES]
+    keeper.room = lambda: (ROOM, "test")
+    for size in (ROW_BYTES, 4096):
+        with suppress(OSError):
+            write_new(folder_of(path, size) / WANTED, 2, b"")
+    keeper.tick()
+    assert ROW_BYTES in [state.row_bytes for state in keeper.states()]
+    engine_of(path).close()
+    assert victims.seen() == before
+    assert not (victims.folder / "to-be-made").exists()
 
 
 # -- pages

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spillway_connector.errors import HostMemoryError, TierTimeout
 from spillway_connector.node.region import REFUSED, WANTED, NodeRegion
-from spillway_connector.own_files import unlink_own, write_new
+from spillway_connector.own_files import clear_the_place, unlink_own, write_new
 from spillway_connector.plan.node_index import FREE, READY, WRITING
 from spillway_connector.tiers.disk.slab.writers import new_number
 
@@ -62,13 +62,17 @@ class NodeKeeper:
     _regions: dict[int, NodeRegion] = field(default_factory=dict)
 
     def tick(self) -> None:
-        """Answer who asks, and look for engines that have ended. Raises OSError if the path cannot be read."""
+        """Answer who asks, and look for engines that have ended. What is wrong with one folder stops no other. Raises
+        OSError if the path cannot be read."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for row_bytes in self._sizes():
-            if row_bytes not in self._regions:
-                self._find(row_bytes)
-            if (self._folder(row_bytes) / WANTED).exists():
-                self._answer(row_bytes)
+            try:
+                if row_bytes not in self._regions:
+                    self._find(row_bytes)
+                if (self._folder(row_bytes) / WANTED).exists():
+                    self._answer(row_bytes)
+            except OSError as error:
+                logger.warning("%s cannot be used: %s", self._folder(row_bytes), error)
         for row_bytes, region in list(self._regions.items()):
             try:
                 self._look_after(row_bytes, region)
@@ -141,8 +145,10 @@ class NodeKeeper:
         else:
             logger.error("%s is refused: %s", folder, why)
             self.refusals[row_bytes] = why
+            clear_the_place(folder / REFUSED, _DEPTH)
             unlink_own(folder / REFUSED, _DEPTH, missing_ok=True)
             write_new(folder / REFUSED, _DEPTH, why.encode())
+        clear_the_place(folder / WANTED, _DEPTH)
         unlink_own(folder / WANTED, _DEPTH, missing_ok=True)
 
     def _why_not(self, row_bytes: int) -> str | None:
