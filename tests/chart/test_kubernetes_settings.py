@@ -287,15 +287,22 @@ def test_a_package_knows_where_it_comes_from(tmp_path):
     assert (
         yaml.safe_load(notes["artifacthub.io/links"])[0]["url"] == "https://git.example/spillway/blob/main/CHANGELOG.md"
     )
-    names = {image["image"].rpartition(":")[0] for image in yaml.safe_load(notes["artifacthub.io/images"])}
-    repositories = {values[part]["image"]["repository"] for part in ("gateway", "checks", "redis")}
-    assert {name.removeprefix("docker.io/") for name in names} == repositories
+    assert {image["image"] for image in yaml.safe_load(notes["artifacthub.io/images"])} == images_of_all_platforms()
     entries = yaml.safe_load(notes["artifacthub.io/changes"])
     assert len(entries) == sum(line.startswith("- ") for line in section_of_this_version().splitlines())
     assert {entry["kind"] for entry in entries} <= {"added", "changed", "deprecated", "removed", "fixed", "security"}
     assert all(entry["description"].endswith((".", "?")) for entry in entries)
     runbooks = values["monitoring"]["alerts"]["runbookBaseUrl"]
     assert runbooks == "https://git.example/spillway/blob/main/docs/operations.md"
+
+
+def images_of_all_platforms() -> set[str]:
+    found = set()
+    for preset in ("mindcluster", "cuda", "cpu"):
+        tier = {"accelerator": {"preset": preset}, "offload": {"sharedTier": {"type": "redis"}}}
+        rendered = render(values={"engine": tier, "redis": {"enabled": True}})
+        found |= set(re.findall(r'^ *image: "(.+)"$', rendered.text, re.M))
+    return found
 
 
 def section_of_this_version() -> str:
