@@ -218,6 +218,7 @@ class Experiment:
             engine.shape.device_blocks * engine.shape.block_tokens,
             engine.prefill_meter.per_second,
             engine.rates.shared.load_tokens_per_second,
+            declined_tiers=engine.tiers.declined_tiers,
         )
 
     def run(self) -> Totals:

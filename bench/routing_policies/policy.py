@@ -45,6 +45,7 @@ class Scrape:
     prefill_tokens_per_second: float | None
     shared_load_tokens_per_second: float
     below_load_tokens_per_second: float | None = None
+    declined_tiers: frozenset[str] = frozenset()
 
 
 class Fleet(Protocol):

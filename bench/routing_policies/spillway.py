@@ -124,6 +124,7 @@ class Spillway(Policy):
                 None,
                 scrape.shared_load_tokens_per_second if self._engine_rates else None,
                 scrape.below_load_tokens_per_second if self._engine_rates else None,
+                declined_tiers=scrape.declined_tiers if self._engine_rates else frozenset(),
             )
             engine.observed(reading, engine.own_work())
 

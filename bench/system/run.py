@@ -107,6 +107,7 @@ class SystemRun:
             read.prefill_meter.per_second,
             read.rates.shared.load_tokens_per_second,
             None if read.rates.below is None else read.rates.below.load_tokens_per_second,
+            read.tiers.declined_tiers,
         )
 
     def run(self) -> list[Answered]:

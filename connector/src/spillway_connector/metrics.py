@@ -186,6 +186,12 @@ PREFILL_RATE = Metric(
 TIER_LOAD_RATE = Metric(
     "spillway_tier_load_bytes_per_second", Kind.GAUGE, "Measured rate of loads as requests see it.", ("tier",)
 )
+TIER_LOADS_PAY = Metric(
+    "spillway_tier_loads_pay",
+    Kind.GAUGE,
+    "1 while loads from a shared tier beat computing; 0: requests compute instead, but for one that measures it again.",
+    ("tier",),
+)
 PROMOTED_AHEAD = Metric(
     "spillway_promoted_ahead_blocks",
     Kind.COUNTER,
@@ -253,6 +259,7 @@ ALL = (
     TIER_WEIGHTS_CHANGED,
     PREFILL_RATE,
     TIER_LOAD_RATE,
+    TIER_LOADS_PAY,
     PROMOTED_AHEAD,
     LATE_STORES,
     SETTLED,

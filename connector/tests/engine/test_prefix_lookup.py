@@ -281,6 +281,21 @@ def test_what_a_prefix_ended_at_is_counted_by_reason(stack: Stack):
     assert samples["spillway_tier_misses|scripted|request_deadline"] == 1
 
 
+def test_whether_loads_pay_is_reported_and_repeated_while_they_do_not(stack: Stack):
+    def reported() -> float | None:
+        stack.clock.advance(1.0)
+        stack.manager.prefill_rate.add(1000, 1.0, stack.clock())
+        samples = stack.manager.take_samples()
+        return None if samples is None else samples.samples().get("spillway_tier_loads_pay|scripted")
+
+    (gate,) = stack.manager._gates.values()
+    assert (reported(), reported()) == (1.0, None), "loads pay before anything is known of the tier"
+    gate.load_rate.add(1.0, 1.0, stack.clock())
+    assert (reported(), reported()) == (0.0, 0.0)
+    gate.load_rate.replace(1e12, 1.0, stack.clock())
+    assert (reported(), reported()) == (1.0, None)
+
+
 def test_a_requests_own_chunks_make_no_room_for_its_others(stack: Stack):
     keys, context = prompt_keys(1), stack.requests["r1"]
     others = [make_offload_key(bytes([100 + number]) * 32, 0) for number in range(ROWS - 3)]

@@ -362,8 +362,9 @@ def test_each_tier_has_a_gate_of_its_own_and_the_slow_one_is_probed(rig: Rig) ->
     assert rig.load([0]).success
     assert gate.members[0].load_rate.updated_at == rig.clock()
     assert gate.members[1].load_rate.updated_at != rig.clock()
-    (above, first), (below, second) = gate.load_rates("nvme")
-    assert (above, below) == ("nvme", "s3") and first is not None and second is not None and first > second
+    above, below = gate.readings("nvme", computing)
+    assert (above.tier, above.pays) == ("nvme", True) and (below.tier, below.pays) == ("s3", False)
+    assert above.load_rate is not None and below.load_rate is not None and above.load_rate > below.load_rate
 
 
 def test_each_tier_announces_what_it_holds_under_its_own_name(rig: Rig) -> None:

@@ -58,6 +58,17 @@ def test_each_of_two_shared_tiers_has_its_own_rate_whichever_is_named_first() ->
     assert (alone.shared_load_tokens_per_second, alone.below_load_tokens_per_second) == (50_000, None)
 
 
+def test_a_tier_is_declined_if_loads_from_it_pay_in_no_rank() -> None:
+    page = b"".join(
+        b'spillway_tier_loads_pay{engine="%d",tier="%s"} %d\n' % (rank, tier, pays)
+        for rank, tier, pays in ((0, b"nvme", 1), (1, b"nvme", 0), (0, b"s3", 0), (1, b"s3", 0), (0, b"other", 0))
+    )
+    assert read_metrics(page).declined_tiers == {"s3"}
+    ranks = {rank: read_metrics(own).declined_tiers for rank, own in pages_of_ranks(page).items()}
+    assert ranks == {0: {"s3"}, 1: {"nvme", "s3"}}
+    assert read_metrics(PAGE).declined_tiers == frozenset(), "an engine that says nothing loads"
+
+
 def test_each_rank_of_a_page_has_its_own_reading() -> None:
     readings = {rank: read_metrics(page) for rank, page in pages_of_ranks(PAGE).items()}
 

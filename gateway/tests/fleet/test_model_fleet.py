@@ -183,6 +183,25 @@ def test_a_load_from_the_tier_below_is_in_the_queue_of_that_tier_until_it_is_ove
     assert (engine.shared_link_tokens, engine.below_link_tokens) == (0, 0)
 
 
+def test_what_an_engine_declines_to_load_is_computed_and_not_promised() -> None:
+    fleet = fleet_of(["a"])
+    index, engine = fleet.index, fleet.engines["a"]
+    index.apply("a", BlockStored([1], None, [1, 2, 3, 4], 4, Tier.DEVICE, None, [], 0, None))
+    index.apply("a", BlockStored([1], None, [], 0, Tier.SHARED, None, [], 0, None, store="s3/0000000000000002"))
+    index.apply("a", BlockRemoved([1], Tier.DEVICE, 0))
+    prompt = PromptBlocks(token_block_keys(index.namespace(), [1, 2, 3, 4], 4), 4, 5, 1)
+    slow = EngineReading(shared_load_tokens_per_second=100)
+    found = []
+    for declined in (frozenset(), frozenset({"s3"}), frozenset[str]()):
+        engine.observed(slow._replace(declined_tiers=declined), engine.own_work())
+        lease = fleet.choose(prompt, frozenset())
+        (candidate,) = lease.decision.candidates
+        found.append((lease.decision.held.total_tokens, lease.decision.uncached_tokens, candidate.cost.load_ms))
+        lease.close()
+
+    assert found == [(4, 1, 40.0), (0, 5, 0.0), (4, 1, 40.0)]
+
+
 def test_the_tier_below_has_its_own_rate_and_is_never_taken_for_faster_before_it_is_measured() -> None:
     engine = fleet_of(["a"]).engines["a"]
     found = []

@@ -226,6 +226,75 @@ def test_of_two_shared_tiers_the_nearer_one_counts_and_the_one_below_for_what_it
     assert made.match(keys(PROMPT), BLOCK) == {"a": held, "b": held, "c": HeldPrefix(0, 0, 12)}  # its nearest
 
 
+S3 = "s3/00000000000000dd"
+
+
+def test_a_prefix_ends_for_an_engine_at_the_first_block_that_only_a_tier_it_declines_has() -> None:
+    made = index()
+    made.apply("a", stored([1, 2, 3], None, PROMPT[:12]))
+    made.apply("a", stored([3], 2, [], Tier.CPU))
+    made.apply("a", in_store([1], REDIS))
+    made.apply("a", in_store([2], S3))
+    for store in (REDIS, S3):
+        made.apply("b", in_store([], store))
+    made.apply("a", BlockRemoved([1, 2, 3], Tier.DEVICE, 0))
+    everything = {"a": HeldPrefix(0, 4, 8, below_tokens=4), "b": HeldPrefix(0, 0, 8, below_tokens=4)}
+
+    assert made.match(keys(PROMPT), BLOCK) == everything
+    made.decline("a", frozenset({"s3"}))
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 4), "b": everything["b"]}
+    assert made.shared_reach_of("a").blocks == {"redis": 1, "s3": 1}, "what it could load is the same"
+    made.decline("a", frozenset({"redis"}))
+    assert made.match(keys(PROMPT), BLOCK) == {"b": everything["b"]}
+    made.decline("a", frozenset())
+    assert made.match(keys(PROMPT), BLOCK) == everything
+
+
+declined_types = st.frozensets(st.sampled_from(["redis", "s3"]))
+chunks = st.lists(st.sets(st.sampled_from(["cpu", REDIS, S3])), min_size=4, max_size=4)
+
+
+@given(chunks, declined_types)
+def test_an_engine_that_declines_a_tier_is_matched_as_if_it_did_not_use_it(
+    places: list[set[str]], declined: frozenset[str]
+) -> None:
+    """By the tier's blocks alone: what it has above is the same."""
+
+    def matched(uses: list[str], *, decline: frozenset[str]) -> dict[str, HeldPrefix]:
+        made = index()
+        made.apply("a", stored([1, 2, 3, 4], None, PROMPT[:16]))
+        for number, held in enumerate(places, 1):
+            if "cpu" in held:
+                made.apply("a", stored([number], number - 1 or None, [], Tier.CPU))
+            for store in (REDIS, S3):
+                if store in held:
+                    made.apply("b", in_store([number], store))
+        for store in uses:
+            made.apply("a", in_store([], store))
+        made.apply("a", BlockRemoved([1, 2, 3, 4], Tier.DEVICE, 0))
+        made.decline("a", decline)
+        return {name: held for name, held in made.match(keys(PROMPT), BLOCK).items() if name == "a"}
+
+    used = [store for store in (REDIS, S3) if store.split("/")[0] not in declined]
+    with_gates, without = matched([REDIS, S3], decline=declined), matched(used, decline=frozenset())
+    # A tier whose nearer one is declined is still the one below it.
+    assert {name: held.total_tokens for name, held in with_gates.items()} == {
+        name: held.total_tokens for name, held in without.items()
+    }
+
+
+def test_an_engine_of_the_same_name_declines_nothing_before_it_says_so() -> None:
+    made = index()
+    made.decline("b", frozenset({"redis"}))
+    for _ in made.retire_engine("b"):
+        pass
+    made.add_engine("b")
+    made.apply("a", stored([1], None, PROMPT[:4]))
+    made.apply("a", in_store([1]))
+    made.apply("b", in_store([]))
+    assert made.match(keys(PROMPT), BLOCK)["b"] == HeldPrefix(0, 0, 4)
+
+
 def test_blocks_of_a_node_are_in_the_cpu_tier_of_all_its_engines() -> None:
     made, node = index(), "node/00000000000000cc"
     made.add_engine("c")

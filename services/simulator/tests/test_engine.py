@@ -7,9 +7,11 @@ import pytest
 from spillway_simulator.errors import RequestTooLong
 from spillway_simulator.model.engine import SimulatedEngine
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, Medium
+from spillway_simulator.model.load_meter import LoadMeter
 from spillway_simulator.model.prefill_meter import PrefillMeter
 from spillway_simulator.model.request import CachedTokens
 from spillway_simulator.model.tiers import LoadLink, SharedTier
+from spillway_simulator.wire.metrics_text import metrics_page
 
 
 def finish(engine, until=1e9):
@@ -137,6 +139,18 @@ def test_the_prefill_rate_is_that_of_whole_passes_and_fades():
     assert meter.per_second == pytest.approx(1_500 / 2.5)
 
 
+def test_whether_loads_pay_follows_the_last_ones_and_not_a_single_one():
+    meter = LoadMeter()
+    assert meter.pays, "nothing is known"
+    meter.add(8.0, 10.0, 0.0)
+    meter.add(1.0, 1.0, 0.0)
+    assert meter.pays, "9 s of loads in place of 11 s of computing"
+    meter.add(1.0, 1.0, 1.0)
+    assert meter.pays
+    meter.add(10.0, 10.0, 21.0)  # two half-lives later
+    assert not meter.pays
+
+
 def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask):
     slow = replace(rates, shared=rates.shared._replace(load_tokens_per_second=10.0))
     shared = SharedTier(100)
@@ -147,6 +161,11 @@ def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask
     engine.submit(ask("b", range(40)), 100.0)
     assert finish(engine)["b"].cached == CachedTokens()
     assert engine.counters.not_worth_blocks == 9
+    assert engine.tiers.declined_tiers == {"redis"}
+    assert (
+        'spillway_tier_loads_pay{model_name="m",engine="0",tier="redis"} 0.0'
+        in metrics_page(engine, shared, "m", 0.0).decode()
+    )
 
 
 def test_waiting_is_first_come_first_served_and_bounded_by_the_batch(shape, rates, ask):

@@ -141,6 +141,14 @@ def is_behind(
     return elapsed_seconds > free and received_chunks * seconds_per_chunk < elapsed_seconds - nothing_yet
 
 
+class GateReading(NamedTuple):
+    """What metrics say of one tier's gate. load_rate: bytes per second that loads have reached; None: not measured."""
+
+    tier: str
+    load_rate: float | None
+    pays: bool
+
+
 class Gate(Protocol):
     """Whether requests may load from a tier now. load_rate: what loads from it have reached."""
 
@@ -154,7 +162,7 @@ class Gate(Protocol):
 
     def passes(self, request_id: str, prefill_rate: RateMeter, now: float, /) -> bool: ...
 
-    def load_rates(self, tier: str, /) -> Sequence[tuple[str, float | None]]: ...
+    def readings(self, tier: str, prefill_rate: RateMeter, /) -> Sequence[GateReading]: ...
 
 
 class LoadGate:
@@ -195,9 +203,9 @@ class LoadGate:
             return True
         return False
 
-    def load_rates(self, tier: str) -> list[tuple[str, float | None]]:
-        """The tier's name and the bytes per second that loads from it have reached; None: not measured."""
-        return [(tier, self.load_rate.per_second)]
+    def readings(self, tier: str, prefill_rate: RateMeter) -> list[GateReading]:
+        """What there is to report of each tier behind this gate. tier: the name of the only one."""
+        return [GateReading(tier, self.load_rate.per_second, self.pays(prefill_rate))]
 
 
 class JointGate:
@@ -231,10 +239,10 @@ class JointGate:
         """Whether this request may load from one of the tiers now."""
         return any([gate.passes(request_id, prefill_rate, now) for gate in self.members])
 
-    def load_rates(self, tier: str) -> list[tuple[str, float | None]]:
-        """See LoadGate.load_rates; of each member, under its own name."""
+    def readings(self, tier: str, prefill_rate: RateMeter) -> list[GateReading]:
+        """See LoadGate.readings; of each member, under its own name."""
         pairs = zip(self._names, self.members, strict=True)
-        return [(name, gate.load_rate.per_second) for name, gate in pairs]
+        return [reading for name, gate in pairs for reading in gate.readings(name, prefill_rate)]
 
     def open_members(self, request_id: str, prefill_rate: RateMeter, now: float) -> list[int]:
         """From which of the tiers this request may load now, by position; from all, if it was let in against them."""

@@ -140,6 +140,8 @@ class Engine:
         self.reports_cached_tokens = False  # in its replies' usage, wherever the number is not 0
         self.token_ms = 0.0  # between two tokens of its answers, between the last two readings; 0: there were none
         self._token_intervals = self._token_seconds = 0.0  # at the last reading
+        self.declined_tiers: frozenset[str] = frozenset()  # at the last reading
+        self.on_declined: Callable[[frozenset[str]], None] = lambda types: None
         self.events_live = False  # KV events arrive, so the index does not depend on speculation
         self.on_state: list[Callable[[Engine], None]] = []
         self.failed_at: deque[float] = deque(maxlen=FAILURES_MAX)  # when it last failed requests, monotonic seconds
@@ -260,6 +262,9 @@ class Engine:
         self.token_ms = 1000.0 * (reading.token_seconds - self._token_seconds) / tokens if tokens > 0 else 0.0
         self._token_intervals, self._token_seconds = reading.token_intervals, reading.token_seconds
         self.foreign = foreign_work(reading, before, self.own_work())
+        if reading.declined_tiers != self.declined_tiers:
+            self.declined_tiers = reading.declined_tiers
+            self.on_declined(self.declined_tiers)
         self._kv_usage = reading.kv_usage or 0.0
         self._kv_capacity_tokens = reading.kv_capacity_tokens or 0
         self._resident_at_reading = self.resident_tokens

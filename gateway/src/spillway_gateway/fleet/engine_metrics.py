@@ -22,7 +22,7 @@ RANKS_MAX = 256
 _WANTED = re.compile(
     rb"^(?:vllm:(?:num_requests_(?:waiting|running)|kv_cache_usage_perc|external_prefix_cache_hits_total"
     rb"|cache_config_info|(?:prompt|generation)_tokens_total|inter_token_latency_seconds_(?:sum|count))|spillway_(?:prefill_tokens_per_second|device_copy_(?:seconds|bytes)_total"
-    rb"|tier_(?:load_bytes_per_second|read_bytes_total|written_bytes_total)))[{ ][^\n]*",
+    rb"|tier_(?:load_bytes_per_second|loads_pay|read_bytes_total|written_bytes_total)))[{ ][^\n]*",
     re.MULTILINE,
 )
 _BLOCK_TOKENS = re.compile(rb'[{,]block_size="(\d{1,9})"')
@@ -44,6 +44,7 @@ class EngineReading(NamedTuple):
     computed_tokens: float | None = None  # of prompts and answers, since its start
     token_intervals: float = 0.0  # between two tokens of an answer, since its start
     token_seconds: float = 0.0  # all of them together
+    declined_tiers: frozenset[str] = frozenset()  # types of shared tiers that loads do not pay from, by its own gates
 
 
 def wanted_lines(page: bytes) -> Generator[None, None, bytes]:
@@ -109,6 +110,9 @@ def read_metrics(page: bytes) -> EngineReading:
         computed_tokens=sum(computed) if computed else None,
         token_intervals=sum(_values(page, b"vllm:inter_token_latency_seconds_count")),
         token_seconds=sum(_values(page, b"vllm:inter_token_latency_seconds_sum")),
+        declined_tiers=frozenset(
+            kind for kind in STORE_TYPES if max(_of_tier(page, b"loads_pay", kind), default=1) == 0
+        ),
     )
 
 
@@ -129,12 +133,15 @@ def _bytes_per_token(page: bytes) -> float | None:
 
 def _link_rates(page: bytes) -> tuple[float | None, float | None]:
     """Bytes per second of loads from the nearest shared tier and from the one behind it, by the fastest rank."""
-    name = b"spillway_tier_load_bytes_per_second"
-    found = [max(_values(page, name, b'tier="%s"' % kind.encode()), default=None) for kind in STORE_TYPES]
+    found = [max(_of_tier(page, b"load_bytes_per_second", kind), default=None) for kind in STORE_TYPES]
     rates = [rate for rate in found if rate is not None]
     if len(rates) > 1:
         return rates[0], rates[1]
-    return max(_values(page, name), default=None), None
+    return max(_values(page, b"spillway_tier_load_bytes_per_second"), default=None), None
+
+
+def _of_tier(page: bytes, name: bytes, kind: str) -> list[float]:
+    return _values(page, b"spillway_tier_" + name, b'tier="%s"' % kind.encode())
 
 
 def _loaded_bytes(page: bytes) -> float:

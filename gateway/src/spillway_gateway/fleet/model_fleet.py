@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from msgspec import structs
 
@@ -244,6 +245,7 @@ class ModelFleet:
         self._look_at_roles()
         self.index.add_engine(config.name)
         engine.on_state.append(lambda _: self.cold.changed())
+        engine.on_declined = partial(self.index.decline, config.name)
         return engine
 
     def _engine(self, config: EngineConfig, *, instance: str, newcomer: bool) -> Engine:

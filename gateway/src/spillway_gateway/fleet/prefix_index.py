@@ -54,7 +54,9 @@ class PrefixIndex:
         self._sizes = BlockSizes(model, default_block_tokens, self._engines)
         self._stores = SharedStores(clock)
         self._expected = ExpectedBlocks()
-        self._readers: StoreReaders | None = None  # None: to be computed
+        self._readers: dict[
+            bool, StoreReaders
+        ] = {}  # of all stores, and of those that loads pay from; {}: to be computed
         self._hidden_mask = 0  # device bits of engines whose device is being cleared
         self.mismatched_blocks_total = 0
 
@@ -151,7 +153,7 @@ class PrefixIndex:
         self._expected.forget_devices(1 << (engine.slot * BITS_PER_ENGINE))
         self._sizes.engines_changed()
         self._stores.leave_all(name)
-        self._readers = None
+        self.decline(name, frozenset())
         unused = self._stores.pop_unused()
         for store in unused:
             store.clear_waiting()
@@ -264,7 +266,7 @@ class PrefixIndex:
         store = self._stores.blocks_of(store_id)
         if isinstance(event, BlockRemoved) and not event.block_hashes:
             self._stores.leave(store_id, engine_name)
-            self._readers = None
+            self._readers.clear()
             return
         if store is None:
             if self._stores.full:
@@ -273,7 +275,7 @@ class PrefixIndex:
             store = self._held.add()
             self._stores.add(store_id, store)
         if self._stores.join(store_id, engine_name):
-            self._readers = None
+            self._readers.clear()
         if seen:
             return
         if isinstance(event, BlockStored):
@@ -407,10 +409,18 @@ class PrefixIndex:
         if until is not None:
             self.withdraw(expected)
 
-    def _store_readers(self) -> StoreReaders:
-        if self._readers is None:
-            self._readers = self._stores.readers(lambda name: 1 << (self._engines[name].slot * BITS_PER_ENGINE))
-        return self._readers
+    def decline(self, engine_name: str, types: frozenset[str]) -> None:
+        """Loads from shared tiers of these types do not pay for the engine, so it finds nothing there; of all others
+        they do."""
+        self._stores.decline(engine_name, types)
+        self._readers.clear()
+
+    def _store_readers(self, *, paying: bool = False) -> StoreReaders:
+        readers = self._readers.get(paying)
+        if readers is None:
+            bit_of = lambda name: 1 << (self._engines[name].slot * BITS_PER_ENGINE)  # noqa: E731
+            readers = self._readers[paying] = self._stores.readers(bit_of, paying=paying)
+        return readers
 
     def held_alone(self, pods: Mapping[str, str]) -> Iterator[dict[str, int] | None]:
         """The blocks that only one pod holds or can load; see block_census.py. pods: by engine."""
@@ -431,15 +441,15 @@ class PrefixIndex:
         return len(keys)
 
     def match(self, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
-        """How much of a prompt each engine holds; engines that hold nothing are absent. Does not count as use of the
-        blocks: accepted() on the chosen engine does."""
+        """How much of a prompt each engine holds, or loads from shared tiers that it does not decline; engines that
+        hold nothing are absent. Does not count as use of the blocks: accepted() on the chosen engine does."""
         devices = self._sizes.devices(tokens_per_block)
         device_blocks, shared_blocks, below_blocks, total_blocks = match_blocks(
             self._shards,
             self._shard_mask,
             keys,
             devices,
-            stores=self._store_readers(),
+            stores=self._store_readers(paying=True),
             expected=self._expected.by_key,
             hidden=self._hidden_mask,
             now=self._clock(),

@@ -44,6 +44,9 @@ class SharedStores:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._stores: dict[str, _Store] = {}
+        self._declined: dict[
+            str, frozenset[str]
+        ] = {}  # by engine, the types of shared tiers that it does not load from
 
     @property
     def full(self) -> bool:
@@ -81,6 +84,13 @@ class SharedStores:
         for store in self._stores.values():
             self._leave(store, engine_name)
 
+    def decline(self, engine_name: str, types: frozenset[str]) -> None:
+        """The engine computes what lies in shared tiers of these types, and loads from all others."""
+        if types:
+            self._declined[engine_name] = types
+        else:
+            self._declined.pop(engine_name, None)
+
     def names_of(self, engine_name: str) -> frozenset[str]:
         """The stores that the engine loads from."""
         return frozenset([store_id for store_id, store in self._stores.items() if engine_name in store.engines])
@@ -109,8 +119,8 @@ class SharedStores:
         ]
         return [self._stores.pop(store_id).blocks for store_id in unused]
 
-    def readers(self, device_bit_of: Callable[[str], int]) -> StoreReaders:
-        """For prefix_match: of each store in use."""
+    def readers(self, device_bit_of: Callable[[str], int], *, paying: bool = False) -> StoreReaders:
+        """For prefix_match: of each store in use. paying: without the engines that decline its type."""
         found: list[tuple[int, int, StoreOf]] = []
         nearest: dict[str, int] = {}  # by engine, of the types of shared tiers that it loads from
         for name, store in self._stores.items():
@@ -125,9 +135,12 @@ class SharedStores:
                 found.append((bit, _union(map(device_bit_of, store.engines)), StoreOf.NODE))
                 continue
             bit = 1 << (store.blocks.slot * BITS_PER_ENGINE + Tier.SHARED)
-            above = [engine for engine in store.engines if nearest[engine] >= _distance(name)]
-            below = store.engines.difference(above)
-            for engines, what in ((above, StoreOf.SHARED), (below, StoreOf.BELOW)):
+            kind = type_of_store(name)
+            loading = {
+                engine for engine in store.engines if not paying or kind not in self._declined.get(engine, frozenset())
+            }
+            above = {engine for engine in loading if nearest[engine] >= _distance(name)}
+            for engines, what in ((above, StoreOf.SHARED), (loading - above, StoreOf.BELOW)):
                 if engines:
                     found.append((bit, _union(map(device_bit_of, engines)), what))
         return tuple(found)

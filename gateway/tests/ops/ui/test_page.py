@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.ops.ui.snapshot import percentiles
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
@@ -85,10 +86,13 @@ async def test_what_lies_in_a_shared_tier_is_shown_at_every_engine_that_loads_fr
             second.stored([], None, [], 0, medium=medium)
         index = running.gateway.fleets[0].index
         await until(lambda: index.shared_reach_of("fake-1") == ({"redis": 2}, 1))
+        engine = running.gateway.fleets[0].engines["fake-1"]
+        engine.observed(EngineReading(declined_tiers=frozenset({"redis"})), engine.own_work())
         async with client.get(running.url + "/ui/state") as reply:
             (model,) = (await reply.json())["models"]
         async with client.get(running.url + "/metrics") as reply:
             page = await reply.text()
+    assert [engine["declinedTiers"] for engine in model["engines"]] == [[], ["redis"], []]
     shown = [(engine["sharedBlocks"], engine["nodeBlocks"]) for engine in model["engines"]]
     assert shown == [({"redis": 2}, 1), ({"redis": 2}, 1), ({}, None)]
     assert re.findall(r'spillway_gateway_engine_node_blocks\{[^}]*"(fake-.)"[^}]*\} (.*)', page) == [

@@ -173,7 +173,10 @@ function updateEngine(row, engine) {
   text(prefill, whole.format(engine.prefillTokensPerSecond));
   text(first, `${milliseconds(engine.firstByte.p50Ms)} / ${milliseconds(engine.firstByte.p99Ms)}`);
   const held = engine.nodeBlocks === null ? [] : [`${whole.format(engine.nodeBlocks)} blocks in the node's CPU tier`];
-  for (const [tier, blocks] of Object.entries(engine.sharedBlocks)) held.push(`${whole.format(blocks)} blocks in ${tier}`);
+  for (const [tier, blocks] of Object.entries(engine.sharedBlocks)) {
+    const declined = engine.declinedTiers.includes(tier) ? " (computing is faster)" : "";
+    held.push(`${whole.format(blocks)} blocks in ${tier}${declined}`);
+  }
   const moving = engine.tiers.map((way) =>
     `${way.tier} ${way.direction === "load" ? "in" : "out"} ${bytes(way.bytesPerSecond)}/s`);
   text(tiers, [...held, ...moving].join(", ") || "-");

@@ -106,6 +106,7 @@ def _engine(
         "sharedLoadTokensPerSecond": rates.shared_load_tokens_per_second,
         "belowLoadTokensPerSecond": rates.below_load_tokens_per_second or None,
         "sharedBlocks": shared.blocks,
+        "declinedTiers": sorted(engine.declined_tiers),
         "nodeBlocks": shared.node_blocks,
         "firstByte": percentiles([noted.seconds for noted in first_bytes if noted.engine == engine.name]),
         "tiers": [

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from spillway_settings.wire import type_of_store
 from spillway_simulator.model.counters import EngineCounters
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
+from spillway_simulator.model.load_meter import WORTH_RATIO, LoadMeter
 from spillway_simulator.model.rates import EngineRates, LinkRates
 from spillway_simulator.model.tiers import LoadLink, LruTier, SharedTier
 
-WORTH_RATIO = 0.9  # load from the shared tier only below this share of the time recomputing takes
 BACKLOG_SECONDS_MAX = 2.0  # stores that would wait longer for their link are dropped
 
 
@@ -59,6 +60,7 @@ class SharedLevel:
     link: LoadLink = field(init=False)
     stores: deque[_Store] = field(default_factory=deque)
     store_free_at: float = 0.0
+    meter: LoadMeter = field(default_factory=LoadMeter)
 
     def __post_init__(self) -> None:
         self.link = self.tier.link or LoadLink()
@@ -97,6 +99,11 @@ class Tiering:
         if announce_shared:
             for level in self._levels:
                 emit(BlocksStored(level.medium, ()))
+
+    @property
+    def declined_tiers(self) -> frozenset[str]:
+        """The types of shared tiers from which loads do not pay lately."""
+        return frozenset(type_of_store(level.medium.value) for level in self._levels if not level.meter.pays)
 
     @property
     def next_time(self) -> float | None:
@@ -139,7 +146,9 @@ class Tiering:
         first = where.index(level)
         tokens = (len(where) - first) * self._block_tokens
         recompute = self._rates.prefill_seconds(tokens, (start + first) * self._block_tokens)
-        return self._ready_at(level, where.count(level), now) - now <= WORTH_RATIO * recompute
+        load = self._ready_at(level, where.count(level), now) - now
+        level.meter.add(load, recompute, now)
+        return load <= WORTH_RATIO * recompute
 
     def _cpu_ready_at(self, blocks: int, now: float) -> float:
         return max(now, self._cpu_load_free_at) + self._load_seconds(self._rates.cpu, blocks) if blocks else now

@@ -67,6 +67,7 @@ def metrics_page(engine: SimulatedEngine, shared: SharedTier | None, model: str,
     page.add(
         "gauge", "spillway_tier_load_bytes_per_second", (tier, engine.rates.shared.load_tokens_per_second * kv_bytes)
     )
+    page.add("gauge", "spillway_tier_loads_pay", *((f'tier="{kind}"', 0.0) for kind in engine.tiers.declined_tiers))
     page.add("gauge", "spillway_simulator_lag_seconds", ("", lag_seconds))
     return ("\n".join(page.lines) + "\n").encode()
 
