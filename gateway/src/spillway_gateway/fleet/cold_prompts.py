@@ -4,7 +4,8 @@ A prompt is cold if it takes an engine COLD_PROMPT_SECONDS or more: a conversati
 engine that served it has died. What a cold prompt brings to an engine evicts what others there are about to use. If the
 sessions of a dead engine all came at once, each of the rest would compute them all, and evict its own sessions
 meanwhile, which then come as cold ones too. So an engine is sent no more of them than keep it busy for COLD_SECONDS.
-If prompts find next to nothing anywhere, there is nothing to protect, and none waits.
+If prompts find less than half of their tokens anywhere, what is evicted would rather not have been found either, and
+none waits.
 
 None waits for longer than OVERTAKE_SECONDS, as in the engines' own queue, and none fails because of it. Those that wait
 for one engine are sent in order of arrival. When an engine's state changes, all are routed anew.
@@ -23,7 +24,7 @@ from spillway_settings.queue_order import OVERTAKE_SECONDS
 COLD_SECONDS = 0.3  # of an engine's prefill: longer than a request takes until its engine computes it
 COLD_PROMPT_SECONDS = 0.1
 COLD_TOKENS_MIN = 1_024  # fewer to compute evict little, and many of them may be on their way at once
-CACHED_SHARE_MIN = 0.1  # of the prompt tokens of the last requests: with less, nothing is protected
+CACHED_SHARE_MIN = 0.5  # of the prompt tokens of the last requests: with less, waits protect less than they cost
 
 
 def is_cold(engine: Engine, decision: Decision) -> bool:
