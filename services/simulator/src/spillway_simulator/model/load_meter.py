@@ -9,7 +9,7 @@ WORTH_RATIO = 0.9  # load only if it takes at most this share of the time that r
 
 
 class LoadMeter:
-    """The meter of one shared tier, as one engine uses it. Loads that are not made count with what they would have taken."""
+    """The meter of one shared tier. Loads that are not made count with what they would have taken."""
 
     def __init__(self) -> None:
         self._load_seconds = 0.0
