@@ -42,7 +42,8 @@ LEVELS = {
         "command_line",
     ),
     "engine": (
-        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report in_flight near_ties pod_channel",
+        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report in_flight messages_usage "
+        "near_ties pod_channel",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "argument_memory kv_transfer settling",

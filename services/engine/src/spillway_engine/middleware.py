@@ -21,6 +21,7 @@ from typing import Any
 from spillway_engine import promotion_hints
 from spillway_engine.in_flight import AsgiApp, InFlightRequests, Message, Receive, Scope, Send, error_body, send_json
 from spillway_engine.in_process import Ask, ask_through
+from spillway_engine.messages_usage import report_cached_tokens
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.self_check import SelfCheckFailed, check_ranks
 from spillway_engine.settling import IDLE_SECONDS, IDLE_SETTLE_SECONDS_MAX, Settled, settle
@@ -78,7 +79,7 @@ class ReadinessMiddleware:
     def _watching_startup(self, scope: Scope, send: Send) -> Send:
         async def watch(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
-                self._refusal = self._why_unsafe(scope)  # before the port is open
+                self._refusal = self._join_vllm(scope)  # before the port is open
             await send(message)
             if message["type"] == "lifespan.startup.complete":
                 ranks = self._brief.data_parallel_ranks
@@ -88,13 +89,16 @@ class ReadinessMiddleware:
 
         return watch
 
-    def _why_unsafe(self, scope: Scope) -> str | None:
-        """Why this engine must not serve anybody, by the configuration that vLLM made of all its arguments."""
+    def _join_vllm(self, scope: Scope) -> str | None:
+        """Add to vLLM's server what it lacks. Returns why this engine must not serve anybody, by the configuration that
+        vLLM made of all its arguments."""
         config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
         if config is None:
             return None  # not vLLM's own application
         import vllm  # noqa: PLC0415  loaded already in vLLM's server; the package does without it
+        from vllm.entrypoints.anthropic import serving  # noqa: PLC0415
 
+        report_cached_tokens(serving)
         why = why_salts_are_dropped(config, vllm.__version__)
         return None if why is None else f"{self._brief.names.name('extraArgs')}: {why}"
 
