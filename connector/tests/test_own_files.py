@@ -168,7 +168,7 @@ def test_a_document_without_an_end_is_not_read_to_its_end(root: Path, monkeypatc
     monkeypatch.setattr(own_files, "SMALL_FILE_BYTES_MAX", 100)
     path = root / "a" / "b" / "file"
     path.write_bytes(bytes(101))
-    with pytest.raises(OSError, match="more than 100 bytes"):
+    with pytest.raises(NotOwn, match="more than 100 bytes"):
         read_own(path, 3)
     path.write_bytes(bytes(100))
     assert read_own(path, 3) == bytes(100)

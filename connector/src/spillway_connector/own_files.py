@@ -114,7 +114,7 @@ def open_anew(path: AnyPath, depth: int) -> int:
 def read_own(path: AnyPath, depth: int) -> bytes:
     """All of a small file, which may be getting its name just now and have two.
 
-    Raises NotOwn, OSError (FileNotFoundError, EFBIG).
+    Raises NotOwn (of a file that no store makes so large too), OSError (FileNotFoundError).
     """
     descriptor = open_own(path, os.O_RDONLY, depth, links=2)
     try:
@@ -125,7 +125,7 @@ def read_own(path: AnyPath, depth: int) -> bytes:
     finally:
         os.close(descriptor)
     if len(raw) > SMALL_FILE_BYTES_MAX:
-        raise OSError(errno.EFBIG, f"{os.fspath(path)} has more than {SMALL_FILE_BYTES_MAX} bytes")
+        raise NotOwn(path, f"a file of more than {SMALL_FILE_BYTES_MAX} bytes")
     return raw
 
 

@@ -429,6 +429,14 @@ def test_all_processes_of_an_engine_have_the_same_rows(tmp_path: Path, caplog):
         agreed_region(tmp_path / "third.node", opening(Path("/proc/none")), may_be_private=False)
 
 
+@pytest.mark.parametrize("words", [b"", b"\xff\xfe", b"0x10", b"-1", b"private\n", bytes(100)])
+def test_what_others_put_in_the_place_of_the_choice_is_named(tmp_path: Path, words: bytes):
+    choice = tmp_path / "engine.node"
+    choice.write_bytes(words)
+    with pytest.raises(HostMemoryError, match=r"engine\.node is no file of an engine's"):
+        agreed_region(choice, opening(tmp_path / "node"), may_be_private=True)
+
+
 @pytest.mark.parametrize(
     "given",
     [{"eviction_policy": "arc"}, {"storing": "late"}, {"layerwise_loads": "on"}],

@@ -86,6 +86,10 @@ def test_a_document_of_another_namespace_is_noticed(
     (directory.root / ONE.hex / "namespace.json").unlink()
     found = json.loads(run(capsys, "status", *directory.options, "--json")[1])
     assert "has no document" in found["namespaces"][0]["document_damage"] and found["frames"] == 1
+    with (directory.root / ONE.hex / "namespace.json").open("wb") as file:
+        file.truncate(1 << 36)
+    found = json.loads(run(capsys, "status", *directory.options, "--json")[1])
+    assert "has no document" in found["namespaces"][0]["document_damage"] and found["frames"] == 1
 
 
 def test_an_index_that_cannot_be_read_is_named(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -111,7 +112,7 @@ class NodeRegion:
                 has_asked = True
                 logger.info("Spillway: waiting for spillway node-tier to make %s", self.path)
             with suppress(FileNotFoundError):
-                raise HostMemoryError(read_own(self.path / REFUSED, _FILE_DEPTH).decode())
+                raise HostMemoryError(read_own(self.path / REFUSED, _FILE_DEPTH).decode("utf-8", "replace"))
             if time.monotonic() > deadline:
                 raise HostMemoryError(
                     f"{self.path} was not made within {patience_seconds:g} s; start spillway node-tier on this node "
@@ -299,5 +300,9 @@ def agreed_region(choice: Path, open_region: Callable[[int], NodeRegion], may_be
 
 def _chosen(choice: Path, open_region: Callable[[int], NodeRegion]) -> NodeRegion | None:
     """As the file says. Raises OSError (FileNotFoundError), HostMemoryError."""
-    words = read_own(choice, 1).decode()
-    return None if words == "private" else open_region(int(words, 16))
+    words = read_own(choice, 1).decode("utf-8", "replace")
+    if words == "private":
+        return None
+    if re.fullmatch("[0-9a-f]{16}", words) is None:
+        raise HostMemoryError(f"{choice} is no file of an engine's: remove it and start again")
+    return open_region(int(words, 16))
