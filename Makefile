@@ -128,7 +128,7 @@ test-adapters: $(STAMP) ## LoRA adapters that two engines load and unload at run
 	@TEST_ADAPTERS=1 $(BIN)/python -m pytest tests/e2e/test_adapters.py -n 0
 
 .PHONY: test-real-engines
-test-real-engines: $(STAMP) $(foreach version,$(TESTED_VLLM),$(call installed,$(version))) ## Harmful requests, pauses, a cut index, changed weights, kills, quotas on real engines of 0.23 and 0.32; build/real-engines.json. Hours on two cores
+test-real-engines: $(STAMP) $(foreach version,$(TESTED_VLLM),$(call installed,$(version))) ## Harmful requests, coding agents, pauses, a cut index, changed weights, kills, quotas on real engines of 0.23 and 0.32; build/real-engines.json. Hours on two cores
 ##+ REAL_ENGINES="0.32 --parts poisoned failover" narrows it
 	@PYTHONPATH=tests $(BIN)/python -m real_engines $(REAL_ENGINES)
 

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from lanes.rules import LOCAL_VLLM, ROOT
 
-from . import failover, kills, legs, lost_index, pauses, poisoned, tenants, weights
+from . import agents, failover, kills, legs, lost_index, pauses, poisoned, tenants, weights
 from .fleet import fleet
 from .rows import Row, render
 
 VERSIONS = (LOCAL_VLLM, "0.32")
 FOLDER = "spillway-real-engines-"
 OUTPUT = ROOT / "build" / "real-engines.json"
-PARTS = {part.PART: part for part in (poisoned, pauses, lost_index, weights, failover, kills, legs, tenants)}
+PARTS = {part.PART: part for part in (poisoned, agents, pauses, lost_index, weights, failover, kills, legs, tenants)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
