@@ -270,6 +270,10 @@ bench-fairness: $(STAMP) ## A user's first token beside a flood of another tenan
 bench-picker: $(STAMP) ## A real Envoy that asks the gateway for an engine, beside the gateway itself: added time, requests/s. About three minutes
 	@$(BIN)/python bench/picker.py $(BENCH)
 
+.PHONY: bench-prefix-index
+bench-prefix-index: $(STAMP) ## What a turn costs the gateway in its prefix index, beside reading each block. One minute
+	@$(BIN)/python bench/prefix_index.py $(BENCH)
+
 .PHONY: bench-attack
 bench-attack: $(STAMP) ## How much longer another client's stream waits while the gateway is attacked. An idle machine; about four minutes
 	@$(BIN)/python -m pytest tests/attack tests/attack/large_state.py --stream-gaps
