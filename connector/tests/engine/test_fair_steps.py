@@ -21,6 +21,7 @@ from spillway_connector.plan.step_shares import FLOOD_STEP_TOKENS, FLOOD_STEPS
 from spillway_connector.testing.clock import SteppedClock
 
 STEP_TOKENS, BLOCK_TOKENS, PROMPT = 1000, 16, 3000
+BLOCKED = (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
 OTHER_QUEUES = ("skipped_waiting", "kv_holding_waiting")  # of 0.23; of later versions
 
 
@@ -146,14 +147,18 @@ def test_what_waits_in_vllms_other_queue_is_left_out_too_and_keeps_its_order(oth
     assert [each.request_id for each in rig.scheduler.waiting] == ["asked", "first", "second"]
 
 
-def test_a_user_who_only_waits_for_a_load_keeps_no_step_from_the_flood() -> None:
+@pytest.mark.parametrize("status", BLOCKED)
+def test_a_user_who_is_not_ready_keeps_no_step_from_the_flood_and_is_in_each(status: RequestStatus) -> None:
+    """Only among the requests that it plans does vLLM look whether a load or a grammar is done."""
     rig = Rig()
     rig.flood()
-    loads = rig.request("loads", "user")
-    loads.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    rig.other_queue.add_request(loads)
-    rig.waits("next", "flood")
-    assert rig.step() == ["next"]
+    rig.runs("begun", "flood", computed=500)
+    loading = rig.request("loading", "user")
+    loading.status = status
+    rig.other_queue.add_request(loading)
+
+    assert rig.step() == ["begun", "loading"]
+    assert rig.bound == FLOOD_STEP_TOKENS
 
 
 def test_a_step_that_computes_nothing_of_the_user_is_followed_by_one_of_the_flood() -> None:

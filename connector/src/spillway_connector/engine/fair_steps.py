@@ -71,7 +71,13 @@ class FairSteps:
             output = plan()
         else:
             others = [request for request, party in running if party not in step.parties]
-            queued = {request for request, party in waiting if party not in step.parties}
+            # vLLM finds that a load or a grammar is done only of requests that it plans with. In a step of a flood,
+            # which comes at least after a few of others, those of everybody are.
+            queued = {
+                request
+                for request, party in waiting
+                if party not in step.parties and (step.tokens is None or request.status in _READY)
+            }
             with _left_out(scheduler, others, queued), _bounded(scheduler, step.tokens):
                 output = plan()
         tokens: Counter[Party] = Counter()
