@@ -162,6 +162,18 @@ def test_how_engines_scale_may_be_said():
     }
 
 
+@pytest.mark.parametrize("part", ["engine", "gateway"])
+def test_a_scale_down_may_be_at_once(part: str) -> None:
+    scaling = {"enabled": True, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}
+    rendered = render(values=nested(f"{part}.autoscaling", scaling))
+
+    if part == "engine":
+        behavior = rendered.one("ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    else:
+        behavior = rendered.one("HorizontalPodAutoscaler", "gateway")["spec"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 0
+
+
 def test_a_new_chart_version_alone_restarts_nothing():
     """Labels that carry versions stay out of pod templates and selectors."""
     for workload in [*render().of_kind("StatefulSet"), *render().of_kind("Deployment")]:

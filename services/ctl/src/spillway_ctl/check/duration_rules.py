@@ -92,6 +92,7 @@ def _milliseconds(release: Release) -> Iterator[Finding]:
                     setting,
                     f"{number(seconds)} given, which is a thousandth of the default or less",
                     f"raise it; {_SECONDS}",
+                    is_note=True,
                 )
             is_round = seconds >= _MILLISECONDS_LEAST and seconds % _MILLISECONDS_LEAST == 0
             if times == 1000 or (is_round and times >= _TIMES_DEFAULT and seconds % _HOUR_SECONDS):

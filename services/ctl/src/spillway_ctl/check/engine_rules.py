@@ -52,7 +52,6 @@ _SET_BY_PLUGIN = {
     "cuda": {"CUDA_VISIBLE_DEVICES": "remove it", "NVIDIA_VISIBLE_DEVICES": "remove it"},
     "cpu": {},
 }
-_DEVICES = {"npu": "Ascend NPUs", "cuda": "NVIDIA GPUs"}
 _OWN_VOLUMES = ("config", "shared-memory", "scratch", "model", "hub", "adapters", "kv", "secrets", "hugepages")
 _SEVERAL_TIMES = ("--middleware",)
 _SECRET_KEY = re.compile(r"(?i)(password|secret|credential|api_?key)")
@@ -268,8 +267,10 @@ def _environment(group: Group) -> Iterator[Finding]:
     if "HF_HOME" in engine.extra_env:
         yield Finding(
             f"{path}.extraEnv.HF_HOME",
-            "set by the chart to the folder of model.cache, outside of which a pod may write nothing",
+            "set by the chart to the folder of model.cache, beside which a pod may write to /tmp and to "
+            "extraVolumeMounts alone",
             "remove it, and choose the place of downloads by model.cache",
+            is_note=True,
         )
     for name, remedy in _SET_BY_PLUGIN[group.platform].items():
         if name in group.variables:
@@ -313,17 +314,14 @@ def _kv_transfer(group: Group) -> Iterator[Finding]:
             if engine.model.quantization in ("none", "null", "auto")
             else f"write one of {', '.join(methods)}",
         )
-    for platform, devices in _DEVICES.items():
-        if (
-            engine.model.quantization in names[f"quantizationOf{platform.title()}"].split()
-            and platform != group.platform
-        ):
-            yield Finding(
-                f"{path}.model.quantization",
-                f"{engine.model.quantization} is a method of {devices} alone, but accelerator.preset is "
-                f"{engine.accelerator.preset}",
-                "choose weights that are quantised for it, or remove the line: then it is as the checkpoint says",
-            )
+    wrong, have = ("NotOfNpu", "Ascend NPUs do not have") if group.platform == "npu" else ("OfNpu", "only NPUs have")
+    if engine.model.quantization in names[f"quantization{wrong}"].split():
+        yield Finding(
+            f"{path}.model.quantization",
+            f"{engine.model.quantization} is a method that {have}, but accelerator.preset is "
+            f"{engine.accelerator.preset}",
+            "choose weights that are quantised for it, or remove the line: then it is as the checkpoint says",
+        )
     if transfer.connector in (
         "SpillwayConnector",
         "OffloadingConnector",

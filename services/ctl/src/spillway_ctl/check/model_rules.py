@@ -115,6 +115,7 @@ def _volumes(group: Group) -> Iterator[Finding]:
                 f"{group.path}.{key}.hostPath",
                 volume.host_path,
                 "mount a disk's file system somewhere else, and name a folder there, such as /mnt/models",
+                is_read=key != "model.cache",
             )
     for key, source in (("model.volume", model.volume), ("lora.volume", lora.volume)):
         if source.type == "nfs" and not (source.nfs.server and source.nfs.path):

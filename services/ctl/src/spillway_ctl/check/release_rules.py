@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from spillway_ctl.check.chart_facts import schema
@@ -200,7 +201,7 @@ def _extra_objects(release: Release) -> Iterator[Finding]:
             )
         if name in chart_names:
             yield Finding(f"{at}.metadata.name", f"{name} is a name of the chart's own objects", "choose another")
-        yield from _templates(extra, at)
+        yield from _templates(extra, at, frozenset(_DECLARED.findall(json.dumps(extra, default=str))))
         plain = {"metadata.labels": metadata.get("labels"), "metadata.annotations": metadata.get("annotations")}
         plain |= {part: extra.get(part) for part in _PLAIN.get(kind, ())}
         for part, entries in plain.items():
@@ -218,12 +219,15 @@ def _extra_objects(release: Release) -> Iterator[Finding]:
                     )
 
 
-def _templates(value: Any, at: str) -> Iterator[Finding]:
-    """What Helm would refuse, or render as nothing, of the texts of an object."""
+def _templates(value: Any, at: str, declared: Container[str]) -> Iterator[Finding]:
+    """What Helm would refuse, or render as nothing, of the texts of an object, all of which are one template.
+
+    declared: the template's variables.
+    """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, entry in entries:
-            yield from _templates(entry, f"{at}.{key}" if isinstance(value, dict) else f"{at}[{key}]")
+            yield from _templates(entry, f"{at}.{key}" if isinstance(value, dict) else f"{at}[{key}]", declared)
         return
     if not isinstance(value, str):
         return
@@ -234,7 +238,7 @@ def _templates(value: Any, at: str) -> Iterator[Finding]:
     for action in _ACTION.findall(value):
         bare = _LITERAL.sub("", action)
         variable = re.search(r"\$[A-Za-z_]\w*", bare)
-        if variable and not re.search(rf"\{variable[0]}\s*(:=|,)", value):
+        if variable and variable[0] not in declared:
             yield Finding(
                 at,
                 f"Helm reads {action}, and {variable[0]} is no variable there",
@@ -246,8 +250,9 @@ def _templates(value: Any, at: str) -> Iterator[Finding]:
                 at,
                 f"{setting[0]} given, which is no setting, so that Helm finds nothing there",
                 f'correct it, or write (index .Values "x-{setting[1]}") and give x-{setting[1]}',
+                is_note=True,
             )
-        unknown = re.search(r"\.(Release|Chart|Template)\.(\w+)", bare)
+        unknown = re.search(r"(?<![\w)])\.(Release|Chart|Template)\.(\w+)", bare)
         if unknown and unknown[2] not in _OF_HELM[unknown[1]]:
             yield Finding(
                 at,
@@ -256,8 +261,11 @@ def _templates(value: Any, at: str) -> Iterator[Finding]:
             )
 
 
-_ACTION = re.compile(r"\{\{(?:`[^`]*`|\"[^\"]*\"|[^`\"])*?\}\}")
-_LITERAL = re.compile(r"`[^`]*`|\"[^\"]*\"")
+_TEXT = r"`[^`]*`|\"(?:\\.|[^\"\\])*\""
+_COMMENT = r"/\*.*?\*/"
+_ACTION = re.compile(rf"\{{\{{(?:-\s)?{_COMMENT}(?:\s-)?\}}\}}|\{{\{{(?:{_TEXT}|[^`\"])*?\}}\}}", re.DOTALL)
+_LITERAL = re.compile(rf"{_COMMENT}|{_TEXT}", re.DOTALL)
+_DECLARED = re.compile(r"(\$[A-Za-z_]\w*)\s*(?::=|,)")
 _OF_HELM = {
     "Release": ("Name", "Namespace", "Service", "Revision", "IsInstall", "IsUpgrade"),
     "Chart": (
@@ -271,7 +279,9 @@ _OF_HELM = {
         "Icon",
         "Keywords",
         "Annotations",
-        "ApiVersion",
+        "APIVersion",
+        "Condition",
+        "Tags",
         "IsRoot",
         "Sources",
         "Maintainers",

@@ -299,6 +299,7 @@ def _monitoring(release: Release) -> Iterator[Finding]:
             f"{number(late)} given, but a request without a first byte ends after gateway.timeouts.firstByteSeconds: "
             f"{number(longest)}, so that the alert would never fire",
             "lower it",
+            is_note=True,
         )
     alerts = [rule["alert"] for rule in facts("alerts.yaml")]
     for index, name in enumerate(monitoring.alerts.disabled):
@@ -308,6 +309,7 @@ def _monitoring(release: Release) -> Iterator[Finding]:
                 f"monitoring.alerts.disabled[{index}]",
                 f"{quoted(name)} is no alert of the chart, so that nothing would be left out",
                 f"did you mean {near[0]}?" if near else f"write one of {', '.join(alerts)}",
+                is_note=True,
             )
     monitors = (("podMonitor", monitoring.pod_monitor), ("serviceMonitor", monitoring.service_monitor))
     for name, monitor in monitors:

@@ -12,9 +12,10 @@ from spillway_settings.values.kinds import DNS_LABEL, LABEL_VALUE
 _OWN_POD = re.compile(r"[a-z-]+://(?:localhost|127\.[0-9.]+|0\.0\.0\.0|\[::1?\])(?=[:/,]|$)")
 _DATABASES = 16  # of a Redis that nobody configured
 _SYSTEM_FOLDER = re.compile(
-    r"(/(?:dev(?!/shm/)|proc|sys|etc|usr|bin|sbin|lib|lib64|boot|run|var/run"
+    r"(/(?:dev(?!/shm/)|proc|sys|etc|usr(?!/local/)|bin|sbin|lib|lib64|boot|run|var/run"
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
 )
+_NO_FILES = ("/dev", "/proc", "/sys")
 _LABEL_KEY = re.compile(rf"({DNS_LABEL}(\.{DNS_LABEL})*/)?{LABEL_VALUE}")
 
 
@@ -56,7 +57,10 @@ def behavior(path: str, given: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 f"{at}.selectPolicy", f"{quoted(select)} given, Max, Min or Disabled needed", "write one of these"
             )
-        for index, policy in enumerate(rules.get("policies") or ()):
+        policies = rules.get("policies")
+        if policies is not None and not policies:
+            yield Finding(f"{at}.policies", "is empty, and Kubernetes needs a policy", "remove it, or write one")
+        for index, policy in enumerate(policies or ()):
             here = f"{at}.policies[{index}]"
             if policy.get("type") not in ("Pods", "Percent"):
                 yield Finding(
@@ -80,10 +84,15 @@ def login(at: str, secret: Login) -> Iterator[Finding]:
         )
 
 
-def system_folder(at: str, host_path: str, remedy: str) -> Iterator[Finding]:
-    """A folder of the node that is not for files of pods."""
+def system_folder(at: str, host_path: str, remedy: str, *, is_read: bool = False) -> Iterator[Finding]:
+    """A folder of the node that is not for files of pods. is_read: pods write nothing to it."""
     if system := _SYSTEM_FOLDER.match(host_path):
-        yield Finding(at, f"{host_path} lies in {system[1]} of the node, which is the system's own", remedy)
+        yield Finding(
+            at,
+            f"{host_path} lies in {system[1]} of the node, which is the system's own",
+            remedy,
+            is_note=is_read and system[1] not in _NO_FILES,
+        )
 
 
 def is_own_pod(url: str) -> bool:
