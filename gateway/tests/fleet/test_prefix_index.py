@@ -250,6 +250,24 @@ def test_a_prefix_ends_for_an_engine_at_the_first_block_that_only_a_tier_it_decl
     assert made.match(keys(PROMPT), BLOCK) == everything
 
 
+def test_an_engine_whose_events_are_followed_again_declines_what_it_did() -> None:
+    """Its metrics say the same as before, and the index hears of changes alone."""
+    made = index()
+    made.apply("b", stored([1], None, PROMPT[:4]))
+    made.apply("b", in_store([1], S3))
+    made.decline("a", frozenset({"s3"}))
+    for _ in made.clear_engine("a"):
+        pass
+    made.apply("a", in_store([], S3))
+    assert made.match(keys(PROMPT), BLOCK).keys() == {"b"}
+
+    for _ in made.retire_engine("a"):
+        pass
+    made.add_engine("a")
+    made.apply("a", in_store([], S3))
+    assert made.match(keys(PROMPT), BLOCK).keys() == {"a", "b"}, "another engine of this name"
+
+
 declined_types = st.frozensets(st.sampled_from(["redis", "s3"]))
 chunks = st.lists(st.sets(st.sampled_from(["cpu", REDIS, S3])), min_size=4, max_size=4)
 

@@ -54,9 +54,7 @@ class PrefixIndex:
         self._sizes = BlockSizes(model, default_block_tokens, self._engines)
         self._stores = SharedStores(clock)
         self._expected = ExpectedBlocks()
-        self._readers: dict[
-            bool, StoreReaders
-        ] = {}  # of all stores, and of those that loads pay from; {}: to be computed
+        self._readers: dict[bool, StoreReaders] = {}  # by whether loads have to pay; what is absent is to be computed
         self._hidden_mask = 0  # device bits of engines whose device is being cleared
         self.mismatched_blocks_total = 0
 
@@ -161,10 +159,12 @@ class PrefixIndex:
         return self._free([engine, *unused])
 
     def clear_engine(self, name: str) -> Iterator[None]:
-        """Drop all blocks of an engine that stays, and from which stores it loads; what lies in these stays known.
-        Events applied from now on count at once. In steps, as retire_engine()."""
+        """Drop all blocks of an engine that stays, and from which stores it loads; what lies in these stays known, and
+        what it declines. Events applied from now on count at once. In steps, as retire_engine()."""
+        declined = self._stores.declined_by(name)
         steps = self.retire_engine(name)
         self._add_engine(name)
+        self.decline(name, declined)
         return steps
 
     def clear_device(self, name: str) -> Iterator[None]:

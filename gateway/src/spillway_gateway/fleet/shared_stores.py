@@ -44,9 +44,7 @@ class SharedStores:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._stores: dict[str, _Store] = {}
-        self._declined: dict[
-            str, frozenset[str]
-        ] = {}  # by engine, the types of shared tiers that it does not load from
+        self._declined: dict[str, frozenset[str]] = {}  # by engine, types of shared tiers that it does not load from
 
     @property
     def full(self) -> bool:
@@ -90,6 +88,10 @@ class SharedStores:
             self._declined[engine_name] = types
         else:
             self._declined.pop(engine_name, None)
+
+    def declined_by(self, engine_name: str) -> frozenset[str]:
+        """The types of shared tiers that the engine declines."""
+        return self._declined.get(engine_name, frozenset())
 
     def names_of(self, engine_name: str) -> frozenset[str]:
         """The stores that the engine loads from."""
@@ -136,9 +138,7 @@ class SharedStores:
                 continue
             bit = 1 << (store.blocks.slot * BITS_PER_ENGINE + Tier.SHARED)
             kind = type_of_store(name)
-            loading = {
-                engine for engine in store.engines if not paying or kind not in self._declined.get(engine, frozenset())
-            }
+            loading = {engine for engine in store.engines if not paying or kind not in self.declined_by(engine)}
             above = {engine for engine in loading if nearest[engine] >= _distance(name)}
             for engines, what in ((above, StoreOf.SHARED), (loading - above, StoreOf.BELOW)):
                 if engines:
