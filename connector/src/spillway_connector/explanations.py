@@ -31,12 +31,12 @@ _OVERLOADED = "fewer engines for each server, a faster store or network, more io
 # By reason, whatever the type of the tier.
 GENERAL: Mapping[str, Explanation] = {
     CorruptReason.SHORT: Explanation("a block is shorter than it announces: its write was cut", _DAMAGED),
-    CorruptReason.MAGIC: Explanation("what has the name of a block is none", _DAMAGED),
+    CorruptReason.MAGIC: Explanation("what lies under the name of a block is no block", _DAMAGED),
     CorruptReason.VERSION: Explanation(
         "a block has a format that this release cannot read", "finish the upgrade of the engines"
     ),
     CorruptReason.HEADER: Explanation("the header of a block is damaged", _DAMAGED),
-    CorruptReason.KEY: Explanation("a block is another one than its name says", _DAMAGED),
+    CorruptReason.KEY: Explanation("what lies under the name of a block is another block", _DAMAGED),
     CorruptReason.LENGTH: Explanation("a block has another size than this engine's", _DAMAGED),
     CorruptReason.PAYLOAD: Explanation("the bytes of a block are damaged", _DAMAGED),
     CorruptReason.SEAL: Explanation(
