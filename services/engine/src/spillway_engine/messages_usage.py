@@ -49,7 +49,7 @@ def _streaming(original: Callable[..., AsyncIterator[str]]) -> Callable[..., Asy
         async def watched() -> AsyncIterator[str]:
             nonlocal cached
             async for chunk in generator:
-                if '"cached_tokens"' in chunk:  # in a text its quotes would be escaped
+                if '"cached_tokens"' in chunk:  # or a text, or a tool's name, is this word alone
                     cached = _cached_in(chunk) or cached
                 yield chunk
 
@@ -60,7 +60,7 @@ def _streaming(original: Callable[..., AsyncIterator[str]]) -> Callable[..., Asy
 
 
 def _cached_in(chunk: str) -> int:
-    usage = json.loads(chunk.partition(_DATA)[2])["usage"] or {}
+    usage = json.loads(chunk.partition(_DATA)[2]).get("usage") or {}
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
