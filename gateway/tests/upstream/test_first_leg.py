@@ -234,6 +234,7 @@ async def test_several_processes_hand_over_as_one_does(start_engine, client):
     async with running_fronts(config_of(engines, roles)) as fronts:
         index = fronts.gateway.fleets[0].index
         await until(lambda: all(index.stores_of(name) for name in roles))
+        await until(lambda: all(front.reported_sizes() == (BLOCK,) for front in fronts.started))
         assert (await ask(client, fronts.urls[0]))[:2] == (200, "d")
         assert [len(prompts(engine)) for engine in engines] == [1, 1]
         engines[0].fault = HeadThenDie()

@@ -125,6 +125,8 @@ async def test_an_engine_that_would_drop_salts_is_ended_and_computes_nothing(
     serving: Serving, bigram_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.23.0"))
+    messages = SimpleNamespace(AnthropicServingMessages=object, _build_anthropic_usage=None)  # as of later versions
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.anthropic", SimpleNamespace(serving=messages))
     engine = Engine(bigram_model())
     pooler = SimpleNamespace(enable_chunked_processing=True)
     engine.app.state.vllm_config = SimpleNamespace(model_config=SimpleNamespace(pooler_config=pooler))

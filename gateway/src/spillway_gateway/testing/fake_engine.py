@@ -79,9 +79,9 @@ class Scripted:
     [DONE], to one that streams. Faults apply to it."""
 
     document: dict[str, Any] = field(default_factory=dict)
-    text: bytes | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     status: int = 200  # of the document
+    text: bytes | None = None
 
 
 Script = Callable[[str, dict[str, Any]], Scripted | None]  # of path and body; None: the engine's own reply

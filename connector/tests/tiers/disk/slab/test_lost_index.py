@@ -71,9 +71,10 @@ def cut_within_the_arrays(path: Path) -> None:
 
 
 def made_sparse(path: Path) -> None:
-    size = path.stat().st_size
-    os.truncate(path, 0)
-    os.truncate(path, size)
+    with path.open("r+b") as file:  # a tier that sees the empty file may replace it before it is long again
+        size = os.fstat(file.fileno()).st_size
+        file.truncate(0)
+        file.truncate(size)
 
 
 def lengthened(path: Path) -> None:
