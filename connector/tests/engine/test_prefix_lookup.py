@@ -281,7 +281,10 @@ def test_what_a_prefix_ended_at_is_counted_by_reason(stack: Stack):
     assert samples["spillway_tier_misses|scripted|request_deadline"] == 1
 
 
-def test_whether_loads_pay_is_reported_and_repeated_while_they_do_not(stack: Stack):
+def test_whether_loads_pay_is_reported_each_time(stack: Stack):
+    """vLLM may drop the statistics of a step. Of a change that was dropped the gateway would never hear, and expect
+    nothing of the tier from then on."""
+
     def reported() -> float | None:
         stack.clock.advance(1.0)
         stack.manager.prefill_rate.add(1000, 1.0, stack.clock())
@@ -289,11 +292,11 @@ def test_whether_loads_pay_is_reported_and_repeated_while_they_do_not(stack: Sta
         return None if samples is None else samples.samples().get("spillway_tier_loads_pay|scripted")
 
     (gate,) = stack.manager._gates.values()
-    assert (reported(), reported()) == (1.0, None), "loads pay before anything is known of the tier"
+    assert (reported(), reported()) == (1.0, 1.0), "loads pay before anything is known of the tier"
     gate.load_rate.add(1.0, 1.0, stack.clock())
     assert (reported(), reported()) == (0.0, 0.0)
     gate.load_rate.replace(1e12, 1.0, stack.clock())
-    assert (reported(), reported()) == (1.0, None)
+    assert (reported(), reported()) == (1.0, 1.0)
 
 
 def test_a_requests_own_chunks_make_no_room_for_its_others(stack: Stack):

@@ -98,7 +98,6 @@ class TieringManager(PrefixLookupManager):
         self._reported_answers: tuple[bool, float | None] | None = None
         self._reported_kept = -1
         self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
-        self._reported_pays: dict[str, bool] = {}  # by tier
         self._resets = {"done": 0, "refused": 0}
         self._ahead = dict.fromkeys(AheadOutcome, 0)
         self._meetings = dict.fromkeys(MeetingOutcome, 0)
@@ -474,9 +473,7 @@ class TieringManager(PrefixLookupManager):
                 if load_rate is not None and load_rate != self._reported_rates.get(name):
                     self._reported_rates[name] = load_rate
                     stats.add(metrics.TIER_LOAD_RATE, load_rate, name)
-                if not pays or not self._reported_pays.get(name):  # statistics may be lost: routing relies on it
-                    self._reported_pays[name] = pays
-                    stats.add(metrics.TIER_LOADS_PAY, float(pays), name)
+                stats.add(metrics.TIER_LOADS_PAY, float(pays), name)  # each time, as statistics may be lost
         for shared in self._shared_tiers:
             for name, count in shared.take_not_worth():
                 self._not_worth[name] = self._not_worth.get(name, 0) + count
