@@ -58,7 +58,7 @@ HARMLESS_VALUE = r"^(/.*|(?i:true|false|on|off|yes|no|none)|[01]|)$"
 # Such a value is one wherever it stands.
 CREDENTIAL_VALUE = (
     r"^(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA[0-9A-Z]{12}|eyJ[A-Za-z0-9_-]+\.eyJ)"
-    r"|[\"'](sk-|hf_|gh[pousr]_|glpat-)[A-Za-z0-9-]{16}"
+    r"|[\"'](sk-([a-z0-9]+-)*|hf_|gh[pousr]_|glpat-)[A-Za-z0-9]{16}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/@ ]*:[^/@ ]+@"
     r"|(?i:password|secret|api[-_]?key|access[-_]?token|auth[-_]?token|[?&]token)[\"']?[=:] *[\"']?[^&$ \"']"
     r"|(?i:authorization[\"']?[=:] *[\"']?([a-z]+( |%20)+)?[^&$ \"'][^ \"']{7})"
