@@ -2,7 +2,7 @@
 
 mistakes.yaml is the table, and trial.yaml has those of a trial. `spillway check` refuses every row of the table
 (test_checked_values.py), and Helm by values.schema.json those with a wrong type, word, bound or key. A render refuses
-the few that harm a release even if nobody ran the check (charts/spillway/templates/_rules.tpl).
+the few that harm a release even if the check did not run (charts/spillway/templates/_rules.tpl).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ While others have a prompt to compute, a step computes none of a flood's. What r
 that is under way when their prompt arrives. So a step of a flood computes few tokens: about as many as cost the least
 that a step takes, which is reading the weights. Decoding goes on in every step.
 
-After a few steps in a row without a flood's prompts one computes some, so a flood does not starve. While nobody floods
-the engine, nothing changes.
+After a few steps in a row without a flood's prompts, one step computes some of them, so that the flood does not starve.
+If no party floods the engine, nothing changes.
 
 Pure: no clock, no queue; times are arguments, in seconds.
 """

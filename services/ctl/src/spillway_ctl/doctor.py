@@ -133,7 +133,7 @@ def break_even(engine: EngineReading) -> float | None:
 
 
 def _place(tier: StoreChoice) -> tuple[str, str, str]:
-    """(its type, where it is, what to do when it cannot be measured for a reason without an explanation)."""
+    """Return the tier's type, its address, and the remedy if a measurement fails for a reason without explanation."""
     if tier.nvme is not None:
         change = "mount the volume here, and run this as the engines' user; free space if it is full"
         return "nvme", str(tier.nvme), change
