@@ -16,7 +16,11 @@ from spillway_settings.values.reference import BEGIN, END
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 PAGES = ("README.md", "charts/spillway/README.md", "docs/operations.md", "docs/cuda.md", "docs/versions.md")
-NAMING = (*PAGES, "docs/ascend.md", "docs/metrics.md", "docs/models.md", "docs/reliability.md", "docs/benchmarks.md")
+NAMING = (
+    *PAGES,
+    *("docs/ascend.md", "docs/metrics.md", "docs/models.md", "docs/reliability.md", "docs/benchmarks.md"),
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/benchmarks").glob("*.md")),
+)
 FENCED = re.compile(r"^([ \t]*)```\w*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}[^\n]*\n|\n)+")
 DOTTED = re.compile(r"(?<![\w./$-])[a-zA-Z]+(?:\.[a-zA-Z]+)+(?![\w/(.])")
