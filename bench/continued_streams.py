@@ -44,7 +44,7 @@ ANSWER_TOKENS = 24
 PROMPT_CHARS = 800  # one block and a half
 VICTIM = "engine-0"
 OUTPUT = Path("build/bench/continued_streams.json")
-SOURCES = ("docs/architecture.md", "docs/operations.md", "docs/gateway.md", "docs/reliability.md")
+SOURCES = ("docs/architecture.md", "docs/operations/install.md", "docs/gateway.md", "docs/reliability.md")
 # Two engines with two threads each wait for each other at every step of a busy machine with two cores.
 ONE_THREAD = ('extraEnv.VLLM_CPU_OMP_THREADS_BIND="nobind"', 'extraEnv.OMP_NUM_THREADS="1"')
 DEVELOPMENT_MODE = 'extraEnv.VLLM_SERVER_DEV_MODE="1"'  # has the route that resets caches

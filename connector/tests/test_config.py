@@ -123,7 +123,7 @@ def test_the_documentation_states_the_defaults_as_they_are():
     [row] = [line for line in (docs / "reliability.md").read_text().splitlines() if line.startswith("| stores pile up")]
     limits = DEFAULT_LIMITS
     assert f"queue bounds of {limits.store_queue_bytes_max >> 30} GiB and {limits.store_queue_seconds_max:g} s" in row
-    [row] = [line for line in (docs / "operations.md").read_text().splitlines() if "207001" in line]
+    [row] = [line for line in (docs / "operations/install.md").read_text().splitlines() if "207001" in line]
     assert f"in pieces of {CHUNK_BYTES >> 30} GiB" in row
 
 

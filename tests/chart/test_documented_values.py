@@ -15,7 +15,11 @@ from chart.rendering import CHART, RenderRefused, render, render_many
 from spillway_settings.values.reference import BEGIN, END
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-PAGES = ("README.md", "charts/spillway/README.md", "docs/operations.md", "docs/cuda.md", "docs/versions.md")
+OPERATIONS = (
+    "docs/operations.md",
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/operations").glob("*")),
+)
+PAGES = ("README.md", "charts/spillway/README.md", *OPERATIONS, "docs/cuda.md", "docs/versions.md")
 NAMING = (
     *PAGES,
     *("docs/ascend.md", "docs/metrics.md", "docs/models.md", "docs/reliability.md", "docs/benchmarks.md"),
@@ -77,7 +81,7 @@ def test_fragments_of_values_render(page, tmp_path):
 
 
 def test_every_chapter_with_values_is_read():
-    assert len(fragments((ROOT / "docs/operations.md").read_text())) >= 11
+    assert sum(len(fragments((ROOT / page).read_text())) for page in OPERATIONS) >= 11
 
 
 def test_the_doctor_names_values_that_exist():
