@@ -228,6 +228,10 @@ bench-gpu-no-hit: ## Throughput where nothing is ever hit on one CUDA device, be
 bench-gpu-burst: ## Requests that share a prefix, all at once, on one CUDA device, beside upstream. PYTHON_CUDA= as above. About six minutes
 	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_burst.py $(BENCH)
 
+.PHONY: bench-gpu-fair-steps
+bench-gpu-fair-steps: ## A user beside a flood on one CUDA device, with fair_steps off and on. PYTHON_CUDA= as above. About eight minutes
+	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_fair_steps.py $(BENCH)
+
 .PHONY: bench-gpu-chat-turns
 bench-gpu-chat-turns: ## bench-chat-turns on one CUDA device, compiled, with CUDA graphs. PYTHON_CUDA= as above. About 20 minutes
 	@PYTHONPATH=$(CONNECTOR) $(PYTHON_CUDA) bench/gpu_chat_turns.py $(BENCH)

@@ -136,40 +136,43 @@ class Answer:
     tokens: list[int]
 
 
+def engine_settings(folder: Path, model_config: dict[str, Any], transfer: dict[str, Any] | None) -> dict[str, Any]:
+    """vLLM's engine arguments. Writes the model's configuration; its weights are vLLM's dummy ones."""
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(model_config))
+    settings = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": LENGTHS[-1] + 2 * BLOCK_TOKENS,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": 16,
+        "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if transfer is not None:
+        settings["kv_transfer_config"] = transfer
+    return settings
+
+
 class Engine:
     """vLLM's offline engine. others: settings that differ from those of the phases here."""
 
     def __init__(self, phase: str, folder: Path, model_config: dict[str, Any] = MODEL, **others: Any) -> None:
-        model = folder / "model"
-        model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(model_config))
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - not for the phases without an engine
 
         self._sampling = SamplingParams
         self._vocabulary = int(model_config["vocab_size"])
         self._asked = 0
-        config = transfer_config(phase, folder)
-        settings = {
-            "dtype": "bfloat16",
-            "block_size": BLOCK_TOKENS,
-            "max_model_len": LENGTHS[-1] + 2 * BLOCK_TOKENS,
-            "max_num_batched_tokens": STEP_TOKENS,
-            "max_num_seqs": 16,
-            "num_gpu_blocks_override": DEVICE_BLOCKS,
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "prefix_caching_hash_algo": "sha256_cbor",
-            "disable_log_stats": True,
-            "seed": 0,
-        }
-        if config is not None:
-            settings["kv_transfer_config"] = config
-        self._llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            **({"dtype": "bfloat16"} | settings | others),
-        )
+        settings = engine_settings(folder, model_config, transfer_config(phase, folder))
+        self._llm = LLM(**settings | others)
 
     def ask(self, prompt: list[int], answer_tokens: int = 1) -> tuple[float, int, list[int]]:
         """(seconds to the first token, cached tokens, the answer)"""
