@@ -70,7 +70,7 @@ class NvmeStore(Section, frozen=True):
     mode: NvmeMode = _CHART.shared_tier.nvme.mode
     ttl_seconds: Count | None = None  # of a frame since it was last stored or loaded; None: only max_bytes ends it
     tenant_max_bytes: ByteCount | None = None  # of one tenant's frames; beyond it, its least recently used are evicted
-    page_cache: PageCache = "auto"  # auto: slabs use it while memory is idle, where the kernel can tell what lies there
+    page_cache: PageCache = "auto"  # auto: slabs use it while memory is idle, if the kernel can tell what lies there
 
 
 class NvmeTierConfig(NvmeStore, frozen=True):
@@ -85,7 +85,7 @@ class RedisTls(Section, frozen=True):
     """Files for rediss:// and its like. In kv_connector_extra_config each key begins with `tls_`."""
 
     ca_file: str | None = None  # None: the system's authorities
-    certificate_file: str | None = None  # with key_file, where the server asks clients for one
+    certificate_file: str | None = None  # with key_file, if the server asks clients for one
     key_file: str | None = None
 
 
@@ -122,7 +122,7 @@ class NodeTierConfig(Section, frozen=True):
     path: str = "/dev/shm/spillway"  # noqa: S108 - the point is to be in shared memory
     # What an engine does that cannot use it: private, have a CPU tier of its own; refuse, not start.
     fallback: NodeFallback = _CHART.node_tier.fallback
-    # Of the rows of one size, the part that each namespace keeps when another one wants rows.
+    # The share of the rows of one size that each namespace keeps when another one wants rows.
     floor: Portion = _CHART.node_tier.floor
     # Whose memory it is. engine: the first engine of the node makes the rows. keeper: spillway node-tier makes them,
     # and engines wait for it.

@@ -110,7 +110,7 @@ TIER_HELD_BLOCKS = Metric(
     ("tier",),
 )
 TIER_RESIDENT_BYTES = Metric(
-    "spillway_tier_resident_bytes", Kind.GAUGE, "Bytes a shared tier holds, where it can tell.", ("tier",)
+    "spillway_tier_resident_bytes", Kind.GAUGE, "Bytes a shared tier holds, if it can tell.", ("tier",)
 )
 TIER_BREAKER_OPEN = Metric(
     "spillway_tier_breaker_open",

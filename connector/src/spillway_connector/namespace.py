@@ -63,9 +63,9 @@ class Namespace:
 def store_id_of(place: bytes, namespace_digest: bytes) -> bytes:
     """The name of one namespace in one place, which engines and gateways compare. Pure.
 
-    place: the same in all processes that use it, on whatever node, and in no other place. Equal names mean that each
-    finds the other's blocks: those of another model, generation of vLLM, dtype or encryption key are in another
-    namespace, and two nodes' own disks are two places.
+    place: the same in all processes that use it, on whatever node, and in no other place. Two stores with equal names
+    find each other's blocks. Blocks of another model, generation of vLLM, dtype or encryption key are in another
+    namespace, and the local disks of two nodes are two places.
     """
     return blake3(namespace_digest + place).digest(length=STORE_ID_BYTES)
 

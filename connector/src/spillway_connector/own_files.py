@@ -2,9 +2,9 @@
 
 Whoever may write to the directory (a hostPath, a shared claim) can put a link, a FIFO or a file of the node in the
 place of any file, and exchange folders while they are used. So no link below the root is followed: each folder is
-opened relative to the one it lies in, and a file counts only if the open descriptor is that of a regular file that has
-no second name. What is written to must also belong to this process's user, the directory's or root, and others may not
-write to it. No open waits: a FIFO without a writer answers at once.
+opened relative to its parent, and a file counts only if the open descriptor is a regular file without a second name.
+What is written to must also belong to this process's user, the directory's or root, and others may not write to it. No
+open waits: a FIFO without a writer answers at once.
 
 ``depth``: how many names at the end of a path are the store's own. The path before them is the operator's, links in it
 included.

@@ -7,8 +7,9 @@ import gc
 import sys
 
 SWITCH_SECONDS = 0.001
-# Of Python's garbage collector: the youngest generation as by default, the older ones more rarely. What lives on is
-# mostly requests in progress, which need no collector, and looking at all of them again takes 5 % of a request's time.
+# Thresholds of Python's garbage collector: the default for the youngest generation, and rarer runs of the older ones.
+# What lives on is mostly requests in progress, which need no collector, and looking at all of them again takes 5 % of a
+# request's time.
 GARBAGE_THRESHOLDS = (700, 20, 50)
 
 

@@ -89,8 +89,8 @@ class _LoadInPieces:
 class CopyJobs:
     """Called on the model-runner thread of one rank. Job ids are the scheduler's; pieces have ids of their own.
 
-    The stores of a step are one copy, which has the id of the first of them: each of the many requests of a batch fills
-    a block now and then, and a copy of its own for each costs the model thread more than the bytes do.
+    The stores of a step are one copy, which has the id of the first of them. Each of the many requests of a batch fills
+    a block now and then, and one copy for each would cost the model thread more than the bytes do.
     """
 
     def __init__(self, submit_stores: SubmitStores) -> None:

@@ -213,7 +213,8 @@ class CpuTier(OffloadingManager):
 
 class LruRows(CpuTier):
     """Evicts the least recently used ready chunk that no job reads, no waiting request needs and no client asked to
-    retain, or the one that a session gives in its place. A policy of upstream's knows nothing of these."""
+    retain. If that chunk's session is expected back, another chunk may leave in its place (plan/retention.py). A policy
+    of upstream's knows nothing of these."""
 
     def __init__(
         self,

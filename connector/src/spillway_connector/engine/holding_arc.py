@@ -16,7 +16,7 @@ class HoldingArc(ARCCachePolicy):
     """vLLM's ARC, by which what clients asked to retain leaves last.
 
     Args:
-        rows: Of the tier.
+        rows: How many rows the tier has.
         held: The chunks that are held now.
     """
 

@@ -75,7 +75,7 @@ class LateStores:
         self._shared = shared
         self._device: BlockPool | None = None
         self._owed: dict[OffloadKey, ReqContext] = {}  # on the device alone
-        # Of those owed, never in the CPU tier, if there is a shared one; those used last behind.
+        # The owed chunks that never were in the CPU tier, if there is a shared tier; the most recently used come last.
         self._alone: dict[OffloadKey, None] = {}
         self._common: dict[OffloadKey, None] = {}  # of those alone: of several sessions, to be stored in this step
         self._spare: dict[OffloadKey, ReqContext] = {}  # on both, of requests that began to run; the latest last
@@ -169,7 +169,7 @@ class LateStores:
         self._spare.update(reversed(spare))
 
     def gave_up(self, spare: Sequence[tuple[OffloadKey, ReqContext]], others: Collection[OffloadKey]) -> None:
-        """These have left the CPU tier. Of the others, too, the device may hold some."""
+        """These chunks have left the CPU tier. The device may hold some of the others, too."""
         self._owed.update(spare)
         self._owed.update((key, UNKNOWN_REQUEST) for key in others if self._block_of(key) is not None)
 

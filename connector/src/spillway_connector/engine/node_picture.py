@@ -58,8 +58,8 @@ class NodePicture(LruRows):
         super().__init__(region.num_rows, region.memory, enable_events=enable_events, clock=clock)
         self._node, self._index = region, region.index
         self._namespace = namespace
-        # Of each row, as this picture shows it, read one by one and as an array: the stamp, and the time of the use by
-        # which its chunk has its place in the order.
+        # Each row's stamp as this picture shows it, and the time of use that gives its chunk its place in the order.
+        # Both are read one by one and as arrays.
         self._seen_array, used = np.zeros((2, region.num_rows), np.uint64)
         self._seen, self._used_ms = self._seen_array.data, used.data
         self._segments = self._index.new_segments()

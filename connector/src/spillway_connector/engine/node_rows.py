@@ -1,7 +1,7 @@
 """The CPU tier in rows that the engines of a node share.
 
-Each engine keeps what it would keep of rows of its own: a dict of chunks in the order of their use, the set of those
-that are ready, sessions, what clients asked to retain. It is a picture of the shared index, brought up to date by what
+Each engine keeps the same state as for a private tier: a dict of chunks in the order of their use, the set of ready
+chunks, sessions, and what clients asked to retain. It is a picture of the shared index, brought up to date by what
 others changed at the start of each step, so a look-up costs what it costs in a private tier. Whatever is then done with
 a row is decided by the index, under its lock: who may write to it, who reads it, what it holds. The picture may be
 late, the index never is.

@@ -17,8 +17,8 @@ from spillway_connector.engine.prefix_lookup import Prefix
 class RequestFields(RequestOffloadState):
     """Upstream's state of a request, with keys that carry the adapter's identity.
 
-    Upstream derives a chunk's key from vLLM's block hash alone, in a loop over all blocks; here new keys are appended,
-    and those of a LoRA request end with the digest of the adapter's files. Scheduler thread.
+    Upstream derives a chunk's key from vLLM's block hash alone, in a loop over all blocks; this class appends only the
+    new keys, and the keys of a LoRA request end with the digest of the adapter's files. Scheduler thread.
     """
 
     arrived_at = float("-inf")  # seconds of the queue order's clock

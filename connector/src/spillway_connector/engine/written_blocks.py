@@ -15,8 +15,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 def written_blocks(output: SchedulerOutput, group: int, block_tokens: int) -> set[int]:
     """Ids of the blocks of one KV group of full attention that this step's forward pass fills, or copies to.
 
-    block_tokens: of a device block of that group. Of a request that is new or resumed, `output` names all blocks; those
-    before its computed tokens are not written: found in the device's cache, or filled by a load of an earlier step.
+    block_tokens: of a device block of that group. For a new or resumed request `output` names all blocks. The step does
+    not write the blocks before its computed tokens: they were found in the device's cache, or a load of an earlier step
+    filled them.
     """
     written: set[int] = set()
     for new in output.scheduled_new_reqs:

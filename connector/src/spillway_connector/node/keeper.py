@@ -44,12 +44,12 @@ class NodeKeeper:
 
     Attributes:
         path: Where the engines of this node look for their rows.
-        region_bytes: Of the rows of one size.
+        region_bytes: Size of one region, which holds all rows of one size.
         sizes_max: How many sizes of rows there may be; unused ones make room for others.
         room: Bytes of memory that this process may take, and who bounds them.
-        clock: That of the engines, which name the time of a use by it.
-        released_rows: Of killed engines, since the start.
-        refusals: By size of a row, why there is no region of it, in a sentence.
+        clock: The engines' clock; they date each use of a row by it.
+        released_rows: How many rows of killed engines were freed since the start.
+        refusals: For each row size without a region, the reason in one sentence.
     """
 
     path: Path

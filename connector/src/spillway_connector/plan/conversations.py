@@ -21,8 +21,8 @@ from spillway_connector.plan.sessions import SessionHint
 ENDS_MAX = 8192  # remembered, two of each prompt; the least recently used leave
 # How far from a prompt's end its conversation's last prompt is looked for, in blocks; a turn adds fewer.
 NEW_BLOCKS_MAX = 8192
-# Of a prompt: chat templates may write the beginning of an answer in another way once the answer follows, so the last
-# block alone can be missing from the next turn.
+# How many last blocks of a prompt are remembered: chat templates may write the beginning of an answer in another way
+# once the answer follows, so the last block alone can be missing from the next turn.
 _ENDS_OF_PROMPT = 2
 _FIRST_TURNS_COUNTED = 128  # then older ones count half
 _NAME_MARK = b"\xff"  # in no session that a client names: those are UTF-8

@@ -57,8 +57,8 @@ class CopyPlan:
     def share(self, part: int, parts: int) -> CopyPlan:
         """The bytes of one of `parts` processes that hold the same: no byte is missing in all, or in two of them.
 
-        Counted in the order of the plan, which is that of the blocks and layers and so the same in every process, while
-        addresses, and with them the spans, are each process's own.
+        They are counted in the order of the plan, which follows blocks and layers and so is the same in every process.
+        Addresses, and with them the spans, differ between processes.
         """
         if parts == 1:
             return self

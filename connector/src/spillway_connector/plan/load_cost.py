@@ -126,8 +126,8 @@ def is_behind(
     """Whether a load is to be given up because computing has overtaken it.
 
     For BEHIND_SHARE of the time to compute all of it nothing is asked of it; from then on what has arrived must be more
-    than would be computed by then. So a load that is too slow from its begin costs that share, whatever the tier was
-    believed to reach, and a tier that nothing is known of is tried at that price.
+    than would be computed by then. So a load that is too slow from its beginning costs that share, whatever rate the
+    tier was believed to reach. An unmeasured tier is tried at the same price.
 
     Args:
         elapsed_seconds: since the load was begun.

@@ -1,7 +1,7 @@
 """Where a prefix that is computed from its front and loaded from its back meets. Pure.
 
-A tier that is slower than computing makes the load of a whole prefix a loss, but not that of its end: both go on at the
-same time, at `c` and `l` chunks a second, and n chunks take n / (c + l) seconds instead of n / c.
+If a tier is slower than computing, loading a whole prefix is a loss, but loading its end is not: computing and loading
+go on at the same time, at `c` and `l` chunks a second, and n chunks take n / (c + l) seconds instead of n / c.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def meeting_pays(begin: int, end: int, rates: Rates) -> bool:
 
 
 def step_tokens_max(distance: int, chunk_tokens: int, rates: Rates) -> int:
-    """How many tokens the next step may compute, `distance` before the meeting point: half of the way, as the other
-    half may be loaded sooner than its rate says, and all of a short one. At least STEP_SECONDS of computing.
+    """How many tokens the next step may compute, `distance` before the meeting point. This is half of the way, because
+    the other half may be loaded sooner than its rate says, or all of a short way. At least STEP_SECONDS of computing.
     """
     shortest = chunk_tokens * max(1, math.ceil(STEP_SECONDS * rates.computed))
     if distance <= 0:

@@ -2,9 +2,9 @@
 
 It lies in memory that all of them map. Every change is made by the holder of one lock (node/region.py); a look-up reads
 without it. One word of a row, its stamp, says all that counts: the generation, a number that no other use of any row
-ever has, and the state. What belongs to a claim is written before its stamp, so a holder of the lock that is killed
-between two words leaves rows as they were before or as they were to be; what is merely derived (the number of free
-rows, which segments have changed) the next holder counts again.
+ever has, and the state. The holder of the lock writes what belongs to a claim before its stamp. So if it is killed
+between two words, each row is as it was before or as it was to be. The next holder counts again what is merely derived:
+the number of free rows, and which segments have changed.
 
 Pure: no I/O, no lock, no clock.
 """
@@ -36,7 +36,7 @@ _MAGIC = int.from_bytes(b"spillnod", "little")
 _STATE_MASK = 3
 _STATE = np.uint64(_STATE_MASK)
 STATE_BITS = 2
-# Of each row beside its stamp: the check, the engine that writes it, the bytes of the key, namespace, key.
+# What the index holds of each row beside its stamp: check, engine that writes it, length of the key, namespace, key.
 _RECORD = struct.Struct(f"<QBB6x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
 _RECORD_WORDS = _RECORD.size // 8
 _OWNER_AT, _NAMESPACE_AT = 8, 16  # in a record

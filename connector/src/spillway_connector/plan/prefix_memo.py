@@ -67,8 +67,8 @@ class ChangeLog(Generic[_Key]):
 class PresenceIndex:
     """What a shared tier answered about single chunks, each answer valid for a fixed time; the oldest key is evicted.
 
-    The keys are spread over many small dicts: growing one that holds 200,000 takes 10 ms, and its oldest key is found
-    only by passing over all that were deleted before it.
+    The keys are spread over many small dicts. Growing one dict of 200,000 keys takes 10 ms, and finding its oldest key
+    means passing over all keys that were deleted before it.
     """
 
     def __init__(

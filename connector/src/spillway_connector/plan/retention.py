@@ -1,7 +1,7 @@
-"""Which chunk leaves a tier where sessions say when they come back: the one whose session comes back last.
+"""Which chunk leaves a tier if sessions say when they come back: the one whose session comes back last.
 
 A session's chunks are idle between its requests and are then all read at once. LRU evicts the session that has waited
-longest, which is often the next to come back; where the sessions need more than the tier has, it evicts each just
+longest, which is often the next to come back; if the sessions need more than the tier has, it evicts each just
 before its return. Here LRU still decides whose turn it is to give up a chunk, and a session with a known return only
 changes which chunk that is:
 
@@ -44,7 +44,7 @@ class Retention(Generic[_Key]):
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions: SessionTable[_Session[_Key]] = SessionTable(_Session, sessions_max)
-        # By chunk: its session, or its sessions where it has several, the last user last.
+        # By chunk: its session, or its sessions if it has several, the last user last.
         self._users: dict[_Key, _Session[_Key] | dict[_Session[_Key], None]] = {}
         self._ended: dict[_Key, None] = {}  # first to leave, in this order
         self.sessions_ended = 0
@@ -132,8 +132,8 @@ class Retention(Generic[_Key]):
         fewer may leave.
 
         oldest_first: the tier's chunks in LRU's order. may_leave: whether a chunk may leave, now. asking: tenant and
-        session that the room is for: it gives up none of its own in place of others, or it would lose the chunks in
-        front of those that it stores.
+        session that the room is for. It gives up none of its own chunks in place of others', or it would lose the
+        chunks before those that it stores.
         """
         leaving: dict[_Key, None] = {}
         for key in self._ended:

@@ -20,8 +20,8 @@ SESSIONS_MAX = 1024  # followed at a time; an eviction from the CPU tier looks a
 # A session that is late by this many mean deviations of its pauses has ended: 99 % of exponential pauses end before.
 LATE_DEVIATIONS_MAX = 5
 LATE_SECONDS_MIN = 15.0
-# Of a session's first pause, at least: a person is not late before a minute. One whose pauses turn out to be regular is
-# late sooner.
+# The least deviation that is assumed for a session's first pause: a person is not late before a minute. A session whose
+# pauses turn out to be regular is late sooner.
 _FIRST_DEVIATION_SECONDS_MIN = 12.0
 # An overdue session is expected after so many times as long as it has been overdue. Without this, sessions that end
 # without a word would be kept before all others until they are late.
@@ -188,7 +188,8 @@ class SessionTable(Generic[_Times]):
         """The session that makes room for this one, which the caller then drops; None if there is room."""
         if name in self._sessions or len(self._sessions) < self._sessions_max:
             return None
-        # Of the tenant with the most, or this one: one that names many does not displace another's few.
+        # A session of the tenant that has most leaves, or of this one: a tenant's many sessions do not displace
+        # another's few.
         counts = self._tenant_sessions
         crowded = max(counts, key=lambda one: (counts[one], one == name[0]))
         return next(other for other in self._sessions if other[0] == crowded)

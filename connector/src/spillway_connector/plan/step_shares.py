@@ -26,8 +26,8 @@ HALF_LIFE_SECONDS = 60.0
 LATELY_SECONDS = 60.0  # a party that neither came nor had a prompt computed for so long has left
 FLOOD_TIMES = 4.0  # as much as another party: less is the difference between two users
 FLOOD_STEPS = 8  # full steps of prompts within a half-life or so; who takes less disturbs nobody
-# Of a flood's prompts in one step. On one H200 with a model of 14 billion parameters, about 215 cost no more than
-# reading the weights does.
+# Tokens of a flood's prompts in one step. On one H200 with a model of 14 billion parameters, about 215 cost no more
+# than reading the weights does.
 FLOOD_STEP_TOKENS = 256
 STEPS_WITHOUT_FLOOD_MAX = 3  # in a row, while a flood has a prompt to compute
 PARTIES_MAX = 128  # followed at a time; the one that was served least lately is forgotten, and counts as not served
@@ -81,8 +81,8 @@ class StepShares:
     """What the parties of one engine attained.
 
     Args:
-        step_tokens: That the engine computes in one step at most.
-        flood_step_tokens: Of a flood's prompts.
+        step_tokens: The most that the engine computes in one step.
+        flood_step_tokens: The most of a flood's prompts among them.
     """
 
     def __init__(self, step_tokens: int, flood_step_tokens: int = FLOOD_STEP_TOKENS) -> None:

@@ -221,8 +221,8 @@ def verify(
 ) -> FrameHeader:
     """Prove that header and payload are the whole, undamaged frame of ``key`` in ``namespace``.
 
-    payload: what was read, to be compared with ``payload_bytes``, the size this engine expects. Of a block in parts
-    each frame is proven separately; that they belong together is checked by the caller (see digest_of_parts).
+    payload: what was read, to be compared with ``payload_bytes``, the size this engine expects. If a block is in parts,
+    each frame is proven separately; the caller checks that they belong together (see digest_of_parts).
     Raises TierCorrupt with the first reason found; returns the header otherwise.
     """
     found = _verify_header(header, namespace, key, payload_bytes, (part_index, part_count))

@@ -6,8 +6,8 @@ and could not announce its end. A store that fails is taken back. Chunks of a re
 are announced when their stores have ended, for which the engine steps on (engine/scheduler.py): a load that comes too
 early would find none of them. Removals are seen lazily, whoever made them (another engine's eviction, a quota, a
 server's maxmemory, a purge): a lookup or load that misses announces the first chunk that is gone, where a prefix ends.
-A chunk that a lookup finds is announced by the engine that found it, at most once in REPEAT_SECONDS: so a gateway that
-has just started, or has missed events, learns of what is in use.
+The engine whose lookup finds a chunk announces it, at most once in REPEAT_SECONDS. So a gateway that has just started,
+or has missed events, learns which chunks are in use.
 
 All of it belongs to the scheduler thread, is bounded, and costs a step without news two comparisons.
 """

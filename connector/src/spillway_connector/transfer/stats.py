@@ -29,7 +29,7 @@ class LookupOutcome(Enum):
 
 
 class MissReason(StrEnum):
-    """Why a requested chunk was not loaded from a shared tier. Of a prefix only the first such chunk counts."""
+    """Why a requested chunk was not loaded from a shared tier. Only the first such chunk of a prefix counts."""
 
     ABSENT = "absent"  # the tier answered that it does not hold it
     LOOKUP_DEADLINE = "lookup_deadline"
@@ -54,7 +54,7 @@ class SkipReason(StrEnum):
     WEIGHTS_CHANGED = "weights_changed"
 
 
-# Of errors: this process had more in hand than the tier can take, and dropped the rest. The tier has not failed.
+# Errors without a failure of the tier: this process had more to move than the tier can take, and dropped the rest.
 SHED_REASONS = frozenset({RefusedReason.QUEUE_FULL, RefusedReason.QUEUE_AGE})
 
 MISS_OF_OUTCOME = {

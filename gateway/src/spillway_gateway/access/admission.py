@@ -4,9 +4,9 @@ While a model has capacity a request passes without waiting. Beyond it, a tenant
 the engines may send one, into one of a few places that are kept for these: so no one else waits until a request of a
 flood ends. Otherwise it queues by priority, and within one priority
 tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
-first of another by one place. Sessions of one tenant take turns too (session_turns.py). Of one session's requests the
-one that finds most tokens at hand goes first, and none is overtaken by the others for longer than OVERTAKE_SECONDS: an
-engine's queue has the same rule (spillway_settings.queue_order).
+first of another by one place. Sessions of one tenant take turns too (session_turns.py). Among the requests of one
+session, the one that finds most cached tokens goes first, and the others overtake none of them for longer than
+OVERTAKE_SECONDS. An engine's queue has the same rule (spillway_settings.queue_order).
 
 A model that is scaled to zero has no capacity; its requests wait longer, for the first engine.
 """

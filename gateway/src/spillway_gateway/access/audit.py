@@ -5,8 +5,8 @@
      "stream": true, "prompt_tokens": 812, "cached_tokens": 768, "completion_tokens": 64, "milliseconds": 913.2,
      "first_byte_milliseconds": 88.1, "retained_token_hours": null}
 
-Anybody may send requests without a key that is known here. Of those REFUSALS_PER_SECOND get a line in the long run, so
-that they do not fill the disk; the others are counted.
+Anybody may send requests without a key that is known here. At most REFUSALS_PER_SECOND of them get a line in the long
+run, so that they do not fill the disk; the others are counted.
 
 A thread writes, so a slow disk or pipe delays no stream. The queue of lines is bounded, and dropped lines are counted.
 """

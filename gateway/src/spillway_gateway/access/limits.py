@@ -1,10 +1,10 @@
 """One tenant's limits: concurrent requests, requests per minute and tokens per minute. Counted by one process.
 
 Token buckets (J. Turner, New directions in communications, IEEE Communications Magazine, 1986) that hold one minute's
-rate. A request is admitted while the bucket of requests holds one and those of tokens are not empty; it takes its whole
-estimated prompt at once, so a bucket may go below zero and prompts longer than a bucket are admitted too. At the end
-the estimate is corrected by the engine's count, and the reply's tokens are taken.
-access/shared_script.py computes the same for all replicas together.
+rate. A request is admitted while the bucket of requests holds one and the buckets of tokens are not empty. It takes its
+whole estimated prompt at once, so a bucket may go below zero, and prompts longer than a bucket are admitted too. At the
+end the estimate is corrected by the engine's count, and the reply's tokens are taken. access/shared_script.py computes
+the same for all replicas together.
 """
 
 from __future__ import annotations

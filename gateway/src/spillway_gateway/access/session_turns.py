@@ -67,6 +67,7 @@ class SessionTurns:
         turn = self._turns[tenant] = self._turns.get(tenant, 0) % OLDEST_EVERY + 1
         if turn == OLDEST_EVERY:
             return (0,)
-        # Of sessions that got the same, the one whose request is older: the order of a dict is that of the queue.
+        # Among sessions that got the same, the one with the older request comes first: the dict keeps the queue's
+        # order.
         chosen = min(dict.fromkeys(waiting), key=lambda session: self.tokens_of(tenant, session))
         return [at for at, session in enumerate(waiting) if session == chosen]

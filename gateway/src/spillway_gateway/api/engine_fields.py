@@ -20,7 +20,7 @@ from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_M
 
 TRANSFER_PARAMS = "kv_transfer_params"
 # What vLLM's scheduler and connectors read out of a request's extra arguments.
-# Of kv_transfer_params: the gateway alone says them.
+# Members of kv_transfer_params that only the gateway sets.
 OWN_MEMBERS = frozenset({SESSION_MEMBER, RETENTION_MEMBER, HAND_OVER_MEMBER})
 STEERING_ARGUMENTS = frozenset({TRANSFER_PARAMS, "ec_transfer_params", "kv_cache_report_mode"})
 
@@ -50,7 +50,7 @@ def engine_members(
 
     Args:
         given: the client's.
-        body: that they are of. Of a repeated member the last counts, and then every one of them gets its value.
+        body: the body that they are of. If a member is repeated, the last one counts, and all of them get its value.
         own: what the gateway says itself, by its names in OWN_MEMBERS.
         steers: whether the client may steer transfers and scheduling.
         takes_transfer_params: whether the engine reads kv_transfer_params on this route.

@@ -85,8 +85,8 @@ def merge_in_steps(fleets: Sequence[ModelFleet], started_at: int, cards: dict[st
     """Put one card per model, adapter and alias into `cards`, by name. If engines disagree on max_model_len, the
     smallest holds.
 
-    Of one name that several models serve the first holds, names in the configuration before adapters that are loaded:
-    it is what a request gets.
+    If several models serve one name, the first one counts, as for requests: names in the configuration come before
+    adapters that are loaded.
     """
     configured = {name for fleet in fleets for name in fleet.config.names}
     for fleet in fleets:

@@ -1,5 +1,5 @@
-"""Takes what is not a tenant's to know out of its reply: what engines say of their transfers, and the gateway's own
-time, which tells what the gateway has read before.
+"""Removes from a reply what its tenant must not learn: what engines say of their transfers, and the gateway's own time,
+which reveals what the gateway has read before.
 
 vLLM answers a request with `kv_transfer_params` that name its host, port and block numbers, at the top level of a plain
 reply or within the last event of a Responses stream. Each value becomes `null`, filled with blanks to the length that

@@ -1,9 +1,8 @@
 """The connections of one listener: how many are open, from which address, and which have expired.
 
-Nothing here waits or has a timer of its own: tick() checks every connection once a second, some at each call, and ends
-expired ones a few at a time, since thousands may expire at once. A full listener evicts the connection that has been
-idle longest, so silent clients cannot keep others out; a new connection is refused only if every open one has a
-request.
+Nothing here waits or has a timer. tick() checks every connection once a second, some at each call, and ends expired
+ones a few at a time, since thousands may expire at once. A full listener evicts the connection that has been idle
+longest, so silent clients cannot keep others out; a new connection is refused only if every open one has a request.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class HealthConfig(values.Health, frozen=True):
 
 class LimitsConfig(values.Limits, frozen=True):
     body_bytes_max: ByteCount = ByteCount.read(_CHART.limits.body_bytes_max)
-    # Of all requests, by client/body_budget.py; of unread replies, by client/reply_budget.py.
+    # Bounds over all requests: bodies are counted by client/body_budget.py, unread replies by client/reply_budget.py.
     bodies_bytes_max: ByteCount = ByteCount.read(_CHART.limits.bodies_bytes_max)
     plain_reply_buffer_bytes: ByteCount = ByteCount.read(_CHART.limits.plain_reply_buffer_bytes)
     replies_bytes_max: ByteCount = ByteCount.read(_CHART.limits.replies_bytes_max)

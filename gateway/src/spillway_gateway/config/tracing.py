@@ -16,7 +16,7 @@ class TracingConfig(CamelSection, frozen=True):
     may hold a key; further attributes of the resource from OTEL_RESOURCE_ATTRIBUTES."""
 
     otlp_endpoint: Text | None = None  # OTLP over HTTP: http://collector:4318/v1/traces
-    # Of requests without a caller's decision; a caller's traceparent decides otherwise.
+    # The share of requests that are sampled if their caller does not decide it by a traceparent.
     sample_ratio: Portion = _CHART.sample_ratio
     service_name: Text = _CHART.service_name
     export_seconds: Positive = _CHART.export_seconds  # between two exports, and the most that one may take

@@ -61,7 +61,7 @@ class KubernetesSource:
         self._updates: queue.Queue[Callable[[], None]] = queue.Queue(UPDATES_MAX)
         self._stopping = threading.Event()
         self._api: KubernetesApi | None = None
-        # Of the thread alone.
+        # Only the thread uses these.
         self._table = SliceTable()
         self._version: str | None = None  # where the next watch begins; None: list first
         self._list_at = 0.0

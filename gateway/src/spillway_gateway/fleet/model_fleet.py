@@ -286,8 +286,8 @@ class ModelFleet:
         return frozenset().union(*(engine.adapters or () for engine in self.engines.values()))
 
     def offers_adapter(self, name: str) -> bool:
-        """Whether an engine has this adapter or would load it, or may yet turn out to: one that is configured is
-        unknown while an engine has not listed what it serves."""
+        """Whether an engine has this adapter, would load it, or may have it: a configured adapter is unknown as long as
+        an engine has not listed what it serves."""
         if self.config.loads(name) or self.lists_adapter(name):
             return True
         unknown = not self.engines or any(engine.adapters is None for engine in self.engines.values())

@@ -1,9 +1,9 @@
 """How far a prompt's blocks are held, for all engines in one pass over its keys. Pure.
 
 Each engine reads a prefix as vLLM does: the longest start on its device first, then onwards through its CPU tier and
-the shared tier. A block of a store counts for the engines that load from it, in the CPU tier if the store is that of
-their node; one whose event names no store, for the engine alone that announced it. Of two shared tiers the nearer one
-is read, if it has the block.
+the shared tier. A block of a store counts for the engines that load from it; if the store is the CPU tier of their
+node, it counts as in the CPU tier. A block whose event names no store counts only for the engine that announced it. If
+there are two shared tiers, the nearer one that has the block is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TLS on the main listener. A client counts from its accept on: one that never completes its handshake holds a
+"""TLS on the main listener. A client counts from its accept on. A client that never completes its handshake holds a
 connection like any other, and the event loops' own servers report a connection only after its handshake."""
 
 from __future__ import annotations

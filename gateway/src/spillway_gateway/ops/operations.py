@@ -76,10 +76,10 @@ class Operations:
     def readiness(self) -> Answer:
         """200 while the gateway can serve at least one model and does not drain. May be called in any thread.
 
-        A model without an engine gets 503 for its own requests alone; an unready gateway would refuse the clients of
-        all other models too; one that is scaled to zero is served by waiting. At its start a gateway also waits until
-        every engine has answered a poll or failed it, so that in a rolling restart it takes no request that the old
-        replica could have served.
+        If a model has no engine, only its own requests get 503: an unready gateway would refuse the clients of all
+        other models too. Requests of a model that is scaled to zero wait. At its start a gateway also waits until every
+        engine has answered a poll or failed it, so that in a rolling restart it takes no request that the old replica
+        could have served.
         """
         fleets = [(fleet.name, list(fleet.engines.values())) for fleet in list(self._fleets)]
         engines = {name: {engine.name: engine.reason for engine in each} for name, each in fleets}

@@ -33,10 +33,10 @@ class Named(NamedTuple):
 def named_model(models: Mapping[str, ServedModel], model: str | None, tenant: Tenant) -> Named:
     """The model or adapter that a request names. models: by every name in the configuration.
 
-    Those names come first; then an adapter that an engine has loaded, then one that engines would load for a tenant
-    that may use it, in the order of the configuration. A request without a name gets the only model that the tenant may
-    use, as an engine with one model does. Raises ModelNotFound, and ClientBadRequest for a missing name; both list what
-    the tenant may use.
+    Those names come first. Then come adapters that an engine has loaded, then adapters that engines would load for a
+    tenant that may use them, in the order of the configuration. A request without a name gets the only model that the
+    tenant may use, as an engine with one model does. Raises ModelNotFound, and ClientBadRequest for a missing name;
+    both list what the tenant may use.
     """
     served = models.get(model) if model is not None else None
     if served is not None:

@@ -136,7 +136,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     in_session: bool = False  # it names a session
     session_engine: str | None = None  # which served that session last
     text_tokens: int | None = None  # as in PromptBlocks
-    # Of the prompt, what an engine computes at the moment for another one: from this token to that.
+    # The part of the prompt that an engine computes at the moment for another request: from this token to that one.
     computed_from: int = 0
     computed_to: int = 0
     leg: Leg = Leg.WHOLE

@@ -74,9 +74,9 @@ class HotPrefixes:
         """A request has come.
 
         Args:
-            keys: Of its full blocks, in order.
+            keys: The keys of its full blocks, in order.
             ids: Its tokens, as token_bytes() gives them.
-            block_bytes: Of one block of them.
+            block_bytes: How many bytes of `ids` are one block.
             cache_salt: The salt of its blocks.
             now: Monotonic seconds.
         """

@@ -5,30 +5,28 @@
 queue: uncached tokens already sent and not answered, less what the oldest of these prompts has computed by now, at the
 engine's prefill rate, plus a share per running request.
 link: tokens that other requests are loading from the same tier, at that tier's rate: on the engine's link, and at the
-store behind the shared tier if its rate is configured. Both queues drain at the same time, so a request that loads
-waits for the longer of the two, and one that loads nothing waits for the first alone.
-displaced: the delay that this prompt causes to later requests. In an M/G/1 queue (Poisson arrivals, one server) a busy
-period that begins with x seconds of work lasts x / (1 - rho) seconds on average, where rho is the share of time for
-which the server is busy; x * rho / (1 - rho) of them are work of requests that arrive meanwhile (L. Kleinrock, Queueing
-Systems, volume 1, 1975, chapter 5; the mean wait of the Pollaczek-Khinchine formula there has the same factor
-1 / (1 - rho)). An idle engine displaces nothing, so a hot prefix spreads over idle engines; on a busy engine cache hits
-save more time. Two more resources are priced by the same factor. KV cache: a prompt takes its uncached share of the
-cache for as long as an average request runs. The link to the shared tier: a load occupies it for the load's duration.
-A prompt also displaces blocks: what it brings to the device, computed or loaded, evicts as much there, in a cache that
-is full as caches are. With h the share of cached tokens that requests find on a device, an evicted block would have
-been found there with a probability of about h; then it is loaded, which evicts another one, and so on:
-h + h^2 + ... = h / (1 - h) loads for each block, the factor from above again, at the time that loads of the model took
-lately. Without this term small differences of the queues scatter a prefix over all engines that can load it, and each
-one's device holds less that is of use (docs/benchmarks.md, many prompt groups). If it counted loads alone, computing a
-prefix again on another engine would be the cheaper choice wherever the device finds most (docs/benchmarks.md, the whole
-under load).
-A prefix that another engine computes at the moment, for a prompt of the same burst, displaces too if it is computed a
-second time: a quarter of that work counts (REPEATED_SHARE). Otherwise each engine of an idle fleet would compute it,
-for prompts that differ in a few hundred tokens. So the first prompts of a burst go to one engine, and the next ones to
-another when the first one's queue is longer by a quarter of the prefix: none is later by more than that.
-adapter: what the engine takes to load the request's LoRA adapter, if it does not have it. So an engine that has it
-is preferred until its queue is longer than such a load.
-Every term is a time, so there are no weights to tune, except that quarter.
+store behind the shared tier if its rate is configured. Both queues drain at the same time. So a request that loads
+waits for the longer of the two, and a request that loads nothing waits only for the first. displaced: the delay that
+this prompt causes to later requests. In an M/G/1 queue (Poisson arrivals, one server) a busy period that begins with x
+seconds of work lasts x / (1 - rho) seconds on average, where rho is the share of time for which the server is busy; x *
+rho / (1 - rho) of them are work of requests that arrive meanwhile (L. Kleinrock, Queueing Systems, volume 1, 1975,
+chapter 5; the mean wait of the Pollaczek-Khinchine formula there has the same factor 1 / (1 - rho)). An idle engine
+displaces nothing, so a hot prefix spreads over idle engines; on a busy engine cache hits save more time. Two more
+resources are priced by the same factor. KV cache: a prompt takes its uncached share of the cache for as long as an
+average request runs. The link to the shared tier: a load occupies it for the load's duration. A prompt also displaces
+blocks: what it brings to the device, computed or loaded, evicts as much there, in a cache that is full as caches are.
+With h the share of cached tokens that requests find on a device, an evicted block would have been found there with a
+probability of about h; then it is loaded, which evicts another one, and so on: h + h^2 + ... = h / (1 - h) loads for
+each block, the factor from above again, at the time that loads of the model took lately. Without this term small
+differences of the queues scatter a prefix over all engines that can load it, and each one's device holds less that is
+of use (docs/benchmarks.md, many prompt groups). If it counted loads alone, computing a prefix again on another engine
+would be the cheaper choice wherever the device finds most (docs/benchmarks.md, the whole under load). A prefix that
+another engine computes at the moment, for a prompt of the same burst, displaces too if it is computed a second time: a
+quarter of that work counts (REPEATED_SHARE). Otherwise each engine of an idle fleet would compute it, for prompts that
+differ in a few hundred tokens. So the first prompts of a burst go to one engine, and the next ones to another when the
+first one's queue is longer by a quarter of the prefix: none is later by more than that. adapter: what the engine takes
+to load the request's LoRA adapter, if it does not have it. So an engine that has it is preferred until its queue is
+longer than such a load. Every term is a time, so there are no weights to tune, except that quarter.
 """
 
 from __future__ import annotations

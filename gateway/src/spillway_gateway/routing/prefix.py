@@ -21,8 +21,8 @@ import xxhash
 _encode = msgspec.json.encode
 _hash = xxhash.xxh3_64_intdigest
 _UINT32 = "I"
-# Of one prompt and block size; the rest of a longer prompt counts as not held. 128 tokens each: 2 Mi tokens. Hashing,
-# matching and counting so many takes about 10 ms of the event loop.
+# Keys of one prompt at one block size; the rest of a longer prompt counts as not held. With 128 tokens each these are
+# 2 Mi tokens. Hashing, matching and counting so many takes about 10 ms of the event loop.
 KEYS_MAX = 16_384
 RUN_BLOCKS = 64  # whose keys are remembered together
 TOKEN_BYTES = 4  # of a token id in the form that is hashed
@@ -41,8 +41,8 @@ class PromptBlocks(msgspec.Struct, frozen=True, gc=False):
 
     spread_key: for rendezvous hashing. other_keys: by tokens per block, keys for engines with another block size.
     tokens: kept if an engine may be sent them (upstream/promotion_hints.py). text_tokens: None if the keys are of
-    token ids. Of a prompt matched by its text, the tokens that this text counts as; 0 if its size says nothing about
-    the prompt's: it was cut, holds media, or is one of several.
+    token ids. If the prompt is matched by its text, the tokens that this text counts as; 0 if its size says nothing
+    about the prompt's because it was cut, holds media, or is one of several.
     """
 
     keys: Sequence[int]

@@ -69,8 +69,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         counts as all that was expected.
 
         Args:
-            prompt_tokens: Of the whole prompt, as the engine counted them.
-            cached_tokens: Those of them that the engine did not compute.
+            prompt_tokens: Tokens of the whole prompt, as the engine counted them.
+            cached_tokens: How many of them the engine did not compute.
         """
         if self.text_tokens is None:
             return self.held

@@ -19,8 +19,8 @@ from spillway_gateway.routing.prefix import token_bytes
 
 logger = logging.getLogger(__name__)
 
-# Texts come one at a time and in pieces, so the library's threads, one per core, would gain nothing, and each would
-# keep tables of words for as long as the process lives.
+# Texts come one at a time and in pieces. So the library's threads, one per core, would gain nothing, and each would
+# keep tables of words until the process ends.
 os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 CHECK_INTERVAL_TEXTS = 1_024  # adds 3 % to the cost of new text

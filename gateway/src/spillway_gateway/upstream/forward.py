@@ -42,10 +42,11 @@ _DROPPED_FROM_CALLERS = (
     HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", _RANK_HEADER, b"x-request-id"}
 )
 _INTERNAL_PREFIX = OWN_HEADERS_PREFIX.encode()
-# Of replies: client/cors.py says who may read them, and `x-accel-` would steer a proxy in front.
+# Headers of replies that engines may not set: client/cors.py says who may read them, and `x-accel-` would steer a proxy
+# in front.
 _NOT_FROM_ENGINES = (_INTERNAL_PREFIX, b"access-control-", b"x-accel-", b"x-forwarded-")
-# Of an engine's reply: where its redirects and links lead and what it would have browsers keep is no business of
-# clients, and the request's id is the gateway's.
+# Headers of an engine's reply that clients do not get: its redirects, links and what browsers should keep concern the
+# engine's own address, and the request's id is the gateway's.
 _REPLY_DROPPED = HOP_BY_HOP | {
     b"date",
     b"server",

@@ -1,8 +1,8 @@
 """An engine's reply that is a stream of events, on its way to the client, and the rest of an answer that another engine
 continues.
 
-What comes before the first part of an answer is held back, so that a request whose engine fails until then is sent to
-another one, and its client sees one preamble, whose ids are those of its answer (answers.py says what is what).
+What comes before the first part of an answer is held back. If the engine fails until then, the request is sent to
+another one, and the client still sees one preamble, with the ids of its answer (answers.py tells the parts apart).
 Comments pass at once.
 """
 

@@ -61,7 +61,7 @@ OBJECT_BYTES_MAX = 4096  # of a usage object
 
 
 def usage_in_events(events: bytes) -> Usage | None:
-    """From whole events; None if they report none. Of several reports, each number's last one counts."""
+    """The usage that whole events report; None if they report none. Each number's last report counts."""
     found: Usage | None = None
     at = events.find(_MARK)
     while at >= 0:

@@ -36,7 +36,7 @@ class Patient:
     gateway_url: str | None
     engine_urls: tuple[str, ...]
     tier: StoreChoice | None = None
-    no_tier: str = "no tier was named: give --config, --nvme, --redis or --s3 where it can be reached"
+    no_tier: str = "no tier was named: give --config, --nvme, --redis or --s3 from a place that reaches it"
 
 
 def doctor(patient: Patient, questions: Questions, *, as_json: bool, out: TextIO | None = None) -> int:

@@ -13,7 +13,7 @@ from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.errors import ModelShapeError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Of an element of the KV cache, by its dtype.
+# Bytes of an element of the KV cache, by its dtype.
 KV_DTYPE_BYTES = {
     **DTYPE_BYTES,
     "fp8": 1,
@@ -22,7 +22,8 @@ KV_DTYPE_BYTES = {
     "fp8_per_token_head": 1,
     "int8_per_token_head": 1,
 }
-# Of a layer's number of experts in a config.json, as vLLM reads it (transformers_utils/model_arch_config_convertor.py).
+# Names that a config.json has for a layer's number of experts, as vLLM reads it
+# (transformers_utils/model_arch_config_convertor.py).
 EXPERT_NAMES = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 # What a config.json leaves out if it is transformers' default: the layers with a window, and Gemma 3's heads.
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
@@ -81,8 +82,8 @@ class ModelShape:
     def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int = 1) -> int:
         """KV bytes of one token on one rank, in one KV group. kv_dtype: a key of KV_DTYPE_BYTES.
 
-        Heads are split over ranks until there is one per rank, then replicated; a latent is never split. Of several
-        pipeline stages, the one with the most layers counts: no other has more room in a row of the CPU tier.
+        Heads are split over ranks until there is one per rank, then replicated; a latent is never split. If there are
+        several pipeline stages, the one with the most layers counts: no other has more room in a row of the CPU tier.
         """
         layers = -(-self.group_layers // stages)
         element_bytes = KV_DTYPE_BYTES[kv_dtype]
@@ -133,8 +134,8 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         vocabulary=vocabulary if isinstance(vocabulary := text.get("vocab_size"), int) and vocabulary > 1 else None,
         experts=_experts(text),
         quantized=bool(config.get("quantization_config") or text.get("quantization_config")),
-        # Of other kinds vLLM lays all layers into one group (chunked ones, whose windows it does not free by default),
-        # or packs them its own way (compressed ones): then a row holds all layers.
+        # vLLM puts all layers of other kinds into one group (chunked ones, whose windows it does not free by default),
+        # or packs them its own way (compressed ones). A row then holds all layers.
         sliding_layers=kinds[_SLIDING] if set(kinds) == {_FULL, _SLIDING} else 0,
     )
 

@@ -2,7 +2,7 @@
 
 The token that wins a near tie is rounding: another matrix shape, another kernel or another CPU decides it otherwise, on
 stock vLLM as well. So answers are compared by the log-probabilities of the tokens that were likely at each position. A
-token has to be the same where it clearly leads its runner-up; behind a near tie that went the other way the texts
+token has to be the same if it clearly leads its runner-up; behind a near tie that went the other way the texts
 differ, and nothing can be compared any more.
 """
 

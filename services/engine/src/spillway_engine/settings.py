@@ -29,7 +29,7 @@ _CHART = Engine()
 PORT_MAX = 65_535
 LAYER_PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"  # of vLLM: layers of each pipeline stage
 
-# Of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
+# Characters of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
 TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
 AtLeastASecond = Annotated[float, Meta(ge=1, le=LARGEST)]
 

@@ -12,10 +12,10 @@ from spillway_stack.errors import StackError
 
 NAME = "object-store"
 BUCKET = "spillway"
-# Of a store that only this machine reaches; engines get them by their environment alone.
+# Credentials of a store that only this machine reaches; engines get them only by their environment.
 KEYS = {"AWS_ACCESS_KEY_ID": "local-stack", "AWS_SECRET_ACCESS_KEY": "local-stack-secret"}
 VOLUME_MAX_MB, VOLUMES_MAX = 256, 24  # which bounds what it keeps to 6 GB
-# Of the parts of one server, that of S3 first.
+# Ports of the parts of one server; S3's is the first.
 PORTS = (
     "s3.port",
     "s3.port.grpc",

@@ -1,7 +1,7 @@
 """From the structs to what Helm, editors and Artifact Hub read: JSON Schema, draft 7.
 
-Any part of the values may be left out, as Helm lays them over the defaults. `null` is valid where it is a default, or
-where the installation can do without the setting. Keys that begin with `x-` are the operator's own, for YAML anchors.
+Any part of the values may be left out, as Helm lays them over the defaults. `null` is valid if it is a default, or
+if the installation can do without the setting. Keys that begin with `x-` are the operator's own, for YAML anchors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recomputing a request whose load failed, where its KV is more than one list of blocks that attention reads whole.
+"""Recomputing a request whose load failed, if its KV is more than one list of blocks that attention reads whole.
 
 vLLM 0.23 cuts such a request back to the blocks before the first bad one. With several KV groups (sliding windows or
 Mamba states beside attention) it unpacks "exactly one" group, and the engine exits; with sliding windows alone it keeps

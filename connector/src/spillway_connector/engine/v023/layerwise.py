@@ -1,4 +1,4 @@
-"""Loads that go layer by layer under the forward that reads them: where they may, and a worker's part of one.
+"""Loads that go layer by layer under the forward that reads them: when they may, and a worker's part of one.
 
 vLLM 0.23 calls `wait_for_layer_load` before the attention of each layer, except in a step that replays one graph of the
 whole forward, and except for layers that no hook was written for. So a worker waits for all layers before a forward

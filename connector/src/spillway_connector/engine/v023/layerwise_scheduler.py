@@ -39,7 +39,7 @@ class _Load:
 
 
 class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
-    """SpillwayConnectorScheduler that plans a load within its request's step where that delays the others little."""
+    """SpillwayConnectorScheduler that plans a load within its request's step if that delays the others little."""
 
     def __init__(self, spec: OffloadingSpec) -> None:
         super().__init__(spec)

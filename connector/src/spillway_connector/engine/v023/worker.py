@@ -37,7 +37,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         self.kv_connector_stats = SpillwayStats()
         vllm_config = getattr(spec, "vllm_config", None)
         self._begin(getattr(vllm_config, "lora_config", None))
-        self._layerwise: LayerwiseLoads | None = None  # where a step may read what it loads
+        self._layerwise: LayerwiseLoads | None = None  # if a step may read what it loads
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:

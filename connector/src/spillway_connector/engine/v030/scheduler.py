@@ -166,7 +166,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Upstream's contract, where a request is preempted and loads in one step, too.
+        """Upstream's contract, also if a request is preempted and loads in one step.
 
         A reset preempts requests between two steps, so the next one may begin a load for one of them and report it as
         preempted as well. Upstream flushes the jobs of such requests and asserts that they are stores.

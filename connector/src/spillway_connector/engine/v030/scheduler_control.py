@@ -36,7 +36,7 @@ class SchedulerControlV030(SchedulerControl):
     def has_room(self, scheduler: Scheduler) -> bool:
         manager = scheduler.kv_cache_manager
         free: int = manager.block_pool.get_num_free_blocks()
-        # Of a preempted request vLLM wants more to stay free than of one that runs: for drafts and as headroom. And its
+        # For a preempted request vLLM keeps more blocks free than for a running one: for drafts and as headroom. Its
         # last, partly filled block may be handed back only when the step under way has ended.
         more: int = manager.watermark_blocks + getattr(scheduler, "_spec_decode_step_blocks", 0) + 1  # 0.32 alone
         return free >= scheduler._inflight_prefill_reserved_blocks() + more
@@ -44,6 +44,6 @@ class SchedulerControlV030(SchedulerControl):
     @override
     def preempt(self, scheduler: Scheduler, request: Request) -> None:
         scheduler.running.remove(request)
-        # Of a prefill nothing is under way to the client. vLLM would let the request wait for it, or count it twice.
+        # A prefill has no output on its way to the client. vLLM would let the request wait for it, or count it twice.
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # as in vLLM's own reset

@@ -27,7 +27,7 @@ from spillway_connector.engine.worker import WorkerHalf, ended_copy
 
 
 class SpillwayConnectorWorker(WorkerHalf):
-    """A failed load is reported as received, and as failed: with its device blocks where the model has one list of
+    """A failed load is reported as received, and as failed: with its device blocks if the model has one list of
     blocks that attention reads whole (vLLM then keeps the prefix before them), else for the whole request, since vLLM
     cannot tell to which group a block belongs. Either way vLLM recomputes (`kv_load_failure_policy: recompute`).
     """
@@ -36,7 +36,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._begin(vllm_config.lora_config)
         self._names_blocks = names_failed_blocks(kv_cache_config)
-        # Before the forward pass, so that a load does not queue behind it, where no block is zeroed within a step.
+        # If no block is zeroed within a step, loads begin before the forward pass, so that they do not queue behind it.
         self._loads_before_forward = not kv_cache_config.needs_kv_cache_zeroing
         self._reported_state: dict[str, float] = {}
 
@@ -53,8 +53,8 @@ class SpillwayConnectorWorker(WorkerHalf):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Upstream's contract, before the step's forward pass: blocks until the jobs to flush touch no device block.
 
-        Of these, stores that come with the same metadata are submitted first. Here loads begin, too: upstream begins
-        them behind the forward pass, and then they wait for it.
+        Stores that come with the same metadata are submitted before these. Here loads begin, too: upstream begins them
+        behind the forward pass, and then they wait for it.
         """
         flush = kv_connector_metadata.jobs_to_flush or set()
         for job_id in flush & kv_connector_metadata.store_jobs.keys():

@@ -1,9 +1,9 @@
 """Whether enough memory is idle to use the page cache for frames: of the node, and of the cgroups of this process.
 
-The page cache takes memory that nobody uses and gives it back when somebody does, but taking it back costs processor
-time, and in a container it counts against the memory limit until then. Kubelet counts the part of it that was read
-twice as in use, and evicts pods when little else is left. So idle is what kubelet calls available: memory that is free,
-or holds pages of files that were not read twice.
+The page cache takes unused memory and gives it back on demand. But reclaiming it costs processor time, and in a
+container it counts against the memory limit until then. Kubelet counts the part of it that was read twice as in use,
+and evicts pods when little else is left. So idle is what kubelet calls available: memory that is free, or holds pages
+of files that were not read twice.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 SCAN finds all keys on every server, a few hundred in each step, so that a store in use is not slowed down, and memory
 use does not depend on the store's size. A key that is written or removed meanwhile may or may not be found; while slots
 of a cluster migrate, a block may be found twice. Only :meth:`RedisInspector.remove`, :meth:`RedisInspector.purge` and
-:meth:`RedisInspector.purge_namespace` write. The rest changes neither a time to live nor, where the server allows
+:meth:`RedisInspector.purge_namespace` write. The rest changes neither a time to live nor, if the server allows
 ``CLIENT NO-TOUCH``, the idle time that decides evictions.
 """
 
@@ -127,7 +127,7 @@ class RedisInspector:
         return reply if isinstance(reply, bytes) else None
 
     def blocks(self, namespace: str | None, deadline: float, progress: Progress | None = None) -> Iterator[StoredBlock]:
-        """Every block of ``namespace``, or of all where it is None, from its headers alone (192 or 384 bytes each)."""
+        """Every block of ``namespace``, or of all if it is None, from its headers alone (192 or 384 bytes each)."""
         pattern = (KEY_PREFIX.encode() + b":*") if namespace is None else RedisNames(namespace).prefix + b"*"
         found = (parse_name(name) for name in self._names(pattern, deadline, progress))
         commits = (name for name in found if name is not None and name.key is not None and name.stripe is None)

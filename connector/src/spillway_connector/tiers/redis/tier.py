@@ -1,4 +1,4 @@
-"""The Redis/Valkey tier: a block is one string value, or several stripes where it is large.
+"""The Redis/Valkey tier: a block is one string value, or several stripes if it is large.
 
     spillway1:<namespace hex>:<key hex>            a frame: 192-byte header, payload; or the last stripe of a block
     spillway1:<namespace hex>:<key hex>:<index>    the other stripes

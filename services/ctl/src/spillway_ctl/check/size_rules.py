@@ -15,7 +15,7 @@ _MOST_BYTES = 8 << 50
 _LEAST = {
     "memory.pageCache": "0",
     "memory.processPerRank": "512MiB",  # less holds no Python with torch; a bare 8 is eight bytes
-    # Of 0 bytes Valkey would make no bound at all, and the server fits into the quarter that is not for blocks.
+    # Valkey takes a bound of 0 bytes for no bound at all, and the server fits into the quarter that is not for blocks.
     "redis.memory": "64MiB",
     # With fewer no request fits, or no prefix is remembered; a bare 64 is 64 bytes.
     **{

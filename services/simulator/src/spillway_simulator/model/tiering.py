@@ -1,9 +1,9 @@
 """One engine's tiers below the device: what they hold, what loading would cost, and the stores under way.
 
 Every link carries one transfer after the other. A store becomes visible when its transfer ends, so a block is never
-found before it could be there. The CPU tier takes prompt blocks only, as vLLM's offloading does by default. Of two
-shared tiers behind each other a block is loaded from the nearer one; what goes from that to the other one is for a
-subclass to say.
+found before it could be there. The CPU tier takes prompt blocks only, as vLLM's offloading does by default. If one
+shared tier is behind another, a block is loaded from the nearer one; a subclass says what goes from that one to the
+other.
 """
 
 from __future__ import annotations

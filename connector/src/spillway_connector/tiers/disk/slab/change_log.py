@@ -1,9 +1,9 @@
 """What was changed in a file that several processes have copies of: a ring of (place, value) in a file beside it.
 
 Whoever changes the file appends what was changed, under the root's lock; the others bring their copies up to date from
-there, without a lock. It is a notice and no journal: a process that has missed some, or finds the ring damaged, reads
-the whole file again, and so does a holder of the lock who finds that the file's own counters are not those of its copy
-(a process that knows no ring, or was killed before it wrote to it, has changed the file).
+there, without a lock. It is a notice and no journal. A process that has missed changes, or finds the ring damaged,
+reads the whole file again. So does a holder of the lock if the file's own counters differ from those of its copy: a
+process that knows no ring, or that was killed before it wrote to it, has changed the file.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def apply(records: npt.NDArray[np.uint64], memory: npt.NDArray[np.uint8]) -> boo
         rows = np.flatnonzero(sizes == size)
         if len(rows):
             places = (offsets[rows] // np.uint64(size)).astype(np.int64)
-            # Of several changes of one element the last counts.
+            # If one element changed several times, the last change counts.
             _, last = np.unique(places[::-1], return_index=True)
             last = len(places) - 1 - last
             memory[: len(memory) // size * size].view(dtype)[places[last]] = records[rows[last], 1].astype(dtype)

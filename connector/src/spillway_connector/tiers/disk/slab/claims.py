@@ -1,8 +1,8 @@
 """Claims on slots: how a store gets a slot, and publishes or returns it.
 
-A claimed slot is WRITING in the index until its frame is published or the claim is given up. A claim whose writer was
-killed is released by another process (SlabPool.release_orphaned); one that could not be ended in time, by the next
-holder of the root's lock in this process.
+A claimed slot is WRITING in the index until its frame is published or the claim is given up. If a writer was killed,
+another process releases its claim (SlabPool.release_orphaned). If this process could not end a claim in time, its next
+holder of the root's lock releases it.
 """
 
 from __future__ import annotations

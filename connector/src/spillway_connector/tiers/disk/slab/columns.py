@@ -1,8 +1,8 @@
 """The arrays of an index file: read from a copy in this process's memory, changed in the file and the copy.
 
-The file is not mapped: whoever may write to the directory can cut it, and a disk can fail to read it back, and the next
-look at a mapping then ends the process (SIGBUS). What other processes change is taken over from a ring beside the file
-(change_log.py), which costs a look-up less than a microsecond while nothing has changed.
+The file is not mapped. A user who may write to the directory can cut it, and a disk can fail to read it back; the next
+access to a mapping would then end the process (SIGBUS). What other processes change is taken over from a ring beside
+the file (change_log.py), which costs a look-up less than a microsecond while nothing has changed.
 """
 
 from __future__ import annotations

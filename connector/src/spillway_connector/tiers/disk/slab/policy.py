@@ -2,10 +2,11 @@
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 
-New entries enter a small queue, a tenth of the pool. Those that are hit before they reach its end move to the main
-queue; the others are evicted, and their fingerprints enter a ghost queue: one that is stored again while it is there
-enters the main queue. The main queue gives an entry one more round per hit. So a burst of blocks that are never used
-again takes a tenth of the space, and recency and frequency both count, without changing a list on a hit.
+New entries enter a small queue, a tenth of the pool. Entries that are hit before they reach its end move to the main
+queue. The others are evicted, and their fingerprints enter a ghost queue: an entry that is stored again while its
+fingerprint is there enters the main queue. The main queue gives an entry one more round per hit. So a burst of blocks
+that are never used again takes a tenth of the space, and recency and frequency both count, without changing a list on a
+hit.
 
 The device's prefix cache and the CPU tier absorb repeated hits, so one hit here is enough for the main queue.
 

@@ -1,4 +1,4 @@
-"""Which entry of a full pool leaves where sessions say when they come back: the policy's order, with changes.
+"""Which entry of a full pool leaves if sessions say when they come back: the policy's order, with changes.
 
 As in the CPU tier (plan/retention.py): the pool's policy decides whose turn it is to give up an entry, and a session
 that is expected back only changes which entry of the same tenant that is.
@@ -45,7 +45,7 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class SessionArrays:
-    """row_*: one element per session. row_number: 0 where the row is free. slot_*: one element per slot of the pool.
+    """row_*: one element per session. row_number: 0 if the row is free. slot_*: one element per slot of the pool.
     row_changes: of shape (1,), grows with every change of a row."""
 
     row_tag: U64
@@ -165,7 +165,7 @@ class SessionOrder:
     # --- what leaves ------------------------------------------------------------------------------------------------
 
     def ended_entry(self, now_s: int, tenant: int | None = None) -> int | None:
-        """An entry that only an ended session used, of this tenant where one is given; it counts as gone."""
+        """An entry that only an ended session used, of this tenant if one is given; it counts as gone."""
         plan, arrays = self._planned(now_s), self._arrays
         empty = []
         found = None

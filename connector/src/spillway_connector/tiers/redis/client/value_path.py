@@ -120,7 +120,7 @@ class ValueConnection(Connection):
         self._exchange(exchange, deadline)
 
     def _exchange(self, exchange: Callable[[DeadlineSocket], _Result], deadline: float) -> _Result:
-        """Run ``exchange``; where it raises, close the connection unless all replies were read."""
+        """Run ``exchange``; if it raises, close the connection unless all replies were read."""
         sock = self._sock
         if sock is None:
             raise TierUnreachable(UnreachableReason.DISCONNECTED, f"{self.endpoint}: the connection is closed")
