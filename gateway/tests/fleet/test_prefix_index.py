@@ -488,7 +488,7 @@ def test_orphans_are_part_of_the_bound_in_bytes() -> None:
     assert made.match(keys(PROMPT), BLOCK) == {"b": HeldPrefix(12, 0, 0)}
 
 
-def test_ghosts_are_part_of_the_bound_in_bytes() -> None:
+def test_tombstones_are_part_of_the_bound_in_bytes() -> None:
     made = index(bytes_max=100_000)
     for block in range(2_000):
         made.apply("a", stored([block], None, [block] * BLOCK))

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from spillway_gateway.fleet.block_runs import use_runs
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE, ENGINE_MASK, BlockTable, Entry, HolderKey
-from spillway_gateway.fleet.engine_blocks import GHOST_BYTES, EngineBlocks
+from spillway_gateway.fleet.engine_blocks import TOMBSTONE_BYTES, EngineBlocks
 from spillway_gateway.fleet.event_decoder import Tier
 from spillway_gateway.routing.prefix import RUN_BLOCKS
 
 # Measured with tracemalloc on CPython 3.11, rounded up.
 ENTRY_BYTES = 240
 HOLDER_BYTES = 190  # engine key -> request key, and the way back
-WAITING_SHARE = 8  # orphans and ghosts of all engines may take an eighth of the bound
+WAITING_SHARE = 8  # orphans and tombstones of all engines may take an eighth of the bound
 EXPECTED_SHARE = 16  # blocks of prompts that engines have yet to accept or to announce may take a sixteenth
 STEP_BLOCKS = 4 * RUN_BLOCKS  # added, touched or removed between two yields, about a millisecond
 EVICTIONS_MAX = 2 * STEP_BLOCKS  # in one step: more than it adds
@@ -43,7 +43,7 @@ class BlockHolders:
 
     @property
     def waiting_bytes(self) -> int:
-        """Orphans, ghosts and early blocks of all holders."""
+        """Orphans, tombstones and early blocks of all holders."""
         return sum([holder.waiting_bytes for holder in self.slots.values()])
 
     def add(self) -> EngineBlocks:
@@ -71,16 +71,16 @@ class BlockHolders:
             return
         if known is not None:  # a 64-bit engine key that names another block now
             self.unlink(holder, scoped, known)
-        holder.ghosts.pop(scoped, None)
+        holder.tombstones.pop(scoped, None)
         holder.request_keys[scoped] = key
         entry.keys = HolderKey(holder.slot, scoped, entry.keys)
         self.keys += 1
 
     def unlink(self, holder: EngineBlocks, scoped: int, key: int) -> None:
-        """The engine holds this block in no tier any more; its key becomes a ghost."""
+        """The engine holds this block in no tier any more; its key becomes a tombstone."""
         del holder.request_keys[scoped]
         self.keys -= 1
-        self.keep_ghost(holder, scoped, key)
+        self.keep_tombstone(holder, scoped, key)
         shard = self._shards[key & self._shard_mask]
         entry = shard[key]
         entry.drop_keys(holder.slot, scoped)
@@ -99,11 +99,11 @@ class BlockHolders:
                     self.keys -= 1
         return removed
 
-    def keep_ghost(self, holder: EngineBlocks, scoped: int, key: int) -> None:
+    def keep_tombstone(self, holder: EngineBlocks, scoped: int, key: int) -> None:
         """Keep the key of a block that the holder has in no tier any more."""
-        holder.keep_ghost(scoped, key)
-        if len(holder.ghosts) * GHOST_BYTES * len(self.slots) > self.bytes_max // WAITING_SHARE:
-            holder.drop_oldest_ghost()
+        holder.keep_tombstone(scoped, key)
+        if len(holder.tombstones) * TOMBSTONE_BYTES * len(self.slots) > self.bytes_max // WAITING_SHARE:
+            holder.drop_oldest_tombstone()
 
     def bound_waiting(self) -> None:
         """Drop from the engine with the most, so that one that sends only orphans costs the others nothing."""
@@ -115,7 +115,7 @@ class BlockHolders:
                 most.drop_oldest_early()
                 self.unknown_total += 1
             else:
-                most.drop_oldest_ghost()
+                most.drop_oldest_tombstone()
 
     def evict(self) -> None:
         """After each step, which adds STEP_BLOCKS at most; so what is above the bound, as after a smaller one was

@@ -1,6 +1,8 @@
-"""One holder's side of the prefix index, an engine's or a shared store's: its keys of blocks, chains whose parent is
-unknown (orphans), blocks that are in none of its tiers any more (ghosts), and blocks announced without tokens before
-any event had their tokens (early). All but the first are counted in bytes, as their number depends on the engine.
+"""One holder's side of the prefix index: the keys of the blocks that an engine or a shared store has.
+
+It also keeps what may yet become, or may explain, such a key: chains whose parent is unknown (orphans), blocks that are
+in none of the holder's tiers any more (tombstones), and blocks announced without tokens before any event had their
+tokens (early). These three are counted in bytes, as their number depends on the engine.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import msgspec
 from spillway_gateway.fleet.event_decoder import BlockStored, Tier, split_extras
 from spillway_gateway.routing.prefix import extra_bytes, namespace_key, token_bytes
 
-GHOSTS_MAX = 16_384
+TOMBSTONES_MAX = 16_384
 # Measured with tracemalloc on CPython 3.11, rounded up.
-GHOST_BYTES = 200
+TOMBSTONE_BYTES = 200
 EARLY_MAX = 16_384
 EARLY_BYTES = 300
 _CHAIN_BYTES = 500  # the object, its lists and its place in the table of orphans
@@ -81,7 +83,7 @@ class EngineBlocks:
         self.other_size: tuple[int, int] | None = None  # another size, and its blocks since block_tokens were seen
         self.request_keys: dict[int, int] = {}  # scoped engine key -> request key
         # Blocks in no tier any more: a late event of a lower tier or a late child still needs the mapping.
-        self.ghosts: OrderedDict[int, int] = OrderedDict()
+        self.tombstones: OrderedDict[int, int] = OrderedDict()
         # Announced in some tier without tokens, before the device's event with them: an engine that loads a block
         # below its device announces it there first. By scoped key: each holder and tier.
         self.early: OrderedDict[int, list[tuple[EngineBlocks, Tier]]] = OrderedDict()
@@ -92,18 +94,18 @@ class EngineBlocks:
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes of orphans, ghosts and early blocks."""
-        return self.orphan_bytes + len(self.ghosts) * GHOST_BYTES + len(self.early) * EARLY_BYTES
+        """The bytes of orphans, tombstones and early blocks."""
+        return self.orphan_bytes + len(self.tombstones) * TOMBSTONE_BYTES + len(self.early) * EARLY_BYTES
 
     @property
     def has_orphans(self) -> bool:
         return bool(self._orphans)
 
-    def keep_ghost(self, scoped: int, key: int) -> None:
+    def keep_tombstone(self, scoped: int, key: int) -> None:
         """Keep the mapping of a block that is in no tier any more."""
-        self.ghosts[scoped] = key
-        if len(self.ghosts) > GHOSTS_MAX:
-            self.ghosts.popitem(last=False)
+        self.tombstones[scoped] = key
+        if len(self.tombstones) > TOMBSTONES_MAX:
+            self.tombstones.popitem(last=False)
 
     def keep_early(self, scoped: int, holder: EngineBlocks, tier: Tier) -> None:
         """Keep that `holder` has a block whose tokens are not known yet."""
@@ -142,13 +144,13 @@ class EngineBlocks:
         """Drop the orphans of the parent that was missed first; returns their number."""
         return len(self._without(self._orphans.popitem(last=False)[1]))
 
-    def drop_oldest_ghost(self) -> None:
-        """Drop the ghost that was kept first."""
-        self.ghosts.popitem(last=False)
+    def drop_oldest_tombstone(self) -> None:
+        """Drop the tombstone that was kept first."""
+        self.tombstones.popitem(last=False)
 
     def clear_waiting(self) -> None:
-        """Drop all orphans, ghosts and early blocks."""
-        self.ghosts.clear()
+        """Drop all orphans, tombstones and early blocks."""
+        self.tombstones.clear()
         self.early.clear()
         self._orphans.clear()
         self.orphans_held = 0

@@ -109,7 +109,7 @@ class PrefixIndex:
 
     @property
     def waiting_bytes(self) -> int:
-        """Orphans, ghosts and early blocks of all engines and stores."""
+        """Orphans, tombstones and early blocks of all engines and stores."""
         return self._held.waiting_bytes
 
     @property
@@ -187,7 +187,7 @@ class PrefixIndex:
                     entry.mask &= ~device
                     if not entry.mask >> (engine.slot * BITS_PER_ENGINE) & ENGINE_MASK:
                         for scoped in self._held.unlink_all(engine, entry):
-                            self._held.keep_ghost(engine, scoped, key)
+                            self._held.keep_tombstone(engine, scoped, key)
                 self._held.table.drop_if_unused(shard, key, entry)
         finally:
             self._hidden_mask &= ~device
@@ -294,7 +294,7 @@ class PrefixIndex:
             scoped = scoped_key(engine_key, event.group)
             key = holder.request_keys.get(scoped)
             if key is None:
-                key = engine.request_keys.get(scoped, engine.ghosts.get(scoped, holder.ghosts.get(scoped)))
+                key = engine.request_keys.get(scoped, engine.tombstones.get(scoped, holder.tombstones.get(scoped)))
             if key is not None:
                 self._held.hold(holder, key, scoped, event.tier)
                 continue
@@ -312,7 +312,7 @@ class PrefixIndex:
         if chain.parent is None:
             return chain.root
         known = engine.request_keys.get(chain.parent)
-        return known if known is not None else engine.ghosts.get(chain.parent)
+        return known if known is not None else engine.tombstones.get(chain.parent)
 
     def _store_chain(self, engine: EngineBlocks, chain: StoredChain, parent: int) -> Iterator[None]:
         size = chain.block_tokens * TOKEN_BYTES
