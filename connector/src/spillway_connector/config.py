@@ -168,9 +168,10 @@ class TierBelow(Section, frozen=True):
 
 @own_keys
 class ConnectorConfig(ConnectorSettings, frozen=True):
-    """The offload settings of one engine replica: those of the chart, under their fields' names.
+    """The offload settings of one engine replica: the chart's settings, under their fields' names.
 
-    Declared here are those of which the connector takes less than the chart, which knows YAML's booleans, or more.
+    This class declares the settings for which the connector takes other values than the chart, which also knows YAML's
+    booleans.
     """
 
     num_cpu_blocks: Count | None = None  # chunks of the whole replica; this or cpu_bytes_to_use

@@ -75,7 +75,7 @@ class DeviceCopyError(SpillwayError):
 
 
 class CorruptReason(StrEnum):
-    """Why a frame is not the one that was asked for."""
+    """Why a frame is not the requested one."""
 
     SHORT = "short"  # fewer bytes than a header, or than the header announces
     MAGIC = "magic"

@@ -52,7 +52,7 @@ class Namespace:
         return blake3(self.document).digest(length=NAMESPACE_DIGEST_BYTES)
 
     def may_own(self, document: bytes) -> bool:
-        """Whether ``document`` has this namespace's digest; a stored one that has not is damaged."""
+        """Whether ``document`` has this namespace's digest; a stored document without it is damaged."""
         return blake3(document).digest(length=NAMESPACE_DIGEST_BYTES) == self.digest16
 
     @property

@@ -190,7 +190,7 @@ def renew_own(path: AnyPath, depth: int, at_ns: int) -> None:
 
 
 def make_folders(path: AnyPath, depth: int) -> None:
-    """Make the last ``depth`` folders of a path, those that are missing. Raises NotOwn, OSError (FileExistsError: a
+    """Make the missing folders among the last ``depth`` folders of a path. Raises NotOwn, OSError (FileExistsError: a
     file has the name of a folder)."""
     text = os.fspath(path)
     for left in range(depth - 1, -1, -1):

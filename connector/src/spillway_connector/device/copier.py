@@ -58,7 +58,7 @@ class Copier(Protocol):
         """
 
     def hold_computation(self, job_id: int) -> Exception | None:
-        """Have what is computed from now on wait for an awaited job; unknown ids count as ended.
+        """Make the computation that is launched from here on wait for an awaited job; unknown ids count as ended.
 
         The device waits, not the host, unless the host computes or the runtime's events serve only once.
         Returns why the job has failed, as far as that is known by now; its result tells it too.

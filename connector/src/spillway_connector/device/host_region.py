@@ -125,7 +125,7 @@ class HostRegion:
             self._take(row * self.row_bytes + offset_bytes, length_bytes)
 
     def claim_rest(self, patience_seconds: float = 5.0) -> None:
-        """Wait while other processes take theirs, then take what is left: all of a rank that takes none.
+        """Wait while other processes take their pages, then take the rest: all pages of a rank that takes none.
 
         patience_seconds: without a page taken by anyone. Raises HostMemoryError.
         """

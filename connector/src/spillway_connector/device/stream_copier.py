@@ -139,7 +139,7 @@ class StreamCopier(abc.ABC):
         return None
 
     def _is_captured(self, stream: int) -> bool:
-        """Whether what is recorded on `stream` now becomes part of a graph, for runtimes that have such."""
+        """Whether a graph is being captured on `stream`, for runtimes that have graphs."""
         return False
 
     def _job_ended(self, job: StreamJob) -> None:  # noqa: B027 - optional

@@ -193,7 +193,7 @@ class AheadPromotions:
                 del (self._due_hints if is_hint else self._due)[request_id]
 
     def _keys_of(self, status: RequestFields) -> list[OffloadKey]:
-        """Return the request's chunks after those that the device holds; none if the request would load nothing."""
+        """Return the request's chunks behind the chunks on the device; none if the request would load nothing."""
         request = status.req
         if request.skip_reading_prefix_cache or (
             status.has_adapter and (status.adapter is None or status.adapter.key is None)

@@ -171,7 +171,7 @@ class CopyJobs:
         return True
 
     def copies_of(self, job_ids: AbstractSet[int]) -> set[int]:
-        """The ids that the transport knows these jobs by: their own, those of their pieces, or that of their step."""
+        """The ids by which the transport knows these jobs: their own, their pieces', or their step's."""
         copies = set(job_ids)
         for job_id in job_ids & self._in_pieces.keys():
             copies |= self._in_pieces[job_id].moving

@@ -107,7 +107,7 @@ class CpuTier(OffloadingManager):
         return nullcontext()
 
     def weights_changed(self) -> None:
-        """The model's weights change: chunks that others share with this engine are those of other weights."""
+        """The model's weights change: chunks that this engine shares with others then belong to other weights."""
 
     def take_announcements(self) -> Iterable[Announcement]:
         """What to tell of rows that are shared, in place of `take_events`, which then is for vLLM's books alone. Called

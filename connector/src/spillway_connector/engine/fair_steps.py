@@ -1,9 +1,9 @@
 """Steps in which a flood's prompts are left out or bounded (fair_steps: on; plan/step_shares.py has the rule).
 
-vLLM fills a step with the prompts that it began, then with those that wait, whoever sent them. Before it does, this
-module leaves prompts out of the step. A running prompt gets the mark with which vLLM itself lets a request skip a step;
-a waiting one leaves the queue until the step is planned. The number of tokens is vLLM's own bound of a step. Nothing
-else of vLLM's planning changes, and requests that decode are in every step.
+vLLM fills a step with the prompts that it began, then with waiting prompts, regardless of who sent them. Before it
+does, this module leaves prompts out of the step. A running prompt gets the mark with which vLLM itself lets a request
+skip a step; a waiting one leaves the queue until the step is planned. The number of tokens is vLLM's own bound of a
+step. Nothing else of vLLM's planning changes, and requests that decode are in every step.
 
 EngineCore process, scheduler thread; no method blocks.
 """

@@ -108,7 +108,8 @@ def write_layout(
 
 
 def read_layouts(rows: memoryview, cell_bytes: int, num_ranks: int, stages: int = 1) -> list[dict[str, Any]]:
-    """Each rank's description, in the order of ranks; or that of each pipeline stage if its ranks' are equal.
+    """Each rank's description, in the order of ranks; or one description for each pipeline stage if its ranks' are
+    equal.
 
     Raises ConfigError if a rank's is missing.
     """

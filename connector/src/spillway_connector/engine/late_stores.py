@@ -136,7 +136,7 @@ class LateStores:
 
     def postpones(self, keys: Collection[OffloadKey], context: ReqContext) -> bool:
         """Whether these new chunks are stored later; they are owed then. A chunk that cannot be found on the device by
-        its key, as those of adapters, is stored now."""
+        its key, such as an adapter's, is stored at once."""
         if self._tier.free_rows() >= len(keys):
             return False
         if any(self._block_of(key) is None for key in keys):

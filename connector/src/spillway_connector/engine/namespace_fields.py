@@ -113,8 +113,8 @@ def namespace_facts(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     config = json_value(vllm_config, "VllmConfig")
-    # A row that holds once what all ranks (of a stage) hold is that of one rank, byte for byte: their number changes
-    # nothing.
+    # If all ranks (of a stage) hold the same KV, their row equals the row of one rank byte for byte, whatever their
+    # number.
     tensor_ranks = 1 if geometry.one_cell else parallel.tensor_parallel_size
     config["parallel_config"]["tensor_parallel_size"] = tensor_ranks
     facts = {

@@ -198,7 +198,8 @@ class NodeRows(NodePicture):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         pinned = keys
         if self._unpinned:
-            # If loads of one chunk differ, the one that ends first counts as the refused one: the other's pin stays.
+            # If two loads of one chunk were answered differently, the load that ends first counts as the refused one:
+            # the other's pin stays.
             pinned = []
             for key in keys:
                 if self._unpinned[key] > 0:

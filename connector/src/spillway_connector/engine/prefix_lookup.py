@@ -175,7 +175,7 @@ class PrefixLookupManager(OffloadingManager):
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
         """Count the leading chunks in the CPU tier; None while more are on their way, so that vLLM asks again.
 
-        The result is that of :meth:`look_up` for each key in order, up to the first absent one.
+        The result is what :meth:`look_up` returns for each key in order, up to the first absent one.
         """
         if not keys:
             return 0
@@ -311,7 +311,7 @@ class PrefixLookupManager(OffloadingManager):
 
     @property
     def step_time(self) -> float:
-        """The time of the present step; before its first lookup, that of the clock."""
+        """The time of the present step; before its first lookup, the clock's time."""
         return self._clock() if self.step is None else self.step.now
 
     def _wait_of(self, req_context: ReqContext) -> _Wait:

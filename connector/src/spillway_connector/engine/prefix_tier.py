@@ -83,7 +83,7 @@ class SharedTierBase(PrefixTier):
     """Built by vLLM's tier factory for `{"type": "nvme" | "redis" | "s3", ...}`; for the scheduler thread only."""
 
     def _open(self, spec: ChunkOwner, primary_kv_view: memoryview, tier_type: str, options: dict[str, Any]) -> None:
-        """The constructor's second half, behind that of vLLM's class. Raises ConfigError."""
+        """The rest of the constructor, after the constructor of vLLM's class. Raises ConfigError."""
         config = parse_tier(tier_type, options)
         self._rows = primary_kv_view.cast("B")
         self._shared = open_shared_tier(

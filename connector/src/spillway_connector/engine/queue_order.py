@@ -1,4 +1,4 @@
-"""vLLM's queue of waiting requests, which gives the one that has most tokens at hand first (settings, queue_order.py).
+"""vLLM's queue of waiting requests, which returns the request with most cached tokens first (settings, queue_order.py).
 
 The order within vLLM's queue is its own, by arrival or by priority; what changes is which of the requests at its head
 vLLM is shown next. Requests of another priority are never compared. A request that a step has preempted goes first, as

@@ -41,7 +41,7 @@ class ResetJob:
 def blocks_in_use(device_blocks: BlockPool) -> int:
     """By requests: the count that vLLM's own reset of the device's prefix cache refuses on.
 
-    The null block is always in use, and counts for nobody.
+    The null block is always in use and belongs to no request.
     """
     return device_blocks.num_gpu_blocks - device_blocks.get_num_free_blocks() - 1
 
@@ -194,8 +194,8 @@ class ResettableHalf(OffloadingConnectorScheduler):
             if request.is_finished():
                 continue
             request.num_computed_tokens = 0
-            # vLLM reserves blocks for requests that it has admitted, as it assumes that they keep what they hold; those
-            # that lose it would wait for each other.
+            # vLLM reserves blocks for admitted requests, because it assumes that they keep what they hold; requests
+            # that lose their blocks would wait for each other.
             scheduler._inflight_prefills.discard(request)
             if waits_for_load:
                 scheduler.failed_recving_kv_req_ids.add(request_id)  # then vLLM frees the blocks when it has ended

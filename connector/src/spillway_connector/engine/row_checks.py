@@ -1,4 +1,4 @@
-"""How a rank recognises what is in rows of the node that it loads from: before each copy and after it."""
+"""How a rank checks, before each copy and after it, that a row of the node holds the chunk to load."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class SpecBase(OffloadingSpec):
         tokens_per_hash: int,
         enable_events: bool,
     ) -> None:
-        """The constructor's second half, behind that of vLLM's class.
+        """The rest of the constructor, after the constructor of vLLM's class.
 
         region_id: of the rows: the same in all processes of one replica, and in those of no other. rank_block_bytes: of
         a device block of one rank, all of its layers together. num_ranks: in num_stages stages of a pipeline.

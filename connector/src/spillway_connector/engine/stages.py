@@ -1,9 +1,9 @@
 """What the stages of a pipeline must agree on before a row has a shape.
 
-Each process knows the layers of one stage only: a worker those of its own, the scheduler's those of the first. Stages
-differ (61 layers are 31 and 30, a drafter lies on the last one), and a row is cut the same way in all of them. So the
-workers compare notes when their specs are built, which they do together, and rank 0 writes the result into the rows for
-the scheduler's process, beside the description of its KV caches (kv_layout.py).
+Each process knows the layers of one stage only: a worker knows its own stage's, the scheduler's process the first
+stage's. Stages differ (61 layers are 31 and 30, a drafter lies on the last one), and a row is cut the same way in all
+of them. So the workers compare notes when their specs are built, which they do together, and rank 0 writes the result
+into the rows for the scheduler's process, beside the description of its KV caches (kv_layout.py).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def tenant_of_context(context: ReqContext) -> bytes:
 def session_of(params: object) -> SessionHint | None:
     """The session in a request's kv_transfer_params, `{"spillway_session": {"id", "ended", "return_seconds"}}`.
 
-    None without one, and for one that is not well-formed: a hint never fails a request.
+    None if there is no hint or it is not well-formed: a hint never fails a request.
     """
     given = params.get(SESSION_MEMBER) if isinstance(params, Mapping) else None
     if not isinstance(given, Mapping):

@@ -28,7 +28,7 @@ class WorkerHalf(OffloadingConnectorWorker):
     """
 
     def _begin(self, lora_config: Any) -> None:
-        """The constructor's second half, behind that of vLLM's class."""
+        """The rest of the constructor, after the constructor of vLLM's class."""
         self._jobs = CopyJobs(self._store)
         self._adapter_loads = AdapterLoads(lora_config)
 

@@ -57,9 +57,9 @@ def digests_of(
 ) -> dict[Path, str]:
     """`blake3:<64 hex>` or `sha256:<64 hex>` of each file's bytes.
 
-    A file of a hub's cache is a link to a blob that is named by its SHA-256, which is taken as it is. Others are read
-    once; `cache_folders`: where digests are cached, the first that can be written to; names in it are relative to the
-    first of them. Raises OSError.
+    A file of a hub's cache is a link to a blob that is named by its SHA-256; this name is used as the digest. Others
+    are read once; `cache_folders`: where digests are cached, the first that can be written to; names in it are relative
+    to the first of them. Raises OSError.
     """
     names = {path: _name_in_cache(path, cache_folders) for path in paths}
     found = {path: named for path in paths if (named := _named_by_the_hub(path)) is not None}

@@ -1,9 +1,9 @@
 """The identity of a model's weights: it changes whenever any byte of what a loader may open does.
 
 Which files vLLM opens depends on the load format and on the model's class: subfolders, further shards, projectors
-beside a GGUF file, `.pt` beside safetensors. So every file of the model's folder counts, but for what is known to
-change no KV. If an operator names the version of the weights, that name and a sample of every tensor replace the
-digest of all bytes.
+beside a GGUF file, `.pt` beside safetensors. So every file of the model's folder counts, except files that are known to
+change no KV. If an operator names the version of the weights, that name and a sample of every tensor replace the digest
+of all bytes.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class LeavingWindow:
 
     @property
     def blocks(self) -> int:
-        """How many to look at: half as many again, so that not every step has to look, and those that were lost."""
+        """How many blocks to look at: half as many again, so that not every step has to look, plus the blocks that were
+        lost."""
         return int(min(1.5 * self.next_step_blocks + self._margin, _STEPS_MAX * self.next_step_blocks))
 
     def took(self, blocks: int) -> None:

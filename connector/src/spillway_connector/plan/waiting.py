@@ -230,7 +230,7 @@ class WaitingChunks(Generic[_Key]):
             waiting.tenant.chunks -= 1
 
     def _fill(self) -> None:
-        """Give the room that there is now to those that want more, the first turn first."""
+        """Give the free share of the tier to the requests that want more, in the order of their turns."""
         wanting = sorted((tenant.short[0].turn, tenant.name) for tenant in self._tenants.values() if tenant.short)
         for _, name in wanting:
             short = self._tenants[name].short

@@ -1,5 +1,5 @@
-"""What an engine tells whoever routes requests about a tier that others share: who can load from it, and which chunks
-are there.
+"""What an engine tells routers about a tier that others share: which engines can load from it, and which chunks it
+holds.
 
 A chunk is announced once, by the engine that stores it, when the store begins: an engine without requests takes no step
 and could not announce its end. A store that fails is taken back. Chunks of a request that another engine goes on with

@@ -76,7 +76,8 @@ class Admission:
         self.turns = SessionTurns(config.session_half_life_seconds, clock)
         self.admitted_requests = 0
         self._admitted: Counter[tuple[str, Session] | str] = Counter()  # by tenant, and by tenant and session
-        # Who entered beyond the room, until all of its requests have ended: it takes nothing from those that wait.
+        # Sessions that entered beyond the engines' room, until all of their requests have ended: they take
+        # nothing from requests that wait.
         self._beyond: set[tuple[str, Session]] = set()
         self.waiting_requests = 0
         self.refused_total = 0

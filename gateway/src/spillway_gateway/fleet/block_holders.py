@@ -106,7 +106,7 @@ class BlockHolders:
             holder.drop_oldest_tombstone()
 
     def bound_waiting(self) -> None:
-        """Drop from the engine with the most, so that one that sends only orphans costs the others nothing."""
+        """Drop from the engine that has most, so that an engine that sends only orphans costs the others nothing."""
         while self.waiting_bytes > self.bytes_max // WAITING_SHARE:
             most = max(self.slots.values(), key=lambda holder: holder.waiting_bytes)
             if most.orphans_held:

@@ -4,8 +4,8 @@ A prompt is cold if it takes an engine COLD_PROMPT_SECONDS or more: a conversati
 engine that served it has died. What a cold prompt brings to an engine evicts what others there are about to use. If the
 sessions of a dead engine all came at once, each of the rest would compute them all, and evict its own sessions
 meanwhile, which then come as cold ones too. So an engine is sent no more of them than keep it busy for COLD_SECONDS.
-If prompts find less than half of their tokens anywhere, most of what is evicted would not have been found anyway, and
-none waits.
+If prompts find less than half of their tokens anywhere, most evicted blocks would not have been found anyway, so no
+prompt waits.
 
 None waits for longer than OVERTAKE_SECONDS, as in the engines' own queue, and none fails because of it. Those that wait
 for one engine are sent in order of arrival. When an engine's state changes, all are routed anew.

@@ -114,7 +114,7 @@ class PrefixIndex:
 
     @property
     def shared_stores(self) -> int:
-        """Stores of which anything is known, those of nodes among them."""
+        """Stores of which the index knows anything, including the CPU tiers of nodes."""
         return len(self._stores)
 
     def shared_reach_of(self, engine_name: str) -> SharedReach:

@@ -1,4 +1,4 @@
-"""What a prompt that waits in front of full engines would find on those that have room again."""
+"""What a prompt that waits while engines are full would find on an engine that has room again."""
 
 from __future__ import annotations
 

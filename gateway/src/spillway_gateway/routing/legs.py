@@ -127,7 +127,7 @@ def serving(engines: list[EngineView], leg: Leg) -> list[EngineView]:
 
 
 def _of(engines: Sequence[EngineView], role: EngineRole) -> list[EngineView]:
-    """Engines for a leg: those of its role, and without any those that take whole requests."""
+    """Engines for a leg: the engines of its role, or, if there are none, engines that take whole requests."""
     return [engine for engine in engines if engine.role is role] or [
         engine for engine in engines if engine.role is EngineRole.BOTH
     ]

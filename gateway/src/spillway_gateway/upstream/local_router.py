@@ -1,4 +1,4 @@
-"""The router of a process that counts by itself: for its own clients, or for those of other processes too."""
+"""The router of a process that counts requests itself, for its own clients or also for other processes' clients."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Such a load differs from vLLM's asynchronous ones in what it is to the scheduler: its request runs in the same step and
 may have stores under way beside it, its blocks are in the device's prefix cache from the start, and no request waits
-for its end. So it is not among upstream's jobs; what is left of it is a pin on rows of the CPU tier.
+for its end. So it is not among upstream's jobs; it only pins rows of the CPU tier.
 """
 
 from __future__ import annotations

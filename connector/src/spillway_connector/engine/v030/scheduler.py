@@ -230,8 +230,8 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
 
     @override
     def has_pending_push_work(self) -> bool:
-        """Upstream's contract: the engine steps on until the copies under way have been reported, those of before a
-        reset included; and while there is something to do without requests."""
+        """Upstream's contract: the engine steps on until all copies under way have been reported, including copies from
+        before a reset, and while there is work without requests."""
         late = self.late_stores is not None and self.late_stores.under_way
         return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.steps_without_requests
 
