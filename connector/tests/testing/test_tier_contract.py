@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spillway_connector.testing.retention_contract import RenewedTier, RetentionContract
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, BoundedTierContract
 from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
@@ -60,6 +61,11 @@ class QuarantinesNothing(MemoryTier):
         return {"changed": 1}
 
 
+class RenewsNothing(MemoryTier):
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        pass
+
+
 def run(kind: type[MemoryTier], promise: str) -> None:
     store = MemoryStore(64 << 20)
 
@@ -100,3 +106,13 @@ def test_a_broken_promise_is_found(kind: type[MemoryTier], promise: str, monkeyp
     run(MemoryTier, promise)
     with pytest.raises(AssertionError):
         run(kind, promise)
+
+
+@pytest.mark.parametrize("promise", [promise for promise in vars(RetentionContract) if promise.startswith("test_")])
+def test_a_tier_that_renews_nothing_is_found(promise: str) -> None:
+    def make(chunks: int) -> RenewedTier:
+        store = MemoryStore(chunks * (HEADER_BYTES + PAYLOAD_BYTES))
+        return RenewedTier.stepped(lambda clock, _: RenewsNothing(NAMESPACE, PAYLOAD_BYTES, store, clock=clock), chunks)
+
+    with pytest.raises(AssertionError):
+        getattr(RetentionContract(), promise)(make)

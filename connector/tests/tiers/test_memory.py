@@ -6,6 +6,7 @@ import pytest
 
 from spillway_connector.errors import RefusedReason, TierRefused
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.retention_contract import MakeRetaining, RenewedTier, RetentionContract
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
@@ -48,7 +49,16 @@ def make_small_tier() -> Callable[[int], MemoryTier]:
     return lambda frames: MemoryTier(NAMESPACE, PAYLOAD_BYTES, MemoryStore(frames * frame_bytes))
 
 
-class TestMemoryTier(BoundedTierContract):
+@pytest.fixture
+def make_retaining() -> MakeRetaining:
+    def make(chunks: int) -> RenewedTier:
+        store = MemoryStore(chunks * (HEADER_BYTES + PAYLOAD_BYTES))
+        return RenewedTier.stepped(lambda clock, _: MemoryTier(NAMESPACE, PAYLOAD_BYTES, store, clock=clock), chunks)
+
+    return make
+
+
+class TestMemoryTier(BoundedTierContract, RetentionContract):
     pass
 
 

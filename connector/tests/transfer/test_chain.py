@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from spillway_connector.plan.load_cost import JointGate, LoadGate, LoadPolicy, R
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.faults import CorruptingTier, FlakyTier, RefusingTier, SlowTier
+from spillway_connector.testing.retention_contract import MakeRetaining, RetentionContract
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome, Tier
@@ -23,6 +24,7 @@ from spillway_connector.transfer.calling_thread import Call
 from spillway_connector.transfer.chain import TierChain
 from spillway_connector.transfer.demotions import PRESSED_SHARE, DemotionOutcome, Demotions
 from spillway_connector.transfer.jobs import JobOutcome
+from spillway_connector.transfer.renewals import RENEW_SECONDS
 from spillway_connector.transfer.shared_tier import Lookup, SharedTier, TransferLimits
 from spillway_connector.transfer.stats import LookupOutcome, Operation
 
@@ -53,6 +55,7 @@ class Rig:
         above: Tier | None = None,
         below: Tier | None = None,
         announced: tuple[Announcements | None, Announcements | None] = (None, None),
+        room_bytes: int = 0,
     ) -> TierChain:
         for row in range(ROWS):
             self.rows[row, :PAYLOAD] = payload_of(row, PAYLOAD)
@@ -70,6 +73,7 @@ class Rig:
                 announcements=announcements,
                 answered_requests=answered,
                 progress=progress,
+                room_bytes=room_bytes,
                 admits_all=admits_all,
             )
             for tier, announcements, admits_all in zip(tiers, announced, (True, False), strict=True)
@@ -413,3 +417,57 @@ def test_a_flaky_pair_of_tiers_never_gives_wrong_bytes(rig: Rig) -> None:
             loaded += len(done)
             chain.take_promoted(outcome.job_id)
     assert loaded
+
+
+class ListedTier(MemoryTier):
+    """A bucket: nothing that an engine does keeps an entry there."""
+
+    renews = False
+
+
+class RetainingChain:
+    """The chain's own threads renew, between two lookups; another engine stores in the tier above."""
+
+    honours_holds = True
+
+    def __init__(self, rig: Rig, chunks: int) -> None:
+        self.rig = rig
+        rig.above.max_bytes = chunks * FRAME
+        below = ListedTier(NAMESPACE, PAYLOAD, rig.below, clock=rig.clock)
+        rig.start(below=below, room_bytes=chunks * PAYLOAD)
+        self.other = rig.memory(rig.above)
+
+    def store(self, chunks: Iterable[int], tenant: bytes = NO_TENANT) -> None:
+        for chunk in chunks:
+            self.other.store(key_of(chunk), payload_of(chunk, PAYLOAD), self.rig.clock() + 1, tenant)
+
+    def hold(self, tenant: bytes, share: float, seconds: float, chunks: range) -> None:
+        self.rig.chain.retain(tenant, share, seconds, [key_of(chunk) for chunk in chunks])
+        self._renew()
+
+    def held(self) -> int:
+        above, below = (member.snapshot().held_blocks for member in self.rig.chain.members)
+        assert below == 0, "what nothing keeps is not reported as held"
+        return above
+
+    def pass_time(self, seconds: float) -> None:
+        while seconds > 0:
+            self.rig.clock.advance(min(seconds, RENEW_SECONDS))
+            seconds -= RENEW_SECONDS
+            self._renew()
+
+    def there(self, chunks: range) -> set[int]:
+        present = self.other.contains([key_of(chunk) for chunk in chunks], self.rig.clock() + 1)
+        return {chunk for chunk, is_there in zip(chunks, present, strict=True) if is_there}
+
+    def _renew(self) -> None:
+        above = self.rig.chain.members[0]
+        while above._renewals.waiting:
+            self.rig.look([ROWS - 1])  # it wakes the thread, which renews a page after it
+        self.rig.look([ROWS - 1])  # answered after that page
+
+
+class TestRetention(RetentionContract):
+    @pytest.fixture
+    def make_retaining(self, rig: Rig) -> MakeRetaining:
+        return lambda chunks: RetainingChain(rig, chunks)

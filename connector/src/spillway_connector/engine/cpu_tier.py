@@ -136,6 +136,10 @@ class CpuTier(OffloadingManager):
         """A request asks to retain these chunks."""
         self._holds.hold(tenant, share, seconds, keys, self._clock())
 
+    def _held_of(self, keys: Collection[OffloadKey], now: float) -> set[OffloadKey]:
+        """Those of these resident chunks that are held."""
+        return self._holds.held_of(keys, now)
+
     def take_ended_sessions(self) -> int:
         """How many sessions have ended since the last call."""
         return 0
@@ -385,15 +389,13 @@ class LruRows(CpuTier):
         if count <= 0:
             return []
         waiting, now = self.waiting.kept, self._clock()
-        if not self._retention.is_idle:
-            chosen = self._evict_with_sessions(count, kept, req_context, now)
-            if chosen is not None or not (waiting or self._holds):
-                return chosen
+        if not self._retention.is_idle and (chosen := self._evict_with_sessions(count, kept, req_context, now)):
+            return chosen
         victims: list[OffloadKey] = []
         spared: list[OffloadKey] = []
         oldest_first = iter(self._rows)
         while len(victims) < count and (batch := list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))):
-            late: set[OffloadKey] = self._holds.held_of(batch, now) if self._holds else set()
+            late = self._held_of(batch, now)
             if waiting and not waiting.isdisjoint(batch):
                 late |= waiting & set(batch)
             if late:
@@ -426,17 +428,15 @@ class LruRows(CpuTier):
         self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext, now: float
     ) -> list[OffloadKey] | None:
         """None if fewer may leave without what waiting requests need and clients asked to retain."""
-        waiting, holds = self.waiting.kept, self._holds
         passed: list[OffloadKey] = []
 
         def may_leave(key: OffloadKey) -> bool:
-            if key in waiting or holds.is_held(key, now):
+            if key in self.waiting.kept or self._held_of((key,), now):
                 passed.append(key)
                 return False
             return self._may_leave(key, kept)
 
-        named = session_of_context(req_context)
-        asking = None if named is None else (named[0], named[1].session)
+        asking = None if (named := session_of_context(req_context)) is None else (named[0], named[1].session)
         plan = self._retention.plan_eviction(count, self._rows, may_leave, now, asking)
         if plan is None:
             return None

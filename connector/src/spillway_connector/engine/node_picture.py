@@ -7,6 +7,7 @@ under the lock of the index. An engine that cannot have the lock leaves the rows
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from spillway_connector.engine.cpu_tier import LruRows
 from spillway_connector.errors import TierTimeout
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.foreign_rows import ForeignRows
+from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
@@ -57,6 +59,7 @@ class NodePicture(LruRows):
         """
         super().__init__(region.num_rows, region.memory, enable_events=enable_events, clock=clock)
         self._node, self._index = region, region.index
+        self._holds = Holds(region.num_rows, self._hold_ended)
         self._namespace = namespace
         # Each row's stamp as this picture shows it, and the time of use that gives its chunk its place in the order.
         # Both are read one by one and as arrays.
@@ -78,6 +81,7 @@ class NodePicture(LruRows):
         self._engines: frozenset[int] = frozenset()
         self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
         self.news = Announcements(clock) if enable_events else None
+        self._any_held = False  # by any engine, at this engine's last change
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
         self._place = region.join(self._now_ms())
         self.sync()
@@ -100,6 +104,8 @@ class NodePicture(LruRows):
             self._sweep_at = now + _SWEEP_SECONDS
             self._change(self._sweep, followed=False)
             before, self._engines = self._engines, self._index.numbers()
+            if before != self._engines:  # each engine's clients hold shares of its part of the rows
+                self._holds.resize(self._num_rows // max(1, len(self._engines)), now)
             if self.news is not None and before - self._engines:  # whoever has swept them
                 self.news.others_ended()
         if self._index.version != self._version and self._left is None:
@@ -149,6 +155,8 @@ class NodePicture(LruRows):
             if row not in self._chunk_in:
                 self._chunk_in[row] = key
                 self._used_ms[row] = self._index.used_ms[row]
+                if self._holds:
+                    self._show_holds([key])
             if is_ready and key not in self.ready:
                 self.ready.add(key)
                 come.append(key)
@@ -174,6 +182,8 @@ class NodePicture(LruRows):
 
     def _drop(self, row: int, key: OffloadKey) -> None:
         del self._chunk_in[row], self._rows[key]
+        if self._holds:
+            self._index.hold([row], self._place, 0)
         self.ready.discard(key)
         self._mine.discard(key)
         self._retention.forget([key])
@@ -199,6 +209,15 @@ class NodePicture(LruRows):
             self._leave(str(error), isinstance(error, FileNotFoundError))
             return False
         return True
+
+    def _show_holds(self, keys: Iterable[OffloadKey]) -> None:
+        """Show every engine until when this one holds these resident chunks."""
+        for key in keys:
+            self._index.hold([self._rows[key]], self._place, math.ceil(self._holds.held_until(key)))
+
+    def _hold_ended(self, key: OffloadKey) -> None:
+        if (row := self._rows.get(key)) is not None:
+            self._index.hold([row], self._place, 0)
 
     def _took(self, rows: Iterable[int]) -> None:
         """This engine has changed these rows itself, and its picture with them."""
@@ -274,5 +293,6 @@ class NodePicture(LruRows):
     def weights_changed(self) -> None:
         """The other engines' chunks are those of the old weights, and no other engine could use this engine's."""
         self._may_rejoin = False
+        self._index.end_holds(self._place)
         if self._left is None:
             self._leave("the weights of its model change")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
@@ -29,8 +29,8 @@ from spillway_connector.plan.node_index import NO_STAMP, NodeIndex
 class NodeRows(NodePicture):
     """LruRows over a region of the node. EngineCore process, scheduler thread.
 
-    What sessions, waiting requests and retention say of chunks decides which of them leave for this engine's own
-    chunks. Other engines know the chunks' last use alone.
+    What sessions and waiting requests say of chunks decides which of them leave for this engine's own chunks. Other
+    engines know the chunks' last use, and until when clients of any engine asked to retain them.
     """
 
     # -- counts
@@ -42,6 +42,21 @@ class NodeRows(NodePicture):
     @override
     def free_rows(self) -> int:
         return self._index.free_rows if self._left is None else 0
+
+    # -- holds
+
+    @override
+    def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
+        super().hold(tenant, share, seconds, keys)
+        if self._left is None:
+            self._show_holds(key for key in keys if key in self._rows)
+
+    @override
+    def _held_of(self, keys: Collection[OffloadKey], now: float) -> set[OffloadKey]:
+        if not self._any_held:
+            return set()
+        index, rows = self._index, self._rows
+        return {key for key in keys if index.is_held(rows[key], now)}
 
     # -- stores
 
@@ -61,6 +76,7 @@ class NodeRows(NodePicture):
 
         def claim(index: NodeIndex) -> None:
             nonlocal output
+            self._any_held = index.any_held(self._clock())
             if self._foreign and len(keys) > index.free_rows:
                 wanted = sum(key not in self._rows for key in keys)
                 self._make_foreign_room(index, wanted - index.free_rows)
@@ -76,6 +92,8 @@ class NodeRows(NodePicture):
             for row in rows:
                 self._used_ms[row] = now_ms
             self._mine.update(stored)
+            if self._holds:
+                self._show_holds(stored)
 
         return output if self._change(claim) else None
 
@@ -92,15 +110,25 @@ class NodeRows(NodePicture):
 
     def _make_foreign_room(self, index: NodeIndex, count: int) -> None:
         """Free rows that this picture does not show: those used before its oldest chunk, and others while it is short
-        of evictable chunks or below its floor. Other namespaces keep theirs."""
+        of evictable chunks or below its floor, what is held last. Other namespaces keep theirs."""
         if count <= 0:
             return
+        now, any_held = self._clock(), self._any_held
         oldest_first = self._foreign.oldest_first(index.used_ms_array, self._now_ms())
         is_above_floor = len(self._rows) >= self._foreign.floor_rows
-        if is_above_floor and len(self.ready) - len(self._readers) >= count:
+        has_enough = is_above_floor and len(self.ready) - len(self._readers) >= count
+        if has_enough:
             oldest = next((self._used_ms[row] for key, row in self._rows.items() if key in self.ready), 0)
             oldest_first = list(takewhile(lambda row: index.used_ms[row] <= oldest, oldest_first))
-        chosen = list(islice((row for row in oldest_first if not index.is_pinned(row)), count))
+        chosen: list[int] = []
+        held: list[int] = []
+        for row in oldest_first:
+            if len(chosen) == count:
+                break
+            if not index.is_pinned(row):
+                (held if any_held and index.is_held(row, now) else chosen).append(row)
+        if not has_enough:
+            chosen += held[: count - len(chosen)]
         if chosen:
             index.free(chosen)
             self._took(chosen)
@@ -116,11 +144,12 @@ class NodeRows(NodePicture):
     def _follow_others(self, count: int) -> None:
         """The oldest chunks that others have used since become the youngest, until `count` may leave before them."""
         used_ms, seen_ms, ready, waiting = self._index.used_ms, self._used_ms, self.ready, self.waiting.kept
+        now, any_held = self._clock(), self._any_held
         newer: list[int] = []
         for key, row in self._rows.items():
             if used_ms[row] > seen_ms[row]:
                 newer.append(row)
-            elif key in ready and key not in waiting:
+            elif key in ready and key not in waiting and not (any_held and self._index.is_held(row, now)):
                 count -= 1
                 if not count:
                     break
@@ -251,6 +280,7 @@ class NodeRows(NodePicture):
         LruRows._announce(self, self.ready.difference(freed), removed=True)  # gone for this engine alone
         self.ready.intersection_update(freed)  # whose removal is announced
         self._reset_writes.update(self.rows_of(self._mine))
+        self._index.end_holds(self._place)
         super().reset_cache()
         self._free_list.clear()
 

@@ -15,7 +15,7 @@ Pure: no clock, no lock; the time is an argument, in seconds. Everything here be
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -59,8 +59,10 @@ class _Tenant(Generic[_Key]):
 class Holds(Generic[_Key]):
     """The held chunks of a tier that has room for `chunks`."""
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, chunks: int, ended: Callable[[_Key], object] | None = None) -> None:
+        """ended: called with each chunk whose hold ends in any other way than by :meth:`clear`."""
         self._chunks = chunks
+        self._ended = ended
         self._chunks_max = int(chunks * TOTAL_SHARE_MAX)
         self._spans: dict[_Key, _Span[_Key]] = {}  # by chunk
         self._tenants: dict[bytes, _Tenant[_Key]] = {}
@@ -83,8 +85,12 @@ class Holds(Generic[_Key]):
         return len(self._spans)
 
     def is_held(self, key: _Key, now: float) -> bool:
+        return now < self.held_until(key)
+
+    def held_until(self, key: _Key) -> float:
+        """When the hold of a chunk ends or has ended; 0.0 if nobody holds it."""
         span = self._spans.get(key)
-        return span is not None and now < span.until[key]
+        return 0.0 if span is None else span.until[key]
 
     def held_of(self, keys: Collection[_Key], now: float) -> set[_Key]:
         """Those of the keys that are held."""
@@ -156,6 +162,8 @@ class Holds(Generic[_Key]):
         del span.until[key]
         del self._spans[key]
         span.tenant.chunks -= 1
+        if self._ended is not None:
+            self._ended(key)
 
     def _forget_idle(self, owner: _Tenant[_Key]) -> None:
         for seconds in [seconds for seconds, span in owner.spans.items() if not span.until]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-VERSION = 4
+VERSION = 5
 ENGINES_MAX = 64
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
@@ -41,9 +41,13 @@ _RECORD = struct.Struct(f"<QBB6x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
 _RECORD_WORDS = _RECORD.size // 8
 _OWNER_AT, _NAMESPACE_AT = 8, 16  # in a record
 _NO_PINS = bytes(ENGINES_MAX)
+_NO_HOLDS = bytes(4 * ENGINES_MAX)
 _SEGMENT_BITS = 10  # rows of which one word says whether any has changed: 1,024
 _HEADER_WORDS = 512
-_ENGINES_FROM = 64  # in the header: of each place the number of its engine, and when it was found dead, in ms
+_ENGINES_FROM = (
+    64  # in the header: of each place the number of its engine, when it was found dead, in ms, and until when
+)
+#                     it holds any row, in s
 # Words of the header.
 _MARK, _VERSION, _ROWS, _ROW_BYTES, _CHANGES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(10)
 
@@ -86,6 +90,7 @@ class NodeIndex:
         segments = column(8, (num_rows >> _SEGMENT_BITS) + 1)
         self._records = column(_RECORD.size)
         self._pins = column(ENGINES_MAX)
+        self._holds = column(4 * ENGINES_MAX)  # of each engine the second until which it holds the row
         self._words, self.stamps, self.used_ms = header.cast("Q"), stamps.cast("Q"), used_ms.cast("Q")
         self._segment_words, self._record_words = segments.cast("Q"), self._records.cast("Q")
         self.stamp_array: U64 = np.frombuffer(stamps, np.uint64)
@@ -96,13 +101,15 @@ class NodeIndex:
         self._namespaces: npt.NDArray[np.uint8] = records[:, _NAMESPACE_AT : _NAMESPACE_AT + NAMESPACE_BYTES]
         self._checks: U64 = np.frombuffer(self._records, np.uint64)[::_RECORD_WORDS]
         self._pin_array = np.frombuffer(self._pins, np.uint8).reshape(num_rows, ENGINES_MAX)
-        engines: U64 = np.frombuffer(header, np.uint64)[_ENGINES_FROM : _ENGINES_FROM + 2 * ENGINES_MAX]
-        self._engines = engines.reshape(ENGINES_MAX, 2)
+        self._hold_words = self._holds.cast("I")
+        self._hold_array = np.frombuffer(self._holds, np.uint32).reshape(num_rows, ENGINES_MAX)
+        engines: U64 = np.frombuffer(header, np.uint64)[_ENGINES_FROM : _ENGINES_FROM + 3 * ENGINES_MAX]
+        self._engines = engines.reshape(ENGINES_MAX, 3)
 
     @classmethod
     def bytes_of(cls, num_rows: int) -> int:
         segments = (num_rows >> _SEGMENT_BITS) + 1
-        a_row = 2 * 8 + _RECORD.size + ENGINES_MAX
+        a_row = 2 * 8 + _RECORD.size + ENGINES_MAX + 4 * ENGINES_MAX
         return _HEADER_WORDS * 8 + a_row * num_rows + 8 * segments + 8 * 64  # each column begins at a cache line
 
     def format(self, row_bytes: int, identity: bytes) -> None:
@@ -152,12 +159,15 @@ class NodeIndex:
         has pinned them."""
         words, states, records, used_ms = self._words, self.stamps, self._records, self.used_ms
         first = generation = words[_GENERATION]
+        any_held = bool(self._engines[:, 2].any())
         words[_GENERATION] = generation + len(keys)
         for row, key in zip(rows, keys, strict=True):
             generation += 1
             if states[row] & _STATE_MASK:
                 states[row] &= ~_STATE_MASK
                 words[_FREE_ROWS] += 1
+            if any_held and self._is_marked(row):
+                self._hold_array[row] = 0  # of the chunk before
             check = check_of(namespace, key, generation)
             _RECORD.pack_into(records, row * _RECORD.size, check, place, len(key), namespace, key)
             used_ms[row] = now_ms
@@ -194,6 +204,21 @@ class NodeIndex:
         for row in rows:
             self.used_ms[row] = now_ms
 
+    def hold(self, rows: Rows, place: int, until_s: int) -> None:
+        """Clients of the engine at `place` asked to retain what is in these rows until this second; 0: no longer.
+
+        Without the lock: the order of eviction follows it, nothing else.
+        """
+        for row in rows:
+            self._hold_words[row * ENGINES_MAX + place] = until_s
+        self._engines[place, 2] = max(int(self._engines[place, 2]), until_s)
+
+    def end_holds(self, place: int) -> None:
+        """The engine at `place` holds nothing any more."""
+        if self._engines[place, 2]:
+            self._hold_array[:, place] = 0
+            self._engines[place, 2] = 0
+
     def take_free(self, count: int) -> list[int]:
         """Up to `count` free rows. The search continues after the last one, so rows often lie side by side."""
         found: list[int] = []
@@ -226,7 +251,8 @@ class NodeIndex:
         for place in range(ENGINES_MAX):
             if not self._engines[place, 0]:
                 self._pin_array[:, place] = 0
-                self._engines[place] = number, 0
+                self.end_holds(place)
+                self._engines[place] = number, 0, 0
                 return place
         return None
 
@@ -238,11 +264,12 @@ class NodeIndex:
         """
         released = 0
         for place in np.flatnonzero(self._engines[:, 0]).tolist():
-            number, dead_ms = self._engines[place].tolist()
+            number, dead_ms, _ = self._engines[place].tolist()
             if place == own or (not dead_ms and is_held(number)):
                 continue
             if not dead_ms:
                 self._pin_array[:, place] = 0
+                self.end_holds(place)
                 self._engines[place, 1] = max(now_ms, 1)
             elif abs(now_ms - dead_ms) >= DEAD_ROWS_KEPT_MS:
                 left = self.written_by(place)
@@ -320,6 +347,17 @@ class NodeIndex:
 
     def any_pinned(self, rows: Rows) -> bool:
         return bool(self._pin_array[rows].any())
+
+    def any_held(self, now_s: float) -> bool:
+        """Whether an engine holds any row. An engine that holds nothing but what has left may be counted, too."""
+        return bool((self._engines[:, 2] > now_s).any())
+
+    def is_held(self, row: int, now_s: float) -> bool:
+        """Whether clients of any engine asked to retain what is in the row."""
+        return self._is_marked(row) and int(self._hold_array[row].max()) > now_s
+
+    def _is_marked(self, row: int) -> bool:
+        return self._holds[row * 4 * ENGINES_MAX : (row + 1) * 4 * ENGINES_MAX].tobytes() != _NO_HOLDS
 
     def checks(self, rows: Rows) -> list[int]:
         """The words beside the stamps of these rows, by which :meth:`holds` recognises what they hold."""

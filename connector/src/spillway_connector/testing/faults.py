@@ -36,6 +36,10 @@ class TierWrapper:
     def payload_bytes(self) -> int:
         return self.tier.payload_bytes
 
+    @property
+    def renews(self) -> bool:
+        return self.tier.renews
+
     has_local_index = False  # so that lookups go through `contains`, where faults are injected
 
     @property

@@ -35,6 +35,7 @@ class MemoryTier:
 
     name = "memory"
     has_local_index = False  # as of most stores: lookups then run on a separate thread
+    renews = True
 
     def __init__(
         self,

@@ -242,6 +242,10 @@ class SealedTier:
     def has_local_index(self) -> bool:
         return self.tier.has_local_index
 
+    @property
+    def renews(self) -> bool:
+        return self.tier.renews
+
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Like the wrapped tier, because keys are not sealed."""
         return self.tier.contains_now(keys)

@@ -104,6 +104,11 @@ class Tier(Protocol):
         """Whether :meth:`contains_now` can ever answer. Constant: callers may read it once."""
         ...
 
+    @property
+    def renews(self) -> bool:
+        """Whether :meth:`renew` makes an entry stay. Constant. False: nothing counts as held there."""
+        ...
+
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
         """The answer of :meth:`contains` from memory alone. None if it cannot be given now.
 
@@ -151,8 +156,7 @@ class Tier(Protocol):
     def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
         """Renew the age of those of ``keys`` that are there, as a load of each does, without reading them.
 
-        tenant: of all of them, as they were stored. A store that takes no writes, or whose entries live by
-        their creation, renews nothing. Raises TierError.
+        tenant: of all of them, as they were stored. A store that takes no writes renews nothing. Raises TierError.
         """
         ...
 

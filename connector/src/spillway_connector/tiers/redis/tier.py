@@ -62,6 +62,7 @@ class RedisTier:
 
     name = "redis"
     has_local_index = False
+    renews = True
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class S3Tier:
 
     name = "s3"
     has_local_index = False
+    renews = False  # lifecycle rules count from the write, and this engine removes nothing by age
     under_pressure = False  # a bucket has no bound of which the tier could know
     quarantined: Mapping[str, int] = {}
     evictions: Mapping[EvictionReason, int] = {}
@@ -174,7 +175,7 @@ class S3Tier:
         return StoreOutcome.STORED
 
     def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
-        """Nothing: lifecycle rules count from the write, and to write again costs what a store costs."""
+        """Nothing: to write again, so that lifecycle rules count anew, costs what a store costs."""
 
     def discard(self, key: bytes, deadline: float) -> None:
         async def delete() -> None:

@@ -18,6 +18,7 @@ from spillway_connector.errors import RefusedReason, TierMiss, TierTimeout, Tier
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.directory_contract import DirectoryContract, sizes_below
+from spillway_connector.testing.retention_contract import MakeRetaining, RenewedTier, RetentionContract
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -96,7 +97,14 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], FileTier]:
     return lambda frames: make_tier(max_bytes=frames * FRAME_BYTES)
 
 
-class TestFileTier(BoundedTierContract):
+@pytest.fixture
+def make_retaining(make_tier: MakeTier) -> MakeRetaining:
+    return lambda chunks: RenewedTier.stepped(
+        lambda clock, wall_clock: make_tier(max_bytes=chunks * FRAME_BYTES, clock=clock, wall_clock=wall_clock), chunks
+    )
+
+
+class TestFileTier(BoundedTierContract, RetentionContract):
     pass
 
 

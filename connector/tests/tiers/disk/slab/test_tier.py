@@ -23,6 +23,7 @@ from spillway_connector.namespace import Namespace
 from spillway_connector.testing.cache_first import CacheFirst
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.directory_contract import DirectoryContract
+from spillway_connector.testing.retention_contract import MakeRetaining, RenewedTier, RetentionContract
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -119,7 +120,15 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], SlabTier]:
     return lambda frames: make_tier(max_bytes=(frames + 1) * SLOT_BYTES)  # one for the index
 
 
-class TestSlabTier(BoundedTierContract):
+@pytest.fixture
+def make_retaining(make_tier: MakeTier) -> MakeRetaining:
+    return lambda chunks: RenewedTier.stepped(
+        lambda clock, wall_clock: make_tier(max_bytes=(chunks + 1) * SLOT_BYTES, clock=clock, wall_clock=wall_clock),
+        chunks,
+    )
+
+
+class TestSlabTier(BoundedTierContract, RetentionContract):
     pass
 
 

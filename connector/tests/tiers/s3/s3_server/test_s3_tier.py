@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from s3_servers import READER_KEYS, s3_server
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierMiss, TierUnreachable, UnreachableReason
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.retention_contract import MakeRetaining, RenewedTier, RetentionContract
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PAYLOAD_BYTES,
@@ -58,7 +61,15 @@ def make_tier(place: S3Place, tier_at: TierAt) -> Callable[[Namespace, int], Tie
     return lambda namespace, payload_bytes: tier_at(place, namespace, payload_bytes)
 
 
-class TestS3Tier(TierContract):
+@pytest.fixture
+def make_retaining(make_tier: Callable[[Namespace, int], Tier]) -> MakeRetaining:
+    """Lifecycle rules of the bucket count from the write, and nothing that an engine does holds an object."""
+    return lambda chunks: RenewedTier(
+        make_tier(NAMESPACE, PAYLOAD_BYTES), chunks, SteppedClock(), time.monotonic, lambda seconds: None
+    )
+
+
+class TestS3Tier(TierContract, RetentionContract):
     pass
 
 

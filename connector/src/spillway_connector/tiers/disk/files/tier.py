@@ -75,6 +75,7 @@ class FileTier:
 
     name = "nvme"
     has_local_index = False  # other nodes may write to the directory, so only the file system can tell
+    renews = True
 
     def __init__(
         self,

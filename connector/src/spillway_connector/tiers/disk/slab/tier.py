@@ -102,6 +102,7 @@ class SlabTier:
 
     name = "nvme"
     has_local_index = True
+    renews = True
 
     def __init__(
         self,
