@@ -42,12 +42,15 @@ class Session:
 class Cluster:
     """Simulated engines behind the gateway's own routing; a stepped clock."""
 
-    def __init__(self, seed: int, *, shared: bool) -> None:
+    def __init__(
+        self, seed: int, *, shared: bool, engines: int = ENGINES, routing: RoutingConfig | None = None
+    ) -> None:
         self.now, self.shared, self.chance = 0.0, shared, random.Random(seed)
         index = PrefixIndex("m", bytes_max=1 << 28, orphans_max=10, default_block_tokens=BLOCK, clock=lambda: self.now)
-        engines = tuple(EngineConfig(f"engine-{number}", f"http://e{number}:1") for number in range(ENGINES))
-        self.fleet = ModelFleet(ModelConfig("m", engines=engines), RoutingConfig(), index, lambda: self.now)
-        self.held: dict[str, OrderedDict[int, None]] = {engine.name: OrderedDict() for engine in engines}
+        configs = tuple(EngineConfig(f"engine-{number}", f"http://e{number}:1") for number in range(engines))
+        routing = routing or RoutingConfig()
+        self.fleet = ModelFleet(ModelConfig("m", engines=configs), routing, index, lambda: self.now)
+        self.held: dict[str, OrderedDict[int, None]] = {engine.name: OrderedDict() for engine in configs}
         for engine in self.fleet.engines.values():
             engine.set_state(EngineState.READY, "ready")
             engine.events_live = True

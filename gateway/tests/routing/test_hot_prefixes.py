@@ -39,6 +39,21 @@ def test_what_many_requests_begin_with_is_hot_and_comes_with_its_tokens() -> Non
     assert found.tokens.cache_salt == "s"
 
 
+def test_prompts_that_are_little_longer_than_what_they_share_are_enough() -> None:
+    hot = HotPrefixes()
+    for number in range(6):
+        request(hot, blocks(*range(64), 1000 + number, 2000 + number))
+    (found,) = hot.hottest(8, 0.0)
+    assert found.blocks == max(depth for depth in DEPTHS if depth <= 64)
+
+
+def test_the_turns_of_one_conversation_in_any_order_are_not_hot() -> None:
+    hot = HotPrefixes()
+    for turn in (66, 70, 64, 68, 65, 90, 67):
+        request(hot, blocks(*range(turn)))
+    assert hot.hottest(8, 0.0) == []
+
+
 def test_the_turns_of_one_conversation_are_not_hot() -> None:
     hot = HotPrefixes()
     for turn in range(2, 40):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -46,8 +47,7 @@ class _Entry(msgspec.Struct, gc=False):
     blocks: int
     requests: float
     as_of: float
-    near: int | None = None  # the key of the next block, of the first prompt that had one
-    far: int | None = None  # the key of the next depth, likewise
+    further: tuple[int, int] | None = None  # blocks and key of a prefix that prompts went on to from here
     shared: bool = False
     ids: bytes | None = None
     cache_salt: str | None = None
@@ -81,8 +81,7 @@ class HotPrefixes:
             now: Monotonic seconds.
         """
         entries = self._entries
-        before: _Entry | None = None
-        for depth in DEPTHS:
+        for depth, next_depth in pairwise((*DEPTHS, len(keys))):
             if depth > len(keys):
                 break
             key = keys[depth - 1]
@@ -93,13 +92,11 @@ class HotPrefixes:
                 entries.move_to_end(key)
             entry.requests = 1.0 + _decayed(entry, now)
             entry.as_of = now
-            if before is not None:
-                before.shared = before.shared or before.far not in (None, key)
-                before.far = key if before.far is None else before.far
-            if depth < len(keys):
-                entry.shared = entry.shared or entry.near not in (None, keys[depth])
-                entry.near = keys[depth] if entry.near is None else entry.near
-            before = entry
+            if entry.further is not None and entry.further[0] <= len(keys):
+                entry.shared = entry.shared or keys[entry.further[0] - 1] != entry.further[1]
+            elif depth < len(keys):  # nothing to compare with, or only what is longer than this prompt
+                blocks = min(next_depth, len(keys))
+                entry.further = blocks, keys[blocks - 1]
             if entry.shared and entry.ids is None and entry.requests >= REQUESTS_MIN:
                 entry.ids, entry.cache_salt = bytes(ids[: depth * block_bytes]), cache_salt
                 self._bytes += len(entry.ids)
