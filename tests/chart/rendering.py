@@ -25,6 +25,7 @@ CHART = ROOT / "charts" / "spillway"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 VALUES_FILES = [CHART / "values.yaml", CHART / "values-cpu.yaml", *EXAMPLES]
 CUSTOM_KINDS = (
+    "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
     "monitoring.coreos.com/v1/PodMonitor",
     "monitoring.coreos.com/v1/ServiceMonitor",
     "monitoring.coreos.com/v1/PrometheusRule",
@@ -234,7 +235,9 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pod_spec(workload: Mapping[str, Any]) -> dict[str, Any]:
-    return workload["spec"]["template"]["spec"]
+    """The pod of a workload; of a replica over several nodes its leader."""
+    spec = workload["spec"]
+    return spec["template"]["spec"] if "template" in spec else spec["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
 
 
 def environment(workload: Mapping[str, Any]) -> dict[str, Any]:

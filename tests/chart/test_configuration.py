@@ -42,6 +42,10 @@ from spillway_gateway.config.shared_limits import SharedLimitsConfig
 GIB = 1 << 30
 
 
+def engine_workloads(rendered):
+    return [*rendered.of_kind("StatefulSet", "engine"), *rendered.of_kind("LeaderWorkerSet", "engine")]
+
+
 @pytest.fixture
 def engine_of(tmp_path):
     """Render -> the settings that a pod of one engine group loads, with the arguments of its container."""
@@ -49,9 +53,13 @@ def engine_of(tmp_path):
     def load(rendered, name="chat-spillway-engine"):
         file = tmp_path / f"{name}.yaml"
         file.write_text(rendered.named("ConfigMap", name)["data"]["engine.yaml"])
-        arguments = pod_spec(rendered.named("StatefulSet", name))["containers"][0]["args"]
-        assert arguments[:3] == ["--config", "/etc/spillway/engine.yaml", "--set"]
-        return load_engine_settings(file, [arguments[3].replace("$(POD_NAME)", f"{name}-0")])
+        (workload,) = (item for item in engine_workloads(rendered) if item["metadata"]["name"] == name)
+        arguments = pod_spec(workload)["containers"][0]["args"]
+        assert arguments[:2] == ["--config", "/etc/spillway/engine.yaml"] and set(arguments[2::2]) == {"--set"}
+        given = {"POD_NAME": f"{name}-0", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": f"{name}-0.{name}.llm"}
+        return load_engine_settings(
+            file, [re.sub(r"[$][(](\w+)[)]", lambda found: given[found[1]], text) for text in arguments[3::2]]
+        )
 
     return load
 
@@ -110,7 +118,7 @@ def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of)
     gateway = gateway_of(rendered)
     listing = gateway_of(render(file, values=nested("gateway.discovery.type", "static")))
 
-    workloads = rendered.of_kind("StatefulSet", "engine")
+    workloads = engine_workloads(rendered)
     served = {engine_of(rendered, workload["metadata"]["name"]).served_name for workload in workloads}
     assert {model.name for model in gateway.models} == served and len(gateway.models) == len(served)
     for workload in workloads:
@@ -120,7 +128,8 @@ def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of)
         model, listed = (
             next(model for model in config.models if model.name == engine.served_name) for config in (gateway, listing)
         )
-        service = rendered.named("Service", workload["spec"]["serviceName"])
+        service = rendered.named("Service", f"{name}-pods")
+        naming = workload["spec"].get("serviceName", name)  # a LeaderWorkerSet's Service has its name
         ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
         found = model.discovery.kubernetes
         assert service["metadata"]["name"] in (found.service, *found.role_services)
@@ -128,7 +137,7 @@ def test_every_values_file_is_read_by_the_processes(file, engine_of, gateway_of)
         assert ports[found.port] == engine.port
         assert ports[found.kv_events_port] == engine.kv_events.port
         assert ports[found.kv_replay_port] == engine.kv_events.replay_port
-        host = f"{name}-0.{workload['spec']['serviceName']}.llm.svc.cluster.local"
+        host = f"{name}-0.{naming}.llm.svc.cluster.local"
         first = next(one for one in listed.engines if one.name == engine.name)
         assert first.url == f"http://{host}:{engine.port}" and ports["http"] == engine.port
         assert first.kv_events == f"tcp://{host}:{engine.kv_events.port}"
@@ -529,7 +538,15 @@ def test_every_setting_of_the_gateway_is_a_value():
     }  # of `engine`
     limits = {camel(name) for name in fields_of(SharedLimitsConfig)} - {"usernameEnv", "passwordEnv", "tlsCaFile"}
     assert limits | {"existingSecret", "caSecret"} == set(values["gateway"]["auth"]["sharedLimits"])
-    assert fields_of(EngineConfig) == {"name", "url", "kv_events", "kv_replay", "data_parallel_ranks", "role"}
+    assert fields_of(EngineConfig) == {
+        "name",
+        "url",
+        "kv_events",
+        "kv_replay",
+        "data_parallel_ranks",
+        "role",
+        "workers",
+    }
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if section != "auth"])

@@ -119,16 +119,18 @@ def test_redis_is_closed_to_everyone_but_engines():
 def test_policies_select_real_ports_and_pods():
     for file in EXAMPLES:
         rendered = render(file)
-        workloads = [each for kind in ("StatefulSet", "Deployment", "DaemonSet") for each in rendered.of_kind(kind)]
+        kinds = ("StatefulSet", "Deployment", "DaemonSet", "LeaderWorkerSet")
+        workloads = [each for kind in kinds for each in rendered.of_kind(kind)]
         for policy in rendered.of_kind("NetworkPolicy"):
             wanted = policy["spec"]["podSelector"]["matchLabels"].items()
             if policy["metadata"]["labels"]["app.kubernetes.io/component"] == "test":
                 assert policy["spec"]["ingress"] == []
                 continue
-            chosen = [item for item in workloads if wanted <= item["spec"]["template"]["metadata"]["labels"].items()]
+            chosen = [item for item in workloads if wanted <= item["metadata"]["labels"].items()]
             assert len(chosen) == 1, policy["metadata"]["name"]
-            ports = {port["name"] for container in pod_spec(chosen[0])["containers"] for port in container["ports"]}
-            assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} <= ports
+            declared = [port for container in pod_spec(chosen[0])["containers"] for port in container["ports"]]
+            ports = {port[key] for port in declared for key in ("name", "containerPort")}
+            assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())} <= ports
 
 
 def test_secrets_are_only_referred_to():

@@ -13,7 +13,7 @@ from spillway_engine.tier_settings import EncryptionSettings
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 # Settings that the chart writes itself, or leaves to the engine service's default: nobody can have set them wrongly.
-NOT_VALUES = {"name", "door", "offload.copyTable", "offload.cudaLibraryPath", "offload.nodeTier"}
+NOT_VALUES = {"name", "door", "nodeRank", "leader", "offload.copyTable", "offload.cudaLibraryPath", "offload.nodeTier"}
 
 
 def engine_of(**values: Any) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class MemoryCase:
             "tensorParallelSize": engine["tensorParallelSize"],
             "pipelineParallelSize": engine["pipelineParallelSize"],
             "dataParallelSize": engine["dataParallelSize"],
+            "nodesPerReplica": engine["nodesPerReplica"],
             "blockSize": engine["blockSize"],
             "extraArgs": engine["extraArgs"],
             "offload": {
@@ -166,6 +167,9 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
             "force": False,
         },
     }
+    # Cores apart, one core in stages, or all in one pod.
+    parts = engine["dataParallelSize"] if engine["dataParallelSize"] > 1 else engine["pipelineParallelSize"]
+    engine["nodesPerReplica"] = chosen.choice([1, parts])
     model = ModelShape(
         layers=shape["layers"],
         kv_heads=shape.get("kvHeads", 1),

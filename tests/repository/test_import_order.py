@@ -33,8 +33,8 @@ LEVELS = {
         "model_facts shared_rules size_rules typed_values unknown_key",
         "pod_memory shape",
         "group",
-        "ascend_rules auth_rules credential_rules device_rules duration_rules pod_rules role_rules route_rules"
-        " unread_rules",
+        "ascend_rules auth_rules credential_rules device_rules duration_rules node_group_rules pod_rules role_rules"
+        " route_rules unread_rules",
         "container_rules engine_rules",
         "gateway_rules model_rules release_rules tier_rules",
         "node_rules",
@@ -42,7 +42,7 @@ LEVELS = {
         "command_line",
     ),
     "engine": (
-        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report in_flight messages_usage "
+        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report headless in_flight messages_usage "
         "near_ties pod_channel",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",

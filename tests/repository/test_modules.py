@@ -23,6 +23,7 @@ SHORT: dict[str, str] = {
     "settings/src/spillway_settings/gateway_memory.py": "figures that the check and the gateway both read",
     "services/ctl/src/spillway_ctl/errors.py": "the error tree, imported by all modules of the package",
     "services/engine/src/spillway_engine/errors.py": "the error tree, imported by all modules of the package",
+    "services/engine/src/spillway_engine/headless.py": "run as a program of its own, in place of the API server",
     "services/simulator/src/spillway_simulator/errors.py": "the error tree, imported by all modules of the package",
     "services/stack/src/spillway_stack/errors.py": "the error tree, imported by all modules of the package",
 }

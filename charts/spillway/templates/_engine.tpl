@@ -13,11 +13,11 @@ start-engine.sh: |
   {{- .root.Files.Get "files/start-ascend.sh" | nindent 2 }}
 {{- end }}{{- end -}}
 
-{{/* engine -> name and number of the ports of KV events, as a YAML list: of each data parallel rank two. */}}
+{{/* engine -> name and number of the first pod's ports of KV events, as a YAML list: two of each rank there. */}}
 {{- define "spillway.eventPorts" -}}
 {{- $ports := list -}}
 {{- if .kvEvents.enabled -}}
-{{- range $rank := until (int .dataParallelSize) -}}
+{{- range $rank := div .dataParallelSize .nodesPerReplica | max 1 | int | until -}}
 {{- $end := eq $rank 0 | ternary "" (printf "-%d" $rank) -}}
 {{- $ports = append $ports (dict "name" (print "kv-events" $end) "port" (add (int64 $.kvEvents.port) $rank)) -}}
 {{- $ports = append $ports (dict "name" (print "kv-replay" $end) "port" (add (int64 $.kvEvents.replayPort) $rank)) -}}
@@ -236,3 +236,81 @@ ephemeral-storage: {{ include "spillway.sizeQuantity" (dict "value" . "path" $at
 {{- end -}}
 {{- if gt $least 0.0 -}}{{- $least -}}{{- end -}}
 {{- end -}}
+
+{{/* (root, item[, worker]) -> metadata and specification of an engine's pod. worker: it has ranks alone, and no server,
+because the replica's first pod leads. */}}
+{{- define "spillway.enginePod" -}}
+{{- $item := .item -}}{{- $engine := $item.engine -}}{{- $folders := $item.names.folders -}}
+{{- $tag := printf "%s-%s" .root.Chart.AppVersion $item.accelerator.imageSuffix }}
+{{- with $engine.image.variant }}{{ $tag = printf "%s-%s" $tag . }}{{ end }}
+{{- $vllm := toString $engine.image.vllm }}
+{{- if ne $vllm "0.23" }}{{ $tag = printf "%s-vllm%s" $tag $vllm }}{{ end -}}
+metadata:
+  {{- $checksum := include "spillway.engineFiles" (dict "root" .root "item" $item "forHash" true) | sha256sum }}
+  {{- include "spillway.podMetadata" (dict "root" .root "item" $item "section" $engine "container" "engine"
+    "checksum" $checksum "labels" (dict "spillway/vllm" $vllm)) | nindent 2 }}
+spec:
+  {{- $of := pick $item.accelerator "schedulerName" "nodeSelector" "tolerations" }}
+  {{- include "spillway.podSpec" (merge (dict "root" .root "item" $item "section" $engine "name" $item.name
+    "graceSeconds" (include "spillway.engineGraceSeconds" $item)
+    "context" $item.accelerator.podSecurityContext) $of) | nindent 2 }}
+  containers:
+    - name: engine
+      {{- include "spillway.image" (dict "root" .root "section" $engine "tag" $tag) | nindent 6 }}
+      {{- if eq $item.platform "npu" }}
+      command: [/bin/bash, {{ $folders.config }}/start-engine.sh]
+      {{- else }}
+      command: [python3, -m, spillway_engine]
+      {{- end }}
+      {{- $place := "--set, nodeRank=$(LWS_WORKER_INDEX), --set, leader=$(LWS_LEADER_ADDRESS)" }}
+      args: [--config, {{ $folders.config }}/engine.yaml, --set, name=$(POD_NAME)
+        {{- if eq $item.controller "LeaderWorkerSet" }}, {{ $place }}{{ end }}]
+      workingDir: {{ $folders.home }}
+      env:
+        {{- include "spillway.engineEnvironment" (dict "root" .root "item" $item) | nindent 8 }}
+      {{- if not .worker }}
+      ports:
+        - {name: http, containerPort: {{ $engine.port }}}
+        {{- range include "spillway.eventPorts" $engine | fromYamlArray }}
+        - {name: {{ .name }}, containerPort: {{ int64 .port }}}{{ end }}
+      {{- include "spillway.probes" (dict "startupSeconds" $engine.lifecycle.startupTimeoutSeconds
+        "probes" $engine.probes) | nindent 6 }}{{ end }}
+      {{- with include "spillway.preStop" (dict "root" .root "seconds" $engine.lifecycle.preStopSeconds) | trim }}
+      {{- . | nindent 6 }}{{ end }}
+      # {{ $item.memory.arithmetic }}
+      resources:
+        {{- range $kind := list "request" "limit" }}
+        {{ $kind }}s:
+          {{- include "spillway.engineResources" (dict "item" $item "kind" $kind) | nindent 10 }}
+        {{- end }}
+        {{- with $engine.resourceClaims }}
+        claims:
+          {{- range . }}
+          - {name: {{ .name }}}
+          {{- end }}{{- end }}
+      securityContext: {{ toJson $item.accelerator.securityContext }}
+      volumeMounts:
+        {{- include "spillway.engineMounts" (dict "root" .root "item" $item) | nindent 8 }}
+    {{- with $engine.sidecars }}{{- toYaml . | nindent 4 }}{{- end }}
+  volumes:
+    {{- include "spillway.engineVolumes" (dict "root" .root "item" $item) | nindent 4 }}
+{{- end -}}
+
+{{/* (root, item) -> volumeClaimTemplates for a folder of the shared tier that each pod has for itself. */}}
+{{- define "spillway.engineClaims" -}}
+{{- $volume := .item.engine.offload.sharedTier.nvme.volume -}}
+{{- if and (include "spillway.usesNvme" .item) (eq $volume.type "perPodClaim") -}}
+# A pod that moves away may leave its claim: what lies there is a cache.
+persistentVolumeClaimRetentionPolicy: {whenScaled: Retain, whenDeleted: Retain}
+volumeClaimTemplates:
+  - metadata:
+      name: kv
+      labels:
+        {{- include "spillway.selectorLabels" . | nindent 8 }}
+    spec:
+      accessModes: [ReadWriteOnce]
+      {{- if not (kindIs "invalid" $volume.storageClassName) }}
+      storageClassName: {{ $volume.storageClassName | quote }}{{ end }}
+      resources:
+        requests: {storage: {{ include "spillway.nvmeSize" .item }}}
+{{- end -}}{{- end -}}

@@ -94,9 +94,11 @@ gateway.yaml: |
 {{- default .engine.lifecycle.startupTimeoutSeconds .engine.autoscaling.wakeTimeoutSeconds -}}
 {{- end -}}
 
-{{/* (root, item, index) -> the name of an engine's pod in the cluster's DNS. */}}
+{{/* (root, item, index) -> the name of an engine's pod in the cluster's DNS. A LeaderWorkerSet has a Service of its own
+that names its pods. */}}
 {{- define "spillway.engineHost" -}}
-{{ .item.name }}-{{ .index }}.{{ include "spillway.headlessHost" . }}
+{{- $named := dict "headless" (eq .item.controller "LeaderWorkerSet" | ternary .item.name .item.headless) -}}
+{{ .item.name }}-{{ .index }}.{{ include "spillway.headlessHost" (dict "root" .root "item" $named) }}
 {{- end -}}
 
 {{/* (root, item) -> the name of the group's Service in the cluster's DNS. */}}
@@ -110,6 +112,7 @@ gateway.yaml: |
 {{- $events := $item.engine.kvEvents -}}{{- $ranks := int64 $item.engine.dataParallelSize -}}
 {{- $found := dict -}}{{- $type := $root.Values.gateway.discovery.type -}}
 {{- if gt $ranks 1 -}}{{- $_ := set $found "dataParallelRanks" $ranks -}}{{- end -}}
+{{- $nodes := gt $ranks 1 | ternary (int64 $item.engine.nodesPerReplica) 1 -}}
 {{- if ne $item.engine.role "both" -}}{{- $_ := set $found "role" $item.engine.role -}}{{- end -}}
 {{- /* A list without an entry is none: a model without pods is asked for by its name, until there is one. */ -}}
 {{- if or (ne $type "static") (eq (int64 $item.pods) 0) -}}
@@ -119,9 +122,10 @@ gateway.yaml: |
 {{- $namespace := include "spillway.namespace" $root -}}
 {{- $service := ternary (dict "service" $item.headless "namespace" $namespace "port" "http")
   (dict "name" (include "spillway.headlessHost" .) "port" $item.engine.port) $isWatched -}}
-{{- if and $isWatched (eq $item.engine.controller "Deployment") -}}
+{{- if and $isWatched (eq $item.controller "Deployment") -}}
 {{- $_ := set $found "podDeletionCostSeconds" $root.Values.gateway.discovery.podDeletionCostSeconds -}}
 {{- end -}}
+{{- if gt (int $nodes) 1 -}}{{- $_ := set $found "nodesPerReplica" $nodes -}}{{- end -}}
 {{- include "spillway.overlay" (dict "base" $found "over" (merge $service (ternary $ports dict $events.enabled))) -}}
 {{- $_ := set .model "discovery" (dict (ternary "kubernetes" "dns" $isWatched) $found) -}}
 {{- else -}}
@@ -133,6 +137,10 @@ gateway.yaml: |
 {{- if $events.enabled -}}
 {{- $_ := set $engine "kvEvents" (printf "tcp://%s:%d" $host (int64 $events.port)) -}}
 {{- $_ = set $engine "kvReplay" (printf "tcp://%s:%d" $host (int64 $events.replayPort)) -}}
+{{- end -}}
+{{- range $worker := untilStep 1 (int $nodes) 1 -}}
+{{- $at := include "spillway.engineHost" (dict "root" $root "item" $item "index" (printf "%d-%d" $index $worker)) -}}
+{{- $_ := set $engine "workers" (append (default list $engine.workers) $at) -}}
 {{- end -}}
 {{- $engines = append $engines $engine -}}
 {{- end -}}

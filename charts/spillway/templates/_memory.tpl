@@ -33,12 +33,13 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- include "spillway.rule.shape" (dict "path" .path "engine" .engine "shape" $out) -}}
 {{- end -}}
 
-{{/* engine -> workers of one replica; each has a device of its own. */}}
+{{/* engine -> workers of one pod; each has a device of its own. */}}
 {{- define "spillway.ranks" -}}
-{{- mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) (int64 .dataParallelSize) -}}
+{{- div (mul (int64 .tensorParallelSize) (int64 .pipelineParallelSize) (int64 .dataParallelSize))
+  (int64 .nodesPerReplica) -}}
 {{- end -}}
 
-{{/* (engine, path, platform, shape, names, out): every figure of one replica's memory into out. */}}
+{{/* (engine, path, platform, shape, names, out): every figure of one pod's memory into out. */}}
 {{- define "spillway.memory" -}}
 {{- $engine := .engine -}}{{- $shape := .shape -}}{{- $path := .path -}}{{- $onCpu := eq .platform "cpu" -}}
 {{- $elementBytes := dict "bfloat16" 2 "float16" 2 "float32" 4 -}}{{- $dtype := $engine.model.dtype -}}
@@ -53,7 +54,10 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $scale := ternary 4 0 (hasSuffix "_per_token_head" $kvDtype) -}}
 {{- /* Every data parallel rank is an engine core with a device cache, a CPU tier, weights and queues. */ -}}
 {{- $stages := int64 $engine.pipelineParallelSize -}}{{- $ranks := mul (int64 $engine.tensorParallelSize) $stages -}}
-{{- $cores := int64 $engine.dataParallelSize -}}{{- $allRanks := include "spillway.ranks" $engine | int64 -}}
+{{- $cores := max 1 (div (int64 $engine.dataParallelSize) (int64 $engine.nodesPerReplica)) -}}
+{{- $allRanks := include "spillway.ranks" $engine | int64 -}}
+{{- /* Of a core that spans pods, these ranks and their share of the weights are here. */ -}}
+{{- $ranksHere := max 1 (div $allRanks $cores) -}}
 {{- /* A row of the CPU tier holds one KV group. vLLM makes groups of one size out of layers of two kinds: of the
       smaller kind's, or of the larger's where it is less than half as large again. */ -}}
 {{- $sliding := int64 $shape.slidingLayers -}}{{- $full := sub (int64 $shape.layers) $sliding -}}
@@ -86,9 +90,10 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- if not (or $engine.model.quantization $shape.quantized) -}}
 {{- $coreWeights = div (mul $coreWeights (get $elementBytes $dtype)) (get $elementBytes $shape.dtype | default 2) -}}
 {{- end -}}
+{{- $coreWeights = div (mul $coreWeights $ranksHere) $ranks -}}
 {{- $weightBytes := ternary (mul $coreWeights $cores) 0 $onCpu -}}
 {{- $asked := include "spillway.argumentMemory" (dict "arguments" (default list $engine.extraArgs) "onCpu" $onCpu
-  "ranks" $ranks "cores" $cores "weightBytes" $coreWeights) | fromJson -}}
+  "ranks" $ranksHere "cores" $cores "weightBytes" $coreWeights) | fromJson -}}
 {{- $askedBytes := int64 $asked.processBytes -}}
 
 {{- /* CPU tier: rows of one chunk of one KV group over all ranks, rounded up to a page. */ -}}
@@ -111,9 +116,9 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $tierBytes := mul $chunks $rowBytes $cores -}}
 {{- /* vLLM's own queues: about 40 MiB for the server and each rank are touched, 160 + 240 per rank are mapped. */ -}}
 {{- $sharedAsked := int64 $asked.sharedBytes -}}
-{{- $queueBytes := add (mul 41943040 (add1 $ranks) $cores) $sharedAsked -}}
+{{- $queueBytes := add (mul 41943040 (add1 $ranksHere) $cores) $sharedAsked -}}
 {{- $sharedNeeded := add $tierBytes $queueBytes -}}
-{{- $mapped := add (mul $cores (add 167772160 (mul 251658240 $ranks))) $sharedAsked -}}
+{{- $mapped := add (mul $cores (add 167772160 (mul 251658240 $ranksHere))) $sharedAsked -}}
 {{- $shared := div (mul (add $tierBytes $mapped) 110) 100 -}}
 {{- with $engine.memory.sharedMemory -}}
 {{- $shared = include "spillway.bytes" (dict "value" . "path" (printf "%s.memory.sharedMemory" $path)) | int64 -}}

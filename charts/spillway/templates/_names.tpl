@@ -72,6 +72,13 @@ annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}{{- end -}}
 
+{{/* (root, item) -> labels of the pods that serve, as JSON: of a replica over several pods its leader alone. */}}
+{{- define "spillway.servingLabels" -}}
+{{- $leads := dict "leaderworkerset.sigs.k8s.io/worker-index" "0" -}}
+{{- merge (include "spillway.selectorLabels" . | fromYaml) (eq .item.controller "LeaderWorkerSet" | ternary $leads dict)
+  | toJson -}}
+{{- end -}}
+
 {{/* (of, and what spillway.metadata takes) -> the head of an object. of: API version and kind, apps/v1/Deployment. */}}
 {{- define "spillway.object" -}}
 apiVersion: {{ dir .of }}

@@ -4,8 +4,9 @@ its accelerator, its memory and the YAML that its pods will read.
 
 root: sets root.spillwayNames, the content of files/shared-names.json, and root.spillwayPlan. All templates of a render
 share them and none may change them. The plan is a list of dicts with key, path, names (those of the root), name,
-headless, model, engine, accelerator, platform, memory, shape, servedName, pods, settings (the engine service's own
-configuration), secretFiles (what of which Secret becomes which file) and redisSecret.
+headless, model, engine, accelerator, platform, memory, shape, servedName, pods (replicas at most), of (version and kind
+of what makes its pods), controller (that kind), settings (the engine service's own configuration), secretFiles (what of
+which Secret becomes which file) and redisSecret.
 Every template begins with it: which one Helm renders first is by chance, and it fails by the rules of _rules.tpl.
 */}}
 {{- define "spillway.plan" -}}
@@ -42,12 +43,17 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- $shape := dict -}}{{- $memory := dict -}}
 {{- include "spillway.shape" (dict "engine" $engine "path" $path "root" $root "out" $shape) -}}
 {{- include "spillway.memory" (dict "engine" $engine "path" $path "platform" $accelerator.platform "shape" $shape
-  "names" $item.names   "out" $memory) -}}
+  "names" $item.names "out" $memory) -}}
 {{- $pods := ternary $engine.autoscaling.maxReplicas $engine.replicas $engine.autoscaling.enabled | int64 -}}
+{{- $of := print "apps/v1/" $engine.controller -}}
+{{- if gt (int64 $engine.nodesPerReplica) 1 -}}
+{{- $of = "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet" -}}
+{{- /* Its StatefulSets of further pods append the replica's number. */ -}}
+{{- $name = include "spillway.fit" (dict "text" $name "max" 47) -}}{{- end -}}
 {{- include "spillway.overlay" (dict "base" $item "over" (dict "name" $name
   "headless" (include "spillway.fit" (dict "text" (printf "%s-pods" $name) "max" 63))
   "model" (default "default" $item.key) "engine" $engine "accelerator" $accelerator
-  "platform" $accelerator.platform "memory" $memory "shape" $shape "pods" $pods
+  "platform" $accelerator.platform "memory" $memory "shape" $shape "pods" $pods "of" $of "controller" (base $of)
   "servedName" (default (base $engine.model.path) $engine.model.servedName))) -}}
 {{- include "spillway.engineSettings" (dict "root" $root "item" $item) -}}
 {{- end -}}
@@ -82,6 +88,8 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- with $engine.model.quantization -}}{{- $_ := set $model "quantization" . -}}{{- end -}}
 {{- $settings := pick $engine "port" "blockSize" "tensorParallelSize" "pipelineParallelSize" "dataParallelSize"
   "extraArgs" -}}
+{{- if eq .item.controller "LeaderWorkerSet" -}}
+{{- $_ := set $settings "nodesPerReplica" $engine.nodesPerReplica -}}{{- end -}}
 {{- include "spillway.overlay" (dict "base" $settings "over" (dict "model" $model "host" .root.Values.listenAddress
   "platform" .item.platform "kvEvents" (pick $engine.kvEvents "enabled" "port" "replayPort")
   "extraEnv" (default dict $engine.extraEnv))) -}}

@@ -91,15 +91,16 @@ volumes:
   - {{ omit . "folder" | toYaml | indent 4 | trim }}{{ end }}
 {{- end -}}
 
-{{/* (root, section, kind, name, component or item) -> spec.replicas: with autoscaling that of the live object, or of
+{{/* (root, section, of, name, component or item) -> spec.replicas: with autoscaling that of the live object, or of
 the one that this replaces, as the API server sets 1 without the field; nothing without a cluster to ask. */}}
 {{- define "spillway.replicas" -}}
 {{- $own := omit (include "spillway.selectorLabels" . | fromYaml) "app.kubernetes.io/name" -}}{{- $found := dict -}}
-{{- range $kind := .section.autoscaling.enabled | ternary (list "StatefulSet" "Deployment") (list) -}}
-{{- $live := lookup "apps/v1" $kind (include "spillway.namespace" $.root) "" -}}
+{{- $kinds := list "apps/v1/StatefulSet" "apps/v1/Deployment" .of | uniq -}}
+{{- range $kind := .section.autoscaling.enabled | ternary $kinds list -}}
+{{- $live := lookup (dir $kind) (base $kind) (include "spillway.namespace" $.root) "" -}}
 {{- if hasKey $live "items" }}{{ $_ := set $found "3" (max 1 $.section.autoscaling.minReplicas) }}{{ end -}}
 {{- range $live.items -}}{{- $its := .metadata.labels | default dict -}}
-{{- $rank := and (eq $kind $.kind) (eq .metadata.name $.name) | ternary "1" "2" -}}
+{{- $rank := and (eq $kind $.of) (eq .metadata.name $.name) | ternary "1" "2" -}}
 {{- if or (eq $rank "1") (eq (toJson $its) (merge (deepCopy $own) $its | toJson)) -}}
 {{- $_ := set $found $rank (max .spec.replicas (get $found $rank | default 0)) -}}{{- end -}}{{- end -}}{{- end -}}
 {{- if not .section.autoscaling.enabled }}{{ $_ := set $found "1" (int64 .section.replicas) }}{{ end -}}

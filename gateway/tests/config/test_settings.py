@@ -96,6 +96,10 @@ def test_camel_case_keys_reach_their_fields() -> None:
         ({"models": [{"name": "m", "engines": [{**ENGINE, "kvReplay": "tcp://h:1"}]}]}, "kvReplay is set without"),
         ({"models": [{"name": "m", "engines": [{**ENGINE, "dataParallelRanks": 0}]}]}, "dataParallelRanks"),
         (
+            {"models": [{"name": "m", "engines": [{**ENGINE, "dataParallelRanks": 3, "workers": ["w"]}]}]},
+            "workers has 1 hosts, so that dataParallelRanks 3 are on 2 pods, which does not divide them",
+        ),
+        (
             {"models": [{"name": "m", "engines": [{**ENGINE, "dataParallelRanks": 2}, {**ENGINE, "name": "e0/dp1"}]}]},
             "two engines are named 'e0/dp1'",
         ),

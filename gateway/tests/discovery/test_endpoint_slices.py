@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.config.discovery import KubernetesDiscovery
+from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.discovery.endpoint_slices import EndpointSlice, Reduction, SliceTable, WatchEvent, engines_of
 from spillway_gateway.testing.fake_kubernetes import endpoint_slice, pod_endpoint
 from spillway_settings.roles import EngineRole
@@ -63,6 +64,31 @@ def test_the_service_of_a_slice_says_what_its_engines_are_for() -> None:
         config=config,
     )
     assert {engine.config.name: engine.config.role for engine in found} == {"d-0": "decode", "p-0": "prefill"}
+
+
+def test_ranks_of_further_pods_publish_their_events_there() -> None:
+    config = KubernetesDiscovery(
+        "engines",
+        namespace="llm",
+        kv_events_port=8200,
+        kv_replay_port=8300,
+        data_parallel_ranks=4,
+        nodes_per_replica=2,
+    )
+    piece = endpoint_slice("s", [pod_endpoint("set-1", "10.0.0.1")], {"http": 8100})
+
+    (found,) = reduced(piece, config=config).engines
+
+    assert found.config.workers == ("set-1-1.set.llm",)
+    ranks = ranks_of(found.config)
+    assert [rank.url for rank in ranks] == ["http://10.0.0.1:8100"] * 4
+    assert [rank.kv_events for rank in ranks] == [
+        "tcp://10.0.0.1:8200",
+        "tcp://10.0.0.1:8201",
+        "tcp://set-1-1.set.llm:8202",
+        "tcp://set-1-1.set.llm:8203",
+    ]
+    assert ranks[3].kv_replay == "tcp://set-1-1.set.llm:8303"
 
 
 def test_missing_conditions_and_target_are_no_fault() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -26,6 +27,7 @@ command = EngineCommand(
     {"SPILLWAY_TEST": "yes"},
     PodBrief(served_name="m"),
     LifecycleSettings(drain_delay_seconds=0, drain_timeout_seconds=float(sys.argv[2]), stop_timeout_seconds=1),
+    ("127.0.0.1", int(sys.argv[3])) if len(sys.argv) > 3 else None,
 )
 sys.exit(run_engine(command, log=lambda line: print("pod:", line, flush=True)))
 """
@@ -44,10 +46,11 @@ print("group", os.getpgrp(), flush=True)
 
 
 class Pod:
-    def __init__(self, engine: str, drain_timeout_seconds: float = 60.0) -> None:
+    def __init__(self, engine: str, drain_timeout_seconds: float = 60.0, leader_port: int | None = None) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, textwrap.dedent(engine), str(drain_timeout_seconds)],
+            [sys.executable, "-c", PARENT, textwrap.dedent(engine), str(drain_timeout_seconds)]
+            + ([] if leader_port is None else [str(leader_port)]),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -267,3 +270,29 @@ def test_the_engine_sees_its_environment(pods: list[Pod]) -> None:
 
     assert "env yes" in output
     assert code == 1  # ended unasked: a pod that stops by itself is a failure even when the engine says 0
+
+
+def test_the_ranks_of_a_further_pod_wait_for_the_leader_to_end(pods: list[Pod]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        engine = ENGINE + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+        pods.append(pod := Pod(engine, leader_port=leader.getsockname()[1]))
+        pod.group()
+        pod.send(signal.SIGTERM)
+        pod.wait_for("waiting for the leader's drain")
+        leader.accept()[0].close()  # a look, which finds it there
+        leader.accept()[0].close()
+        assert pod.process.poll() is None
+
+    assert pod.end()[0] == 0
+
+
+def test_a_second_signal_ends_that_wait(pods: list[Pod]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        engine = ENGINE + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+        pods.append(pod := Pod(engine, leader_port=leader.getsockname()[1]))
+        pod.group()
+        pod.send(signal.SIGTERM)
+        pod.wait_for("waiting for the leader's drain")
+        pod.send(signal.SIGTERM)
+
+        assert pod.end()[0] == 0

@@ -363,6 +363,31 @@ def test_every_data_parallel_rank_has_the_device_cache_of_an_engine() -> None:
     assert both[both.index("--kv-cache-memory-bytes") + 1] == cache
 
 
+@pytest.mark.parametrize(
+    ("sizes", "leads", "follows"),
+    [
+        (
+            {"tensorParallelSize": 2, "pipelineParallelSize": 2, "offload": {"enabled": False}},
+            "--nnodes 2 --node-rank 0 --master-addr set-0.set --master-port 29500",
+            "--nnodes 2 --node-rank 1 --master-addr set-0.set --master-port 29500 --headless",
+        ),
+        (
+            {"dataParallelSize": 4},
+            "--data-parallel-size-local 2 --data-parallel-address set-0.set --data-parallel-rpc-port 29500",
+            "--data-parallel-size-local 2 --data-parallel-address set-0.set --data-parallel-rpc-port 29500 --headless "
+            "--data-parallel-start-rank 2",
+        ),
+    ],
+    ids=["one core over pods", "cores on each pod"],
+)
+def test_pods_of_one_replica_meet_at_the_first(sizes: dict[str, Any], leads: str, follows: str) -> None:
+    for rank, expected in enumerate((leads, follows)):
+        tree = {**TREE, **sizes, "nodesPerReplica": 2, "nodeRank": rank, "leader": "set-0.set"}
+        settings = read_settings(EngineSettings, tree)
+        text = " ".join(server_arguments(settings, CPU, plan_memory(settings, SHAPE, CPU)))
+        assert f"{expected} --" in text and ("--headless" in text) == (rank > 0)
+
+
 def test_keys_on_the_command_line_are_not_shown() -> None:
     given = ["--port", "1", "--api-key", "k1", "--ssl", "--api-key=k2", "--hf-token", "--x", "--tokenizer", "t"]
 

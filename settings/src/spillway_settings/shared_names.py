@@ -32,6 +32,7 @@ VARIABLES = {
 
 # Kinds that a cluster has only if somebody installed them.
 CUSTOM_KINDS = (
+    "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
     "keda.sh/v1alpha1/ScaledObject",
     "monitoring.coreos.com/v1/PodMonitor",
     "monitoring.coreos.com/v1/ServiceMonitor",

@@ -37,6 +37,8 @@ class KubernetesDiscovery(CamelSection, frozen=True):
     kv_events_port: Port | PortName | None = None
     kv_replay_port: Port | PortName | None = None
     data_parallel_ranks: Ranks = 1  # of every engine; the ports of events and replays are those of rank 0
+    # Pods of every engine, which have the ranks in equal parts and are named as LeaderWorkerSet names them.
+    nodes_per_replica: Ranks = 1
     scheme: Literal["http", "https"] = "http"
     resync_seconds: Positive = 300.0  # between two full lists, however quiet the watch is
     timeout_seconds: Positive = 10.0  # of a list, and until a watch begins
@@ -87,6 +89,11 @@ def check_discovery(model: str, discovery: DiscoveryConfig) -> None:
 
 def _check_kubernetes(where: str, given: KubernetesDiscovery) -> None:
     _check_ports(where, given)
+    if given.data_parallel_ranks % given.nodes_per_replica:
+        raise ConfigError(
+            f"{where}.nodesPerReplica: {given.nodes_per_replica} does not divide dataParallelRanks "
+            f"{given.data_parallel_ranks}; correct one of the two"
+        )
     roles = [given.role, *given.role_services.values()]
     lack = missing_role(roles)
     if lack is not None:

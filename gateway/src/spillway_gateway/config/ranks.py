@@ -3,7 +3,8 @@
 vLLM with `--data-parallel-size N` and its internal load balancer is one HTTP server in front of N engine cores, each
 with a KV cache, a prefix cache and a queue of its own. Rank r publishes KV events at the engine's port + r (vLLM's
 `ZmqEventPublisher.offset_endpoint_port`), shows its metrics under engine="r", and is chosen by the header
-`X-Data-Parallel-Rank: r`.
+`X-Data-Parallel-Rank: r`. If the cores are spread over several pods, the server is the first pod's, and each pod
+publishes the events of its own ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def ranks_of(engine: EngineConfig) -> tuple[EngineConfig, ...]:
         RankConfig(
             rank_name(engine.name, rank),
             engine.url,
-            _offset(engine.kv_events, rank),
-            _offset(engine.kv_replay, rank),
+            _address(engine, engine.kv_events, rank),
+            _address(engine, engine.kv_replay, rank),
             engine.data_parallel_ranks,
             engine.role,
             process=engine.name,
@@ -44,10 +45,12 @@ def ranks_of(engine: EngineConfig) -> tuple[EngineConfig, ...]:
     )
 
 
-def _offset(address: str | None, rank: int) -> str | None:
-    """tcp://HOST:PORT -> the same with PORT + rank."""
-    if address is None:
+def _address(engine: EngineConfig, first: str | None, rank: int) -> str | None:
+    """tcp://HOST:PORT of rank 0 -> that of the rank: PORT + rank, on the pod that has it."""
+    if first is None:
         return None
-    port = urlsplit(address).port
+    port = urlsplit(first).port
     assert port is not None  # the configuration's check
-    return f"{address.removesuffix(f':{port}')}:{port + rank}"
+    pod = rank * (1 + len(engine.workers)) // engine.data_parallel_ranks
+    host = f"tcp://{engine.workers[pod - 1]}" if pod else first.removesuffix(f":{port}")
+    return f"{host}:{port + rank}"

@@ -97,6 +97,8 @@ class EngineConfig(CamelSection, frozen=True):
     kv_replay: Text | None = None  # ZMQ ROUTER address of the engine
     data_parallel_ranks: Ranks = 1  # vLLM's --data-parallel-size; the addresses above are those of rank 0
     role: EngineRole = EngineRole.BOTH
+    # Hosts of the further pods of a replica over several, which have the ranks in equal parts.
+    workers: tuple[Text, ...] = ()
 
 
 def rank_name(engine: str, rank: int) -> str:
@@ -411,6 +413,11 @@ def _check_engine(model: str, engine: EngineConfig) -> None:
 def _check_ranks(where: str, engine: EngineConfig) -> None:
     """Rank r publishes at the port + r, so both addresses need a port, and room behind it."""
     ranks = engine.data_parallel_ranks
+    if ranks % (1 + len(engine.workers)):
+        raise ConfigError(
+            f"{where}: workers has {len(engine.workers)} hosts, so that dataParallelRanks {ranks} are on "
+            f"{1 + len(engine.workers)} pods, which does not divide them; correct one of the two"
+        )
     by_host: dict[str | None, dict[str, int]] = {}
     for key, address in (("kvEvents", engine.kv_events), ("kvReplay", engine.kv_replay)):
         if ranks > 1 and address is not None:

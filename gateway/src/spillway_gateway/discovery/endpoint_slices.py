@@ -163,7 +163,7 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
             entries.setdefault(key, []).append(entry)
     by_name: dict[str, FoundEngine] = {}
     for key, found in sorted(entries.items()):
-        engine = _engine(key, found, config.data_parallel_ranks)
+        engine = _engine(key, found, config)
         rival = by_name.get(engine.config.name)
         # A pod that was replaced under its name, as in a StatefulSet, while an old slice still names the one before.
         if rival is None or (rival.withheld is not None and engine.withheld is None):
@@ -171,11 +171,25 @@ def engines_of(slices: Iterable[EndpointSlice], config: KubernetesDiscovery) -> 
     return Reduction(tuple(by_name[name] for name in sorted(by_name)), tuple(sorted(problems)))
 
 
-def _engine(key: str, entries: list[_Entry], ranks: int) -> FoundEngine:
+def _engine(key: str, entries: list[_Entry], config: KubernetesDiscovery) -> FoundEngine:
     best = min(entries)
     withheld = max(entry.withheld for entry in entries)
-    config = EngineConfig(best.name, best.url, best.kv_events or None, best.kv_replay or None, ranks, best.role)
-    return FoundEngine(config, f"{key} {best.address}", _TEXTS.get(withheld), withheld is _Withheld.TERMINATING)
+    engine = EngineConfig(
+        best.name,
+        best.url,
+        best.kv_events or None,
+        best.kv_replay or None,
+        config.data_parallel_ranks,
+        best.role,
+        tuple(_worker(best.name, index, config.namespace) for index in range(1, config.nodes_per_replica)),
+    )
+    return FoundEngine(engine, f"{key} {best.address}", _TEXTS.get(withheld), withheld is _Withheld.TERMINATING)
+
+
+def _worker(leader: str, index: int, namespace: str | None) -> str:
+    """The host of a further pod of a LeaderWorkerSet's group: leader SET-0 has SET-0-1, both under the Service SET."""
+    host = f"{leader}-{index}.{leader.rpartition('-')[0]}"
+    return host if namespace is None else f"{host}.{namespace}"
 
 
 def _withheld(conditions: Conditions | None) -> _Withheld:

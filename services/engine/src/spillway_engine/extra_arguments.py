@@ -58,11 +58,11 @@ FIXED = {
     "would bring arguments past this check; write them here one by one": "--config",
     "would end the engine with vLLM's help; remove it": "--help -h",
     "takes no value and is on already; remove it": "--enable-prefix-caching",
-    "would make a pod a part of an engine, and a replica is one pod of tensorParallelSize ranks; remove it": """
+    "would place ranks otherwise than tensorParallelSize, pipelineParallelSize and nodesPerReplica do; remove it": """
         --prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp --nnodes -n --node-rank -r
         --master-addr --master-port
     """,
-    "would place ranks or API servers otherwise than one pod of dataParallelSize ranks has them; remove it": """
+    "would place ranks or API servers otherwise than dataParallelSize and nodesPerReplica do; remove it": """
         --data-parallel-rank -dpn --data-parallel-start-rank -dpr
         --data-parallel-size-local -dpl --data-parallel-address -dpa --data-parallel-rpc-port -dpp
         --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe

@@ -33,6 +33,7 @@ REFUSED_EXIT_CODE = 2
 SELF_CHECK_EXIT_CODE = 4
 DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so
 HURRIED_REPLY_SECONDS = 7.0
+LEADER_LOOK_SECONDS = 1.0  # between two looks at the leader's port, and of one
 FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,6 +55,7 @@ class EngineCommand:
     environment: dict[str, str]  # added to ours
     brief: PodBrief
     lifecycle: LifecycleSettings
+    leader: tuple[str, int] | None = None  # host and port of the server, if this pod has ranks of another one's engine
 
 
 def run_engine(command: EngineCommand, log: Callable[[str], None]) -> int:
@@ -97,6 +99,8 @@ class _SignalPipe:
 class _Pod:
     def __init__(self, command: EngineCommand, signals: _SignalPipe, log: Callable[[str], None]) -> None:
         self._lifecycle = command.lifecycle
+        self._leader = command.leader
+        self._leader_time = 0.0  # until when an asked-for stop waits for the leader's
         self._log = log
         self._phase = Phase.STARTING
         self._deadline: float | None = None
@@ -211,9 +215,14 @@ class _Pod:
             if self._phase is Phase.SERVING:
                 self._log(f"{name}: draining (another {name} speeds it up)")
                 self._drain()
+            elif self._leader is not None:
+                self._log(f"{name}: waiting for the leader's drain (another {name} ends the wait)")
+                self._await_leader()
             else:
                 self._log(f"{name}: stopping, the engine served nothing yet")
                 self._stop()
+        elif self._phase is Phase.DRAINING and self._leader is not None:
+            self._stop()
         elif self._phase is Phase.DRAINING:
             self._log(f"{name} again: ending the running requests now")
             self._order({"order": "hurry"})
@@ -223,7 +232,12 @@ class _Pod:
             self._kill()
 
     def _on_deadline(self) -> None:
-        if self._phase is Phase.DRAINING:
+        if self._phase is Phase.DRAINING and self._leader is not None:
+            if time.monotonic() < self._leader_time and answers(self._leader):
+                self._deadline = time.monotonic() + LEADER_LOOK_SECONDS
+            else:
+                self._stop()
+        elif self._phase is Phase.DRAINING:
             self._log("the drain gave no answer in time; stopping all the same")
             self._stop()
         else:
@@ -235,9 +249,7 @@ class _Pod:
     def _drain(self) -> None:
         lifecycle = self._lifecycle
         self._phase = Phase.DRAINING
-        self._deadline = (
-            time.monotonic() + lifecycle.drain_delay_seconds + lifecycle.drain_timeout_seconds + DRAIN_REPLY_SECONDS
-        )
+        self._deadline = self._drain_end()
         self._order(
             {
                 "order": "drain",
@@ -245,6 +257,16 @@ class _Pod:
                 "timeout_seconds": lifecycle.drain_timeout_seconds,
             }
         )
+
+    def _drain_end(self) -> float:
+        lifecycle = self._lifecycle
+        return time.monotonic() + lifecycle.drain_delay_seconds + lifecycle.drain_timeout_seconds + DRAIN_REPLY_SECONDS
+
+    def _await_leader(self) -> None:
+        """The leader's requests need these ranks until its drain has ended; then its port is closed."""
+        self._phase = Phase.DRAINING
+        self._leader_time = self._drain_end()
+        self._deadline = time.monotonic()
 
     def _order(self, order: dict[str, Any]) -> None:
         try:
@@ -314,6 +336,15 @@ class _Pod:
                     self._on_event(message)
         except (BlockingIOError, ConnectionResetError):
             pass
+
+
+def answers(address: tuple[str, int]) -> bool:
+    """Whether something listens there."""
+    try:
+        socket.create_connection(address, LEADER_LOOK_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _die_with_parent() -> None:

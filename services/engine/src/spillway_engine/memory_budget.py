@@ -77,16 +77,17 @@ def choose_dtype(settings: EngineSettings, shape: ModelShape, machine: Machine) 
 def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -> MemoryBudget:
     """The whole arithmetic. Never raises: what does not fit is in `problems`, each with the value that would.
 
-    Every data parallel rank has a device cache, a CPU tier, weights, queues and processes of its own.
+    All of it is this pod's. Every data parallel rank has a device cache, a CPU tier, weights, queues and processes of
+    its own.
     """
-    cores = settings.data_parallel_size
+    cores, ranks_here = settings.cores_here, settings.ranks_here
     dtype = choose_dtype(settings, shape, machine)
     kv_dtype = dtype if settings.model.kv_cache_dtype == "auto" else settings.model.kv_cache_dtype
     ranks, stages = settings.ranks, settings.pipeline_parallel_size
     split = settings.tensor_parallel_size, stages
     groups = shape.kv_groups
     block_of_rank_bytes = shape.bytes_per_token_of_rank(kv_dtype, *split) * settings.block_size
-    block_of_ranks_bytes = block_of_rank_bytes * ranks  # on the devices
+    block_of_ranks_bytes = block_of_rank_bytes * ranks_here  # on the devices of this pod
     device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes, groups)
     offload = settings.offload
     geometry = ChunkGeometry(
@@ -105,12 +106,15 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     # Quantised weights stay as the files have them, or become smaller.
     if settings.model.quantization is None and not shape.quantized:
         weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
-    asked = argument_memory(settings.extra_args, on_cpu=on_cpu, ranks=ranks, cores=cores, weight_bytes=weight_bytes)
-    queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks) * cores + asked.shared_bytes
+    weight_bytes = weight_bytes * ranks_here // ranks
+    asked = argument_memory(
+        settings.extra_args, on_cpu=on_cpu, ranks=ranks_here, cores=cores, weight_bytes=weight_bytes
+    )
+    queue_bytes = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks_here) * cores + asked.shared_bytes
     shared_bytes = tier_bytes + queue_bytes
     index_bytes = _index_bytes(settings, row_bytes) * cores
-    memory_bytes = PROCESS_BYTES * ranks * cores + shared_bytes + asked.process_bytes + index_bytes
-    memory_bytes += page_table_bytes(node_bytes, ranks, cores)
+    memory_bytes = PROCESS_BYTES * ranks_here * cores + shared_bytes + asked.process_bytes + index_bytes
+    memory_bytes += page_table_bytes(node_bytes, ranks_here, cores)
     if on_cpu:
         memory_bytes += (device_bytes or 0) + weight_bytes * cores
     return MemoryBudget(
@@ -154,7 +158,7 @@ def _device_blocks(settings: EngineSettings, machine: Machine, block_bytes: int,
         return settings.device_blocks
     # vLLM's CPU default is 92 % of all memory; an engine that shares its machine wants a stated number.
     wanted = DEFAULT_LONGEST_PROMPTS * -(-settings.model.max_length // settings.block_size) * groups + 1
-    affordable = machine.memory_available_bytes // 4 // (block_bytes * settings.data_parallel_size)
+    affordable = machine.memory_available_bytes // 4 // (block_bytes * settings.cores_here)
     return max(_least_device_blocks(settings), min(wanted, affordable))
 
 
@@ -247,7 +251,7 @@ def _shared_memory_problems(
             f"{row_bytes} or lower {names.name('offload.blocksPerChunk')}"
         ]
     free_bytes = machine.shared_memory_free_bytes
-    cores = settings.data_parallel_size
+    cores = settings.cores_here
     needed_bytes = chunks * row_bytes * cores + queue_bytes
     if needed_bytes <= free_bytes:
         return []
@@ -272,7 +276,7 @@ def _memory_problems(
         f"this engine needs {format_byte_count(needed_bytes)} of memory{_for_ranks(settings)}, "
         f"{format_byte_count(available_bytes)} is available ({machine.memory_limit_source})"
     )
-    fitting = (available_bytes - (needed_bytes - tier_bytes)) // (row_bytes * settings.data_parallel_size)
+    fitting = (available_bytes - (needed_bytes - tier_bytes)) // (row_bytes * settings.cores_here)
     if tier_bytes and fitting > 0:
         return [
             f"{names.name(_tier_setting(settings)[0])}: {short}; set {_fitting_setting(settings, fitting, row_bytes)}"

@@ -22,6 +22,7 @@ from spillway_engine.tier_files import misplaced_tier, require_tier_files
 from spillway_engine.tier_settings import SharedTierSettings
 from spillway_engine.vllm_arguments import (
     SERVER_MODULE,
+    WORKER_MODULE,
     public_configuration,
     server_arguments,
     server_environment,
@@ -42,6 +43,13 @@ class ResolvedEngine:
     def require_fit(self) -> None:
         """Raises BudgetError with every reason at once, SettingsError for a file or variable that this pod lacks."""
         problems = [*fact_problems(self.settings, self.shape, self.machine.platform), *self.budget.problems]
+        nodes, index = self.settings.nodes_per_replica, self.settings.node_rank
+        if index >= nodes or (nodes > 1 and not self.settings.leader):
+            problems.append(
+                f"{self.settings.names.given('nodesPerReplica', nodes)} needs `leader`, the host of the first pod, "
+                f"and a nodeRank below {nodes}, not {index}; LeaderWorkerSet gives them as LWS_LEADER_ADDRESS and "
+                "LWS_WORKER_INDEX"
+            )
         versions = self._version_problem()
         if versions is not None and self.settings.version_check == "refuse":
             names = self.settings.names
@@ -71,11 +79,13 @@ class ResolvedEngine:
         settings = self.settings
         arguments = server_arguments(settings, self.machine, self.budget)
         is_folder = Path(settings.model.path).is_dir()
+        is_worker = settings.node_rank > 0
         return EngineCommand(
-            arguments=python_module(JUDGING_MODULE, [SERVER_MODULE, *arguments]),
+            arguments=python_module(JUDGING_MODULE, [WORKER_MODULE if is_worker else SERVER_MODULE, *arguments]),
             environment=server_environment(settings, self.machine, is_folder),
             brief=self._brief(arguments),
             lifecycle=settings.lifecycle,
+            leader=(settings.leader, settings.port) if is_worker else None,
         )
 
     def _brief(self, arguments: Sequence[str]) -> PodBrief:
@@ -113,7 +123,8 @@ class ResolvedEngine:
             (
                 "platform",
                 f"{self.machine.platform}, {len(self.machine.cores)} cores, "
-                f"tensor parallel {settings.tensor_parallel_size}{_stages_text(settings)}{_cores_text(settings)}",
+                f"tensor parallel {settings.tensor_parallel_size}{_stages_text(settings)}{_cores_text(settings)}"
+                f"{_nodes_text(settings)}",
             ),
             ("KV per token", f"{budget.bytes_per_token:,} B in {budget.kv_dtype}"),
             *_adapter_rows(settings),
@@ -169,6 +180,11 @@ def _stages_text(settings: EngineSettings) -> str:
 def _cores_text(settings: EngineSettings) -> str:
     ranks = settings.data_parallel_size
     return f", {ranks} data parallel ranks" if ranks > 1 else ""
+
+
+def _nodes_text(settings: EngineSettings) -> str:
+    nodes = settings.nodes_per_replica
+    return f", pod {settings.node_rank} of {nodes}, led by {settings.leader}" if nodes > 1 else ""
 
 
 def _each(budget: MemoryBudget) -> str:

@@ -85,6 +85,9 @@ class EngineSettings(CamelSection, frozen=True):
     pipeline_parallel_size: Count = 1  # stages of layers, of tensor_parallel_size ranks each
     # Engine cores behind one address, each with a KV cache, a CPU tier and the workers of the two sizes above.
     data_parallel_size: Annotated[int, Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] = 1
+    nodes_per_replica: Annotated[int, Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] = 1  # pods with equal parts of the ranks
+    node_rank: Annotated[int, Meta(ge=0)] = 0  # of this pod among them; 0 leads: it has the server
+    leader: str = ""  # the host of that pod
     lora: LoraSettings = LoraSettings()
     # Hosts that vLLM fetches media of prompts from; empty: any host.
     allowed_media_domains: tuple[MediaDomain, ...] = ()
@@ -105,6 +108,16 @@ class EngineSettings(CamelSection, frozen=True):
     def ranks(self) -> int:
         """Workers of one engine core; each has a device of its own."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def cores_here(self) -> int:
+        """Engine cores that are in this pod, or have a part of their workers in it."""
+        return max(1, self.data_parallel_size // self.nodes_per_replica)
+
+    @property
+    def ranks_here(self) -> int:
+        """Workers in this pod of one such core."""
+        return self.ranks * self.data_parallel_size // self.nodes_per_replica // self.cores_here
 
     @property
     def served_name(self) -> str:
@@ -130,6 +143,7 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
     _check_cpu_binding(settings)
     _check_pipeline(settings)
     _check_data_parallel(settings)
+    _check_nodes(settings)
     if BATCH_MEMCPY_VARIABLE in settings.extra_env:
         raise SettingsError(
             f"{names.name('extraEnv')}: {BATCH_MEMCPY_VARIABLE} is read when vllm-ascend is built and does nothing "
@@ -226,6 +240,34 @@ def _check_data_parallel(settings: EngineSettings) -> None:
         raise SettingsError(
             f"{names.name('kvTransfer')}: {settings.kv_transfer.connector} is not proven with {given}; remove it, or "
             f"set {one}"
+        )
+
+
+def _check_nodes(settings: EngineSettings) -> None:
+    nodes, cores, names = settings.nodes_per_replica, settings.data_parallel_size, settings.names
+    if nodes == 1:
+        return
+    given = names.given("nodesPerReplica", nodes)
+    if cores % nodes if cores > 1 else settings.ranks % nodes:
+        parts = names.given("dataParallelSize", cores) if cores > 1 else f"{settings.ranks} ranks"
+        raise SettingsError(
+            f"{given} does not divide {parts}, of which every pod has an equal part; correct one of them"
+        )
+    if cores == 1 and settings.offload.enabled:
+        raise SettingsError(
+            f"{given} spreads one engine core over pods, and its scheduler sees the CPU tier of its own pod alone; set "
+            f"{names.given('offload.enabled', False)}, or {names.name('dataParallelSize')} to a multiple of {nodes}"
+        )
+    if settings.kv_transfer is not None:
+        raise SettingsError(
+            f"{names.name('kvTransfer')}: {settings.kv_transfer.connector} is not proven with {given}; remove it, or "
+            f"set {names.given('nodesPerReplica', 1)}"
+        )
+    executor = argument_value(settings.extra_args, "--distributed-executor-backend")
+    if executor not in (None, "mp"):
+        raise SettingsError(
+            f"{names.name('extraArgs')}: --distributed-executor-backend: {executor!r} cannot run {given}, for which "
+            "vLLM needs mp; remove it, and vLLM takes mp"
         )
 
 

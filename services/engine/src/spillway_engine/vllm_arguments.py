@@ -19,6 +19,8 @@ from spillway_engine.tier_settings import secondary_tiers
 MIDDLEWARE = "spillway_engine.middleware.ReadinessMiddleware"
 SMALL_MACHINE_CORES = 4
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command needs metadata that the CPU wheel lacks
+WORKER_MODULE = "spillway_engine.headless"  # of the further pods of a replica
+RENDEZVOUS_PORT = 29_500  # of the leader: where the ranks of all pods meet
 
 
 def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryBudget) -> list[str]:
@@ -43,6 +45,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         arguments += ["--pipeline-parallel-size", str(settings.pipeline_parallel_size)]
     if settings.data_parallel_size > 1:
         arguments += ["--data-parallel-size", str(settings.data_parallel_size)]
+    arguments += node_arguments(settings)
     if settings.model.kv_cache_dtype != "auto":
         arguments += ["--kv-cache-dtype", settings.model.kv_cache_dtype]
     if settings.model.quantization is not None:
@@ -57,7 +60,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         arguments += ["--enforce-eager"]
         if budget.device_bytes is not None:
             # Otherwise vLLM demands that 92 % of the machine's memory is free, which a second engine never finds.
-            arguments += ["--kv-cache-memory-bytes", str(budget.device_bytes // settings.data_parallel_size)]
+            arguments += ["--kv-cache-memory-bytes", str(budget.device_bytes // settings.cores_here)]
     if machine.platform == "npu" and settings.cpu_binding is not None:
         arguments += ["--additional-config", _compact({"enable_cpu_binding": settings.cpu_binding == "on"})]
     if settings.kv_events.enabled:
@@ -66,6 +69,20 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
     if transfer is not None:
         arguments += ["--kv-transfer-config", _compact(transfer)]
     return [*arguments, *settings.extra_args]
+
+
+def node_arguments(settings: EngineSettings) -> list[str]:
+    """Which ranks of a replica over several pods are this pod's, and where all meet."""
+    nodes, index, cores = settings.nodes_per_replica, settings.node_rank, settings.cores_here
+    if nodes == 1:
+        return []
+    port = str(RENDEZVOUS_PORT)
+    if settings.data_parallel_size > 1:
+        given = ["--data-parallel-size-local", str(cores), "--data-parallel-address", settings.leader]
+        given += ["--data-parallel-rpc-port", port]
+        return [*given, "--headless", "--data-parallel-start-rank", str(index * cores)] if index else given
+    given = ["--nnodes", str(nodes), "--node-rank", str(index), "--master-addr", settings.leader, "--master-port", port]
+    return [*given, "--headless"] if index else given
 
 
 def lora_arguments(settings: EngineSettings) -> list[str]:
@@ -117,10 +134,10 @@ def cpu_thread_environment(settings: EngineSettings, machine: Machine) -> dict[s
     one engine core compute at the same time, so they share its cores out; on a small machine every data parallel rank
     has all of them, elsewhere a part of its own.
     """
-    small, workers = len(machine.cores) <= SMALL_MACHINE_CORES, settings.ranks
+    small, workers, cores = len(machine.cores) <= SMALL_MACHINE_CORES, settings.ranks_here, settings.cores_here
     if small:
-        lists = _shares(machine.cores, workers) * settings.data_parallel_size
-    elif machine.memory_nodes >= (every := workers * settings.data_parallel_size) or every == 1:
+        lists = _shares(machine.cores, workers) * cores
+    elif machine.memory_nodes >= (every := workers * cores) or every == 1:
         return {}
     else:
         lists = _shares(machine.cores, every)

@@ -287,6 +287,7 @@ class Engine(PodSettings, frozen=True):
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     data_parallel_size: Annotated[int, Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] = 1
+    nodes_per_replica: Annotated[int, Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] = 1
     accelerator: Accelerator = Accelerator()
     block_size: Annotated[int, Meta(ge=16, multiple_of=16)] = 128
     device_blocks: Annotated[int, Meta(ge=2)] | None = None

@@ -55,6 +55,8 @@ def _devices(group: Group) -> Iterator[Finding]:
             ("dataParallelSize", engine.data_parallel_size),
         )
         product = " x ".join(f"{key}: {value}" for key, value in sizes if value > 1 or key == "tensorParallelSize")
+        if engine.nodes_per_replica > 1:
+            product += f" / nodesPerReplica: {engine.nodes_per_replica}"
         yield Finding(
             f"{path}.accelerator.count",
             f"{device.count} devices for {product} ranks, and each rank needs one",
@@ -296,7 +298,7 @@ def _weights(group: Group) -> Iterator[Finding]:
     # Every data parallel rank has all weights, but for experts that are spread over them.
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     if group.model.shape.experts and "--enable-expert-parallel" in engine.extra_args:
-        ranks = group.ranks
+        ranks *= engine.data_parallel_size
     asked = argument_memory(engine.extra_args, on_cpu=False, ranks=1, cores=1, weight_bytes=1)
     weights = group.model.shape.weight_bytes
     share = weights // ranks

@@ -97,7 +97,7 @@ def _cpu_tier(group: Group) -> Iterator[Finding]:
     elif offload.enabled and not offload.num_cpu_blocks and offload.cpu_bytes is None:
         yield Finding(path, "the CPU tier has no size", "set numCpuBlocks (or cpuBytes), or offload.enabled: false")
     chunk_tokens = group.memory.chunk_tokens
-    held = group.memory.tier // group.engine.data_parallel_size // group.memory.row * chunk_tokens
+    held = group.memory.tier // group.cores // group.memory.row * chunk_tokens
     longest = group.engine.model.max_length // chunk_tokens * chunk_tokens
     if offload.enabled and not offload.node_tier.enabled and 0 < held < longest:
         yield Finding(

@@ -55,7 +55,7 @@ class Group(msgspec.Struct, frozen=True):
     Attributes:
         key: in `engines`; empty for `engine` alone.
         path: of its settings, for messages.
-        name: of its StatefulSet.
+        name: of its StatefulSet, Deployment or LeaderWorkerSet.
         redis_url: of the shared tier; that of the embedded server if it is used.
         secret_files: names of the Secrets that are files in its pod.
     """
@@ -73,6 +73,11 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def platform(self) -> str:
         return self.device.platform
+
+    @property
+    def cores(self) -> int:
+        """Engine cores of one pod, or the one that spans several."""
+        return max(1, self.engine.data_parallel_size // self.engine.nodes_per_replica)
 
     @property
     def ranks(self) -> int:
@@ -110,11 +115,11 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def event_ports(self) -> dict[str, int]:
-        """Name of a container's port -> the port: of each data parallel rank two."""
+        """Name of a port of the first pod's container -> the port: of each data parallel rank two."""
         events = self.engine.kv_events
         ports: dict[str, int] = {}
         if events.enabled:
-            for rank in range(self.engine.data_parallel_size):
+            for rank in range(self.cores):
                 end = f"-{rank}" if rank else ""
                 ports |= {f"kv-events{end}": events.port + rank, f"kv-replay{end}": events.replay_port + rank}
         return ports
@@ -173,8 +178,9 @@ class Release(msgspec.Struct, frozen=True):
 
 
 def all_ranks(engine: Engine) -> int:
-    """Workers of one replica; each has a device of its own."""
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    """Workers of one pod; each has a device of its own."""
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    return max(1, ranks // engine.nodes_per_replica)
 
 
 def base_name(path: str) -> str:
@@ -241,6 +247,8 @@ def group_of(key: str, engine: Engine, values: Values, cluster: Cluster) -> tupl
     path = f"engines.{key}" if key else "engine"
     suffix = "engine" if key in ("", "default") else f"engine-{key}"
     name = fitting(f"{full_name(values, cluster)}-{suffix}", NAME_CHARACTERS_MAX)
+    if engine.nodes_per_replica > 1:
+        name = fitting(name, NAME_CHARACTERS_MAX - 5)  # StatefulSets of further pods append the replica's number
     device = device_of(engine)
     model, wrong_shape = model_facts(engine, path)
     memory, wrong_memory = pod_memory(engine, path, device.platform, model)

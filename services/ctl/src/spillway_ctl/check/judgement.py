@@ -17,6 +17,7 @@ from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.gateway_rules import gateway_findings
 from spillway_ctl.check.group import Release, group_of
 from spillway_ctl.check.model_rules import model_findings
+from spillway_ctl.check.node_group_rules import node_group_findings
 from spillway_ctl.check.node_rules import node_findings
 from spillway_ctl.check.pod_rules import pod_findings
 from spillway_ctl.check.release_rules import release_findings
@@ -27,7 +28,7 @@ from spillway_ctl.check.tier_rules import tier_findings
 from spillway_ctl.check.typed_values import engine_groups, global_settings, laid_out, missing_defaults, too_new, typed
 from spillway_ctl.check.unread_rules import unread_findings
 
-_GROUP_RULES = (engine_findings, tier_findings, model_findings)
+_GROUP_RULES = (engine_findings, tier_findings, model_findings, node_group_findings)
 _RELEASE_RULES = (
     release_findings,
     node_findings,

@@ -52,26 +52,30 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
                 "set it to auto or fp8",
             )
         )
-    cores, stages = engine.data_parallel_size, engine.pipeline_parallel_size
+    stages, nodes = engine.pipeline_parallel_size, engine.nodes_per_replica
     ranks = engine.tensor_parallel_size * stages
+    cores = max(1, engine.data_parallel_size // nodes)
+    # Of a core that spans pods, these ranks and their share of the weights are here.
+    ranks_here = max(1, ranks * engine.data_parallel_size // nodes // cores)
     token_of_rank = shape.bytes_per_token_of_rank(kv_dtype, engine.tensor_parallel_size, stages)
     block_of_rank = token_of_rank * engine.block_size
     row = ChunkGeometry(
         block_of_rank, offload.blocks_per_chunk, ranks, shape.latent_dim is not None, stages=stages
     ).row_bytes
     device_blocks = _device_blocks(engine, path, on_cpu, shape.kv_groups, found)
-    device = device_blocks * block_of_rank * ranks * cores if on_cpu else 0
+    device = device_blocks * block_of_rank * ranks_here * cores if on_cpu else 0
     weights = shape.weight_bytes
     # Quantised weights stay as the files have them, or become smaller.
     if not (engine.model.quantization or shape.quantized):
         weights = weights * DTYPE_BYTES[dtype] // DTYPE_BYTES.get(shape.dtype, 2)
-    asked = argument_memory(engine.extra_args, on_cpu=on_cpu, ranks=ranks, cores=cores, weight_bytes=weights)
+    weights = weights * ranks_here // ranks
+    asked = argument_memory(engine.extra_args, on_cpu=on_cpu, ranks=ranks_here, cores=cores, weight_bytes=weights)
     chunks, tier_key = _chunks(engine, path, row, found)
     tier = chunks * row * cores
     times = f"{cores} ranks x " if cores > 1 else ""
-    queues = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks) * cores + asked.shared_bytes
+    queues = SHM_QUEUE_BYTES_PER_RANK * (1 + ranks_here) * cores + asked.shared_bytes
     shared_needed = tier + queues
-    mapped = cores * (_QUEUES_MAPPED_BYTES + _QUEUES_MAPPED_BYTES_PER_RANK * ranks) + asked.shared_bytes
+    mapped = cores * (_QUEUES_MAPPED_BYTES + _QUEUES_MAPPED_BYTES_PER_RANK * ranks_here) + asked.shared_bytes
     shared = (tier + mapped) * 110 // 100
     in_tier = f"{bytes_text(tier)} ({times}{chunks} chunks x {bytes_text(row)})"
     if memory.shared_memory is not None:
@@ -86,14 +90,16 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
                 )
             )
     index = _index(engine, row) * cores
-    tables = page_table_bytes(node_tier_bytes(engine), ranks, cores)
+    tables = page_table_bytes(node_tier_bytes(engine), ranks_here, cores)
     weights_held = weights * cores if on_cpu else 0
-    engine_needs = PROCESS_BYTES * ranks * cores + shared_needed + device + weights_held + asked.process_bytes + index
+    engine_needs = (
+        PROCESS_BYTES * ranks_here * cores + shared_needed + device + weights_held + asked.process_bytes + index
+    )
     engine_needs += tables
     process_text = memory.process_per_rank
     if process_text is None:
         process_text = PROCESS_PER_RANK["onCpu" if on_cpu else "onDevice"]
-    processes = ranks * cores * size(process_text)
+    processes = ranks_here * cores * size(process_text)
     staging = _staging(engine, row, cores)
     total = shared_needed + processes + device + weights_held + staging + asked.process_bytes + index + tables
     needed = max(engine_needs, total * (100 + memory.margin_percent) // 100)
@@ -109,10 +115,11 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
                 )
             )
         if limit < needed and not memory.force:
+            number_of_ranks = "1 rank" if ranks_here * cores == 1 else f"{ranks_here * cores} ranks"
             parts = [
                 f"CPU tier {in_tier}",
                 f"queues {bytes_text(queues)}",
-                f"processes {bytes_text(processes)} ({'1 rank' if ranks * cores == 1 else f'{ranks * cores} ranks'})",
+                f"processes {bytes_text(processes)} ({number_of_ranks})",
             ]
             if on_cpu:
                 parts += [f"device blocks {bytes_text(device)}", f"weights {bytes_text(weights_held)}"]
