@@ -15,7 +15,7 @@ PACKAGE = "spillway_connector"
 ROOT = Path(spillway_connector.__file__).parent
 
 SETTINGS = frozenset({"setting_names", "native_keys", "limits", "config"})
-BOTTOM = SETTINGS | {"errors", "explanations", "metrics", "own_files", "namespace", "identity", "plan"}
+BOTTOM = SETTINGS | {"errors", "explanations", "metrics", "own_files", "cut_files", "namespace", "identity", "plan"}
 TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}) | {
     "tiers.redis",
     "tiers.redis.client",
@@ -31,6 +31,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "explanations": frozenset({"errors"}),
     "metrics": frozenset(),
     "own_files": frozenset(),
+    "cut_files": frozenset(),
     "setting_names": frozenset(),
     "native_keys": frozenset(),
     "limits": frozenset(),

@@ -44,7 +44,7 @@ def work(folder: Path, seed: int, count: Callable[[], None]) -> int:
     chosen = random.Random(seed)
     keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * ROWS)]
     region, tier = join(folder)
-    checks = RowChecks(region.index)
+    checks = RowChecks(region)
     view = region.memory.create_kv_memoryview().cast("B")
     for copy_id in range(1 << 30):
         tier.sync()

@@ -85,7 +85,7 @@ class Schedule:
         tier = make_node_tier(region, namespace, True, self.random.choice((0.0, 0.3)), clock=lambda: self.seconds)
         assert isinstance(tier, NodeRows)
         self.opened.append(tier)
-        return Engine(region, tier, namespace, RowChecks(region.index))
+        return Engine(region, tier, namespace, RowChecks(region))
 
     def run(self, steps: int) -> None:
         actions: list[tuple[Callable[[Engine], None], int]] = [

@@ -210,11 +210,11 @@ def test_a_load_whose_rows_have_just_been_given_away_is_refused_and_lets_go_of_n
     assert second.lookup(key(0), CONTEXT) is HIT  # a step's picture, which is late
     spec = second.prepare_load([key(0)], CONTEXT)
     with pytest.raises(DeviceCopyError):
-        RowChecks(second._index).require(spec)
+        RowChecks(second._node).require(spec)
     second.complete_load([key(0)], CONTEXT)
     assert second.prepare_read([key(0)], CONTEXT) is None
     held = second.prepare_load([key(6)], CONTEXT)
-    RowChecks(second._index).require(held)
+    RowChecks(second._node).require(held)
     second.complete_load([key(6)], CONTEXT)
     assert first.prepare_store([key(number) for number in (20, 21, 22, 23)], CONTEXT) is not None
 
@@ -226,7 +226,7 @@ def test_a_refused_load_matches_no_row_not_even_one_that_was_never_used(node: No
     assert spec.block_ids.tolist() == [0]
     assert first._index.stamps[0] == 0, "row 0 was never used"
     with pytest.raises(DeviceCopyError):
-        RowChecks(second._index).require(spec)
+        RowChecks(second._node).require(spec)
     second.complete_load([key(0)], CONTEXT)
 
 
@@ -249,7 +249,7 @@ def test_a_row_that_changed_under_a_copy_fails_it(node: Node):
     store(tier, 1)
     spec = tier.prepare_load([key(1)], CONTEXT)
     assert isinstance(spec, NodeRowsSpec)
-    checks = RowChecks(tier._index)
+    checks = RowChecks(tier._node)
     checks.require(spec)
     checks.submitted(7, spec)
     checks.submitted(8, spec)
@@ -353,7 +353,7 @@ def test_an_engine_leaves_a_region_whose_files_were_removed(node: Node, caplog):
     assert tier.prepare_store([key(3)], CONTEXT) is None
     assert "leaves the CPU tier of its node and serves without one until it is restarted" in caplog.text
     assert looked_up(tier, 2) is MISS
-    RowChecks(tier._index).require(spec)  # the load under way ends as it began
+    RowChecks(tier._node).require(spec)  # the load under way ends as it began
     tier.complete_load([key(1)], CONTEXT)
     assert looked_up(tier, 1) is MISS
     tier.reset_cache()
@@ -604,7 +604,7 @@ def test_an_engine_that_left_for_want_of_the_lock_comes_back(node: Node, caplog)
     assert looked_up(first, 3) is MISS  # its row is free
     second.complete_store([key(4)], CONTEXT, True)
     assert looked_up(first, 4) is HIT
-    assert RowChecks(second._index)._holds(reading)
+    assert RowChecks(second._node)._holds(reading)
     second.complete_load([key(1)], CONTEXT)
     store(first, 5, 6)  # evicts the oldest two, which no engine reads any more: one row is free
     assert looked_up(second, 1) is MISS

@@ -189,10 +189,10 @@ def test_another_number_of_rows_is_made_when_no_engine_uses_the_old_one(
     assert second.num_rows == ROWS  # a rolling update goes on with the old rows
     assert "has 4 rows, and this engine is to have 8" in caplog.text
     region.close()
-    second.close()
     with second.changing() as index:
         index.sweep(lambda _: False, None, 1)
         index.sweep(lambda _: False, None, 1 + DEAD_ROWS_KEPT_MS)
+    second.close()
     larger.tick()
     asked(tmp_path)
     larger.tick()
@@ -300,3 +300,23 @@ def test_cores_of_memory_nodes(tmp_path: Path):
     assert cores_of_memory_nodes(tmp_path, {0, 1, 7, 4}) == [frozenset({0, 1, 7}), frozenset({4})]
     assert cores_of_memory_nodes(tmp_path / "none") == []
     assert numbers_in("0-2,7\n") == {0, 1, 2, 7}
+
+
+@pytest.mark.parametrize("name", ["index", "rows"])
+@pytest.mark.parametrize("left", [0, 4096])
+def test_a_region_that_was_cut_while_no_engine_used_it_is_made_again_at_once(tmp_path: Path, name: str, left: int):
+    asked(tmp_path)
+    keeper = keeper_of(tmp_path)
+    keeper.tick()
+    os.truncate(folder_of(tmp_path) / name, left)
+    keeper.tick()
+    asked(tmp_path)
+    keeper.tick()
+    region = engine_of(tmp_path)
+    assert region.is_whole
+    region.join(1)
+    region.close()
+    os.truncate(folder_of(tmp_path) / name, left)
+    alone = NodeRegion(tmp_path, ROWS, ROW_BYTES, new_number())  # without a keeper
+    assert alone.is_whole
+    alone.close()

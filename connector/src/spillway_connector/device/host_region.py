@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from spillway_connector.cut_files import WatchedMapping
 from spillway_connector.errors import HostMemoryError
 from spillway_connector.own_files import NotOwn, open_own
 
@@ -60,6 +61,9 @@ class HostRegion:
             os.close(self._descriptor)
             raise
         self._bytes: npt.NDArray[np.int8] | None = np.frombuffer(self._mapping, dtype=np.int8)
+        self._watched: WatchedMapping | None = None
+        if keeps_name:  # others can cut a file as long as it has a name
+            self._watched = WatchedMapping.of(self._descriptor, self.address, self.size_bytes)
         self._populating: threading.Thread | None = None
         self._closing = False
 
@@ -144,6 +148,11 @@ class HostRegion:
             raise self._no_room(error) from error
 
     @property
+    def is_whole(self) -> bool:
+        """False: someone has cut the file, and what the rows hold is nobody's chunk."""
+        return self._watched is None or self._watched.is_whole
+
+    @property
     def address(self) -> int:
         """The address of row 0 in this process."""
         assert self._bytes is not None
@@ -200,6 +209,9 @@ class HostRegion:
         if self._populating is not None:
             self._populating.join()  # at most one call
         self._bytes = None
+        if self._watched is not None:
+            self._watched.forget()
+            self._watched = None
         if self._mapping is not None:
             os.close(self._descriptor)
             try:

@@ -208,6 +208,11 @@ class NodePicture(LruRows):
         except (OSError, TierTimeout) as error:
             self._leave(str(error), isinstance(error, FileNotFoundError))
             return False
+        except Exception:
+            if self._node.is_whole:
+                raise
+            self._leave(f"a file in {self._node.path} was cut or overwritten", is_gone=True)
+            return False
         return True
 
     def _show_holds(self, keys: Iterable[OffloadKey]) -> None:

@@ -9,7 +9,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector.errors import DeviceCopyError
-from spillway_connector.plan.node_index import NodeIndex
+from spillway_connector.node.region import NodeRegion
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,16 @@ class NodeRowsSpec(CPULoadStoreSpec):
 class RowChecks:
     """The checks of a rank: whether rows hold what is to be loaded from them, before each copy and after it."""
 
-    def __init__(self, index: NodeIndex) -> None:
-        self._index = index
+    def __init__(self, region: NodeRegion) -> None:
+        self._region = region
         self._loading: dict[int, NodeRowsSpec] = {}  # by copy
 
     def require(self, host: LoadStoreSpec) -> None:
         """Raises DeviceCopyError."""
         if isinstance(host, NodeRowsSpec) and not self._holds(host):
-            raise DeviceCopyError("rows of the node's CPU tier were given to other chunks before they were loaded")
+            raise DeviceCopyError(
+                "rows of the node's CPU tier were given to other chunks, or cut, before they were loaded"
+            )
 
     def submitted(self, copy_id: int, host: LoadStoreSpec) -> None:
         if isinstance(host, NodeRowsSpec):
@@ -44,8 +46,9 @@ class RowChecks:
         host = self._loading.pop(copy_id, None)
         if host is None or self._holds(host):
             return True
-        logger.warning("KV load %d: rows of the node's CPU tier were given to other chunks meanwhile", copy_id)
+        logger.warning("KV load %d: rows of the node's CPU tier were given to other chunks, or cut, meanwhile", copy_id)
         return False
 
     def _holds(self, host: NodeRowsSpec) -> bool:
-        return self._index.holds(host.block_ids.astype(np.intp), host.stamps, host.checks)
+        index = self._region.index
+        return self._region.is_whole and index.holds(host.block_ids.astype(np.intp), host.stamps, host.checks)

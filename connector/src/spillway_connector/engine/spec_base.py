@@ -168,7 +168,7 @@ class SpecBase(OffloadingSpec):
 
     @property
     def _row_checks(self) -> RowChecks | None:
-        return None if self._node is None else RowChecks(self._node.index)
+        return None if self._node is None else RowChecks(self._node)
 
     @cached_property
     def namespace(self) -> Namespace:

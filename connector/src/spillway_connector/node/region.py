@@ -23,6 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
+from spillway_connector.cut_files import WatchedMapping
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.errors import HostMemoryError, TierTimeout
 from spillway_connector.node.pages import take_pages
@@ -33,6 +36,7 @@ from spillway_connector.own_files import (
     open_own,
     open_to_others,
     read_own,
+    status_of,
     unlink_own,
     write_new,
 )
@@ -51,7 +55,7 @@ WANTED, REFUSED = "wanted", "refused"
 
 
 class RegionGone(FileNotFoundError):
-    """The files of the region were removed or replaced."""
+    """The files of the region were removed, replaced or cut."""
 
 
 class NodeRegion:
@@ -152,6 +156,9 @@ class NodeRegion:
         self._inode = os.fstat(descriptor).st_ino
         mapping = mmap.mmap(descriptor, NodeIndex.bytes_of(self.num_rows))
         self.index = NodeIndex(memoryview(mapping), self.num_rows)
+        self._identity = self.index.identity
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        self._watched = WatchedMapping.of(descriptor, address, NodeIndex.bytes_of(self.num_rows))
         self.memory = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
 
     def _unlink(self) -> None:
@@ -159,7 +166,7 @@ class NodeRegion:
             unlink_own(path, _FILE_DEPTH, missing_ok=True)
 
     def _read_head(self) -> bytes | None:
-        """How the index begins; "" if it has another size than its rows need. None: there is no region."""
+        """How the index begins; "" if it or the rows have another size than they need. None: there is no region."""
         try:
             descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
         except FileNotFoundError:
@@ -167,11 +174,19 @@ class NodeRegion:
         try:
             head = os.pread(descriptor, HEAD_BYTES, 0)
             found = NodeIndex.rows_in(head, self.row_bytes)
-            if found is not None and os.fstat(descriptor).st_size != NodeIndex.bytes_of(found):
-                return b""
+            if found is not None:
+                sizes = os.fstat(descriptor).st_size, self._rows_bytes()
+                if sizes != (NodeIndex.bytes_of(found), found * self.row_bytes):
+                    return b""
             return head
         finally:
             os.close(descriptor)
+
+    def _rows_bytes(self) -> int:
+        try:
+            return status_of(self._rows_path, _FILE_DEPTH).st_size
+        except FileNotFoundError:
+            return 0
 
     def _make(self) -> None:
         """The rows first and the mark of the index last: a region that was never finished has none."""
@@ -209,17 +224,27 @@ class NodeRegion:
     def change(self, patience_seconds: float = CHANGE_SECONDS) -> NodeIndex:
         """As :meth:`changing`, in half the time; changed() must follow, and end() of the index if all went well."""
         self._index_lock.acquire(time.monotonic() + patience_seconds)
+        if not self.is_whole:
+            self._index_lock.release()
+            raise RegionGone(f"a file in {self.path} was cut or overwritten")
         self.index.begin()
         return self.index
 
     def changed(self) -> None:
         self._index_lock.release()
 
+    @property
+    def is_whole(self) -> bool:
+        """False: someone has cut or overwritten the index, or cut the rows, and nothing in them counts any more."""
+        return self._watched.is_whole and self.memory.is_whole and self.index.identity == self._identity
+
     def require_files(self) -> None:
         """Engines that start now find what this one maps: with other files they would share nothing, safely. Raises
         OSError (RegionGone)."""
         if os.stat(self._index_path).st_ino != self._inode:
             raise RegionGone(f"{self._index_path} is another file")
+        if not self.is_whole or self._rows_bytes() != self.num_rows * self.row_bytes:
+            raise RegionGone(f"a file in {self.path} was cut or overwritten")
 
     def join(self, now_ms: int) -> int:
         """The place of this engine in the index, for its scheduler's process. Raises HostMemoryError."""
@@ -253,6 +278,7 @@ class NodeRegion:
         """This process uses the region no longer; its memory stays."""
         self.lease.release()
         self._lock.close()
+        self._watched.forget()
         self._index_lock.close()
         self.memory.cleanup()
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from spillway_connector.cut_files import WatchedMapping
 from spillway_connector.errors import (
     RefusedReason,
     TierCorrupt,
@@ -81,15 +82,18 @@ class _Worker:
 class _RowLease:
     """The row of an item, until that is given up. See lease.Lease."""
 
-    def __init__(self, item: TransferItem, row: Callable[[int], npt.NDArray[np.uint8]]) -> None:
+    def __init__(
+        self, item: TransferItem, row: Callable[[int], npt.NDArray[np.uint8]], are_whole: Callable[[], bool]
+    ) -> None:
         self._item = item
         self._row = row
+        self._are_whole = are_whole  # the rows
         self._lock = threading.Lock()
         self._users = 0  # threads between begin and end: the stripes of a block may arrive side by side
 
     def begin(self) -> memoryview | None:
         with self._lock:
-            if not self._users and not self._item.begin_copy():
+            if not self._are_whole() or (not self._users and not self._item.begin_copy()):
                 return None
             self._users += 1
         return self._row(self._item.row).data
@@ -130,6 +134,7 @@ class Movers:
         if self._leasing is not None:
             threads = min(threads, self._leasing.transfers_at_once or threads)
         self._rows: npt.NDArray[np.uint8] | None = rows
+        self._watched = WatchedMapping.at(rows.ctypes.data)  # rows that others can cut
         self._row_bytes = row_bytes
         self._payload_bytes = payload_bytes
         self._store_queue_seconds_max = store_queue_seconds_max
@@ -329,7 +334,7 @@ class Movers:
             if block is not None and self._copy(item, block):
                 return
             if self._leasing is not None:
-                self._leasing.receive(item.key, _RowLease(item, self._row), item.job.deadline)
+                self._leasing.receive(item.key, _RowLease(item, self._row, self._rows_are_whole), item.job.deadline)
             else:
                 self._tier.load(item.key, bounce, item.job.deadline)
         except TierCorrupt as corrupt:
@@ -378,11 +383,13 @@ class Movers:
             item.end_copy()
         elif item.void:
             return None
+        if not self._rows_are_whole():
+            raise TierRefused(RefusedReason.RESOURCES, "the rows of the CPU tier were cut")
         try:
             if self._leasing is None:
                 outcome = self._store_bounced(item, bounce)
             else:
-                lease = _RowLease(item, self._row)
+                lease = _RowLease(item, self._row, self._rows_are_whole)
                 outcome = self._leasing.send(item.key, lease, item.job.deadline, item.job.tenant)
         except Exception as error:
             self._judge(item, error, now)
@@ -420,6 +427,9 @@ class Movers:
             self._tier.discard(key, self._clock() + DISCARD_SECONDS)
         except Exception:  # noqa: S110 - it stays, and stays a counted miss; the load's own error is the one to report
             pass
+
+    def _rows_are_whole(self) -> bool:
+        return self._watched is None or self._watched.is_whole
 
     def _row(self, row: int) -> npt.NDArray[np.uint8]:
         assert self._rows is not None

@@ -1,0 +1,125 @@
+"""Files that this process maps and that someone may cut, as ``: >``, ``cp`` and ``truncate`` do.
+
+A touch of a page that is there no more is a SIGBUS, which ends the process. For a watched mapping it does not: the
+whole mapping becomes zeros that belong to this process alone, the touch is made again, and ``is_whole`` is False from
+then on. So whoever reads such a mapping looks before and after, and takes nothing from it once it is not whole.
+
+The handler is a Python function that runs inside the touch. A touch that holds the GIL keeps it; one that does not
+waits for it, and a thread that holds the GIL waits for no other thread's touch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+_SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
+_ADDRESS_AT = 16  # of the touched byte, in siginfo_t of 64-bit Linux
+_READ_WRITE = 1 | 2
+_OWN_ZEROS_HERE = 0x02 | 0x10 | 0x20 | 0x4000  # MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _SigAction(ctypes.Structure):
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ulong * (128 // ctypes.sizeof(ctypes.c_ulong))),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+_libc = ctypes.PyDLL(None)  # with the GIL: two threads' touches are answered one after the other
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_sigaction = _libc.sigaction
+_sigaction.argtypes = [ctypes.c_int, ctypes.POINTER(_SigAction), ctypes.POINTER(_SigAction)]
+
+
+@dataclass(slots=True, eq=False)
+class WatchedMapping:
+    """A mapping of a whole file, until ``forget``, which comes before the mapping ends."""
+
+    address: int
+    size_bytes: int
+    _descriptor: int
+    _blocks: int
+    _touched_where_cut: bool = False
+
+    @classmethod
+    def of(cls, descriptor: int, address: int, size_bytes: int) -> WatchedMapping:
+        """Watch a mapping of the file behind ``descriptor``. Raises OSError."""
+        watched = cls(address, size_bytes, os.dup(descriptor), os.fstat(descriptor).st_blocks)
+        _handler.add(watched)
+        return watched
+
+    @classmethod
+    def at(cls, address: int) -> WatchedMapping | None:
+        """The mapping that this byte of memory is in."""
+        return next((each for each in _handler.watched if each.holds(address)), None)
+
+    def holds(self, address: int) -> bool:
+        return self.address <= address < self.address + self.size_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file has its size and every block that it had."""
+        if self._touched_where_cut:
+            return False
+        status = os.fstat(self._descriptor)
+        return status.st_size == self.size_bytes and status.st_blocks >= self._blocks
+
+    def replace(self) -> bool:
+        """Called inside a touch of it. Whether that touch can be made again."""
+        if not self._touched_where_cut:
+            self._touched_where_cut = True
+            return bool(_mmap(self.address, self.size_bytes, _READ_WRITE, _OWN_ZEROS_HERE, -1, 0) != _FAILED)
+        return True
+
+    def forget(self) -> None:
+        _handler.remove(self)
+        self._touched_where_cut = True  # nothing may be taken from it
+        os.close(self._descriptor)
+
+
+class _Handler:
+    """The process's handler of SIGBUS. What is none of these mappings goes to the handler before it."""
+
+    def __init__(self) -> None:
+        self.watched: tuple[WatchedMapping, ...] = ()
+        self._lock = threading.Lock()
+        self._former = _SigAction()
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._callback = callback(self._handle)
+        self._is_installed = False
+
+    def add(self, watched: WatchedMapping) -> None:
+        with self._lock:
+            self.watched += (watched,)
+            if not self._is_installed:
+                action = _SigAction(flags=_SA_SIGINFO | _SA_NODEFER)
+                action.handler = ctypes.cast(self._callback, ctypes.c_void_p).value
+                if _sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(self._former)):
+                    logger.warning("SIGBUS cannot be handled: a file that is cut while it is mapped ends this process")
+                self._is_installed = True
+
+    def remove(self, watched: WatchedMapping) -> None:
+        with self._lock:
+            self.watched = tuple(each for each in self.watched if each is not watched)
+
+    def _handle(self, _signal: int, info: int, _context: int) -> None:
+        address = ctypes.c_void_p.from_address(info + _ADDRESS_AT).value or 0
+        for watched in self.watched:
+            if watched.holds(address) and watched.replace():
+                return
+        _sigaction(signal.SIGBUS, ctypes.byref(self._former), None)  # the touch is made again, and ends there
+
+
+_handler = _Handler()
