@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.upstream.answers import (
+    READ_BYTES_MAX,
     Kind,
     data_at,
     endings,
@@ -18,6 +19,7 @@ from spillway_gateway.upstream.answers import (
     first_event,
     gives_up,
     is_cut,
+    is_cut_inside,
     plain_failure,
     says_nothing,
     without_surplus,
@@ -220,6 +222,23 @@ def test_the_edges_of_a_plain_reply_say_whether_it_is_whole(document: bytes) -> 
     assert not is_cut(document[:4], document[-4:])
     for short in (document.rstrip()[:-1], b"", b" ", b"null"):
         assert is_cut(short, short)
+
+
+@pytest.mark.parametrize("document", [*(row[2] for row in PLAIN), {"a": [{"b": {}}, [], '}]"}']}])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_plain_reply_that_ends_anywhere_before_its_end_is_cut(document: Any, indent: int | None) -> None:
+    body = json.dumps(document, indent=indent).encode()
+    assert not is_cut_inside(body)
+    assert not is_cut_inside(b" " + body + b"\r\n")
+    for size in range(len(body)):
+        assert is_cut_inside(body[:size])
+
+
+@pytest.mark.parametrize("odd", [b'{"logprob": NaN}', b'{"logprob": -Infinity}', b'{"text": "\xff\x01"}'])
+def test_what_clients_may_read_though_it_is_no_json_is_not_cut(odd: bytes) -> None:
+    assert not is_cut_inside(odd)
+    assert not is_cut_inside(b"[" * 5000 + b"]" * 5000)
+    assert not is_cut_inside(b'{"a": "' + b"x" * READ_BYTES_MAX + b'"}')
 
 
 @given(st.binary(), st.sampled_from(list(Dialect)), st.sampled_from([200, 500]))

@@ -100,7 +100,7 @@ async def test_alone_it_is_an_error_that_costs_the_prompt(
 
 
 @pytest.mark.parametrize("path", [*BODIES, *POOLING_BODIES])
-@pytest.mark.parametrize("text", [b"", b"null", b'{"data": [{"index": 0', b'{"data": []}}{'])
+@pytest.mark.parametrize("text", [b"", b"null", b'{"data": [{"index": 0', b'{"data": []}}{', b'{"data": [{"index": 0}'])
 async def test_a_reply_that_is_no_whole_document_is_a_failure(
     start_engine: Any, client: aiohttp.ClientSession, path: str, text: bytes
 ) -> None:

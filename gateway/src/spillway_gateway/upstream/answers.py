@@ -54,6 +54,9 @@ class Event(NamedTuple):
 EDGE_BYTES = 64  # of a plain reply's beginning and end, and of the part before, with which what is cut is found
 _ENDS_OF = {ord("{"): ord("}"), ord("["): ord("]"), ord('"'): ord('"')}  # a document's last byte, by its first one
 _JSON_BLANKS = b" \t\r\n"
+READ_BYTES_MAX = 64 * 1024  # of a plain reply that is read to its end on the event loop: 1 us, at most 0.6 ms
+_skip_document = msgspec.json.Decoder(msgspec.Raw).decode
+_CUT = "truncated"  # in msgspec's message about a document that has not ended
 BEFORE_AN_ANSWER = frozenset({Kind.NOTHING, Kind.PREAMBLE, Kind.USAGE})
 _ENDS = frozenset({Kind.END, Kind.REFUSED, Kind.FAILED})
 _NOTHING, _PREAMBLE, _PART, _END = (Event(kind) for kind in (Kind.NOTHING, Kind.PREAMBLE, Kind.PART, Kind.END))
@@ -243,6 +246,20 @@ def is_cut(beginning: bytes, end: bytes) -> bool:
     """Whether a plain reply with these edges is no whole JSON document, as far as its first and last byte tell."""
     first, last = beginning.lstrip(_JSON_BLANKS)[:1], end.rstrip(_JSON_BLANKS)[-1:]
     return not first or not last or _ENDS_OF.get(first[0]) != last[0]
+
+
+def is_cut_inside(body: bytes) -> bool:
+    """Whether a plain reply is no whole JSON document: as far as its reading takes little time, and else as its edges
+    tell. What JSON does not know but clients may (NaN) does not count, nor what lies too deep to be read."""
+    if len(body) <= READ_BYTES_MAX:
+        try:
+            _skip_document(body)
+        except msgspec.DecodeError as error:
+            if _CUT in str(error):
+                return True
+        except RecursionError:
+            pass
+    return is_cut(body[:EDGE_BYTES], body[-EDGE_BYTES:])
 
 
 def ends_too_early(event: Event, dialect: Dialect) -> bool:

@@ -21,7 +21,7 @@ from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.fleet_view import TierLabel
 from spillway_gateway.upstream.adapter_refusals import require_adapter
-from spillway_gateway.upstream.answers import EDGE_BYTES, gives_up, is_cut, plain_failure
+from spillway_gateway.upstream.answers import EDGE_BYTES, gives_up, is_cut, is_cut_inside, plain_failure
 from spillway_gateway.upstream.connections import Connection
 from spillway_gateway.upstream.continuation.continuing import Continuing
 from spillway_gateway.upstream.exchange import Exchange, Step
@@ -201,7 +201,7 @@ class Reply:
         if (status == 500 or judged) and (failure := plain_failure(status, body, dialect)) is not None:
             raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
         judged = judged and status == 200
-        if judged and connection.complete and is_cut(body[:EDGE_BYTES], body[-EDGE_BYTES:]):
+        if judged and connection.complete and is_cut_inside(body):
             raise EngineFailed(f"Engine {lease.engine.name} failed: its reply is no whole JSON document")
         require_adapter(lease.engine, self._request.adapter, status, body)
         now = perf_counter()
