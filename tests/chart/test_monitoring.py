@@ -138,7 +138,7 @@ def test_every_series_is_documented(own_series):
 # A member of kv_transfer_params, a utility of EngineCore, and systems that `make bench-system` simulates.
 SYSTEM = re.compile(r'^    "(spillway_\w+)": System\(', re.MULTILINE)
 SIMULATED = set(SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_text()))
-NO_SERIES = {"spillway_session", "spillway_promote", "spillway_settle"} | SIMULATED
+NO_SERIES = {"spillway_session", "spillway_promote", "spillway_settle", "spillway_weights"} | SIMULATED
 
 
 def test_series_that_the_pages_name_exist(own_series, known_series):

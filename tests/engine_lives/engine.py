@@ -46,6 +46,7 @@ from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.prefix_tier import SharedTierBase
+from spillway_connector.engine.resets import blocks_in_use
 from spillway_connector.plan.load_cost import RateMeter
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.plan.step_shares import Party, Step, StepShares
@@ -183,6 +184,7 @@ class Figures:
     resets_forced: int = 0
     resets_of_all: int = 0  # which preempt what runs
     pauses: int = 0
+    named: int = 0  # times that the weights changed and were named
     rows_kept_back: int = 0
     kept_for_waiting: int = 0  # chunks of the CPU tier, summed over the steps
     overtakes: int = 0  # times another waiting request than the first was to be admitted next
@@ -259,6 +261,7 @@ class Engine:
         self.scheduled: deque[SchedulerOutput] = deque()  # steps that the workers have not run
         self._requests: dict[str, Request] = {}  # requests of a running step may have been aborted since
         self._digests: dict[str, list[int]] = {}
+        self._weights = 0  # which of them computes
         self.rng = random.Random(0)
         self.figures = Figures()
         self.last_step: dict[str, int] = {}  # tokens by request
@@ -361,6 +364,17 @@ class Engine:
         self._scheduler_half.weights_changing("the test")
         self.figures.rows_kept_back += len(self._scheduler_half.manager.primary_tier.quarantine)
         self.figures.resets_forced += 1
+
+    def name_weights(self, version: int) -> str | None:
+        """The engine gets other weights between two steps, and they are named. Returns why the name was refused."""
+        connector: Any = self.scheduler.connector
+        if not blocks_in_use(self.scheduler.kv_cache_manager.block_pool):
+            self._scheduler_half.weights_changing("the test")
+            self._weights = version
+            self._digests = {name: [] for name in self._digests}
+            self.figures.named += 1
+        refused: str | None = connector.name_weights(f"version-{version}", self.scheduler.reset_prefix_cache)
+        return refused
 
     def settle(self) -> None:
         """Until all is settled, the engine steps without requests, and stores what its device alone holds."""
@@ -620,7 +634,7 @@ class Engine:
         return None
 
     def _digests_of(self, name: str, tokens: list[int]) -> list[int]:
-        self._digests[name] = _continued(self._digests[name], tokens[len(self._digests[name]) :])
+        self._digests[name] = _continued(self._digests[name], tokens[len(self._digests[name]) :], self._weights)
         return self._digests[name]
 
     def settle_nvme(self) -> None:
@@ -713,11 +727,11 @@ class Engine:
         self.scheduler.shutdown()
 
 
-def _continued(digests: list[int], tokens: list[int]) -> list[int]:
-    """The digests, continued by that of each token with all tokens before it."""
+def _continued(digests: list[int], tokens: list[int], weights: int = 0) -> list[int]:
+    """The digests, continued by that of each token with all tokens before it. weights: those that compute them all."""
     longer = list(digests)
     for token in tokens:
-        before = longer[-1] if longer else 0
+        before = longer[-1] if longer else weights
         longer.append(xxhash.xxh64_intdigest(before.to_bytes(8, "little") + int(token).to_bytes(4, "little")) >> 8)
     return longer
 

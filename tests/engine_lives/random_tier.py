@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
+from spillway_connector.namespace import Namespace
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.transfer.lookups import Answers, Lookup
 
@@ -30,8 +31,10 @@ class RandomTier(PrefixTier):
         self.losing_share = 0.0
         self._rows = np.frombuffer(primary_kv_view, np.uint8).reshape(len(primary_kv_view), -1)
         self._frames: dict[bytes, bytes] = {}
-        self._loads: list[tuple[Any, list[OffloadKey], list[int]]] = []  # with the missing keys and their rows
-        self._stores: list[Any] = []
+        self._namespaces: dict[bytes, dict[bytes, bytes]] = {}
+        # With the frames of the namespace that they began under, and the missing keys and their rows.
+        self._loads: list[tuple[Any, dict[bytes, bytes], list[OffloadKey], list[int]]] = []
+        self._stores: list[tuple[Any, dict[bytes, bytes]]] = []
         self._failed: dict[int, set[bytes]] = {}
         self._arrived: list[tuple[int, list[OffloadKey]]] = []
         self._ended: list[JobResult] = []
@@ -52,33 +55,37 @@ class RandomTier(PrefixTier):
         there = next((at for at, key in enumerate(keys) if key not in self._frames), len(keys))
         return Answers([Lookup.HIT] * there + [Lookup.MISS] * (there < len(keys)), float("inf"))
 
+    def use_namespace(self, namespace: Namespace) -> None:
+        self._frames = self._namespaces.setdefault(namespace.digest16, {})
+        self.answered_requests.add_all()
+
     def submit_store(self, job_metadata: Any) -> None:
         assert job_metadata.req_context.req_id, "chunks of an unknown request were offered to a shared tier"
-        self._stores.append(job_metadata)
+        self._stores.append((job_metadata, self._frames))
 
     def submit_load(self, job_metadata: Any) -> None:
-        self._loads.append((job_metadata, list(job_metadata.keys), _rows_of(job_metadata)))
+        self._loads.append((job_metadata, self._frames, list(job_metadata.keys), _rows_of(job_metadata)))
 
     def advance(self, chunks: int, stores: int) -> None:
         """Read the next `chunks` chunks, and write the oldest `stores` stores."""
-        for job in self._stores[:stores]:
+        for job, frames in self._stores[:stores]:
             keys = list(job.keys)
             for key, row in zip(keys, _rows_of(job), strict=True):
-                self._frames[key] = self._rows[row].tobytes()
+                frames[key] = self._rows[row].tobytes()
             self.answered_requests.add(keys)
             self._ended.append(TierJobResult(job.job_id, success=True))
         del self._stores[:stores]
         while chunks and self._loads:
-            job, keys, rows = self._loads[0]
+            job, frames, keys, rows = self._loads[0]
             key, row = keys.pop(0), rows.pop(0)
             chunks -= 1
             failed = self._failed.setdefault(job.job_id, set())
-            if self.rng.random() < self.losing_share or key not in self._frames:
+            if self.rng.random() < self.losing_share or key not in frames:
                 failed.add(key)
-                self._frames.pop(key, None)
+                frames.pop(key, None)
                 self.answered_requests.add([key])
             else:
-                self._rows[row] = np.frombuffer(self._frames[key], np.uint8)
+                self._rows[row] = np.frombuffer(frames[key], np.uint8)
                 self._arrived.append((job.job_id, [key]))
             if not keys:
                 del self._loads[0]

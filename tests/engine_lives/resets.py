@@ -7,6 +7,7 @@ import random
 
 from engine_lives.engine import BLOCK_TOKENS, Engine
 from spillway_connector.device.copier import Direction
+from spillway_connector.engine.resets import blocks_in_use
 
 BLOCKS = 4
 
@@ -101,6 +102,28 @@ def weights_that_changed(engine: Engine, number: int) -> None:
     assert engine.reset_prefix_cache()
 
 
+def weights_that_are_named(engine: Engine, number: int) -> None:
+    """What was stored under a name is found under it alone, and at once when the name returns."""
+    first, second = 2 * number + 1, 2 * number + 2
+    prompt = _prompt(f"named {number}")
+    assert engine.name_weights(first) is None
+    _compute(engine, f"first-{number}", prompt)
+    engine.drain()
+    cached = engine.figures.cached_tokens
+    for turn, (version, found) in enumerate([(second, False), (first, True), (second, True)]):
+        assert engine.name_weights(version) is None
+        name = f"named-{number}-{turn}"
+        engine.submit(name, prompt, 3)
+        if not turn:
+            while not blocks_in_use(engine.scheduler.kv_cache_manager.block_pool):
+                engine.step()
+            refused = engine.name_weights(first)
+            assert refused is not None and "in use" in refused, refused
+        engine.drain()  # every byte that its attention reads is checked on the way
+        assert bool(cached[name]) is found, f"{cached[name]} tokens under version {version}"
+    engine.require_nothing_left()
+
+
 def weights_that_change_under_a_load(engine: Engine, number: int) -> None:
     """It loads KV of the former weights into blocks that the device then hits until its reset."""
     prompt = _prompt(f"weights under a load {number}")
@@ -176,6 +199,7 @@ RACES = {
     "blocks-reused-while-stored": blocks_reused_while_stored,
     "reset-of-all-under-a-load": reset_of_all_under_a_load,
     "pause-under-a-load": pause_under_a_load,
+    "weights-that-are-named": weights_that_are_named,
     "weights-that-change-under-a-load": weights_that_change_under_a_load,
     "weights-that-changed": weights_that_changed,  # the last: its engine's shared tier rests from then on
 }

@@ -71,6 +71,10 @@ def run(engine: Engine, seed: int) -> None:
             elif engine.may_reset:
                 engine.trace.append("pause")
                 engine.pause(keeps_running=rng.random() < 0.5, move_bytes=lambda: move_bytes(engine, rng))
+                if rng.random() < 0.5:
+                    version = rng.randrange(3)
+                    engine.trace.append(f"weights {version}")
+                    assert (refused := engine.name_weights(version)) is None, refused
         else:
             move_bytes(engine, rng)
             engine.step(meanwhile=lambda: move_bytes(engine, rng), steps_ahead=rng.choice([0, 0, 1]))

@@ -48,7 +48,7 @@ LEVELS = {
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "argument_memory kv_transfer settling",
         "reference_likelihood settings tier_files watchdog",
-        "launch likelihood memory_budget platform_facts promotion_hints settings_reader",
+        "launch likelihood memory_budget platform_facts promotion_hints settings_reader weight_names",
         "self_check server vllm_arguments",
         "middleware resolve",
         "__main__",

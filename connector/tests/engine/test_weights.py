@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
-from spillway_connector.engine.weights import HARMLESS, may_change_weights
+from spillway_connector.engine.weights import HARMLESS, WeightsNamed, may_change_weights
+from spillway_connector.errors import ConfigError
 from spillway_connector.testing.generation import patch_vllm
+from spillway_settings.wire import WEIGHTS_UTILITY
 
 # RPCs of vLLM's workers that change weights, may do anything, or no caller sends to a running engine.
 CHANGING = {
@@ -131,3 +134,40 @@ def test_listening_twice_tells_once(core: EngineCore, order: list[str]):
 
 def test_an_unknown_rpc_counts_as_a_change():
     assert may_change_weights("something_new")
+
+
+class Naming:
+    """A connector that takes a name as it is chosen to."""
+
+    def __init__(self) -> None:
+        self.version: str | None = None
+        self.refusal: str | Exception | None = None
+
+    def weights_named(self) -> WeightsNamed:
+        return WeightsNamed(self.version, True, "ab")
+
+    def name_weights(self, version: str | None, reset_device: Callable[[], bool]) -> str | None:
+        if isinstance(self.refusal, Exception):
+            raise self.refusal
+        if self.refusal is None and reset_device():
+            self.version = version
+        return self.refusal
+
+
+def test_a_name_is_taken_with_a_reset_of_all_that_the_device_computed_before(core: EngineCore, order: list[str]):
+    patch_vllm("weight-names")
+    core.scheduler.connector = connector = Naming()
+    core.reset_prefix_cache = lambda: order.append("reset of the prefix cache") or True
+    core.reset_encoder_cache = lambda: order.append("reset of the encoder cache")
+    utility = getattr(core, WEIGHTS_UTILITY)
+
+    assert utility() == {"version": None, "known": True, "namespace": "ab", "refused": None}
+    assert utility("step-7") == {"version": "step-7", "known": True, "namespace": "ab", "refused": None}
+    assert order == ["reset of the prefix cache", "reset of the encoder cache"]
+    connector.refusal = "blocks are in use"
+    assert utility("step-8")["refused"] == "blocks are in use"
+    connector.refusal = ConfigError("the folder is gone")
+    assert utility("step-8")["refused"] == "the folder is gone"
+    assert connector.version == "step-7"
+    core.scheduler.connector = None
+    assert utility("step-8") == {}

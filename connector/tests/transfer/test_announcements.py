@@ -310,3 +310,20 @@ def test_after_a_change_of_weights_the_engine_loads_from_no_store(use: Callable[
     one.shared.weights_changed()
     one.hear()
     assert one.loads_from is None
+
+
+def test_the_successor_of_an_object_leaves_its_store_and_joins_its_own():
+    clock = SteppedClock()
+    former = Announcements(clock)
+    former.storing([b"old"])
+    assert former.take(b"a" * 8, True) == [Announcement(b"a" * 8, False, ()), Announcement(b"a" * 8, False, (b"old",))]
+    former.storing([b"late"])
+    successor = former.successor()
+    assert not successor.introduced
+    assert former.successor().take(None, False) == [], "a store is left once"
+    assert successor.take(None, False) == [Announcement(b"a" * 8, True, ())]
+    successor.storing([b"new"])
+    assert successor.take(b"b" * 8, True) == [
+        Announcement(b"b" * 8, False, ()),
+        Announcement(b"b" * 8, False, (b"new",)),
+    ]

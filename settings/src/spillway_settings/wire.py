@@ -22,6 +22,8 @@ CONFIG_PATH = "/spillway/config"
 PROMOTE_PATH = "/spillway/promote"
 PROMOTE_UTILITY = "spillway_promote"  # how the engine service calls EngineCore, to which the connector adds it
 SETTLE_UTILITY = "spillway_settle"  # likewise
+WEIGHTS_PATH = "/spillway/weights"
+WEIGHTS_UTILITY = "spillway_weights"  # likewise
 
 # What the gateway says of a session in a request's kv_transfer_params, and the connector reads.
 SESSION_MEMBER = "spillway_session"

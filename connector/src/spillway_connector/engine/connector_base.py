@@ -30,8 +30,10 @@ from spillway_connector.engine.scheduler import SchedulerHalf
 from spillway_connector.engine.settling import Unsettled
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.transfer_params import filtering_transfer_params
+from spillway_connector.engine.weights import WeightsNamed
 from spillway_connector.engine.worker import WorkerHalf
 from spillway_connector.errors import ConfigError
+from spillway_connector.namespace import Namespace
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_settings.vllm_salts import why_salts_are_dropped
 
@@ -53,11 +55,15 @@ def fair_schedule(schedule: Any) -> Callable[..., Any]:
     return stepping_fairly(schedule, ConnectorBase)
 
 
+_START = ""  # no version was named: the weights that the engine was started with
+
+
 class ConnectorBase(OffloadingConnector):
     """Methods without a docstring keep the contract of KVConnectorBase_V1 and delegate to a half."""
 
     _spec: OffloadingSpec
     adapters: AdapterRegistry  # in the scheduler's process
+    _version_named: str = _START  # of the weights, since they changed last
 
     def _check(self, seams: Seams, vllm_config: VllmConfig) -> None:
         """Check the configuration before anything is built. Raises UnsupportedEngine or ConfigError."""
@@ -143,6 +149,32 @@ class ConnectorBase(OffloadingConnector):
     def weights_changing(self, cause: str) -> None:
         """See engine/weights.py. EngineCore process, scheduler thread, between steps."""
         self._half.weights_changing(cause)
+
+    def weights_named(self) -> WeightsNamed:
+        """See engine/weights.py."""
+        half, spec = self._half, self._spec
+        version = spec.settings.weights_version if isinstance(spec, SpecBase) else None
+        if self._version_named != _START:
+            version = self._version_named
+        shares = isinstance(spec, SpecBase) and bool(half.manager.secondary_tiers)
+        namespace = self._namespace_of(self._version_named).hex if shares else ""
+        return WeightsNamed(version, half.weights_are_known, namespace)
+
+    def name_weights(self, version: str | None, reset_device: Callable[[], bool]) -> str | None:
+        """See engine/weights.py. EngineCore process, scheduler thread, between steps."""
+        half, wanted = self._half, _START if version is None else version
+        if half.weights_are_known and wanted == self._version_named:
+            return None
+        namespace = self._namespace_of(wanted) if half.manager.secondary_tiers else None
+        refused = half.name_weights(namespace, reset_device)
+        if refused is None:
+            self._version_named = wanted
+            half.introduce()
+        return refused
+
+    def _namespace_of(self, wanted: str) -> Namespace:
+        assert isinstance(self._spec, SpecBase)
+        return self._spec.namespace_named(None if wanted == _START else wanted)
 
     @contextmanager
     def adapter_loading(self, request: LoRARequest) -> Iterator[None]:

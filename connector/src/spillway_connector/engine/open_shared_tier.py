@@ -19,13 +19,34 @@ from spillway_connector.transfer.stats import Operation
 
 
 def open_shared_tier(
-    config: TierConfig, namespace: Namespace, geometry: ChunkGeometry, rows: memoryview, *, announces_blocks: bool
+    config: TierConfig,
+    namespace: Namespace,
+    geometry: ChunkGeometry,
+    rows: memoryview,
+    *,
+    announces_blocks: bool,
+    before: SharedTier | TierChain | None = None,
 ) -> SharedTier | TierChain:
-    """rows: of the CPU tier. announces_blocks: whether somebody hears what lies in the tiers. Raises ConfigError."""
-    answered: ChangeLog[str] = ChangeLog()
-    progress = threading.Event()
+    """Open the tier, or the two behind each other.
 
-    def drive(tier: Tier, of: TierConfig) -> SharedTier:
+    Args:
+        config: The tier's settings.
+        namespace: Of its chunks.
+        geometry: Of a chunk.
+        rows: Of the CPU tier.
+        announces_blocks: Whether somebody hears what lies in the tiers.
+        before: What this takes the place of, from the same settings; it stays open until its owner closes it.
+
+    Raises:
+        ConfigError: The settings, or the store, cannot be used.
+    """
+    answered: ChangeLog[str] = ChangeLog() if before is None else before.answered_requests
+    progress = threading.Event()
+    places: list[SharedTier | None] = [None, None]
+    if before is not None:
+        places = [before, None] if isinstance(before, SharedTier) else list(before.members)
+
+    def drive(tier: Tier, of: TierConfig, place: SharedTier | None) -> SharedTier:
         return SharedTier(
             tier,
             rows=rows,
@@ -38,17 +59,18 @@ def open_shared_tier(
             announcements=Announcements(time.monotonic) if announces_blocks else None,
             answered_requests=answered,
             progress=progress,
+            before=place,
         )
 
     above = open_tier(config, namespace, geometry.payload_bytes)
     if config.below is None:
-        return drive(above, config)
+        return drive(above, config, places[0])
     try:
         below = open_tier(config.below.tier, namespace, geometry.payload_bytes)
     except BaseException:
         above.close()
         raise
-    driven = drive(below, config.below.tier)
+    driven = drive(below, config.below.tier, places[1])
     limits = config.below.tier.limits
     demotions = Demotions(
         above,
@@ -60,4 +82,4 @@ def open_shared_tier(
         breaker=driven.breaker_of(Operation.STORE),
         clock=time.monotonic,
     )
-    return TierChain(drive(above, config), driven, demotions, clock=time.monotonic)
+    return TierChain(drive(above, config, places[0]), driven, demotions, clock=time.monotonic)

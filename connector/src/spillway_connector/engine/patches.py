@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spillway_connector.engine.patching import Needed, Patch
-from spillway_settings.wire import PROMOTE_UTILITY, SETTLE_UTILITY
+from spillway_settings.wire import PROMOTE_UTILITY, SETTLE_UTILITY, WEIGHTS_UTILITY
 
 ENGINE = "spillway_connector.engine"
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -75,6 +75,16 @@ COMMON: Sequence[Patch] = (
         replacement=f"{ENGINE}.weights:watched_sleep",
         reason="a sleep of level 2 drops the weights unseen, with the same result",
         until="vLLM tells connectors before its weights change",
+    ),
+    Patch(
+        name="weight-names",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function=WEIGHTS_UTILITY,
+        parameters=None,
+        replacement=f"{ENGINE}.weights:weights_utility",
+        reason="weights that were changed in place have no name, so the shared tiers rest until a restart",
+        until="vLLM lets connectors add utilities",
     ),
     Patch(
         name="promotion-hints",

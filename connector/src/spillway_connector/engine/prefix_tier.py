@@ -6,9 +6,11 @@ What a generation's interface calls things differs (answers, ids of rows, argume
 from __future__ import annotations
 
 import logging
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 from typing_extensions import override
@@ -25,7 +27,7 @@ from spillway_connector.plan.load_cost import Gate, JointGate, LoadGate, LoadPol
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.transfer.announcements import Announcement
 from spillway_connector.transfer.chain import TierChain
-from spillway_connector.transfer.jobs import Behind
+from spillway_connector.transfer.jobs import Behind, JobOutcome
 from spillway_connector.transfer.lookups import Answers
 from spillway_connector.transfer.shared_tier import SharedTier
 
@@ -74,6 +76,13 @@ class PrefixTier(SecondaryTierManager):
         """(job, chunks) of loads under way: those loaded since the last call, each once; their jobs still end."""
         return ()
 
+    def weights_changed(self) -> None:
+        """The model's weights change: neither load nor store until there is another namespace."""
+
+    def use_namespace(self, namespace: Namespace) -> None:
+        """Load and store under this namespace from now on. Called after `weights_changed`. Stores of before end under
+        the former one. Raises ConfigError; the tier then rests as before."""
+
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         """What lookup() would return for each of `keys` (at least one), up to and including the first MISS."""
@@ -86,14 +95,23 @@ class SharedTierBase(PrefixTier):
         """The rest of the constructor, after the constructor of vLLM's class. Raises ConfigError."""
         config = parse_tier(tier_type, options)
         self._rows = primary_kv_view.cast("B")
-        self._shared = open_shared_tier(
-            config, spec.namespace, spec.geometry, self._rows, announces_blocks=spec.announces_blocks
+        self._open_under = partial(
+            open_shared_tier,
+            config,
+            geometry=spec.geometry,
+            rows=self._rows,
+            announces_blocks=spec.announces_blocks,
         )
+        self._shared = self._open_under(namespace=spec.namespace)
+        self._former: list[SharedTier | TierChain] = []  # of former weights, until their stores have ended
         self.chain = self._shared if isinstance(self._shared, TierChain) else None
         self.answered_requests = self._shared.answered_requests
-        members = (self._shared,) if isinstance(self._shared, SharedTier) else self._shared.members
-        self.report = JointReport([TierReport(member.tier_name, member) for member in members], self.chain)
+        self.report = JointReport([TierReport(member.tier_name, member) for member in self._members], self.chain)
         logger.info("Shared tier %s: namespace %s", self.names, spec.namespace.hex)
+
+    @property
+    def _members(self) -> Sequence[SharedTier]:
+        return (self._shared,) if isinstance(self._shared, SharedTier) else self._shared.members
 
     @property
     def names(self) -> str:
@@ -156,8 +174,32 @@ class SharedTierBase(PrefixTier):
         """See SharedTier.give_up_behind."""
         self._shared.give_up_behind(seconds_per_chunk, spared)
 
+    @override
     def weights_changed(self) -> None:
         self._shared.weights_changed()
+
+    @override
+    def use_namespace(self, namespace: Namespace) -> None:
+        former = self._shared
+        self._shared = self._open_under(namespace=namespace, before=former)
+        self._former.append(former)
+        self.chain = self._shared if isinstance(self._shared, TierChain) else None
+        if self.chain is not None and isinstance(former, TierChain):
+            self.chain.use_gate_of(former)
+        self.report.follow(self._members, self.chain)
+        self.answered_requests.add_all()
+        logger.info("Shared tier %s: namespace %s", self.names, namespace.hex)
+
+    def _finished_of_former(self) -> list[JobOutcome]:
+        """Those whose last store has ended are closed, which waits for their threads, on a thread of its own."""
+        ended = []
+        for former in self._former:
+            ended += former.finished()
+            former.step_end()
+        for former in [one for one in self._former if not one.has_work()]:
+            self._former.remove(former)
+            threading.Thread(target=former.close, name="spillway-former-tier", daemon=True).start()
+        return ended
 
     def _store(self, job_id: int, keys: Iterable[OffloadKey], rows: list[int], req_context: ReqContext) -> None:
         named = session_of_context(req_context)
@@ -180,6 +222,8 @@ class SharedTierBase(PrefixTier):
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         outcomes = self._shared.finished()
+        if self._former:
+            outcomes = [*self._finished_of_former(), *outcomes]
         if not outcomes:  # most steps
             return ()
         return [
@@ -203,7 +247,8 @@ class SharedTierBase(PrefixTier):
 
     @override
     def shutdown(self) -> None:
-        self._shared.close()
+        for opened in (*self._former, self._shared):
+            opened.close()
         self._rows.release()
 
 

@@ -23,6 +23,8 @@ from spillway_connector.engine.own_connector import own_connector
 from spillway_connector.engine.patching import replace_on
 from spillway_connector.engine.request_state import RequestFields
 from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.namespace import Namespace
+from spillway_settings.wire import WEIGHTS_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -88,17 +90,19 @@ class ResettableHalf(OffloadingConnectorScheduler):
         replace_on(device_blocks, "reset_prefix_cache", reset_prefix_cache)
 
     def weights_changing(self, cause: str) -> None:
-        """The model's weights are about to change: drop the CPU tier and stop using the shared tiers.
+        """The model's weights are about to change: drop the CPU tier, and use the shared tiers no more until the new
+        weights have a name.
 
         Running requests hold KV of the old weights, and until its reset the device's prefix cache serves such KV, so
         nothing is offloaded before that. cause: for the log.
         """
         if not self._weights_changed:
             logger.warning(
-                "%s may change the model's weights: the shared tiers are not used from now on, because their KV was "
-                "computed with the weights this engine was started with; restart the engine to share again. The CPU "
-                "tier is filled again once the device's prefix cache has been reset (/reset_prefix_cache)",
+                "%s may change the model's weights: the shared tiers are not used until the new weights have a name "
+                "(POST %s), or the engine is restarted, because their KV was computed with other weights. The CPU tier "
+                "is filled again once the device's prefix cache has been reset (/reset_prefix_cache)",
                 cause,
+                WEIGHTS_PATH,
             )
         self._weights_changed = True
         self._device_is_stale = self._has_device_cache
@@ -106,6 +110,39 @@ class ResettableHalf(OffloadingConnectorScheduler):
         self.reset_cache()
         for status in self._req_status.values():
             cast(RequestFields, status).is_stale = True
+
+    def name_weights(self, namespace: Namespace | None, reset_device: Callable[[], bool]) -> str | None:
+        """The weights that the engine has are those of this namespace: share under it from the next step on.
+
+        Args:
+            namespace: None: there is no shared tier.
+            reset_device: vLLM's reset of the device's prefix cache; returns whether it was done.
+
+        Returns:
+            Why not, in a sentence; then nothing has changed, or the tiers rest.
+
+        Raises:
+            ConfigError: A shared tier cannot be opened; the tiers rest.
+        """
+        in_use = 0 if self.device_blocks is None else blocks_in_use(self.device_blocks)
+        if in_use:
+            return (
+                f"{in_use} blocks of the device are in use by requests, whose KV may be of other weights; name the "
+                "weights when no request runs: POST /pause, then name them, then POST /resume"
+            )
+        if not self._weights_changed:
+            self.weights_changing("another name of the weights")
+        if not reset_device():
+            return "vLLM did not reset the device's prefix cache; try again when no request runs"
+        if namespace is not None:
+            self.manager.use_namespace(namespace)
+        self._weights_changed = False
+        return None
+
+    @property
+    def weights_are_known(self) -> bool:
+        """Whether they have not changed since the start, or since they were named."""
+        return not self._weights_changed
 
     def _device_was_reset(self) -> None:
         """No request holds a block any more that was computed before, or hits one from now on."""

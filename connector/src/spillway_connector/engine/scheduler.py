@@ -115,6 +115,10 @@ class SchedulerHalf(ResettableHalf):
         """Let the engine step without requests for so long, while anything is left (engine/settling.py)."""
         return self._without_requests.settle(seconds)
 
+    def introduce(self) -> None:
+        """Let the engine step without requests until it has announced the stores that it loads from."""
+        self._without_requests.introduce()
+
     @property
     def steps_without_requests(self) -> bool:
         """Whether the engine is to step though it has no request."""

@@ -76,6 +76,10 @@ class StepsWithoutRequests:
         self._copying = copying
         self._alone = alone
         self._settle_until = 0.0  # by time.monotonic()
+        self.introduce()
+
+    def introduce(self) -> None:
+        """Let the engine step until it has announced the stores that it loads from."""
         self._introduce_until = time.monotonic() + INTRODUCTION_SECONDS_MAX
 
     def settle(self, seconds: float) -> Unsettled:

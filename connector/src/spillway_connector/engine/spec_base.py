@@ -172,11 +172,23 @@ class SpecBase(OffloadingSpec):
 
     @cached_property
     def namespace(self) -> Namespace:
-        """The namespace of the chunks shared here. Raises ConfigError if sharing them would be unsafe or useless."""
+        """The namespace of the chunks shared here, of the weights that the engine was started with. Raises ConfigError
+        if sharing them would be unsafe or useless."""
+        return Namespace.of(self._namespace_facts)
+
+    def namespace_named(self, version: str | None) -> Namespace:
+        """The namespace of this version of the weights; None: of those that the engine was started with. Raises
+        ConfigError, like `namespace`."""
+        return (
+            self.namespace if version is None else Namespace.of({**self._namespace_facts, "weights_version": version})
+        )
+
+    @cached_property
+    def _namespace_facts(self) -> dict[str, Any]:
         vllm_config, kv_cache_config = self._engine()
         require_shareable_hashes(vllm_config)
         require_shareable_scales(vllm_config)
-        facts = namespace_facts(
+        return namespace_facts(
             vllm_config,
             kv_cache_config,
             self.geometry,
@@ -184,7 +196,6 @@ class SpecBase(OffloadingSpec):
             layouts=self._layouts,
             weights_version=self.settings.weights_version,
         )
-        return Namespace.of(facts)
 
     @override
     def get_manager(self) -> TieringManager:

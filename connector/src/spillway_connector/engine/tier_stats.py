@@ -7,6 +7,7 @@ whole picture is drawn, when a rare count has moved and otherwise once a second.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -40,6 +41,7 @@ _RARE_COUNTS = (
     (metrics.TIER_QUARANTINED, "quarantined"),
     (metrics.TIER_REQUESTS, "requests"),
 )
+_OF_BACKEND = ("evictions", "quarantined", "requests")  # of _RARE_COUNTS: begin at 0 with each backend that is opened
 _GAUGES = (
     (metrics.TIER_HELD_BLOCKS, "held_blocks"),
     (metrics.TIER_RESIDENT_BYTES, "resident_bytes"),
@@ -68,7 +70,15 @@ class TierReport:
         self._totals = [(name, sample_key(metric, tier_type)) for metric, name in _FREQUENT_TOTALS]
         self._reported_totals: dict[str, float] = {}
         self._picture: TierStats | None = None
+        self._before: dict[str, Counter[Any]] = {name: Counter() for name in _OF_BACKEND}  # of former backends
         self._rare_seen = 0
+        self._drawn_at = float("-inf")
+
+    def follow(self, shared: SharedTier) -> None:
+        """Report of an object that takes the place of the former; what its backend has counted begins at 0."""
+        former, self._shared = self._shared.snapshot(), shared
+        for name in _OF_BACKEND:
+            self._before[name] = Counter(self._before[name]) + Counter(getattr(former, name))
         self._drawn_at = float("-inf")
 
     def has_updates(self) -> bool:
@@ -102,7 +112,10 @@ class TierReport:
         now, before = self._shared.snapshot(), self._picture
         self._picture = now
         for metric, name in _RARE_COUNTS:
-            self._add_deltas(stats, metric, name, getattr(now, name))
+            counts = getattr(now, name)
+            if before_all := self._before.get(name):
+                counts = before_all + Counter(counts)
+            self._add_deltas(stats, metric, name, counts)
         for metric, name in _GAUGES:
             value = float(getattr(now, name))
             if before is None or value != getattr(before, name):
@@ -130,6 +143,13 @@ class JointReport:
         self._reports = reports
         self._chain = chain
         self._reported: dict[str, int] = {}
+
+    def follow(self, members: Sequence[SharedTier], chain: TierChain | None) -> None:
+        """See TierReport.follow."""
+        for report, member in zip(self._reports, members, strict=True):
+            report.follow(member)
+        self._chain = chain
+        self._reported.clear()
 
     def has_updates(self) -> bool:
         """Whether :meth:`add_to` has something to report."""

@@ -24,10 +24,11 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier import CpuTier
 from spillway_connector.engine.early_loads import PendingRows
 from spillway_connector.engine.prefix_lookup import PrefixLookupManager, Promotion
-from spillway_connector.engine.prefix_tier import SharedTierBase, TierJobResult
+from spillway_connector.engine.prefix_tier import PrefixTier, SharedTierBase, TierJobResult
 from spillway_connector.engine.process_settings import ProcessSettings
 from spillway_connector.engine.samples import Samples
 from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
+from spillway_connector.namespace import Namespace
 from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.meeting import MeetingOutcome
@@ -177,13 +178,19 @@ class TieringManager(PrefixLookupManager):
         tier.submit_store(self._begin_job(keys, pinned.block_ids.tolist(), False, context))
 
     def weights_changed(self) -> None:
-        """The shared tiers hold KV of other weights from now on: they are neither read nor written again. What became
-        of the other weights' answers says nothing either."""
+        """The shared tiers hold KV of other weights from now on, so they rest. So does what is known of answers."""
         if self.answers is not None:
             self.answers = AnswerReuse()
         self.primary_tier.weights_changed()
-        for tier in self._shared_tiers:
-            tier.weights_changed()
+        for tier in self.secondary_tiers:
+            if isinstance(tier, PrefixTier):
+                tier.weights_changed()
+
+    def use_namespace(self, namespace: Namespace) -> None:
+        """The weights that changed have a name: use the shared tiers again. Raises ConfigError; others then rest."""
+        for tier in self.secondary_tiers:
+            if isinstance(tier, PrefixTier):
+                tier.use_namespace(namespace)
 
     @override
     def _process_finished_jobs(self) -> None:

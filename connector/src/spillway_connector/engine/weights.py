@@ -6,15 +6,21 @@ reach the engine as `EngineCore.collective_rpc`, on the scheduler's thread and b
 patched: RPCs known not to touch weights pass, any other is treated as a change before it runs. So is a sleep of level
 2, which drops the weights: what computes after it, before they are loaded again, is no KV of theirs.
 
+Whoever changed the weights may name them: `EngineCore.spillway_weights(version)`, which the engine service calls. The
+tiers are then used again, in the namespace of this name, which engines that were given the same name share. A name
+that was given before finds what was stored under it.
+
 Not detected: code that changes parameters from inside a worker process without an RPC.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from spillway_connector.engine.own_connector import own_connector
+from spillway_connector.errors import SpillwayError
 
 # RPCs of vLLM itself that do not change the weights. LoRA adapters are part of a block's key (engine/adapters.py).
 HARMLESS = frozenset(
@@ -61,6 +67,55 @@ class WeightsListener(Protocol):
     def weights_changing(self, cause: str) -> None:
         """Called before the change, on the scheduler's thread, between steps. `cause`: the RPC's name."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsNamed:
+    """version: None: nobody has named any. known: False from a change to the next name. namespace: of what is shared,
+    in hexadecimal digits; empty without a shared tier."""
+
+    version: str | None
+    known: bool
+    namespace: str
+
+
+@runtime_checkable
+class WeightsNaming(Protocol):
+    """A connector that is given names of the weights. Called on the scheduler's thread, between steps."""
+
+    def weights_named(self) -> WeightsNamed: ...
+
+    def name_weights(self, version: str | None, reset_device: Callable[[], bool]) -> str | None:
+        """The engine has the weights of this version; None: those that it was started with. Returns why the name cannot
+        be taken now, in a sentence. Raises SpillwayError."""
+        ...
+
+
+def weights_utility(_: None) -> Callable[..., dict[str, Any]]:
+    """Make the function that is added to EngineCore, which has no such utility."""
+    return _weights
+
+
+def _weights(core: Any, *version: str | None) -> dict[str, Any]:
+    """version: to be taken; none is given to ask. Returns WeightsNamed's fields, and `refused`: why the name was not
+    taken; nothing without Spillway's connector."""
+    connector = own_connector(core.scheduler, WeightsNaming)  # type: ignore[type-abstract]
+    if connector is None:
+        return {}
+
+    def reset_device() -> bool:
+        done = bool(core.reset_prefix_cache())
+        if done:
+            core.reset_encoder_cache()  # what is computed from an image of before is of the former weights
+        return done
+
+    refused = None
+    if version:
+        try:
+            refused = connector.name_weights(version[0], reset_device)
+        except SpillwayError as error:
+            refused = str(error)
+    return {**asdict(connector.weights_named()), "refused": refused}
 
 
 def may_change_weights(method: str | Callable[..., Any]) -> bool:

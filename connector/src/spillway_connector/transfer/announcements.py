@@ -69,8 +69,15 @@ class Announcements:
         self._pending: dict[bytes, bool] = {}  # whether it is gone; in the order of the last change
         self._by_others: dict[bytes, tuple[bool, float]] = {}  # what others have changed lately: whether it is gone
         self._joined: bytes | None = None  # the store that was announced as this engine's
+        self._left: bytes | None = None  # the store of another object, to be announced as left
         self._last_store: bytes | None = None
         self._said_at = float("-inf")
+
+    def successor(self) -> Announcements:
+        """Make the object that announces another store in place of this one, which this engine leaves."""
+        successor = Announcements(self._clock)
+        successor._left, self._joined = self._joined or self._left, None
+        return successor
 
     def storing(self, keys: Iterable[bytes]) -> None:
         """This process has begun to store them, or has stored them."""
@@ -153,9 +160,13 @@ class Announcements:
         what is known of the store's contents waits.
         """
         wanted = store_id if usable else None
-        if wanted == self._joined and not self._pending and (wanted is None or not self._silent()):
+        has_news = self._left is not None or wanted != self._joined or bool(self._pending)
+        if not has_news and (wanted is None or not self._silent()):
             return []
         taken: list[Announcement] = []
+        if self._left is not None:
+            taken.append(Announcement(self._left, True, ()))
+            self._left = None
         if self._joined is not None and self._joined != wanted:
             taken.append(Announcement(self._joined, True, ()))
         if wanted is not None:

@@ -62,6 +62,10 @@ class TierChain:
         """Ask and measure each tier by its own gate from now on. Without gates both are always asked."""
         self._gate = gate, prefill_rate, chunk_bytes
 
+    def use_gate_of(self, other: TierChain) -> None:
+        """Ask and measure by the gates of a chain whose place this one takes."""
+        self._gate, self.not_worth = other._gate, other.not_worth
+
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     @property

@@ -46,7 +46,8 @@ class SharedTier:
     padding is not. ``tier`` is closed by close(). ``room_bytes``: what it has room for, if that is known.
     ``admits_all``: whether it takes what was asked for once also while it is short of room.
     ``announcements``: given if anybody hears them. ``answered_requests``: requests whose lookup may return something
-    else than PENDING now. ``counters``: for the scheduler thread.
+    else than PENDING now. ``counters``: for the scheduler thread. ``before``: the object whose place this one takes,
+    with another namespace; it goes on counting, and says from then on nothing of its own.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SharedTier:
         admits_all: bool = False,
         answered_requests: ChangeLog[str] | None = None,
         progress: threading.Event | None = None,
+        before: SharedTier | None = None,
     ) -> None:
         if tier.payload_bytes != payload_bytes or not 0 < payload_bytes <= row_bytes:
             raise ValueError(f"payload_bytes: {payload_bytes}; the tier has {tier.payload_bytes}, a row {row_bytes}")
@@ -74,12 +76,14 @@ class SharedTier:
         self._admits_all = admits_all
         self._limits = limits
         self._clock = clock
-        self.counters = TierCounters()
+        self.counters: TierCounters = TierCounters() if before is None else before.counters
         self._presence = PresenceIndex()
         self._frequency = FrequencySketch()
         self._session_tier = tier if isinstance(tier, SessionTier) else None
         self._sessions = SessionFollower()
-        self._announcements = announcements
+        if before is not None and before._announcements is not None:
+            announcements = before._announcements.successor()
+        self._announcements: Announcements | None = announcements
         self._breakers = {operation: Breaker(limits.breaker, clock) for operation in Operation}
         self._lookup_breaker, self._load_breaker = (self._breakers[of] for of in (Operation.LOOKUP, Operation.LOAD))
         self._progress = threading.Event() if progress is None else progress
@@ -331,8 +335,8 @@ class SharedTier:
     def weights_changed(self) -> None:
         """The model's weights were changed: neither load nor store under this namespace any more.
 
-        Stores under way were computed before and may end. Loads under way are given up. Final for
-        this process: another namespace needs a restart.
+        Stores under way were computed before and may end. Loads under way are given up. Final: another namespace
+        needs another object.
         """
         self._weights_changed = self.counters.moved = True
         self.counters.weights_changes += 1

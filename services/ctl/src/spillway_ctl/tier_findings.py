@@ -7,6 +7,7 @@ from typing import Any
 
 from spillway_connector.explanations import MISSES, explanation
 from spillway_ctl.evidence import NO_REPORT, EngineReading, Finding, Verdict
+from spillway_settings.wire import WEIGHTS_PATH
 
 FAILURES = "spillway_tier_failures_total"
 
@@ -54,7 +55,8 @@ def _shared_tier(engine: EngineReading, window_seconds: float, name: str, kind: 
         found = f"{kind} at {place}: the breaker of {', '.join(resting)} is open after repeated failures"
         return Finding(name, engine.name, Verdict.FAILED, f"{found}{meanings and f': {meanings}'}", change)
     if page.total("spillway_tier_weights_changed"):
-        return Finding(name, engine.name, Verdict.FAILED, "rests: weights changed in place", "restart the engine")
+        change = f"name the new weights (POST {WEIGHTS_PATH} to the engine), or restart it"
+        return Finding(name, engine.name, Verdict.FAILED, "rests: weights changed in place", change)
     now, since_start = engine.growth(FAILURES, **own)
     if now:
         found = f"{kind} at {place}: {now:.0f} operations failed within {window_seconds:.0f} s: {meanings}"

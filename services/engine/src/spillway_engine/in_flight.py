@@ -124,3 +124,18 @@ async def send_json(send: Send, status: int, body: bytes) -> None:
         headers.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def body_of(receive: Receive, bytes_max: int) -> bytes | None:
+    """The body of a request; empty if its caller is gone, None if it is too long."""
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b""
+        parts.append(bytes(message.get("body", b"")))
+        size += len(parts[-1])
+        if size > bytes_max:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)

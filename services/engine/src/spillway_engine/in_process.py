@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import os
 import sys
@@ -100,3 +101,20 @@ def own_api_key(arguments: list[str], environment: Mapping[str, str]) -> str | N
         if argument.startswith("--api-key="):
             return argument.partition("=")[2]
     return environment.get("VLLM_API_KEY")
+
+
+KEY_NEEDED = "the engine's API key is needed"
+
+
+class KeyCheck:
+    """Whether a caller sends the key that this server demands, if it demands one. For what vLLM's own check, which
+    lies behind the middleware, does not see."""
+
+    def __init__(self) -> None:
+        key = own_api_key(sys.argv, os.environ)
+        self._authorization = f"Bearer {key}".encode() if key else None
+
+    def accepts(self, scope: Scope) -> bool:
+        if self._authorization is None:
+            return True
+        return hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._authorization)

@@ -25,8 +25,9 @@ from spillway_engine.messages_usage import report_cached_tokens
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
 from spillway_engine.self_check import SelfCheckFailed, check_ranks
 from spillway_engine.settling import IDLE_SECONDS, IDLE_SETTLE_SECONDS_MAX, Settled, settle
+from spillway_engine.weight_names import WeightNames
 from spillway_settings.vllm_salts import why_salts_are_dropped
-from spillway_settings.wire import CONFIG_PATH, PROMOTE_PATH
+from spillway_settings.wire import CONFIG_PATH, PROMOTE_PATH, WEIGHTS_PATH
 
 logger = logging.getLogger("vllm.spillway_engine")
 
@@ -47,6 +48,7 @@ class ReadinessMiddleware:
         self._reason: str | None = "starting"  # None: ready
         self._requests = InFlightRequests()
         self._hints = promotion_hints.PromotionHints(self._brief.data_parallel_ranks)
+        self._weights = WeightNames(self._brief.data_parallel_ranks)
         self._refusal: str | None = None  # the answer to new requests; None: they are served
         self._hurry = asyncio.Event()
         self._parent: asyncio.StreamWriter | None = None
@@ -64,6 +66,8 @@ class ReadinessMiddleware:
             await send_json(send, 200, json.dumps({**self._brief.configuration, "version": VERSION}).encode())
         elif scope["path"] == PROMOTE_PATH and self._refusal is None:
             await self._hints.answer(scope, receive, send)
+        elif scope["path"] == WEIGHTS_PATH and self._refusal is None:
+            await self._weights.answer(scope, receive, send)
         elif self._refusal is not None:
             body = error_body(self._refusal, 503)
             await send_json(send, 503, json.dumps(body).encode())

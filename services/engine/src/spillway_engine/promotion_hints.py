@@ -13,18 +13,15 @@ is: the one that will get the request.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
-import os
-import sys
 from typing import Annotated, Any
 
 import msgspec
 
 from spillway_engine.engine_core import ask_engine_core
-from spillway_engine.in_flight import Receive, Scope, Send, error_body, send_json
-from spillway_engine.in_process import own_api_key
+from spillway_engine.in_flight import Receive, Scope, Send, body_of, error_body, send_json
+from spillway_engine.in_process import KEY_NEEDED, KeyCheck
 from spillway_settings.wire import PROMOTE_PATH, PROMOTE_UTILITY, RANK_HEADER
 
 logger = logging.getLogger("vllm.spillway_engine")
@@ -48,8 +45,7 @@ class PromotionHints:
 
     def __init__(self, ranks: int = 1) -> None:
         self._ranks = ranks
-        key = own_api_key(sys.argv, os.environ)
-        self._authorization = f"Bearer {key}".encode() if key else None
+        self._key = KeyCheck()
         self._under_way = 0
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,15 +55,13 @@ class PromotionHints:
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
         if scope["method"] != "POST":
             return 405, error_body(f"{PROMOTE_PATH} takes POST", 405)
-        if self._authorization is not None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._authorization):
-                return 401, error_body("the engine's API key is needed", 401)
+        if not self._key.accepts(scope):
+            return 401, error_body(KEY_NEEDED, 401)
         if self._under_way >= HINTS_MAX:
             return _STATUS["busy"], {"outcome": "busy"}
         self._under_way += 1
         try:
-            body = await _body_of(receive)
+            body = await body_of(receive, BODY_BYTES_MAX)
             if body is None:
                 return 413, error_body(f"a hint has at most {BODY_BYTES_MAX} bytes", 413)
             try:
@@ -99,18 +93,3 @@ class PromotionHints:
             logger.warning("a promotion hint was not taken: %s", error)
             return _STATUS["off"], {"outcome": "off"}
         return _STATUS.get(outcome, 429), {"outcome": outcome}
-
-
-async def _body_of(receive: Receive) -> bytes | None:
-    """None: too long."""
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b""
-        parts.append(bytes(message.get("body", b"")))
-        size += len(parts[-1])
-        if size > BODY_BYTES_MAX:
-            return None
-        if not message.get("more_body", False):
-            return b"".join(parts)
