@@ -16,7 +16,7 @@ from chart.rendering import Render, pod_spec, render
 from cluster import real_engines
 from cluster.helm import VERSION
 from cluster.image_builder import images
-from cluster.values import simulated, simulated_ascend
+from cluster.values import simulated, simulated_ascend, simulated_over_two_pods
 
 from spillway_ctl.check.chart_facts import Cluster
 from spillway_ctl.check.judgement import findings
@@ -34,7 +34,11 @@ REAL_ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
     "Redis": lambda: real_engines.shared_tier("redis", 2),
     "Redis, another password": lambda: real_engines.shared_tier("redis", 1, secrets_revision="2"),
 }
-SIMULATED: dict[str, Callable[[], dict[str, Any]]] = {"simulated": simulated, "simulated, Ascend": simulated_ascend}
+SIMULATED: dict[str, Callable[[], dict[str, Any]]] = {
+    "simulated": simulated,
+    "simulated, Ascend": simulated_ascend,
+    "simulated, over two pods": simulated_over_two_pods,
+}
 
 
 def in_its_pod(rendered: Render, folder: Path) -> tuple[EngineSettings, ResolvedEngine]:

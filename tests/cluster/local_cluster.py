@@ -134,6 +134,13 @@ class LocalCluster:
     def stop_keda(self) -> None:
         self._do("keda-down")
 
+    def run_groups(self) -> None:
+        """The controller of LeaderWorkerSets."""
+        self._do("groups", seconds=BUILD_SECONDS)
+
+    def stop_groups(self) -> None:
+        self._do("groups-down")
+
     def declare_inference_kinds(self) -> None:
         """InferencePool and InferenceObjective, as the Inference Extension declares them."""
         self._do("inference")

@@ -100,6 +100,12 @@ def simulated_ascend() -> Values:
     return over(_SIMULATED, {"engine": engine, "gateway": {"replicas": 1}})
 
 
+def simulated_over_two_pods(**engine: Any) -> Values:
+    """Replicas of two such engine pods each, with one engine core over both, which runs without offload."""
+    split = {"nodesPerReplica": 2, "pipelineParallelSize": 2, "offload": {"enabled": False}}
+    return simulated(engine={**split, **engine})
+
+
 def over(base: Mapping[str, Any], fields: Mapping[str, Any]) -> Values:
     """`base` with `fields` laid over it, section by section; neither is touched."""
     merged = copy.deepcopy(dict(base))

@@ -12,6 +12,8 @@
 #   cluster.sh keda             run KEDA's operator and Prometheus beside it; compiles the first
 #                               (a few minutes more), and takes the second from Debian
 #   cluster.sh keda-down        stop both
+#   cluster.sh groups           run the controller of LeaderWorkerSets; compiles it (two minutes more)
+#   cluster.sh groups-down      stop it
 #   cluster.sh inference        declare the kinds of Gateway API's Inference Extension; nobody acts on them here
 #   cluster.sh inference-down   take them back
 #   cluster.sh env              print the exports for kubectl and helm
@@ -373,12 +375,62 @@ inference_kinds() { # VERB [ARGUMENT...] : kubectl on the definitions of the Inf
         -f "$module/config/crd/bases/inference.networking.x-k8s.io_inferenceobjectives.yaml"
 }
 
+lws=v0.8.0
+
+build_groups() { # the controller of LeaderWorkerSets with its definition and webhooks
+    [ ! -e "$bin/lws-$lws" ] || return 0
+    local module partial=$bin/lws.partial
+    module=$(cd / && go mod download -json "sigs.k8s.io/lws@$lws" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
+    rm -rf "$partial"; mkdir -p "$partial/source"
+    cp -r --no-preserve=mode "$module"/. "$partial/source/"
+    (cd "$partial/source" && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o ../manager ./cmd)
+    cp "$partial/source"/config/crd/bases/*.yaml "$partial/source"/config/webhook/manifests.yaml "$partial/"
+    rm -rf "$partial/source"
+    mv "$partial" "$bin/lws-$lws"
+}
+
+run_groups() {
+    local programs=$bin/lws-$lws certificates=$run/lws-certificates authority
+    mkdir -p "$certificates"
+    openssl req -x509 -newkey rsa:2048 -nodes -days 30 -keyout "$certificates/tls.key" -out "$certificates/tls.crt" \
+        -subj /CN=lws -addext "subjectAltName=IP:$host" 2>/dev/null
+    authority=$(base64 -w0 "$certificates/tls.crt")
+    cat >"$run/lws.yaml" <<K
+apiVersion: config.lws.x-k8s.io/v1alpha1
+kind: Configuration
+leaderElection: {leaderElect: false}
+internalCertManagement: {enable: false}
+webhook: {port: 19443, certDir: "$certificates"}
+metrics: {bindAddress: "0"}
+health: {healthProbeBindAddress: 127.0.0.1:18082}
+K
+    kubectl_ apply --server-side -f "$programs"/leaderworkerset.x-k8s.io_leaderworkersets.yaml
+    spawn groups "$programs/manager" --kubeconfig "$run/admin.kubeconfig" --config "$run/lws.yaml"
+    wait_for 60 "the controller of LeaderWorkerSets" curl -sf http://127.0.0.1:18082/readyz
+    # The API server is on this machine and reaches them by address. As in LeaderWorkerSet's own installation, pods of
+    # others pass them by.
+    awk -v url="https://$host:19443" -v authority="$authority" '
+        /^    service:/ { service = 1; print "    caBundle: " authority; next }
+        service && /^      (name|namespace):/ { next }
+        service && /^      path:/ { print "    url: " url $2; service = 0; next }
+        { print }
+        /^  name: [mv]pod[.]kb[.]io/ { print "  objectSelector: {matchExpressions: [{key: leaderworkerset.sigs.k8s.io/name, operator: Exists}]}" }
+        ' "$programs/manifests.yaml" | sed 's/\(mutating\|validating\)-webhook-configuration/lws-\1/' >"$run/lws-webhooks.yaml"
+    kubectl_ apply -f "$run/lws-webhooks.yaml"
+}
+
+stop_groups() { # once no LeaderWorkerSet is left
+    kubectl_ delete -f "$run/lws-webhooks.yaml"
+    halt groups
+    kubectl_ delete -f "$bin/lws-$lws/leaderworkerset.x-k8s.io_leaderworkersets.yaml"
+}
+
 env_() { echo "export KUBECONFIG=$run/admin.kubeconfig PATH=$bin:\$PATH"; }
 
 down() {
     local i
     if [ -f "$run/nodes" ]; then for i in $(seq "$(<"$run/nodes")"); do stop "node$i"; ip route del "10.251.$i.0/24" 2>/dev/null || true; done; fi
-    for name in keda prometheus dns scheduler controllers apiserver etcd; do halt "$name"; done
+    for name in groups keda prometheus dns scheduler controllers apiserver etcd; do halt "$name"; done
     ip link del swbr0 2>/dev/null || true
     # A build of an image that was killed leaves its root mounted.
     awk -v base="$(realpath -m "$base")/" 'index($2, base) == 1 { print $2 }' /proc/mounts | tac | xargs -r umount --lazy
@@ -395,6 +447,8 @@ case ${1:-} in
     restart-apiserver) halt apiserver; api_server ;;
     keda) build_keda; run_keda ;;
     keda-down) stop_keda ;;
+    groups) build_groups; run_groups ;;
+    groups-down) stop_groups ;;
     inference) inference_kinds apply --server-side ;;
     inference-down) inference_kinds delete --ignore-not-found ;;
     env) env_ ;;
