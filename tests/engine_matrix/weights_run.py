@@ -2,7 +2,8 @@
 
 The matrix's llama with two sets of weights, A and B. An engine without a connector is started with B and gives the
 references. Then one with a CPU tier and an NVMe tier starts with A and gets B by `reload_weights`, with prompts that
-were asked before, between the change and a reset, and across both. Prints `RUN {json}` for each question: cached
+were asked before, between the change and a reset, and across both. At last it gets B, A and B again, each with its
+name, and is asked one prompt. Prints `RUN {json}` for each question: cached
 tokens, and the logprobs of the tokens that may follow the prompt.
 """
 
@@ -80,6 +81,17 @@ class Engine:
             running = way == "with running requests"
             assert self.llm.reset_prefix_cache(running, way == "with the connector")
 
+    def name(self, version: str | None) -> None:
+        named = self.llm.llm_engine.engine_core.engine_core.spillway_weights(version)
+        assert named["known"] and named["refused"] is None and named["version"] == version, named
+
+    def store(self) -> None:
+        """What was computed last is in the shared tier afterwards: the step of another prompt reports its copy."""
+        self.ask("another", prompt("another"))
+        manager = self.llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+        (tier,) = manager.secondary_tiers
+        assert tier._shared.drain(30.0)
+
     def end(self) -> None:
         import gc
 
@@ -98,7 +110,7 @@ def run(folder: Path) -> None:
     other = folder / "other"
     shutil.copytree(build(wanted, folder), other / wanted.name)
     write_weights(other / wanted.name, seed=1)
-    names = [f"{when}, {way}" for way in WAYS for when in ("before", "between", "across")]
+    names = [f"{when}, {way}" for way in WAYS for when in ("before", "between", "across")] + ["named"]
     plain = Engine(wanted, other, "none")
     for name in names:
         plain.ask(f"B: {name}", prompt(name))
@@ -130,6 +142,20 @@ def run(folder: Path) -> None:
         (folder / wanted.name / "copied").replace(folder / wanted.name / "model.safetensors")
         engine.llm.collective_rpc("reload_weights")
         engine.reset("device alone")
+    engine.name(None)
+    engine.ask("named: A", prompt("named"))
+    engine.store()
+    for name, source, version in (
+        ("B", other / wanted.name, "step-1"),
+        ("A again", folder / "kept", None),
+        ("B again", other / wanted.name, "step-1"),
+    ):
+        shutil.copy(source / "model.safetensors", folder / wanted.name / "copied")
+        (folder / wanted.name / "copied").replace(folder / wanted.name / "model.safetensors")
+        engine.llm.collective_rpc("reload_weights")
+        engine.name(version)
+        engine.ask(f"named: {name}", prompt("named"))
+        engine.store()
     engine.end()
 
 
