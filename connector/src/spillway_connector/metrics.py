@@ -94,7 +94,7 @@ TIER_WRITE_SECONDS = Metric(
 TIER_FAILURES = Metric(
     "spillway_tier_failures",
     Kind.COUNTER,
-    "Operations of a shared tier that failed; requests recomputed, stores were dropped.",
+    "Operations of a shared tier that failed, by the reason: of requests, of demotions, and of the tier's upkeep.",
     ("tier", "operation", "reason"),
 )
 TIER_SHED = Metric(

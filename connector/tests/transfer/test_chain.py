@@ -14,7 +14,7 @@ from spillway_connector.limits import BreakerPolicy
 from spillway_connector.plan.load_cost import JointGate, LoadGate, LoadPolicy, RateMeter
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.faults import CorruptingTier, FlakyTier, RefusingTier, SlowTier
+from spillway_connector.testing.faults import CorruptingTier, FailingTier, FlakyTier, RefusingTier, SlowTier
 from spillway_connector.testing.retention_contract import MakeRetaining, RetentionContract
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
@@ -85,6 +85,7 @@ class Rig:
             lookup_seconds=1.0,
             store_seconds=1.0,
             breaker=driven[1].breaker_of(Operation.STORE),
+            counters=(driven[0].counters, driven[1].counters),
             clock=self.clock,
         )
         self.chain = TierChain(*driven, demotions, clock=self.clock)
@@ -471,3 +472,36 @@ class TestRetention(RetentionContract):
     @pytest.fixture
     def make_retaining(self, rig: Rig) -> MakeRetaining:
         return lambda chunks: RetainingChain(rig, chunks)
+
+
+def failures_of(shared: SharedTier) -> dict[tuple[str, str], int]:
+    return {(of.value, str(reason)): count for (of, reason), count in shared.snapshot().failures.items()}
+
+
+@pytest.mark.parametrize("operation", [Operation.LOOKUP, Operation.STORE])
+def test_a_demotion_that_the_tier_below_refuses_is_counted_there(rig: Rig, operation: Operation) -> None:
+    rig.start(below=RefusingTier(rig.memory(rig.below), RefusedReason.PERMISSION, {operation}))
+    rig.store([0])
+    rig.clock.advance(IDLE_SECONDS)
+    rig.demote()
+    above, below = rig.chain.members
+    assert failures_of(below) == {(operation.value, "permission"): 1} and not failures_of(above)
+
+
+def test_a_demotion_that_the_tier_above_does_not_give_is_counted_there_unless_it_has_gone(rig: Rig) -> None:
+    refusing = FailingTier(
+        rig.memory(rig.above), lambda: TierRefused(RefusedReason.RESOURCES, "injected"), {Operation.LOAD}
+    )
+    rig.start(above=refusing)
+    rig.store([0, 1])
+    rig.memory(rig.above).discard(key_of(1), rig.clock() + 1)
+    rig.clock.advance(IDLE_SECONDS)
+    rig.demote()
+    above, below = rig.chain.members
+    assert failures_of(above) == {("load", "resources"): 2}
+    refusing.failing = False
+    rig.store([2])
+    rig.memory(rig.above).discard(key_of(2), rig.clock() + 1)
+    rig.clock.advance(IDLE_SECONDS)
+    rig.demote()
+    assert failures_of(above) == {("load", "resources"): 2} and not failures_of(below)

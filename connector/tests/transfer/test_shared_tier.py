@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from typing_extensions import override
 
 from spillway_connector.errors import (
     CorruptReason,
@@ -1181,3 +1182,69 @@ def test_what_workers_have_settled_makes_room_before_its_job_ends(rig: Rig) -> N
         tier.released.set()
     assert set(rig.outcome(2).failed) == {key_of(6)}, "three of four beside the one in hand"
     assert rig.outcome(1).success
+
+
+class WithoutUpkeep(TierWrapper):
+    """Serves lookups; its blocks are damaged, and once it fails it refuses what no request needs."""
+
+    def __init__(self, tier: Tier, error: Exception) -> None:
+        super().__init__(tier)
+        self.failing = False
+        self._error = error
+
+    def _fail(self) -> None:
+        if self.failing:
+            raise self._error
+
+    @override
+    def resident_bytes(self, deadline: float) -> int:
+        self._fail()
+        return super().resident_bytes(deadline)
+
+    @override
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        self._fail()
+
+    @override
+    def discard(self, key: bytes, deadline: float) -> None:
+        self._fail()
+
+    @override
+    def load(self, key: bytes, target: memoryview, deadline: float) -> None:
+        raise TierCorrupt(CorruptReason.PAYLOAD, "injected")
+
+
+def failures_of(shared: SharedTier) -> dict[tuple[str, str], int]:
+    return {(of.value, str(reason)): count for (of, reason), count in shared.snapshot().failures.items()}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(TierRefused(RefusedReason.PERMISSION, "injected"), "permission"), (ZeroDivisionError(), "other")],
+)
+def test_what_no_request_needs_is_counted_by_reason_and_opens_no_breaker(
+    rig: Rig, error: Exception, reason: str
+) -> None:
+    rig.fill(range(8))
+    tier = WithoutUpkeep(rig.memory(), error)
+    shared = rig.start(tier)
+    assert rig.answer(key_of(0)) is Lookup.HIT  # the first check comes before the first lookup
+    assert shared.snapshot().ready and not failures_of(shared)
+    tier.failing = True
+    shared.retain(NO_TENANT, 0.5, 60.0, [key_of(0)])
+    shared.submit_load(1, [key_of(0)], [0])
+    rig.outcome(1)
+    for number in range(2):  # the second answer comes after the check and the renewal behind the first
+        rig.clock.advance(11.0)
+        assert rig.answer(key_of(50 + number), str(number)) is Lookup.MISS
+    assert {*failures_of(shared)} == {("check", reason), ("renew", reason), ("discard", reason), ("load", "payload")}
+    assert not shared.snapshot().ready
+    assert set(shared.snapshot().breakers.values()) == {BreakerState.CLOSED}
+
+
+def test_a_tier_that_cannot_be_used_says_why_before_any_request(rig: Rig) -> None:
+    tier = WithoutUpkeep(rig.memory(), TierRefused(RefusedReason.PERMISSION, "injected"))
+    tier.failing = True
+    shared = rig.start(tier)
+    shared.close(REAL_SECONDS)
+    assert failures_of(shared) == {("check", "permission"): 1}

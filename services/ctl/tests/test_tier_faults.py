@@ -33,14 +33,17 @@ from spillway_ctl.tier_findings import shared_tiers
 KEY = b"k" * 32
 
 
-def page_of(tier: Tier) -> Exposition:
-    """What an engine's /metrics says after one store and one load of a chunk."""
+def page_of(tier: Tier, *, idle: bool = False) -> Exposition:
+    """What an engine's /metrics says after one store and one load of a chunk; idle: after a failed check alone."""
     rows = np.zeros(2 * PAYLOAD_BYTES, np.uint8)
     shared = SharedTier(tier, rows=memoryview(rows), row_bytes=PAYLOAD_BYTES, payload_bytes=PAYLOAD_BYTES)
     try:
-        shared.submit_store(0, [b"s" * 32], [0])
-        shared.submit_load(1, [KEY], [1])
-        ended = 0
+        while idle and not shared.counters.failures:
+            shared.wait_for_progress(0.05)
+        ended = 2 if idle else 0
+        if not idle:
+            shared.submit_store(0, [b"s" * 32], [0])
+            shared.submit_load(1, [KEY], [1])
         while ended < 2:
             ended += len(shared.finished())
             shared.wait_for_progress(0.1)
@@ -56,10 +59,10 @@ def page_of(tier: Tier) -> Exposition:
     return Exposition("".join(f"{series} {value}\n" for series, value in lines.items()))
 
 
-def finding_of(tier: Tier) -> Finding:
+def finding_of(tier: Tier, *, idle: bool = False) -> Finding:
     settings = {"offload": {"enabled": True, "sharedTier": {"type": tier.name}}}
     engine = EngineReading("engine-0", "http://engine", config={"settings": settings}, before=Exposition(""))
-    engine.after = page_of(tier)
+    engine.after = page_of(tier, idle=idle)
     (finding,) = shared_tiers(engine, 5.0)
     return finding
 
@@ -122,6 +125,13 @@ def replying(change: Callable[[bytes], bytes], *, cut: bool = False) -> Answer:
 def test_what_an_object_store_replies(replies: ReplyingStore, answer: Answer, reason: str) -> None:
     replies.answer = answer
     check_is_explained(S3Tier(ONE, PAYLOAD_BYTES, S3Place("double", endpoint=replies.endpoint)), reason)
+
+
+def test_a_bucket_without_rights_is_explained_before_any_request(replies: ReplyingStore) -> None:
+    replies.answer = refusing(403, "AccessDenied")
+    finding = finding_of(S3Tier(ONE, PAYLOAD_BYTES, S3Place("double", endpoint=replies.endpoint)), idle=True)
+    assert finding.verdict is Verdict.FAILED and "cannot be used: the credentials lack a right" in finding.found
+    assert "(check permission)" in finding.found and "s3:GetObject" in finding.change
 
 
 @pytest.mark.parametrize(("scheme", "reason"), [("http", UnreachableReason.CONNECT), ("https", UnreachableReason.TLS)])

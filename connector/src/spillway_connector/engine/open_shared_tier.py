@@ -70,7 +70,7 @@ def open_shared_tier(
     except BaseException:
         above.close()
         raise
-    driven = drive(below, config.below.tier, places[1])
+    driven, first = drive(below, config.below.tier, places[1]), drive(above, config, places[0])
     limits = config.below.tier.limits
     demotions = Demotions(
         above,
@@ -80,6 +80,7 @@ def open_shared_tier(
         lookup_seconds=limits.lookup_timeout_seconds,
         store_seconds=limits.store_timeout_seconds,
         breaker=driven.breaker_of(Operation.STORE),
+        counters=(first.counters, driven.counters),
         clock=time.monotonic,
     )
-    return TierChain(drive(above, config, places[0]), driven, demotions, clock=time.monotonic)
+    return TierChain(first, driven, demotions, clock=time.monotonic)

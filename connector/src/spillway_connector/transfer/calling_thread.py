@@ -55,8 +55,10 @@ class CallingThread:
         self._thread.join(timeout_seconds)
 
 
-def unexpected(error: Exception) -> TierError:
-    """Make a refusal of a tier that broke its contract. It counts for the breaker, and the exception is its cause."""
+def as_tier_error(error: Exception) -> TierError:
+    """The error itself, or a refusal of a tier that broke its contract, whose cause it is."""
+    if isinstance(error, TierError):
+        return error
     failure = TierRefused(RefusedReason.OTHER, f"the tier raised {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

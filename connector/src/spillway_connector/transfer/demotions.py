@@ -14,12 +14,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 
-from spillway_connector.errors import TierCorrupt, TierError
+from spillway_connector.errors import TierCorrupt, TierMiss
 from spillway_connector.plan.idle_chunks import IdleChunk, IdleChunks
 from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.tier import Clock, PeekableTier, StoreOutcome, Tier
 from spillway_connector.transfer.breaker import Breaker
-from spillway_connector.transfer.calling_thread import Call, CallingThread, unexpected
+from spillway_connector.transfer.calling_thread import Call, CallingThread, as_tier_error
+from spillway_connector.transfer.stats import Operation, TierCounters, Upkeep
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Demotions:
         threads: that copy, each with a buffer of one chunk.
         lookup_seconds, store_seconds: deadlines of single calls of the tiers.
         breaker: of stores to ``below``.
+        counters: of both tiers, in this order.
         clock: monotonic seconds.
     """
 
@@ -62,6 +64,7 @@ class Demotions:
         lookup_seconds: float,
         store_seconds: float,
         breaker: Breaker,
+        counters: tuple[TierCounters, TierCounters],
         clock: Clock,
     ) -> None:
         self._above, self._below = above, below
@@ -71,6 +74,7 @@ class Demotions:
         self._idle_seconds = idle_seconds
         self._lookup_seconds, self._store_seconds = lookup_seconds, store_seconds
         self._breaker = breaker
+        self._counters_above, self._counters_below = counters
         self._clock = clock
         self._lock = threading.Lock()  # of the five below
         self._idle = IdleChunks(KNOWN_CHUNKS_MAX)
@@ -165,7 +169,9 @@ class Demotions:
             if due:
                 self._demote(due, buffer, call)
         except Exception as error:  # a defect of a tier must not cost the thread
-            _log.error("Shared tier %s: %s", self._below.name, unexpected(error))
+            failure = as_tier_error(error)
+            self._counters_below.count_failure(Operation.STORE, failure.reason)
+            _log.error("Shared tier %s: %s", self._below.name, failure)
         call.deadline = None
         return bool(due)
 
@@ -180,7 +186,8 @@ class Demotions:
         deadline = call.deadline = self._clock() + self._lookup_seconds
         try:
             there = self._below.contains([chunk.key for chunk in chunks], deadline)
-        except TierError:
+        except Exception as error:
+            self._counters_below.count_failure(Operation.LOOKUP, as_tier_error(error).reason)
             self._breaker.record_failure()
             self._failed(chunks)
             return
@@ -198,19 +205,21 @@ class Demotions:
         deadline = call.deadline = self._clock() + self._store_seconds
         try:
             self._read(chunk.key, buffer, deadline)
-        except TierCorrupt:
-            self._discard(chunk.key)
+        except Exception as error:
+            if not isinstance(error, TierMiss):  # it was evicted, or is still being stored
+                self._counters_above.count_failure(Operation.LOAD, as_tier_error(error).reason)
+            if isinstance(error, TierCorrupt):
+                self._discard(chunk.key)
+            elif self._await_store(chunk):
+                return True
             self._end(DemotionOutcome.LOST)
-            return True
-        except TierError:
-            if not self._await_store(chunk):
-                self._end(DemotionOutcome.LOST)
             return True
         if not self._breaker.allow():
             return False
         try:
             outcome = self._below.store(chunk.key, buffer, deadline, chunk.tenant)
-        except TierError:
+        except Exception as error:
+            self._counters_below.count_failure(Operation.STORE, as_tier_error(error).reason)
             self._breaker.record_failure()
             return False
         self._breaker.record_success()
@@ -228,8 +237,8 @@ class Demotions:
     def _discard(self, key: bytes) -> None:
         try:
             self._above.discard(key, self._clock() + self._lookup_seconds)
-        except TierError:
-            pass  # it stays, and the next load finds it corrupt
+        except Exception as error:  # it stays, and the next load finds it corrupt
+            self._counters_above.count_failure(Upkeep.DISCARD, as_tier_error(error).reason)
 
     def _end(self, outcome: DemotionOutcome, stored: bytes | None = None) -> None:
         with self._lock:

@@ -24,9 +24,9 @@ from spillway_connector.errors import TierError, UnreachableReason, without_fram
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.tiers.tier import Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
-from spillway_connector.transfer.calling_thread import Call, CallingThread, unexpected
+from spillway_connector.transfer.calling_thread import Call, CallingThread, as_tier_error
 from spillway_connector.transfer.renewals import Renewals
-from spillway_connector.transfer.stats import LookupOutcome, Operation, TierCounters
+from spillway_connector.transfer.stats import LookupOutcome, Operation, TierCounters, Upkeep
 
 _log = logging.getLogger(__name__)
 
@@ -326,7 +326,7 @@ class TierLookups:
                 continue  # given up before; its keys may have been asked for again
             del self._batches[batch]
             if isinstance(answer, TierError):
-                self._counters.failures[Operation.LOOKUP, answer.reason] += 1
+                self._counters.count_failure(Operation.LOOKUP, answer.reason)
                 self._lookup_breaker.record_failure()
                 absent = [False] * PAGE_KEYS
                 answers = [absent[: len(page.keys)] for page in batch.pages]
@@ -345,7 +345,7 @@ class TierLookups:
                     break
                 del self._batches[batch]
                 self._to_take_in.extend(_Answer(page, None, now) for page in batch.pages)
-                self._counters.failures[Operation.LOOKUP, UnreachableReason.TIMEOUT] += 1
+                self._counters.count_failure(Operation.LOOKUP, UnreachableReason.TIMEOUT)
                 self._counters.expiries[Operation.LOOKUP] += 1
                 self._lookup_breaker.record_failure()
         while self._to_take_in and self._keys_left > 0:
@@ -409,10 +409,10 @@ class TierLookups:
         try:
             deadline = call.deadline = self._clock() + self._timeout_seconds
             self._renewals.renew_page(deadline)
-        except TierError:
-            pass  # what is asked of the tier next says it
         except Exception as error:  # a defect of a tier must not cost the thread
-            _log.error("Shared tier %s: %s", self._tier.name, unexpected(error))
+            problem = self._count(Upkeep.RENEW, error)
+            if not isinstance(error, TierError):
+                _log.error("Shared tier %s: %s", self._tier.name, problem)
         call.deadline = None
 
     def _read_size(self, call: Call, timeout_seconds: float) -> None:
@@ -422,10 +422,8 @@ class TierLookups:
             self._tier.prepare(deadline)
             self.resident_bytes = self._tier.resident_bytes(deadline)
             ready, problem = True, ""
-        except TierError as error:  # a gauge: the last value stays, and only real work counts for the breaker
-            ready, problem = False, str(error)
-        except Exception as error:  # a defect of a tier must not cost the thread
-            ready, problem = False, str(unexpected(error))
+        except Exception as error:  # of the tier, or a defect of it, which must not cost the thread
+            ready, problem = False, self._count(Upkeep.CHECK, error)
         call.deadline = None
         if call.lost:
             return
@@ -435,6 +433,12 @@ class TierLookups:
             _log.warning("Shared tier %s can be used again", self._tier.name)
         self.ready, self._problem = ready, problem
 
+    def _count(self, upkeep: Upkeep, error: Exception) -> str:
+        """Count a failure, of which no breaker hears: only real work counts for one. Returns what the error says."""
+        failure = as_tier_error(error)
+        self._counters.count_failure(upkeep, failure.reason)
+        return str(failure)
+
     def _answer_to(self, call: Call, batch: _Batch) -> list[list[bool]] | TierError:
         # Joined and split in this thread: for 65,536 keys that alone takes a millisecond.
         keys = [key for page in batch.pages for key in page.keys]
@@ -442,10 +446,8 @@ class TierLookups:
         try:
             found = iter(self._tier.contains(keys, batch.deadline))
             return [list(islice(found, len(page.keys))) for page in batch.pages]
-        except TierError as error:
-            return without_frames(error)
         except Exception as error:  # a defect of a tier must cost a miss, not the thread
-            return without_frames(unexpected(error))
+            return without_frames(as_tier_error(error))
         finally:
             call.deadline = None
 

@@ -44,9 +44,9 @@ from spillway_connector.tiers.tier import (
     Tier,
 )
 from spillway_connector.transfer.breaker import Breaker
-from spillway_connector.transfer.calling_thread import STUCK_SECONDS, unexpected
+from spillway_connector.transfer.calling_thread import STUCK_SECONDS, as_tier_error
 from spillway_connector.transfer.jobs import Settled, TransferItem, TransferJob
-from spillway_connector.transfer.stats import Operation, SkipReason
+from spillway_connector.transfer.stats import Operation, SkipReason, TierCounters, Upkeep
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class Movers:
         threads: int,
         store_queue_seconds_max: float,
         breakers: Mapping[Operation, Breaker],
+        counters: TierCounters,
         clock: Clock,
         progress: Callable[[], None],
     ) -> None:
@@ -139,6 +140,7 @@ class Movers:
         self._payload_bytes = payload_bytes
         self._store_queue_seconds_max = store_queue_seconds_max
         self._breakers = breakers
+        self._counters = counters
         self._clock = clock
         self._progress = progress
         self._stopping = False
@@ -311,10 +313,8 @@ class Movers:
                 outcome = self._store(item, bounce, begun)
                 if outcome is None:
                     return  # given up meanwhile, before any I/O
-        except TierError as raised:
-            error = without_frames(raised)
         except Exception as raised:
-            error = without_frames(unexpected(raised))
+            error = without_frames(as_tier_error(raised))
         ended = self._clock()
         if error is None and item.job.operation is Operation.LOAD:
             with self._pick:
@@ -425,8 +425,8 @@ class Movers:
     def _discard(self, key: bytes) -> None:
         try:
             self._tier.discard(key, self._clock() + DISCARD_SECONDS)
-        except Exception:  # noqa: S110 - it stays, and stays a counted miss; the load's own error is the one to report
-            pass
+        except Exception as error:  # it stays, and stays a counted miss; the load's own error is the one to report
+            self._counters.count_failure(Upkeep.DISCARD, as_tier_error(error).reason)
 
     def _rows_are_whole(self) -> bool:
         return self._watched is None or self._watched.is_whole

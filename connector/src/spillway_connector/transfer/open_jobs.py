@@ -19,7 +19,7 @@ from spillway_connector.transfer.announcements import Announcements
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import Behind, JobOutcome, TransferJob
 from spillway_connector.transfer.movers import LateEnd, Movers
-from spillway_connector.transfer.stats import SHED_REASONS, Operation, SkipReason, TierCounters, miss_of_error
+from spillway_connector.transfer.stats import Operation, SkipReason, TierCounters, miss_of_error
 
 ARRIVALS_REPORTED_SECONDS = 0.01  # a load that ends sooner is reported as a whole, which costs the scheduler less
 
@@ -195,9 +195,7 @@ class OpenJobs:
             self._fail(operation, (key,), error)
 
     def _fail(self, operation: Operation, keys: Sequence[bytes], error: TierError) -> None:
-        if error.reason is not RefusedReason.BEHIND:  # nothing has failed: it was not worth the wait
-            counts = self._counters.shed if error.reason in SHED_REASONS else self._counters.failures
-            counts[operation, error.reason] += len(keys)
+        self._counters.count_failure(operation, error.reason, len(keys))
         if operation is Operation.LOAD:
             self._counters.misses[miss_of_error(error)] += len(keys)
             # Before the job is reported, or the next lookup answers HIT again and the request never ends (vllm#49176).

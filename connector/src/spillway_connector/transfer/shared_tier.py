@@ -108,6 +108,7 @@ class SharedTier:
             threads=limits.io_threads,
             store_queue_seconds_max=limits.store_queue_seconds_max,
             breakers=self._breakers,
+            counters=self.counters,
             clock=clock,
             progress=self._progress.set,
         )

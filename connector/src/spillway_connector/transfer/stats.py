@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -15,6 +16,16 @@ class Operation(Enum):
     LOOKUP = "lookup"
     LOAD = "load"
     STORE = "store"
+
+
+class Upkeep(Enum):
+    """What a tier is asked though no request needs it. A failure counts, and no breaker hears of it."""
+
+    __hash__ = object.__hash__
+
+    CHECK = "check"  # whether the tier can be used, and how much it holds
+    RENEW = "renew"  # the age of retained chunks
+    DISCARD = "discard"  # of what is damaged
 
 
 class LookupOutcome(Enum):
@@ -81,7 +92,8 @@ def miss_of_error(error: TierError) -> MissReason:
 class TierStats:
     """Counters of the process's lifetime, then gauges.
 
-    read_seconds and write_seconds are summed over threads. failures and shed: by operation and reason (a TierError's).
+    read_seconds and write_seconds are summed over threads. failures and shed: by what failed and why (a TierError's
+    reason).
     """
 
     tier: str
@@ -91,8 +103,8 @@ class TierStats:
     read_seconds: float
     written_bytes: int
     write_seconds: float
-    failures: dict[tuple[Operation, str], int]
-    shed: dict[tuple[Operation, str], int]  # chunks dropped because too much was to be done at once
+    failures: dict[tuple[Operation | Upkeep, str], int]
+    shed: dict[tuple[Operation | Upkeep, str], int]  # chunks dropped because too much was to be done at once
     expiries: dict[Operation, int]  # lookup batches and jobs that were given up at their deadline
     skipped: dict[SkipReason, int]
     late_completions: int  # I/O that ended after its job had been given up; its bytes were dropped
@@ -115,7 +127,7 @@ class TierStats:
 
 @dataclass(slots=True)
 class TierCounters:
-    """The counters of TierStats, written by the scheduler thread alone."""
+    """The counters of TierStats, written by the scheduler thread alone, but for :meth:`count_failure`."""
 
     moved: bool = True  # a counter or gauge may have changed; cleared by the reader
 
@@ -125,12 +137,21 @@ class TierCounters:
     read_seconds: float = 0.0
     written_bytes: int = 0
     write_seconds: float = 0.0
-    failures: Counter[tuple[Operation, str]] = field(default_factory=Counter)
-    shed: Counter[tuple[Operation, str]] = field(default_factory=Counter)
+    failures: Counter[tuple[Operation | Upkeep, str]] = field(default_factory=Counter)
+    shed: Counter[tuple[Operation | Upkeep, str]] = field(default_factory=Counter)
     expiries: Counter[Operation] = field(default_factory=Counter)
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     late_completions: int = 0
     weights_changes: int = 0
+    _failure_lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count_failure(self, of: Operation | Upkeep, reason: str, number: int = 1) -> None:
+        """Count what the tier did not deliver, by the reason of its TierError. From any thread."""
+        if reason is RefusedReason.BEHIND:
+            return  # nothing has failed: it was not worth the wait
+        counts = self.shed if reason in SHED_REASONS else self.failures
+        with self._failure_lock:
+            counts[of, reason] += number
 
     def count_lookup(self, outcome: LookupOutcome, number: int = 1) -> None:
         self.lookups[outcome] += number
