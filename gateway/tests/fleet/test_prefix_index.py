@@ -229,6 +229,16 @@ def test_of_two_shared_tiers_the_nearer_one_counts_and_the_one_below_for_what_it
 S3 = "s3/00000000000000dd"
 
 
+def test_a_store_of_a_type_that_its_engine_declines_is_one_that_it_uses_and_does_not_load_from() -> None:
+    made = index()
+    for store in (REDIS, S3):
+        made.apply("a", in_store([], store))
+    made.decline("a", frozenset({"s3"}))
+    assert (made.stores_of("a"), made.declined_stores_of("a")) == ({REDIS, S3}, {S3})
+    made.decline("a", frozenset())
+    assert made.declined_stores_of("a") == frozenset()
+
+
 def test_a_prefix_ends_for_an_engine_at_the_first_block_that_only_a_tier_it_declines_has() -> None:
     made = index()
     made.apply("a", stored([1, 2, 3], None, PROMPT[:12]))

@@ -126,10 +126,16 @@ def test_slow_answers_and_always_need_no_lower_price() -> None:
         ([engine("p", "prefill", routable=False), engine("d", "decode")], 8192, LegsReason.NO_PREFILL_ENGINE),
         ([engine("p", "prefill"), engine("d", "decode", routable=False)], 8192, LegsReason.NO_DECODE_ENGINE),
         ([engine("p", "prefill"), engine("d", "decode", stores=frozenset())], 8192, LegsReason.NO_COMMON_STORE),
+        ([engine("p", "prefill"), engine("d", "decode", declined_stores=STORE)], 8192, LegsReason.NO_COMMON_STORE),
     ],
 )
 def test_one_leg_has_a_reason(engines: list[EngineView], tokens: int, reason: LegsReason) -> None:
     assert legs_of(plan(*engines, tokens=tokens, always=True)) == ("one", reason)
+
+
+def test_a_prefill_engine_may_store_where_it_does_not_load() -> None:
+    engines = engine("p", "prefill", declined_stores=STORE), engine("d", "decode")
+    assert legs_of(plan(*engines, always=True)) == ("two", LegsReason.ALWAYS)
 
 
 def test_engines_without_roles_take_whole_requests_and_are_asked_nothing() -> None:

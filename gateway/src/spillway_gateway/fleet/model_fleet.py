@@ -451,7 +451,11 @@ class ModelFleet:
             ejected = breakers and not engine.breaker.closed and not engine.breaker.allows(now)
             view = engine.view(held.get(engine.name, NOTHING_HELD), now, ejected=ejected, store=store)
             if has_roles:
-                view = structs.replace(view, stores=self.index.stores_of(engine.name))
+                view = structs.replace(
+                    view,
+                    stores=self.index.stores_of(engine.name),
+                    declined_stores=self.index.declined_stores_of(engine.name),
+                )
             if adapter is not None:
                 load_ms = self._adapter_load_ms(engine, adapter)
                 if load_ms is None:

@@ -125,6 +125,10 @@ class PrefixIndex:
         """The names of the stores that an engine loads from."""
         return self._stores.names_of(engine_name)
 
+    def declined_stores_of(self, engine_name: str) -> frozenset[str]:
+        """Those of them from which loads do not pay for the engine."""
+        return self._stores.declined_names_of(engine_name)
+
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Start of the key chain for prompts with this salt and adapter."""
         return namespace_key(self._model, lora, cache_salt)

@@ -97,6 +97,11 @@ class SharedStores:
         """The stores that the engine loads from."""
         return frozenset([store_id for store_id, store in self._stores.items() if engine_name in store.engines])
 
+    def declined_names_of(self, engine_name: str) -> frozenset[str]:
+        """Those of its stores that the engine declines."""
+        types = self.declined_by(engine_name)
+        return frozenset([name for name in self.names_of(engine_name) if type_of_store(name) in types])
+
     def reach_of(self, engine_name: str) -> SharedReach:
         """The reach of one engine."""
         blocks: dict[str, int] = {}

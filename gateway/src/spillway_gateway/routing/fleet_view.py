@@ -96,7 +96,8 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     reload_token_ms: float = 0.0  # load of one token, as requests of this model loaded lately; 0: none did
     events_live: bool = True  # `held` is what it announced; of another engine, what it may still hold is not all known
     role: EngineRole = EngineRole.BOTH
-    stores: frozenset[str] = frozenset()  # shared ones that it loads from; of a model whose engines have roles
+    stores: frozenset[str] = frozenset()  # shared ones that it uses; of a model whose engines have roles
+    declined_stores: frozenset[str] = frozenset()  # those of them that it does not load from, since that does not pay
     token_ms: float = 0.0  # between two tokens of its answers, lately; 0: there were none
     below_link_tokens: int = 0  # those of shared_link_tokens that come from the tier below
     adapter_load_ms: float = 0.0  # until it can begin with the request's LoRA adapter; 0: it has it, or there is none

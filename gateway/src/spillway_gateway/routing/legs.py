@@ -97,7 +97,7 @@ def plan_legs(
     cheapest_first = sorted(((cost_of(engine, *prompt), engine) for engine in prefill), key=lambda one: one[0].total_ms)
     for second in decode:
         for cost, first in cheapest_first:
-            if second is not first and (common := second.stores & first.stores):
+            if second is not first and (common := first.stores & second.stores - second.declined_stores):
                 begins_ms = cost.total_ms - cost.displaced_ms + terms.hand_over_ms
                 second_ms = _second_leg_ms(second, prompt[0], terms.block_tokens, common, begins_ms)
                 price = cost.total_ms + terms.hand_over_ms + second_ms
