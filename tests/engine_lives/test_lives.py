@@ -52,6 +52,7 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
         "blocks-reused-while-stored",
         "reset-of-all-under-a-load",
         "pause-under-a-load",
+        "weights-that-are-named",
         "weights-that-change-under-a-load",
         "weights-that-changed",
     ]

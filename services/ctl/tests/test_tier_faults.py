@@ -128,7 +128,7 @@ def test_what_an_object_store_replies(replies: ReplyingStore, answer: Answer, re
 
 
 def test_a_bucket_without_rights_is_explained_before_any_request(replies: ReplyingStore) -> None:
-    replies.answer = refusing(403, "AccessDenied")
+    replies.document, replies.answer = None, refusing(403, "AccessDenied")
     finding = finding_of(S3Tier(ONE, PAYLOAD_BYTES, S3Place("double", endpoint=replies.endpoint)), idle=True)
     assert finding.verdict is Verdict.FAILED and "cannot be used: the credentials lack a right" in finding.found
     assert "(check permission)" in finding.found and "s3:GetObject" in finding.change

@@ -18,8 +18,9 @@ class StoreRequest(BaseHTTPRequestHandler):
     def _any(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.asked.append((self.command, self.path))
-        if self.path.endswith("/document"):
-            self.reply(200, self.server.document)
+        document = self.server.document
+        if document is not None and self.path.endswith("/document"):
+            self.reply(200, document)
         else:
             self.server.answer(self)
 
@@ -45,13 +46,14 @@ class StoreRequest(BaseHTTPRequestHandler):
 
 
 class ReplyingStore(ThreadingHTTPServer):
-    """document: the namespace's, which is there. answer: what is replied to any other request."""
+    """document: the namespace's, which is there; None: a request for it is answered like any other. answer: what is
+    replied to any other request."""
 
     daemon_threads = True
 
     def __init__(self, document: bytes) -> None:
         super().__init__(("127.0.0.1", 0), StoreRequest)
-        self.document = document
+        self.document: bytes | None = document
         self.asked: list[tuple[str, str]] = []
         self.answer: Answer = lambda request: request.refuse(404, "NoSuchKey")
 
