@@ -101,6 +101,13 @@ def test_a_touch_of_any_other_mapping_ends_the_process_as_it_did(tmp_path: Path,
     assert ("Bus error" in ended.stderr) is bool(handler)
 
 
+@pytest.mark.parametrize("handler", ["", "faulthandler"])
+def test_a_signal_that_a_process_sends_ends_this_one_as_it_did(tmp_path: Path, handler: str):
+    ended = run(tmp_path, "import signal; os.kill(os.getpid(), signal.SIGBUS)", "memory[0]", handler)
+    assert ended.returncode == -7
+    assert ("Bus error" in ended.stderr) is bool(handler)
+
+
 STORES = """
 import logging, os, sys
 from pathlib import Path

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
-_ADDRESS_AT = 16  # of the touched byte, in siginfo_t of 64-bit Linux
+_CODE_AT, _ADDRESS_AT = 8, 16  # in siginfo_t of 64-bit Linux: why it comes, above 0 for a touch, and of which byte
 _READ_WRITE = 1 | 2
 _OWN_ZEROS_HERE = 0x02 | 0x10 | 0x20 | 0x4000  # MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE
 _FAILED = ctypes.c_void_p(-1).value
@@ -115,11 +115,14 @@ class _Handler:
             self.watched = tuple(each for each in self.watched if each is not watched)
 
     def _handle(self, _signal: int, info: int, _context: int) -> None:
+        is_touch = ctypes.c_int.from_address(info + _CODE_AT).value > 0
         address = ctypes.c_void_p.from_address(info + _ADDRESS_AT).value or 0
         for watched in self.watched:
-            if watched.holds(address) and watched.replace():
+            if is_touch and watched.holds(address) and watched.replace():
                 return
         _sigaction(signal.SIGBUS, ctypes.byref(self._former), None)  # the touch is made again, and ends there
+        if not is_touch:  # a process has sent it, as `kill` does
+            signal.raise_signal(signal.SIGBUS)
 
 
 _handler = _Handler()

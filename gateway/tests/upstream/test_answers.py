@@ -234,7 +234,17 @@ def test_a_plain_reply_that_ends_anywhere_before_its_end_is_cut(document: Any, i
         assert is_cut_inside(body[:size])
 
 
-@pytest.mark.parametrize("odd", [b'{"logprob": NaN}', b'{"logprob": -Infinity}', b'{"text": "\xff\x01"}'])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"logprob": NaN}',
+        b'{"logprob": -Infinity}',
+        b'{"text": "\xff\x01"}',
+        b'{"text": "half of a pair: \\ud83d"}',
+        b'{"text": "\\ude00"}',
+        b'{"text": "\\ud83d", "logprob": NaN}',
+    ],
+)
 def test_what_clients_may_read_though_it_is_no_json_is_not_cut(odd: bytes) -> None:
     assert not is_cut_inside(odd)
     assert not is_cut_inside(b"[" * 5000 + b"]" * 5000)

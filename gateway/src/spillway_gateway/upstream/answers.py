@@ -21,6 +21,7 @@ ends before any part of an answer; of responses alone the end holds the answer.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
@@ -256,10 +257,19 @@ def is_cut_inside(body: bytes) -> bool:
             _skip_document(body)
         except msgspec.DecodeError as error:
             if _CUT in str(error):
-                return True
+                return not _is_read_by_others(body)
         except RecursionError:
             pass
     return is_cut(body[:EDGE_BYTES], body[-EDGE_BYTES:])
+
+
+def _is_read_by_others(body: bytes) -> bool:
+    """Whether another decoder reads the document: msgspec takes half of a surrogate pair before a quote for its end."""
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def ends_too_early(event: Event, dialect: Dialect) -> bool:
