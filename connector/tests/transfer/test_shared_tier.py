@@ -1248,3 +1248,27 @@ def test_a_tier_that_cannot_be_used_says_why_before_any_request(rig: Rig) -> Non
     shared = rig.start(tier)
     shared.close(REAL_SECONDS)
     assert failures_of(shared) == {("check", "permission"): 1}
+
+
+class OpenedUntilClosed(TierWrapper):
+    """Is still being opened when it is closed, as a store far away is if the weights are named twice."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self._is_closed = threading.Event()
+
+    @override
+    def prepare(self, deadline: float) -> None:
+        assert self._is_closed.wait(REAL_SECONDS)
+        raise TierRefused(RefusedReason.CLOSED, "the tier is closed")
+
+    @override
+    def close(self) -> None:
+        self._is_closed.set()
+        super().close()
+
+
+def test_a_tier_that_is_closed_before_it_was_opened_has_not_failed(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    shared = rig.start(OpenedUntilClosed(rig.memory()))
+    shared.close(REAL_SECONDS)
+    assert not failures_of(shared) and "cannot be used" not in caplog.text

@@ -20,7 +20,7 @@ from enum import Enum
 from itertools import compress, islice, repeat
 from typing import NamedTuple, cast
 
-from spillway_connector.errors import TierError, UnreachableReason, without_frames
+from spillway_connector.errors import RefusedReason, TierError, UnreachableReason, without_frames
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.tiers.tier import Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
@@ -423,8 +423,11 @@ class TierLookups:
             self.resident_bytes = self._tier.resident_bytes(deadline)
             ready, problem = True, ""
         except Exception as error:  # of the tier, or a defect of it, which must not cost the thread
+            if as_tier_error(error).reason is RefusedReason.CLOSED:
+                return  # by this process, which needs it no more
             ready, problem = False, self._count(Upkeep.CHECK, error)
-        call.deadline = None
+        finally:
+            call.deadline = None
         if call.lost:
             return
         if problem and problem != self._problem:

@@ -22,7 +22,7 @@ from spillway_engine.kv_transfer import KvTransferSettings, check_kv_transfer
 from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SectionNames, SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
-from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX, Engine, KvCacheDtype
+from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX, RENDEZVOUS_PORT, Engine, KvCacheDtype
 from spillway_settings.values.kinds import Dtype, MediaDomain
 
 _CHART = Engine()
@@ -304,4 +304,10 @@ def _check_ports(settings: EngineSettings) -> None:
                 f"{names.given(key, taken[0])} and {names.given(other, others[0])} are too near: rank r of "
                 f"{names.given('dataParallelSize', ranks)} uses both ports of kvEvents + r; keep them {ranks} or more "
                 "apart, and other ports out of these"
+            )
+    for key, taken in ports.items():
+        if settings.nodes_per_replica > 1 and RENDEZVOUS_PORT in taken[: settings.cores_here]:
+            raise SettingsError(
+                f"{names.given(key, taken[0])} takes {RENDEZVOUS_PORT}, where the ranks of all pods of "
+                f"{names.given('nodesPerReplica', settings.nodes_per_replica)} meet; choose another"
             )

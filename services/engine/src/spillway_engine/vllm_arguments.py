@@ -15,12 +15,12 @@ from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.settings import EngineSettings
 from spillway_engine.tier_settings import secondary_tiers
+from spillway_settings.values.engine import RENDEZVOUS_PORT
 
 MIDDLEWARE = "spillway_engine.middleware.ReadinessMiddleware"
 SMALL_MACHINE_CORES = 4
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command needs metadata that the CPU wheel lacks
 WORKER_MODULE = "spillway_engine.headless"  # of the further pods of a replica
-RENDEZVOUS_PORT = 29_500  # of the leader: where the ranks of all pods meet
 
 
 def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryBudget) -> list[str]:

@@ -44,6 +44,7 @@ from spillway_settings.values.offload import Offload
 from spillway_settings.values.pods import PodDisruptionBudget, PodSettings, Probes, SecretReference, TopologySpread
 
 DATA_PARALLEL_RANKS_MAX = 64  # of one pod: each has a device of its own, and two ports
+RENDEZVOUS_PORT = 29_500  # of the first pod of a replica over several: where the ranks of all pods meet
 # Those whose size in memory is known before the start (the engine service's model_shape.KV_DTYPE_BYTES).
 KvCacheDtype = Literal[
     "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"

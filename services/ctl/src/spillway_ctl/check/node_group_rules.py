@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from spillway_ctl.check.finding import Finding, quoted
 from spillway_ctl.check.group import Group, Release
 from spillway_engine.extra_arguments import argument_value
+from spillway_settings.values.engine import RENDEZVOUS_PORT
 
 _KIND = "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet"
 
@@ -70,3 +71,17 @@ def node_group_findings(group: Group, release: Release) -> Iterator[Finding]:
             "needs mp",
             "remove it, and vLLM takes mp",
         )
+    ports = {"port": (engine.port, 1)}
+    if engine.kv_events.enabled:
+        here = max(1, cores // nodes)
+        ports |= {
+            "kvEvents.port": (engine.kv_events.port, here),
+            "kvEvents.replayPort": (engine.kv_events.replay_port, here),
+        }
+    for key, (first, count) in ports.items():
+        if first <= RENDEZVOUS_PORT < first + count:
+            yield Finding(
+                f"{path}.{key}",
+                f"{first} takes {RENDEZVOUS_PORT}, where the ranks of all pods of nodesPerReplica: {nodes} meet",
+                "choose another",
+            )
