@@ -91,6 +91,12 @@ async def test_asking_names_nothing() -> None:
     assert (reply.status_code, reply.json(), core.calls) == (200, NAMED, [("spillway_weights",)])
 
 
+@pytest.mark.parametrize("other", [{"known": False}, {"version": "step-6"}])
+async def test_a_name_that_not_every_rank_has_is_not_known(other: dict[str, Any]) -> None:
+    async with client_of(Core(NAMED, {**NAMED, **other}), ranks=2) as client:
+        assert (await client.get(WEIGHTS_PATH)).json() == {**NAMED, "known": False}
+
+
 @pytest.mark.parametrize("answer", [{}, AttributeError("no such utility")])
 async def test_an_engine_without_the_connector_has_no_weights_to_name(answer: Any) -> None:
     async with client_of(Core(answer)) as client:

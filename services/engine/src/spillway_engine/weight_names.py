@@ -71,4 +71,5 @@ class WeightNames:
             if answer["refused"] is not None:
                 return 409, error_body(answer["refused"], 409)
         first = answers[0]
-        return 200, {**first, "known": all(answer["known"] for answer in answers)}
+        agreed = all(answer["known"] and answer["version"] == first["version"] for answer in answers)
+        return 200, {**first, "known": agreed}
