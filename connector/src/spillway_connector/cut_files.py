@@ -102,7 +102,9 @@ class _Handler:
 
     def add(self, watched: WatchedMapping) -> None:
         with self._lock:
-            self.watched += (watched,)
+            begin, end = watched.address, watched.address + watched.size_bytes
+            others = [each for each in self.watched if each.address >= end or each.address + each.size_bytes <= begin]
+            self.watched = (*others, watched)  # what lay at these addresses before is mapped there no more
             if not self._is_installed:
                 action = _SigAction(flags=_SA_SIGINFO | _SA_NODEFER)
                 action.handler = ctypes.cast(self._callback, ctypes.c_void_p).value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from spillway_connector import cut_files
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.device.memory_nodes import cores_of_memory_nodes, numbers_in
 from spillway_connector.errors import HostMemoryError
@@ -21,7 +23,7 @@ from spillway_connector.node.region import REFUSED, WANTED, NodeRegion
 from spillway_connector.own_files import write_new
 from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, WRITING
 from spillway_connector.testing.directory_contract import FOREIGNERS, Victims
-from spillway_connector.tiers.disk.slab.writers import new_number
+from spillway_connector.tiers.disk.slab.writers import WriterLease, new_number
 
 ROWS, ROW_BYTES = 4, 8192
 OURS = b"o" * 16
@@ -320,3 +322,20 @@ def test_a_region_that_was_cut_while_no_engine_used_it_is_made_again_at_once(tmp
     alone = NodeRegion(tmp_path, ROWS, ROW_BYTES, new_number())  # without a keeper
     assert alone.is_whole
     alone.close()
+
+
+@pytest.mark.parametrize("failing", ["lease", "rows"])
+def test_nothing_is_watched_of_a_region_that_could_not_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+):
+    """Its mappings end, and what lies at their addresses later is no file of the node's."""
+    NodeRegion(tmp_path, ROWS, ROW_BYTES, new_number()).close()
+    watched = cut_files._handler.watched
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*((WriterLease, "acquire") if failing == "lease" else (region_module, "HostRegion")), full)
+    with pytest.raises(HostMemoryError, match="cannot be opened"):
+        NodeRegion(tmp_path, ROWS, ROW_BYTES, new_number())
+    assert cut_files._handler.watched == watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import numpy as np
@@ -138,3 +139,19 @@ def test_an_index_of_other_rows_is_explained(rows: int, row_bytes: int, why: str
     assert NodeIndex.explain_header(bytes(memory[:64]), ROWS, ROW_BYTES) is None
     assert why in (NodeIndex.explain_header(bytes(memory[:64]), rows, row_bytes) or "")
     assert NodeIndex.explain_header(b"", ROWS, ROW_BYTES) == "it was never finished"
+
+
+def test_an_engine_that_is_killed_while_it_holds_rows_leaves_no_hold() -> None:
+    index = new_index()
+    place = index.join(7)
+    assert place is not None
+
+    def rows() -> Iterator[int]:
+        yield 1
+        raise _Killed
+
+    with pytest.raises(_Killed):
+        index.hold(rows(), place, 100)  # type: ignore[arg-type]
+    assert index.is_held(1, 50.0)
+    index.sweep(lambda _: False, None, 1)
+    assert not index.is_held(1, 50.0)

@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,6 @@ class NodeRegion:
                 self._prepare(path)
                 with self._lock.held(time.monotonic() + OPEN_SECONDS):
                     self._map()
-                    self.lease.acquire()
             else:
                 self._open_kept(path, kept_seconds)
         except (OSError, TierTimeout) as error:
@@ -106,7 +105,6 @@ class NodeRegion:
             with self._lock.held(deadline):
                 if self._is_there():
                     self._map()
-                    self.lease.acquire()
                     return
                 if not has_asked:
                     unlink_own(self.path / REFUSED, _FILE_DEPTH, missing_ok=True)
@@ -138,6 +136,7 @@ class NodeRegion:
         return True
 
     def _map(self) -> None:
+        """Map the files, and say that this engine uses them. Raises HostMemoryError, OSError."""
         head = self._read_head()
         wrong = "" if head is None else NodeIndex.explain_header(head, self.num_rows, self.row_bytes)
         if wrong:
@@ -158,8 +157,13 @@ class NodeRegion:
         self.index = NodeIndex(memoryview(mapping), self.num_rows)
         self._identity = self.index.identity
         address = np.frombuffer(mapping, np.uint8).ctypes.data
-        self._watched = WatchedMapping.of(descriptor, address, NodeIndex.bytes_of(self.num_rows))
-        self.memory = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
+        with ExitStack() as undo:  # a mapping that is gone must not be watched: its place is another one's then
+            self._watched = WatchedMapping.of(descriptor, address, NodeIndex.bytes_of(self.num_rows))
+            undo.callback(self._watched.forget)
+            self.memory = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
+            undo.callback(self.memory.cleanup)
+            self.lease.acquire()
+            undo.pop_all()
 
     def _unlink(self) -> None:
         for path in (self._index_path, self._rows_path):

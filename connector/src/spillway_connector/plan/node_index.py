@@ -209,9 +209,9 @@ class NodeIndex:
 
         Without the lock: the order of eviction follows it, nothing else.
         """
+        self._engines[place, 2] = max(int(self._engines[place, 2]), until_s)  # first, or a kill leaves holds behind
         for row in rows:
             self._hold_words[row * ENGINES_MAX + place] = until_s
-        self._engines[place, 2] = max(int(self._engines[place, 2]), until_s)
 
     def end_holds(self, place: int) -> None:
         """The engine at `place` holds nothing any more."""
