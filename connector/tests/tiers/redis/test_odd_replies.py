@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from redis import exceptions as redis_exceptions
+from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from spillway_connector.errors import TierError, TierUnreachable
 from spillway_connector.testing.sick_server import Piece, SickServer
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, payload_of
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
-from spillway_connector.tiers.redis.client.errors import shown
+from spillway_connector.tiers.redis.client.errors import shown, tier_error
 from spillway_connector.tiers.redis.tier import RedisTier
 
 ODD = {
@@ -24,6 +26,7 @@ ODD = {
     "nested in width": b"*2\r\n:1\r\n" * 900 + b":1\r\n",
     "an integer of 4,000 digits": b":" + b"9" * 4000 + b"\r\n",
     "an integer of 5,000 digits": b":" + b"9" * 5000 + b"\r\n",
+    "an integer of 6,000 digits": b":" + b"9" * 6000 + b"\r\n",
     "an integer below zero": b":-1\r\n",
     "no integer": b":one\r\n",
     "a length of 20 digits": b"$" + b"9" * 20 + b"\r\n",
@@ -50,6 +53,8 @@ ODD = {
     "RESP3 boolean": b"#t\r\n",
     "RESP3 double": b",inf\r\n",
     "RESP3 big number": b"(" + b"9" * 400 + b"\r\n",
+    "RESP3 big number of 6,000 digits": b"(" + b"9" * 6000 + b"\r\n",
+    "RESP3 double of 6,000 digits": b"," + b"9" * 6000 + b"\r\n",
     "RESP3 verbatim": b"=7\r\ntxt:abc\r\n",
     "RESP3 error": b"!5\r\nERR x\r\n",
     "RESP3 streamed": b"$?\r\n;1\r\na\r\n;0\r\n",
@@ -106,7 +111,7 @@ def run(odd: OddServer, operation: str, reply: bytes) -> None:
     try:
         call(tier, time.monotonic() + 10.0)
     except TierError as error:
-        assert len(str(error)) < 1000
+        assert len(str(error)) < 300
     finally:
         tier.close()
 
@@ -137,6 +142,17 @@ def replies() -> st.SearchStrategy[bytes]:
 @given(st.sampled_from(sorted(OPERATIONS)), st.lists(replies(), min_size=1, max_size=3).map(b"".join))
 def test_one_type_of_error_leaves_a_tier_whatever_is_generated(odd: OddServer, operation: str, reply: bytes) -> None:
     run(odd, operation, reply)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        *(RedisError, InvalidResponse, ResponseError, redis_exceptions.TimeoutError, redis_exceptions.ConnectionError),
+        *(TimeoutError, ConnectionError, OSError, ValueError),
+    ],
+)
+def test_no_error_repeats_the_whole_of_what_was_read(raised: type[Exception]) -> None:
+    assert len(str(tier_error(RedisEndpoint(), raised("9" * 6000)))) < 300
 
 
 def test_a_reply_is_shown_short_whatever_it_is() -> None:

@@ -20,7 +20,7 @@ from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoin
 Reply = Any
 """What redis-py makes of one reply: bytes, int, float, bool, None, or a list or dict of these."""
 
-_TEXT_MAX = 300  # characters of a server's error reply that are kept
+_TEXT_MAX = 200  # characters of an error's text that are kept, the server's or the parser's
 _REFUSALS = {
     "OOM": RefusedReason.OUT_OF_MEMORY,
     "READONLY": RefusedReason.READ_ONLY,
@@ -105,13 +105,14 @@ def tier_error(endpoint: RedisEndpoint, error: Exception) -> TierError:
     peer's, too: one type of error leaves a tier."""
     if isinstance(error, exceptions.ResponseError):
         return refusal(endpoint, error)
+    text = str(error)[:_TEXT_MAX]  # the parser repeats what it could not read
     if isinstance(error, TimeoutError | exceptions.TimeoutError):
-        return TierTimeout(f"{endpoint}: {error}")
+        return TierTimeout(f"{endpoint}: {text}")
     if isinstance(error, exceptions.ConnectionError):
-        return TierUnreachable(UnreachableReason.DISCONNECTED, f"{endpoint}: {error}")
+        return TierUnreachable(UnreachableReason.DISCONNECTED, f"{endpoint}: {text}")
     if isinstance(error, exceptions.RedisError):
-        return ProtocolError(f"{endpoint}: {error}")
+        return ProtocolError(f"{endpoint}: {text}")
     if isinstance(error, OSError):
         reason = UnreachableReason.TLS if isinstance(error, ssl.SSLError) else UnreachableReason.DISCONNECTED
-        return TierUnreachable(reason, f"{endpoint}: {error.strerror or error}")
-    return ProtocolError(f"{endpoint}: a reply that cannot be used: {type(error).__name__}: {str(error)[:_TEXT_MAX]}")
+        return TierUnreachable(reason, f"{endpoint}: {error.strerror or text}")
+    return ProtocolError(f"{endpoint}: a reply that cannot be used: {type(error).__name__}: {text}")
