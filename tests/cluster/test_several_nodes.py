@@ -58,7 +58,7 @@ def test_a_replica_loses_a_pod(namespace: Kubernetes, client: ClientPod, case: R
     before = uids(namespace)
     with client.load() as result:
         client.wait_for_requests(20)
-        namespace.kubectl("delete", "pod", f"{SET}-0-1", "--grace-period=0", "--force")
+        namespace.kubectl("delete", "pod", f"{SET}-0-1", "--grace-period=1")
         eventually("the whole replica is new", lambda: are_new(namespace, before, 0), RESTART_SECONDS)
         client.wait_for_requests(client.progress() + 40)
     no_failure(result, case)

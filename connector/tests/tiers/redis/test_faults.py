@@ -81,8 +81,10 @@ def test_silence_within_a_value_is_a_timeout_and_the_connection_is_not_used_agai
         tier.prepare(soon())
         assert isinstance(error_of(lambda: _load(tier, shortly())), TierTimeout)
         assert server.accepted == 1
-        error_of(lambda: _load(tier, shortly()))
-        assert server.accepted == 2
+        deadline = soon()  # a load may end before it dials, or before the server has taken its connection
+        while server.accepted == 1 and time.monotonic() < deadline:
+            error_of(lambda: _load(tier, shortly()))
+        assert server.accepted >= 2
 
 
 @pytest.mark.parametrize("close", [False, True])
