@@ -6,7 +6,7 @@ Engines of a Qwen3-14B-shaped model with dummy weights, bfloat16, blocks of 128 
 memory of one device and take turns, so that one of them computes while the others idle. Every request is the shared
 prefix and an own end; a round has a new prefix:
 
-    cold       nobody has seen the prefix
+    cold       the prefix is new
     device     the same prefix, other ends, three times: it lies in the device's KV cache
     one load   behind a reset of the device's prefix cache, one request alone (without a connector: one prefill)
     evicted    behind another reset, the burst again

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spillway_connector.cut_files import WatchedMapping
+
 PAGES = 64
 # Each touch of a mapping is one of another kind: with the GIL, without it, by another library's thread, by many.
 TOUCHES = {
@@ -92,6 +94,20 @@ def test_a_file_that_is_not_as_it_was_mapped_is_not_whole(tmp_path: Path, how: s
 def test_a_whole_file_stays_whole(tmp_path: Path):
     ended = run(tmp_path, "os.utime(sys.argv[1]); memory[0] = 1", "bytes(memory)")
     assert (ended.returncode, ended.stdout.split()) == (0, ["True", "True", "alive"]), ended.stderr
+
+
+def test_a_mapping_takes_the_place_of_one_that_was_freed_without_a_word(tmp_path: Path):
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with (tmp_path / "file").open("rb") as file:
+        # Nothing is touched, so no memory needs to be at these addresses.
+        stale = WatchedMapping.of(file.fileno(), 1 << 20, 4096)
+        present = WatchedMapping.of(file.fileno(), (1 << 20) + 1024, 4096)
+
+    assert WatchedMapping.at((1 << 20) + 2048) is present
+    assert WatchedMapping.at(1 << 20) is None
+    for watched in (stale, present):
+        watched.forget()
+    assert WatchedMapping.at((1 << 20) + 2048) is None
 
 
 @pytest.mark.parametrize("handler", ["", "faulthandler"])

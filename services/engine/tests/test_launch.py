@@ -272,27 +272,34 @@ def test_the_engine_sees_its_environment(pods: list[Pod]) -> None:
     assert code == 1  # ended unasked: a pod that stops by itself is a failure even when the engine says 0
 
 
-def test_the_ranks_of_a_further_pod_wait_for_the_leader_to_end(pods: list[Pod]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as leader:
-        engine = ENGINE + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
-        pods.append(pod := Pod(engine, leader_port=leader.getsockname()[1]))
-        pod.group()
-        pod.send(signal.SIGTERM)
-        pod.wait_for("waiting for the leader's drain")
-        leader.accept()[0].close()  # a look, which finds it there
-        leader.accept()[0].close()
-        assert pod.process.poll() is None
-
-    assert pod.end()[0] == 0
+@pytest.fixture
+def leader() -> Iterator[socket.socket]:
+    """A leader's port, which is open."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
 
 
-def test_a_second_signal_ends_that_wait(pods: list[Pod]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as leader:
-        engine = ENGINE + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
-        pods.append(pod := Pod(engine, leader_port=leader.getsockname()[1]))
-        pod.group()
-        pod.send(signal.SIGTERM)
-        pod.wait_for("waiting for the leader's drain")
-        pod.send(signal.SIGTERM)
+@pytest.fixture
+def further(pods: list[Pod], leader: socket.socket) -> Pod:
+    """A further pod of that leader, which was asked to stop."""
+    engine = ENGINE + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+    pods.append(pod := Pod(engine, leader_port=leader.getsockname()[1]))
+    pod.group()
+    pod.send(signal.SIGTERM)
+    pod.wait_for("waiting for the leader's drain")
+    return pod
 
-        assert pod.end()[0] == 0
+
+def test_the_ranks_of_a_further_pod_wait_for_the_leader_to_end(further: Pod, leader: socket.socket) -> None:
+    leader.accept()[0].close()  # a look, which finds it there
+    leader.accept()[0].close()
+    assert further.process.poll() is None
+    leader.close()
+
+    assert further.end()[0] == 0
+
+
+def test_a_second_signal_ends_that_wait(further: Pod) -> None:
+    further.send(signal.SIGTERM)
+
+    assert further.end()[0] == 0

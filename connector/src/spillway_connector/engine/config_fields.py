@@ -275,8 +275,8 @@ def _both(first: Fields, added: Fields | None) -> Fields:
 
 CONFIG_FIELDS: Mapping[str, Fields] = {name: _both(fields, ADDED.get(name)) for name, fields in FIRST.items()}
 
-# # Fields of a model's hf_config that say what it was loaded from, by which transformers, or that vLLM writes while it
-# runs.
+# Fields of a model's hf_config: its origin, the version of transformers that read it, and what vLLM writes into it
+# while it runs.
 HF_CONFIG_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "max_model_len"})
 
 # Rotations of a position that do not depend on max_model_len in vLLM 0.23. "longrope" takes its long factors where it

@@ -44,7 +44,7 @@ LAYOUT_VERSION = 1  # of how a row is filled (copy_layout in each generation's h
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 # Credentials change no byte, and every reader of the store can read the document.
 _SECRET = re.compile(r"secret|password|credential|(api|access)_?key|(api|auth|access|hf)_?token", re.IGNORECASE)
-# Variables of a plugin that say where a process runs and what it writes down.
+# Variables of a plugin for the place of a process and for what it writes.
 _OF_A_PLACE = re.compile(r"_(PORT|IP|HOST|PATH|DIR|RANK|LOG[A-Z]*)(_|$)")
 # Their resampling and decoding differ between versions.
 _MEDIA_PACKAGES = (

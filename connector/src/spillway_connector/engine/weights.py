@@ -71,8 +71,13 @@ class WeightsListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightsNamed:
-    """version: None: nobody has named any. known: False from a change to the next name. namespace: of what is shared,
-    in hexadecimal digits; empty without a shared tier."""
+    """The weights under whose name an engine shares KV.
+
+    Args:
+        version: Their name; None for the weights of the start, if these have no name.
+        known: False from a change of the weights until they are named.
+        namespace: The namespace of the shared chunks in hexadecimal digits; empty without a shared tier.
+    """
 
     version: str | None
     known: bool

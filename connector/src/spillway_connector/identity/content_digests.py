@@ -58,8 +58,8 @@ def digests_of(
     """`blake3:<64 hex>` or `sha256:<64 hex>` of each file's bytes.
 
     A file of a hub's cache is a link to a blob that is named by its SHA-256; this name is used as the digest. Others
-    are read once; `cache_folders`: where digests are cached, the first that can be written to; names in it are relative
-    to the first of them. Raises OSError.
+    are read once, and their digests are cached in the first of `cache_folders` that is writable, under names relative
+    to the first folder. Raises OSError.
     """
     names = {path: _name_in_cache(path, cache_folders) for path in paths}
     found = {path: named for path in paths if (named := _named_by_the_hub(path)) is not None}

@@ -44,10 +44,9 @@ _NO_PINS = bytes(ENGINES_MAX)
 _NO_HOLDS = bytes(4 * ENGINES_MAX)
 _SEGMENT_BITS = 10  # rows of which one word says whether any has changed: 1,024
 _HEADER_WORDS = 512
-_ENGINES_FROM = (
-    64  # in the header: of each place the number of its engine, when it was found dead, in ms, and until when
-)
-#                     it holds any row, in s
+# In the header, three words for each place: the number of its engine, when it was found dead (ms), and until when it
+# holds any row (s).
+_ENGINES_FROM = 64
 # Words of the header.
 _MARK, _VERSION, _ROWS, _ROW_BYTES, _CHANGES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(10)
 

@@ -22,7 +22,13 @@ from spillway_engine.kv_transfer import KvTransferSettings, check_kv_transfer
 from spillway_engine.lora_settings import LoraSettings, check_lora
 from spillway_engine.tier_settings import SectionNames, SharedTierSettings, check_shared_tier, refuse_credentials
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
-from spillway_settings.values.engine import DATA_PARALLEL_RANKS_MAX, RENDEZVOUS_PORT, Engine, KvCacheDtype
+from spillway_settings.values.engine import (
+    DATA_PARALLEL_RANKS_MAX,
+    RENDEZVOUS_PORT,
+    Engine,
+    KvCacheDtype,
+    ranks_of_pod,
+)
 from spillway_settings.values.kinds import Dtype, MediaDomain
 
 _CHART = Engine()
@@ -112,12 +118,12 @@ class EngineSettings(CamelSection, frozen=True):
     @property
     def cores_here(self) -> int:
         """Engine cores that are in this pod, or have a part of their workers in it."""
-        return max(1, self.data_parallel_size // self.nodes_per_replica)
+        return ranks_of_pod(self.data_parallel_size, self.ranks, self.nodes_per_replica)[0]
 
     @property
     def ranks_here(self) -> int:
         """Workers in this pod of one such core."""
-        return self.ranks * self.data_parallel_size // self.nodes_per_replica // self.cores_here
+        return ranks_of_pod(self.data_parallel_size, self.ranks, self.nodes_per_replica)[1]
 
     @property
     def served_name(self) -> str:

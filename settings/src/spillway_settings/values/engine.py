@@ -52,6 +52,16 @@ KvCacheDtype = Literal[
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]  # those that vLLM has kernels for
 
 
+def ranks_of_pod(cores: int, ranks: int, nodes: int) -> tuple[int, int]:
+    """What one pod has of a replica over `nodes` pods with so many engine cores of so many ranks each.
+
+    Returns:
+        Engine cores of the pod, or 1 if one core spans several pods; and such a core's ranks in this pod.
+    """
+    cores_here = max(1, cores // nodes)
+    return cores_here, max(1, ranks * cores // nodes // cores_here)
+
+
 class ModelShape(Section, frozen=True):
     preset: str | None = None
     layers: Count | None = None

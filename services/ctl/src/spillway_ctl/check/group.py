@@ -14,7 +14,7 @@ from spillway_ctl.check.model_facts import ModelFacts, model_facts
 from spillway_ctl.check.pod_memory import PodMemory, pod_memory
 from spillway_engine.platform_facts import BLOCK_TOKENS_MULTIPLE
 from spillway_settings.shared_names import FOLDERS
-from spillway_settings.values.engine import Engine
+from spillway_settings.values.engine import Engine, ranks_of_pod
 from spillway_settings.values.offload import tier_types
 from spillway_settings.values.release import Values
 
@@ -77,7 +77,7 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def cores(self) -> int:
         """Engine cores of one pod, or the one that spans several."""
-        return max(1, self.engine.data_parallel_size // self.engine.nodes_per_replica)
+        return ranks_of_pod(self.engine.data_parallel_size, 1, self.engine.nodes_per_replica)[0]
 
     @property
     def ranks(self) -> int:

@@ -73,11 +73,8 @@ def node_group_findings(group: Group, release: Release) -> Iterator[Finding]:
         )
     ports = {"port": (engine.port, 1)}
     if engine.kv_events.enabled:
-        here = max(1, cores // nodes)
-        ports |= {
-            "kvEvents.port": (engine.kv_events.port, here),
-            "kvEvents.replayPort": (engine.kv_events.replay_port, here),
-        }
+        ports["kvEvents.port"] = (engine.kv_events.port, group.cores)
+        ports["kvEvents.replayPort"] = (engine.kv_events.replay_port, group.cores)
     for key, (first, count) in ports.items():
         if first <= RENDEZVOUS_PORT < first + count:
             yield Finding(

@@ -20,7 +20,7 @@ from spillway_engine.memory_budget import (
 )
 from spillway_engine.model_shape import DTYPE_BYTES
 from spillway_settings.shared_names import PROCESS_PER_RANK
-from spillway_settings.values.engine import Engine
+from spillway_settings.values.engine import Engine, ranks_of_pod
 from spillway_settings.values.offload import tier_types
 
 _QUEUES_MAPPED_BYTES, _QUEUES_MAPPED_BYTES_PER_RANK = 160 << 20, 240 << 20
@@ -52,11 +52,10 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
                 "set it to auto or fp8",
             )
         )
-    stages, nodes = engine.pipeline_parallel_size, engine.nodes_per_replica
+    stages = engine.pipeline_parallel_size
     ranks = engine.tensor_parallel_size * stages
-    cores = max(1, engine.data_parallel_size // nodes)
-    # Of a core that spans pods, these ranks and their share of the weights are here.
-    ranks_here = max(1, ranks * engine.data_parallel_size // nodes // cores)
+    # A core that spans pods has these ranks, and their share of its weights, in this pod.
+    cores, ranks_here = ranks_of_pod(engine.data_parallel_size, ranks, engine.nodes_per_replica)
     token_of_rank = shape.bytes_per_token_of_rank(kv_dtype, engine.tensor_parallel_size, stages)
     block_of_rank = token_of_rank * engine.block_size
     row = ChunkGeometry(
