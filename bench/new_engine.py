@@ -43,7 +43,7 @@ class Growing(Cluster):
         self.hot = HotPrefixes()
         self.programs = [self._tokens(BEGINNING_BLOCKS) for _ in range(PROGRAMS)]
         self.first_tokens: dict[str, list[tuple[float, float]]] = {}
-        self._leases: list[tuple[float, int, Any]] = []
+        self._attempts: list[tuple[float, int, Any]] = []
         self._promoted: list[tuple[float, list[int], list[int]]] = []
         self._serial = itertools.count()
 
@@ -82,8 +82,8 @@ class Growing(Cluster):
         return "accepted"
 
     def _request(self) -> None:
-        while self._leases and self._leases[0][0] <= self.now:
-            heapq.heappop(self._leases)[2].close(self.now)
+        while self._attempts and self._attempts[0][0] <= self.now:
+            heapq.heappop(self._attempts)[2].close(self.now)
         while self._promoted and self._promoted[0][0] <= self.now:
             _, keys, ids = self._promoted.pop(0)
             self.fleet.index.apply(NEW, BlockStored(keys, None, ids, BLOCK, Tier.CPU, None, [], 0, None))
@@ -91,14 +91,14 @@ class Growing(Cluster):
         data = token_bytes(tokens)
         keys = chain_blocks(namespace_key("m"), data, 4 * BLOCK)
         self.hot.requested(keys, data, 4 * BLOCK, None, self.now)
-        lease = self.fleet.choose(PromptBlocks(keys, BLOCK, len(tokens), keys[0]), frozenset(), None, None)
-        held, rates = lease.decision.held, lease.engine.rates
-        seconds = lease.expected_prefill_seconds + load_time_ms(held, rates) / 1000.0
-        self._store(lease.engine.name, keys, tokens)
-        lease.accepted(self.now)
-        heapq.heappush(self._leases, (self.now + seconds, next(self._serial), lease))
+        attempt = self.fleet.choose(PromptBlocks(keys, BLOCK, len(tokens), keys[0]), frozenset(), None, None)
+        held, rates = attempt.decision.held, attempt.engine.rates
+        seconds = attempt.expected_prefill_seconds + load_time_ms(held, rates) / 1000.0
+        self._store(attempt.engine.name, keys, tokens)
+        attempt.accepted(self.now)
+        heapq.heappush(self._attempts, (self.now + seconds, next(self._serial), attempt))
         share = held.total_tokens / len(tokens)
-        self.first_tokens.setdefault(lease.engine.name, []).append((seconds, share))
+        self.first_tokens.setdefault(attempt.engine.name, []).append((seconds, share))
 
 
 def main() -> None:

@@ -64,13 +64,13 @@ class Cluster:
         key = SessionKey.of("t", session.name.encode())
         first = self.fleet.sessions.engine_of(key) is None  # as many come at once, new sessions go anywhere
         only = self.chance.choice(sorted(self.fleet.engines)) if first else None
-        lease = self.fleet.choose(prompt, frozenset(), only, key)
-        held, rates = lease.decision.held, lease.engine.rates
-        seconds = lease.expected_prefill_seconds + load_time_ms(held, rates) / 1000.0
-        self._store(lease.engine.name, keys, session.tokens)
-        lease.accepted(self.now)
-        self.now += lease.decision.uncached_tokens / rates.prefill_tokens_per_second / ENGINES
-        lease.close(self.now)
+        attempt = self.fleet.choose(prompt, frozenset(), only, key)
+        held, rates = attempt.decision.held, attempt.engine.rates
+        seconds = attempt.expected_prefill_seconds + load_time_ms(held, rates) / 1000.0
+        self._store(attempt.engine.name, keys, session.tokens)
+        attempt.accepted(self.now)
+        self.now += attempt.decision.uncached_tokens / rates.prefill_tokens_per_second / ENGINES
+        attempt.close(self.now)
         return held.total_tokens / len(session.tokens), seconds
 
     def _store(self, engine: str, keys: list[int], tokens: list[int]) -> None:

@@ -10,7 +10,7 @@ from spillway_gateway.fleet import event_decoder
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
-from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.routing.prefix import PromptBlocks, short_prompt_key, token_block_keys, token_bytes
@@ -71,7 +71,7 @@ class Spillway(Policy):
         for engine in self.model.engines.values():
             engine.set_state(EngineState.READY, "ready")
             engine.events_live = self._events
-        self._leases: dict[str, Lease] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._turns: dict[str, ColdTurn] = {}  # of requests that wait
         self._observed_at = float("-inf")
         self.reasons: dict[str, int] = {}
@@ -85,12 +85,12 @@ class Spillway(Policy):
         return turn.until
 
     def choose(self, request: RoutedRequest) -> int:
-        if request.id not in self._leases:
+        if request.id not in self._attempts:
             self._route(request, ColdTurn(urgent=True))
-        lease = self._leases[request.id]
-        reason = lease.decision.reason.value
+        attempt = self._attempts[request.id]
+        reason = attempt.decision.reason.value
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        return self._names[lease.engine.name]
+        return self._names[attempt.engine.name]
 
     def _route(self, request: RoutedRequest, turn: ColdTurn) -> bool:
         self._observe()
@@ -99,14 +99,14 @@ class Spillway(Policy):
         spread = keys[0] if keys else short_prompt_key(namespace, token_bytes(request.tokens))
         blocks = PromptBlocks(keys, self.index.block_tokens, len(request.tokens), spread)
         session = SessionKey.of("", request.session.encode()) if self._sessions else None
-        lease = self.model.choose_unless_held(blocks, frozenset(), session=session, turn=turn)
-        if lease is not None:
-            self._leases[request.id] = lease
-        return lease is not None
+        attempt = self.model.choose_unless_held(blocks, frozenset(), session=session, turn=turn)
+        if attempt is not None:
+            self._attempts[request.id] = attempt
+        return attempt is not None
 
     def promised_tokens(self, request_id: str) -> int:
         """What the gateway expected an open request to find on its engine."""
-        return int(self._leases[request_id].decision.held.total_tokens)
+        return int(self._attempts[request_id].decision.held.total_tokens)
 
     def _observe(self) -> None:
         """What the gateway reads of engines once a second; here between two requests."""
@@ -129,10 +129,10 @@ class Spillway(Policy):
             engine.observed(reading, engine.own_work())
 
     def first_token(self, request_id: str) -> None:
-        self._leases[request_id].first_byte(self._fleet.now, measures_prefill=True)
+        self._attempts[request_id].first_byte(self._fleet.now, measures_prefill=True)
 
     def finished(self, request_id: str) -> None:
-        self._leases.pop(request_id).close(self._fleet.now)
+        self._attempts.pop(request_id).close(self._fleet.now)
 
     def events(self, engine: int, events: list[KvEvent]) -> None:
         if self._events:

@@ -36,7 +36,7 @@ from spillway_connector.testing.faults import (
     TierWrapper,
 )
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
-from spillway_connector.tiers.lease import Lease, taken_back
+from spillway_connector.tiers.borrow import Borrow, taken_back
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, EvictionReason, StoreOutcome, Tier
 from spillway_connector.transfer.announcements import Announcements
@@ -509,22 +509,22 @@ class PieceByPiece(TierWrapper):
 
     transfers_at_once = None
 
-    def __init__(self, tier: Tier, receiving: Callable[[Lease, bytes], object]) -> None:
+    def __init__(self, tier: Tier, receiving: Callable[[Borrow, bytes], object]) -> None:
         super().__init__(tier)
         self._receiving = receiving
 
-    def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
+    def receive(self, key: bytes, borrow: Borrow, deadline: float) -> None:
         payload = memoryview(bytearray(PAYLOAD))
         self.tier.load(key, payload, deadline)
-        self._receiving(lease, bytes(payload))
+        self._receiving(borrow, bytes(payload))
 
-    def send(self, key: bytes, lease: Lease, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
-        row = lease.begin()
+    def send(self, key: bytes, borrow: Borrow, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+        row = borrow.begin()
         if row is None:
             raise taken_back()
         payload = bytes(row)
         del row
-        lease.end()
+        borrow.end()
         return self.tier.store(key, memoryview(payload), deadline, tenant)
 
 
@@ -533,19 +533,19 @@ def test_a_row_is_not_given_up_while_one_of_two_threads_fills_it_and_is_gone_for
     filling, one_ended, polled = threading.Event(), threading.Event(), threading.Event()
     after: list[memoryview | None] = []
 
-    def receive(lease: Lease, payload: bytes) -> None:
-        one, other = lease.begin(), lease.begin()
+    def receive(borrow: Borrow, payload: bytes) -> None:
+        one, other = borrow.begin(), borrow.begin()
         assert one is not None and other is not None
-        lease.end()
+        borrow.end()
         filling.set()
         assert polled.wait(REAL_SECONDS)
         other[:PAYLOAD] = payload
-        lease.end()
+        borrow.end()
         one_ended.set()
-        while (row := lease.begin()) is not None:  # until the scheduler has polled again
+        while (row := borrow.begin()) is not None:  # until the scheduler has polled again
             del row
-            lease.end()
-        after.extend((lease.begin(), lease.begin()))
+            borrow.end()
+        after.extend((borrow.begin(), borrow.begin()))
 
     shared = rig.start(PieceByPiece(rig.memory(), receive))
     rig.clear_rows()
@@ -569,13 +569,13 @@ def test_a_row_is_not_given_up_while_one_of_two_threads_fills_it_and_is_gone_for
 def test_what_arrives_in_pieces_goes_straight_to_its_row(rig: Rig) -> None:
     rig.fill(range(8))
 
-    def receive(lease: Lease, payload: bytes) -> None:
+    def receive(borrow: Borrow, payload: bytes) -> None:
         for start in range(0, PAYLOAD, 300):
-            row = lease.begin()
+            row = borrow.begin()
             assert row is not None and row.nbytes == PAYLOAD
             row[start : start + 300] = payload[start : start + 300]
             del row
-            lease.end()
+            borrow.end()
 
     tier = PieceByPiece(rig.memory(), receive)
     shared = rig.start(tier)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.fleet.cold_prompts import COLD_SECONDS, COLD_TOKENS_MIN, ColdTurn
 from spillway_gateway.fleet.engine import EngineState
-from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_settings.queue_order import OVERTAKE_SECONDS
@@ -43,14 +43,14 @@ def prompt(tokens: int) -> PromptBlocks:
     return PromptBlocks([], 4, tokens, tokens)
 
 
-def ask(fleet: ModelFleet, tokens: int, turn: ColdTurn | None = None) -> Lease | None:
+def ask(fleet: ModelFleet, tokens: int, turn: ColdTurn | None = None) -> Attempt | None:
     return fleet.choose_unless_held(prompt(tokens), frozenset(), turn=turn or ColdTurn())
 
 
-def sent(fleet: ModelFleet, tokens: int) -> Lease:
-    lease = ask(fleet, tokens)
-    assert lease is not None
-    return lease
+def sent(fleet: ModelFleet, tokens: int) -> Attempt:
+    attempt = ask(fleet, tokens)
+    assert attempt is not None
+    return attempt
 
 
 def test_an_engine_gets_no_more_cold_prompts_than_keep_it_busy_and_short_ones_pass() -> None:
@@ -89,12 +89,12 @@ async def test_those_that_wait_are_sent_in_order_of_arrival_as_prompts_leave_the
     async def request(number: int) -> None:
         turn = ColdTurn()
         try:
-            while (lease := ask(fleet, BOUND, turn)) is None:
+            while (attempt := ask(fleet, BOUND, turn)) is None:
                 await fleet.cold.wait(turn)
         finally:
             fleet.cold.leave(turn)
         order.append(number)
-        running.append(lease)
+        running.append(attempt)
 
     tasks = [asyncio.create_task(request(number)) for number in range(4)]
     await asyncio.sleep(0)
@@ -152,15 +152,15 @@ def test_room_that_the_woken_one_does_not_take_is_the_next_ones() -> None:
 def test_whatever_comes_and_goes_nobody_is_forgotten_and_no_engine_gets_more(steps: list[int | None]) -> None:
     """A number is a prompt of so many tokens, None the end of the oldest one on an engine."""
     fleet = fleet_of("a", "b")
-    running: list[Lease] = []
+    running: list[Attempt] = []
     waiting: list[tuple[int, ColdTurn]] = []
 
     def route_woken() -> None:
         while woken := next((each for each in waiting if each[1].woken), None):
-            lease = ask(fleet, *woken)
-            if lease is not None:
+            attempt = ask(fleet, *woken)
+            if attempt is not None:
                 waiting.remove(woken)
-                running.append(lease)
+                running.append(attempt)
 
     for step in [*steps, *[None] * 2 * len(steps)]:
         if step is None:
@@ -168,11 +168,11 @@ def test_whatever_comes_and_goes_nobody_is_forgotten_and_no_engine_gets_more(ste
                 running.pop(0).close(1.0)
         else:
             turn = ColdTurn()
-            lease = ask(fleet, step, turn)
-            if lease is None:
+            attempt = ask(fleet, step, turn)
+            if attempt is None:
                 waiting.append((step, turn))
             else:
-                running.append(lease)
+                running.append(attempt)
         route_woken()
         for engine in fleet.engines.values():
             assert engine.prefills.cold_tokens < BOUND + 2 * BOUND

@@ -13,7 +13,7 @@ from spillway_gateway.fleet.engine import EXPECTED_ADAPTERS_MAX, Engine, EngineS
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.event_decoder import BlockRemoved, BlockStored, Tier
 from spillway_gateway.fleet.listed_models import read_listed_models
-from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates, HeldPrefix
 from spillway_gateway.routing.prefix import PromptBlocks, token_block_keys
@@ -42,21 +42,21 @@ def rates_of(prefill: float, cpu: float) -> EngineRates:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 500)), max_size=80))
 def test_counters_are_exact_and_never_negative(steps: list[tuple[int, int, int]]) -> None:
     fleet = fleet_of(["a", "b", "c"])
-    open_leases: list[Lease] = []
+    open_attempts: list[Attempt] = []
     for action, at, tokens in steps:
-        if action <= 1 or not open_leases:
-            open_leases.append(fleet.choose(PromptBlocks([], 4, tokens, tokens), frozenset()))
+        if action <= 1 or not open_attempts:
+            open_attempts.append(fleet.choose(PromptBlocks([], 4, tokens, tokens), frozenset()))
         elif action == 2:
-            open_leases[at % len(open_leases)].first_byte(1.0, measures_prefill=False)
+            open_attempts[at % len(open_attempts)].first_byte(1.0, measures_prefill=False)
         else:
-            lease = open_leases.pop(at % len(open_leases))
-            lease.close()
-            lease.close()
-            lease.first_byte(1.0, measures_prefill=False)
-        assert sum(engine.running_requests for engine in fleet.engines.values()) == len(open_leases)
+            attempt = open_attempts.pop(at % len(open_attempts))
+            attempt.close()
+            attempt.close()
+            attempt.first_byte(1.0, measures_prefill=False)
+        assert sum(engine.running_requests for engine in fleet.engines.values()) == len(open_attempts)
         assert all(engine.running_requests >= 0 and engine.queued_tokens >= 0 for engine in fleet.engines.values())
-    for lease in open_leases:
-        lease.close()
+    for attempt in open_attempts:
+        attempt.close()
     assert all((engine.running_requests, engine.queued_tokens) == (0, 0) for engine in fleet.engines.values())
 
 
@@ -68,8 +68,8 @@ def test_requests_that_failed_together_were_not_alone_however_long_it_takes_to_f
     now = [100.0]
     fleet = fleet_of(["a"], clock=lambda: now[0])
     first, last = (fleet.choose(PromptBlocks([], 4, 10, 10), frozenset()) for _ in range(2))
-    for lease in (first, last):
-        lease.failed(now[0])
+    for attempt in (first, last):
+        attempt.failed(now[0])
         now[0] += 1.0
     now[0] += seconds_to_find_out
     assert not fleet.served_alone(first)
@@ -129,11 +129,11 @@ def test_idle_engines_compute_the_same_prompt_side_by_side() -> None:
 
 def test_a_plain_request_leaves_the_queue_when_its_prefill_should_be_over() -> None:
     fleet = fleet_of(["a"])
-    lease = fleet.choose(PromptBlocks([], 4, 5000, 1), frozenset())
-    assert lease.expected_prefill_seconds == 1.0
+    attempt = fleet.choose(PromptBlocks([], 4, 5000, 1), frozenset())
+    assert attempt.expected_prefill_seconds == 1.0
 
-    lease.prefill_assumed()
-    lease.close()
+    attempt.prefill_assumed()
+    attempt.close()
 
     assert (fleet.engines["a"].queued_tokens, fleet.engines["a"].running_requests) == (0, 0)
 
@@ -141,9 +141,9 @@ def test_a_plain_request_leaves_the_queue_when_its_prefill_should_be_over() -> N
 def test_rates_follow_what_is_measured() -> None:
     fleet = fleet_of(["a"])
     for _ in range(8):
-        lease = fleet.choose(PromptBlocks([], 4, 2000, 1), frozenset())
-        lease.first_byte(2.0, measures_prefill=True)
-        lease.close()
+        attempt = fleet.choose(PromptBlocks([], 4, 2000, 1), frozenset())
+        attempt.first_byte(2.0, measures_prefill=True)
+        attempt.close()
 
     assert fleet.engines["a"].rates.prefill_tokens_per_second == 1000
 
@@ -151,9 +151,9 @@ def test_rates_follow_what_is_measured() -> None:
 def test_an_engine_without_samples_is_taken_to_be_like_its_fleet() -> None:
     fleet = fleet_of(["a", "b"])
     for _ in range(8):
-        lease = fleet.choose(PromptBlocks([], 4, 2000, 1), frozenset({"b"}))
-        lease.first_byte(2.0, measures_prefill=True)
-        lease.close()
+        attempt = fleet.choose(PromptBlocks([], 4, 2000, 1), frozenset({"b"}))
+        attempt.first_byte(2.0, measures_prefill=True)
+        attempt.close()
 
     assert fleet.engines["b"].rates.prefill_tokens_per_second == 1000
 
@@ -177,9 +177,9 @@ def test_a_load_from_the_tier_below_is_in_the_queue_of_that_tier_until_it_is_ove
     index.apply("a", BlockRemoved([1], Tier.DEVICE, 0))
     prompt = PromptBlocks(token_block_keys(index.namespace(), [1, 2, 3, 4], 4), 4, 5, 1)
 
-    lease = fleet.choose(prompt, frozenset())
+    attempt = fleet.choose(prompt, frozenset())
     assert (engine.shared_link_tokens, engine.below_link_tokens) == (4, 4)
-    lease.close()
+    attempt.close()
     assert (engine.shared_link_tokens, engine.below_link_tokens) == (0, 0)
 
 
@@ -194,10 +194,10 @@ def test_what_an_engine_declines_to_load_is_computed_and_not_promised() -> None:
     found = []
     for declined in (frozenset(), frozenset({"s3"}), frozenset[str]()):
         engine.observed(slow._replace(declined_tiers=declined), engine.own_work())
-        lease = fleet.choose(prompt, frozenset())
-        (candidate,) = lease.decision.candidates
-        found.append((lease.decision.held.total_tokens, lease.decision.uncached_tokens, candidate.cost.load_ms))
-        lease.close()
+        attempt = fleet.choose(prompt, frozenset())
+        (candidate,) = attempt.decision.candidates
+        found.append((attempt.decision.held.total_tokens, attempt.decision.uncached_tokens, candidate.cost.load_ms))
+        attempt.close()
 
     assert found == [(4, 1, 40.0), (0, 5, 0.0), (4, 1, 40.0)]
 
@@ -230,10 +230,10 @@ def test_memory_in_use_follows_own_requests_between_two_readings() -> None:
     engine = fleet.engines["a"]
     engine.observed(EngineReading(kv_usage=0.5, kv_capacity_tokens=10_000), engine.own_work())
 
-    lease = fleet.choose(PromptBlocks([], 4, 1_000, 1), frozenset())
+    attempt = fleet.choose(PromptBlocks([], 4, 1_000, 1), frozenset())
     assert engine.view(NOTHING_HELD, 0.0, ejected=False).kv_usage == pytest.approx(0.6)
 
-    lease.close(64.0)
+    attempt.close(64.0)
     view = engine.view(NOTHING_HELD, 0.0, ejected=False)
     assert view.kv_usage == pytest.approx(0.5)
     assert view.kv_token_ms == pytest.approx(0.1)  # a mean stay of 1 s, in a cache of 10,000 tokens
@@ -257,9 +257,9 @@ def test_an_open_breaker_keeps_requests_away_unless_no_other_engine_is_left() ->
     now = [0.0]
     fleet = fleet_of(["a", "b"], clock=lambda: now[0])
     for _ in range(5):
-        lease = fleet.choose(PromptBlocks([], 4, 1, 1), frozenset({"b"}))
-        lease.failed(now[0])
-        lease.close()
+        attempt = fleet.choose(PromptBlocks([], 4, 1, 1), frozenset({"b"}))
+        attempt.failed(now[0])
+        attempt.close()
     assert {fleet.choose(PromptBlocks([], 4, 1, key), frozenset()).engine.name for key in range(20)} == {"b"}
     forced = fleet.choose(PromptBlocks([], 4, 1, 1), frozenset({"b"}))
     assert forced.engine.name == "a"
@@ -368,21 +368,21 @@ def test_only_what_an_engine_accepted_stays_in_the_index(live: bool) -> None:
     assert fleet.index.blocks == (0 if live else 10)
 
 
-def burst_of(fleet: ModelFleet, count: int, prefix_tokens: int, own_tokens: int, first: int = 0) -> list[Lease]:
+def burst_of(fleet: ModelFleet, count: int, prefix_tokens: int, own_tokens: int, first: int = 0) -> list[Attempt]:
     """Prompts that come at once and share a prefix, in blocks of 128."""
     prefix = list(range(first, first + prefix_tokens))
-    leases = []
+    attempts = []
     for number in range(count):
         own = [10_000_000 * (number + 1) + first + each for each in range(own_tokens)]
         keys = token_block_keys(fleet.index.namespace(), prefix + own, 128)
-        leases.append(fleet.choose(PromptBlocks(keys, 128, prefix_tokens + own_tokens, keys[0]), frozenset()))
-    return leases
+        attempts.append(fleet.choose(PromptBlocks(keys, 128, prefix_tokens + own_tokens, keys[0]), frozenset()))
+    return attempts
 
 
-def work_of(leases: list[Lease]) -> dict[str, int]:
+def work_of(attempts: list[Attempt]) -> dict[str, int]:
     work: dict[str, int] = {}
-    for lease in leases:
-        work[lease.engine.name] = work.get(lease.engine.name, 0) + lease.decision.uncached_tokens
+    for attempt in attempts:
+        work[attempt.engine.name] = work.get(attempt.engine.name, 0) + attempt.decision.uncached_tokens
     return work
 
 
@@ -413,9 +413,9 @@ def test_bursts_with_prefixes_of_their_own_use_engines_of_their_own() -> None:
 
 def test_a_prefix_that_was_computed_spreads_over_idle_engines() -> None:
     fleet = fleet_of(["a", "b"], block_tokens=128)
-    for lease in burst_of(fleet, 2, 2_048, 128):
-        lease.accepted(0.0)
-        lease.first_byte(0.0, measures_prefill=False)
+    for attempt in burst_of(fleet, 2, 2_048, 128):
+        attempt.accepted(0.0)
+        attempt.first_byte(0.0, measures_prefill=False)
 
     assert fleet.engines["a"].prefills.tokens == fleet.engines["b"].prefills.tokens == 0
     assert len(work_of(burst_of(fleet, 60, 2_048, 128))) == 2
@@ -423,8 +423,8 @@ def test_a_prefix_that_was_computed_spreads_over_idle_engines() -> None:
 
 def test_an_engine_that_failed_for_a_prompt_computes_nothing_for_it() -> None:
     fleet = fleet_of(["a", "b", "c"], block_tokens=128)
-    (lease,) = burst_of(fleet, 1, 4_096, 128)
+    (attempt,) = burst_of(fleet, 1, 4_096, 128)
     keys = token_block_keys(fleet.index.namespace(), list(range(4_096)), 128)
-    retried = fleet.choose(PromptBlocks(keys, 128, 4_096, keys[0]), frozenset({lease.engine.name}))
+    retried = fleet.choose(PromptBlocks(keys, 128, 4_096, keys[0]), frozenset({attempt.engine.name}))
 
     assert all(each.cost.displaced_ms == 0 for each in retried.decision.candidates)

@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 from typing import Protocol, runtime_checkable
 
 from spillway_connector.plan.sessions import SessionUse
-from spillway_connector.tiers.lease import Lease
+from spillway_connector.tiers.borrow import Borrow
 
 Clock = Callable[[], float]
 """Monotonic seconds. All deadlines are points on this clock."""
@@ -175,10 +175,10 @@ class Tier(Protocol):
 
 
 @runtime_checkable
-class LeasingTier(Tier, Protocol):
+class BorrowingTier(Tier, Protocol):
     """A tier that moves blocks in pieces, so that it needs their memory only while a piece is copied.
 
-    Both methods take leased memory of ``payload_bytes`` and raise TierRefused(CLOSED) if it was taken back.
+    Both methods take borrowed memory of ``payload_bytes`` and raise TierRefused(CLOSED) if it was taken back.
     """
 
     @property
@@ -188,11 +188,11 @@ class LeasingTier(Tier, Protocol):
         Constant."""
         ...
 
-    def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
+    def receive(self, key: bytes, borrow: Borrow, deadline: float) -> None:
         """What :meth:`load` does. What is in the memory counts only when this returns."""
         ...
 
-    def send(self, key: bytes, lease: Lease, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+    def send(self, key: bytes, borrow: Borrow, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         """What :meth:`store` does. Nothing may write to the memory before this ends or the memory is taken back."""
         ...
 

@@ -36,8 +36,8 @@ from spillway_connector.errors import (
 from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.tier import (
     BlockInMemory,
+    BorrowingTier,
     Clock,
-    LeasingTier,
     ReceivingTier,
     SessionTier,
     StoreOutcome,
@@ -79,8 +79,8 @@ class _Worker:
         self.thread: threading.Thread | None = None
 
 
-class _RowLease:
-    """The row of an item, until that is given up. See lease.Lease."""
+class _RowBorrow:
+    """The row of an item, until that is given up. See borrow.Borrow."""
 
     def __init__(
         self, item: TransferItem, row: Callable[[int], npt.NDArray[np.uint8]], are_whole: Callable[[], bool]
@@ -128,12 +128,12 @@ class Movers:
         self.ended: deque[TransferJob] = deque()  # whose last item a worker has settled
         self.late: deque[LateEnd] = deque()
         self._tier = tier
-        self._leasing = tier if isinstance(tier, LeasingTier) else None
+        self._borrowing = tier if isinstance(tier, BorrowingTier) else None
         self._session_tier = tier if isinstance(tier, SessionTier) else None
         self._receiving = tier if isinstance(tier, ReceivingTier) else None
         self._loaded = 0
-        if self._leasing is not None:
-            threads = min(threads, self._leasing.transfers_at_once or threads)
+        if self._borrowing is not None:
+            threads = min(threads, self._borrowing.transfers_at_once or threads)
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._watched = WatchedMapping.at(rows.ctypes.data)  # rows that others can cut
         self._row_bytes = row_bytes
@@ -254,7 +254,7 @@ class Movers:
     # --- worker threads ---------------------------------------------------------------------------------------------
 
     def _work(self, worker: _Worker) -> None:
-        bounce = transfer_buffer(self._payload_bytes) if self._leasing is None else memoryview(bytearray())
+        bounce = transfer_buffer(self._payload_bytes) if self._borrowing is None else memoryview(bytearray())
         while True:
             self._tokens.get()
             while not self._stopping and not worker.lost:
@@ -333,8 +333,8 @@ class Movers:
             block = self._tier.in_memory(item.key, item.job.deadline)
             if block is not None and self._copy(item, block):
                 return
-            if self._leasing is not None:
-                self._leasing.receive(item.key, _RowLease(item, self._row, self._rows_are_whole), item.job.deadline)
+            if self._borrowing is not None:
+                self._borrowing.receive(item.key, _RowBorrow(item, self._row, self._rows_are_whole), item.job.deadline)
             else:
                 self._tier.load(item.key, bounce, item.job.deadline)
         except TierCorrupt as corrupt:
@@ -351,7 +351,7 @@ class Movers:
             raise
         self._answered_at[Operation.LOAD] = self._clock()
         if item.begin_copy():
-            if self._leasing is None:
+            if self._borrowing is None:
                 np.copyto(self._row(item.row), np.frombuffer(bounce, np.uint8))
             item.end_copy()
             self._breakers[Operation.LOAD].record_success()
@@ -376,7 +376,7 @@ class Movers:
         if waited > self._store_queue_seconds_max:
             raise TierRefused(RefusedReason.QUEUE_AGE, f"waited {waited:.1f} s for a thread")
         self._pass_breaker(Operation.STORE)
-        if self._leasing is None:
+        if self._borrowing is None:
             if not item.begin_copy():
                 return None
             np.copyto(np.frombuffer(bounce, np.uint8), self._row(item.row))
@@ -386,11 +386,11 @@ class Movers:
         if not self._rows_are_whole():
             raise TierRefused(RefusedReason.RESOURCES, "the rows of the CPU tier were cut")
         try:
-            if self._leasing is None:
+            if self._borrowing is None:
                 outcome = self._store_bounced(item, bounce)
             else:
-                lease = _RowLease(item, self._row, self._rows_are_whole)
-                outcome = self._leasing.send(item.key, lease, item.job.deadline, item.job.tenant)
+                borrow = _RowBorrow(item, self._row, self._rows_are_whole)
+                outcome = self._borrowing.send(item.key, borrow, item.job.deadline, item.job.tenant)
         except Exception as error:
             self._judge(item, error, now)
             raise

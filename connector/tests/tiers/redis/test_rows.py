@@ -24,7 +24,7 @@ from spillway_connector.tiers.frame import HEADER_BYTES, build_header
 from spillway_connector.tiers.redis.client.deadline_socket import BULK_BYTES, STRETCH_BYTES
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
-from spillway_connector.tiers.tier import Clock, LeasingTier
+from spillway_connector.tiers.tier import BorrowingTier, Clock
 from spillway_connector.transfer.jobs import JobOutcome
 from spillway_connector.transfer.shared_tier import SharedTier
 
@@ -110,10 +110,10 @@ def answers(*pieces: Piece) -> Callable[[bytes], Sequence[Piece]]:
     return answer
 
 
-def test_redis_takes_leases_and_what_wraps_it_does_not() -> None:
+def test_redis_takes_borrows_and_what_wraps_it_does_not() -> None:
     tier = RedisTier(NAMESPACE, PAYLOAD_BYTES, RedisEndpoint())
-    assert isinstance(tier, LeasingTier)
-    assert not isinstance(TierWrapper(tier), LeasingTier), "what wraps a load would be left out"
+    assert isinstance(tier, BorrowingTier)
+    assert not isinstance(TierWrapper(tier), BorrowingTier), "what wraps a load would be left out"
     tier.close()
 
 

@@ -389,7 +389,7 @@ async def serve(
         if trace is not None:
             ended = trace
             ends.callback(lambda: ended.end(relay.reply.status, relay.reply.error_code, relay.reply.counts.usage))
-        ends.callback(lambda: relay.reply.count_cached(relay.lease))
+        ends.callback(lambda: relay.reply.count_cached(relay.attempt))
         if outbound.on_end is not None:
             on_end = outbound.on_end
             ends.callback(lambda: on_end(relay.reply.counts.usage))
@@ -426,7 +426,7 @@ class _Place:
     def _settlement(self) -> Settlement:
         outbound, relay = self._outbound, self.relay
         estimated = outbound.prompt.prompt_tokens + outbound.charged_tokens
-        if relay is None or relay.lease is None:  # no engine had room or was ready, and nothing was computed
+        if relay is None or relay.attempt is None:  # no engine had room or was ready, and nothing was computed
             return give_back(estimated)
         counted = relay.reply.counts.usage
         return settle(estimated, counted.prompt_tokens, counted.completion_tokens or 0)
@@ -438,7 +438,7 @@ def _request_id(given: bytes | None) -> bytes:
 
 
 def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path: str, seconds: float) -> AuditLine:
-    reply, usage, lease = relay.reply, relay.reply.counts.usage, relay.lease
+    reply, usage, attempt = relay.reply, relay.reply.counts.usage, relay.attempt
     first_byte = reply.stream.first_byte_seconds
     return AuditLine(
         time=now_text(),
@@ -447,8 +447,8 @@ def _audit_line(relay: Relay, outbound: OutboundRequest, headers: Headers, path:
         tenant=outbound.tenant or None,
         model=outbound.adapter or relay.model,
         path=path,
-        engine=lease.engine.name if lease is not None else None,
-        route=lease.decision.reason.value if lease is not None else None,
+        engine=attempt.engine.name if attempt is not None else None,
+        route=attempt.decision.reason.value if attempt is not None else None,
         status=reply.status,
         error=reply.error_code,
         stream=outbound.stream,

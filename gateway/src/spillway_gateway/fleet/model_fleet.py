@@ -1,8 +1,8 @@
 """The engines of one model, and the one step in which a routing decision is taken and counted.
 
-`ModelFleet.choose` builds the frozen view, plans, and opens a Lease without an await between, so two requests never
-decide on the same counters. A Lease counts on the engine that it was opened on: when an engine is replaced, old leases
-close against the old object, and the counters of the new one never go below zero.
+`ModelFleet.choose` builds the frozen view, plans, and opens an Attempt without an await between, so two requests never
+decide on the same counters. An Attempt counts on the engine that it was opened on: when an engine is replaced, old
+attempts close against the old object, and the counters of the new one never go below zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spillway_settings.vllm_salts import OLDEST, Version
 FAILED_TOGETHER_SECONDS = 5.0
 
 
-class Lease:
+class Attempt:
     """One request on one engine, counted from creation to close(). Each method may be called more than once.
 
     On the event loop only. now: monotonic seconds. routed: the prompt's blocks, None if it has none.
@@ -262,7 +262,7 @@ class ModelFleet:
         )
 
     def remove_engine(self, name: str) -> Engine:
-        """Send no new request there; running ones keep their leases, counters and connections. The caller frees its
+        """Send no new request there; running ones keep their attempts, counters and connections. The caller frees its
         entries in the index: index.retire_engine()."""
         engine = self.engines.pop(name)
         self._look_at_roles()
@@ -309,15 +309,15 @@ class ModelFleet:
         only: str | None = None,
         session: SessionKey | None = None,
         adapter: str | None = None,
-    ) -> Lease:
+    ) -> Attempt:
         """Decide and count in one step. adapter: the LoRA adapter that the engine must have, or be able to load.
 
         Raises NoEngineReady, naming the engines and what they answered, and ModelNotFound if none has the adapter
         any more.
         """
-        lease = self.choose_unless_held(prompt, tried, only, session, adapter, turn=ColdTurn(urgent=True))
-        assert lease is not None
-        return lease
+        attempt = self.choose_unless_held(prompt, tried, only, session, adapter, turn=ColdTurn(urgent=True))
+        assert attempt is not None
+        return attempt
 
     def choose_unless_held(
         self,
@@ -329,7 +329,7 @@ class ModelFleet:
         *,
         turn: ColdTurn,
         leg: Leg = Leg.WHOLE,
-    ) -> Lease | None:
+    ) -> Attempt | None:
         """choose() for a part of the request, or None if the prompt has to wait for its turn: self.cold.wait(), in the
         end self.cold.leave()."""
         now = self._clock()
@@ -348,7 +348,7 @@ class ModelFleet:
             seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
             routed = RoutedBlocks(self.index, self._steps, engine.name, keys, held_seconds=None if live else seconds)
             routed.expect(now + seconds)
-        lease = Lease(engine, decision, now, routed, self.cold.left, first_block=prompt.spread_key)
+        attempt = Attempt(engine, decision, now, routed, self.cold.left, first_block=prompt.spread_key)
         if session is not None and (decision.legs is None or decision.legs.prefill is None):
             self.sessions.served(session, engine.name, now)
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
@@ -358,7 +358,7 @@ class ModelFleet:
             self._store_busy.add((decision.held.shared_tokens - decision.held.below_tokens) / store_rate, now)
         self.cold.leave(turn)
         self.cold.left(engine)
-        return lease
+        return attempt
 
     def hand_over(self, prompt: PromptBlocks, engine: str, tell: Callable[[int], object]) -> HandOver:
         """Follow a prompt that another engine computes, until this one can load it. tell: as HandOver."""
@@ -465,10 +465,10 @@ class ModelFleet:
             views.append(view)
         return FleetView(tuple(views))
 
-    def served_alone(self, lease: Lease) -> bool:
+    def served_alone(self, attempt: Attempt) -> bool:
         """Whether a request that its engine has failed, and that still counts there, had its process to itself.
         Requests that failed with it may have left by now, however long it took to find out whether the engine lives."""
-        engine, failed_at = lease.engine, lease.failed_at
+        engine, failed_at = attempt.engine, attempt.failed_at
         together = (self._clock() if failed_at is None else failed_at) - FAILED_TOGETHER_SECONDS
         process = {engine, *(self.engines[name] for name in engine.same_process if name in self.engines)}
         others = sum(each.running_requests + each.foreign.requests for each in process) - 1

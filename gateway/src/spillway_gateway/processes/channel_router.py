@@ -24,8 +24,8 @@ from spillway_gateway.upstream.suspects import Fingerprint
 Hint = Callable[[Engine, PromptTokens, int], object]
 
 
-class ChannelLease:
-    """A lease that the router counts. The methods are reported at the end of the event loop's iteration."""
+class ChannelAttempt:
+    """An attempt that the router counts. The methods are reported at the end of the event loop's iteration."""
 
     __slots__ = ("_closed", "_place", "decision", "engine", "expected_prefill_seconds")
 
@@ -79,14 +79,14 @@ class ChannelPlace:
         self._events: list[tuple[Kind, float]] = []
         self._deferred = False
         self._left = False
-        self._first: ChannelLease | None = None  # until it is asked for
+        self._first: ChannelAttempt | None = None  # until it is asked for
 
     async def enter(self) -> None:
         """Ask for the place and an engine at once."""
         leg = Leg.OPEN if self.request.one_leg is None and not self.fleet.disaggregation.is_off else Leg.WHOLE
         self._first = await self._route(self.request.prompt, frozenset(), leg, first=True)
 
-    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> ChannelLease:
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> ChannelAttempt:
         first, self._first = self._first, None
         if first is not None and not tried and prompt is self.request.prompt:
             return first
@@ -95,7 +95,7 @@ class ChannelPlace:
         self.tell()
         return await self._route(prompt, tried, leg, first=False)
 
-    async def _route(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg, *, first: bool) -> ChannelLease:
+    async def _route(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg, *, first: bool) -> ChannelAttempt:
         request = self.request
         session = request.session
         asked = messages.Route(
@@ -133,7 +133,7 @@ class ChannelPlace:
             prompt.text_tokens,
             routed.legs,
         )
-        return ChannelLease(self, engine, decision, expected_prefill_seconds=routed.expected_prefill_seconds)
+        return ChannelAttempt(self, engine, decision, expected_prefill_seconds=routed.expected_prefill_seconds)
 
     async def ended(self, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
         self.tell()  # the failure, before the question

@@ -228,7 +228,7 @@ class FrontSession:
     def _choose_unless_held(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> bool:
         """Answer the front. False: the prompt has to wait for its turn."""
         try:
-            lease = place.choose(asked, prompt)
+            attempt = place.choose(asked, prompt)
         except GatewayError as error:
             place.waiting = None  # this task, if it has waited
             place.fleet.cold.leave(place.turn)
@@ -236,11 +236,11 @@ class FrontSession:
                 self._drop(asked.number)
             self._refuse(asked.number, error)
             return True
-        if lease is None:
+        if attempt is None:
             return False
-        decision = lease.decision
+        decision = attempt.decision
         self._router.decided(asked.model, asked.request_id, decision, asked.tried)
-        self._publisher.publish_engine(lease.engine)
+        self._publisher.publish_engine(attempt.engine)
         if decision.legs is not None and decision.legs.decode_engine is not None:
             self._begin_hand_over(place, asked, prompt, decision.legs.decode_engine)
         held = decision.held
@@ -254,7 +254,7 @@ class FrontSession:
                 held.shared_tokens,
                 decision.uncached_tokens,
                 decision.session,
-                lease.expected_prefill_seconds,
+                attempt.expected_prefill_seconds,
                 decision.candidates if asked.detailed else (),
                 decision.legs,
                 held.below_tokens,
@@ -286,22 +286,22 @@ class FrontSession:
         if place is None:
             return
         for kind, now in said.events:
-            lease = place.lease
-            if lease is None:
+            attempt = place.attempt
+            if attempt is None:
                 break
             match kind:
                 case Kind.ACCEPTED:
-                    lease.accepted(now)
+                    attempt.accepted(now)
                 case Kind.PREFILL_ASSUMED:
-                    lease.prefill_assumed()
+                    attempt.prefill_assumed()
                 case Kind.FIRST_BYTE | Kind.FIRST_BYTE_MEASURED:
-                    lease.first_byte(now, measures_prefill=kind is Kind.FIRST_BYTE_MEASURED)
+                    attempt.first_byte(now, measures_prefill=kind is Kind.FIRST_BYTE_MEASURED)
                 case Kind.BEGAN:
-                    lease.began()
+                    attempt.began()
                 case Kind.SUCCEEDED:
-                    lease.succeeded()
+                    attempt.succeeded()
                 case Kind.FAILED:
-                    lease.failed(now)
+                    attempt.failed(now)
                 case Kind.CLOSED:
                     place.close(None)
                 case Kind.CLOSED_WHOLE:

@@ -81,7 +81,7 @@ class Route(Message, tag=4, frozen=True):
 
 
 class Kind(IntEnum):
-    """What became of a lease; the methods of fleet.model_fleet.Lease."""
+    """What became of an attempt; the methods of fleet.model_fleet.Attempt."""
 
     PREFILL_ASSUMED = 0
     FIRST_BYTE = 1  # of a plain reply
@@ -95,11 +95,11 @@ class Kind(IntEnum):
 
 
 class Report(Message, tag=5, frozen=True):
-    """events: what became of the request's lease since the last report, each with monotonic seconds."""
+    """events: what became of the request's attempt since the last report, each with monotonic seconds."""
 
     number: int
     events: tuple[tuple[Kind, float], ...]
-    left: bool  # the request has ended, and with it its lease and its place
+    left: bool  # the request has ended, and with it its attempt and its place
 
 
 class EngineFault(IntEnum):
@@ -172,8 +172,8 @@ class Counts(Message, tag=13, frozen=True):
 
 
 class Ended(Message, tag=14, frozen=True):
-    """The engine of the request's lease has ended. digest, body_bytes: of upstream.suspects.Fingerprint; again, begun:
-    as Suspects.judge."""
+    """The engine of the request's attempt has ended. digest, body_bytes: of upstream.suspects.Fingerprint; again,
+    begun: as Suspects.judge."""
 
     number: int
     digest: bytes

@@ -10,7 +10,7 @@ from spillway_gateway.access.session_turns import Session
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.hand_over import HandOver
-from spillway_gateway.fleet.model_fleet import Lease, ModelFleet
+from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.processes import messages
 from spillway_gateway.routing.prefix import PromptBlocks
@@ -21,7 +21,7 @@ from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 class RoutedPlace:
     """One request of the front, in its model's queue or on an engine."""
 
-    __slots__ = ("_notice", "_whose", "admission", "fleet", "hand_over", "lease", "turn", "waiting")
+    __slots__ = ("_notice", "_whose", "admission", "attempt", "fleet", "hand_over", "turn", "waiting")
 
     def __init__(self, notice: Callable[..., None], fleet: ModelFleet) -> None:
         """notice: tells the front, once, that an engine went down or ends."""
@@ -30,39 +30,39 @@ class RoutedPlace:
         self.admission: Admission | None = None  # once it was admitted
         self._whose: tuple[str, Session] = "", None
         self.waiting: asyncio.Task[None] | None = None
-        self.lease: Lease | None = None
+        self.attempt: Attempt | None = None
         self.turn = ColdTurn()  # of the last choice
         self.hand_over: HandOver | None = None  # of a first leg
 
     def admitted(self, admission: Admission, asked: messages.Route) -> None:
         self.admission, self._whose = admission, (asked.tenant, asked.session)
 
-    def choose(self, asked: messages.Route, prompt: PromptBlocks) -> Lease | None:
+    def choose(self, asked: messages.Route, prompt: PromptBlocks) -> Attempt | None:
         """None: the prompt has to wait for its turn."""
         self.close(None)
         session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
         tried = frozenset(asked.tried)
-        lease = self.fleet.choose_unless_held(
+        attempt = self.fleet.choose_unless_held(
             prompt, tried, asked.only, session, asked.adapter, turn=self.turn, leg=asked.leg
         )
-        if lease is not None:
-            self.lease = lease
-            lease.engine.requests.add(self)
+        if attempt is not None:
+            self.attempt = attempt
+            attempt.engine.requests.add(self)
             if self.admission is not None:
-                self.admission.turns.charge(asked.tenant, asked.session, lease.decision.uncached_tokens)
-        return lease
+                self.admission.turns.charge(asked.tenant, asked.session, attempt.decision.uncached_tokens)
+        return attempt
 
     def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
         """Its engine has ended."""
         fingerprint = Fingerprint(asked.digest, asked.body_bytes)
-        return may_be_sent_again(self.fleet, self.lease, suspects, fingerprint, again=asked.again, begun=asked.begun)
+        return may_be_sent_again(self.fleet, self.attempt, suspects, fingerprint, again=asked.again, begun=asked.begun)
 
     def close(self, now: float | None) -> None:
-        """The lease, if there is one. now: as Lease.close()."""
-        if self.lease is not None:
-            self.lease.engine.requests.discard(self)
-            self.lease.close(now)
-            self.lease = None
+        """The attempt, if there is one. now: as Attempt.close()."""
+        if self.attempt is not None:
+            self.attempt.engine.requests.discard(self)
+            self.attempt.close(now)
+            self.attempt = None
 
     def end_hand_over(self) -> None:
         """End that of a first leg, if there was one."""

@@ -1,7 +1,7 @@
 """The engines of each model, as this process follows them: listed in the configuration, or found by a source; with
 their tasks, and the queue in front of them.
 
-A removed engine takes no new request; running requests keep their connection, lease and counters until they end. A
+A removed engine takes no new request; running requests keep their connection, attempt and counters until they end. A
 change is applied without an await, so no request sees half of it.
 """
 

@@ -20,7 +20,7 @@ from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.upstream.forward import Body
 from spillway_gateway.upstream.json_walk import JsonWalk, Member
 from spillway_gateway.upstream.outbound import OutboundRequest
-from spillway_gateway.upstream.router import Lease
+from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.splice import Edit, edited, insertion, opening_of
 from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER
 
@@ -87,9 +87,9 @@ class RequestLegs:
         self._counted = not self._roles
         self.leg = Leg.OPEN if self._one_leg is None else Leg.WHOLE
 
-    def chosen(self, lease: Lease, seconds: float) -> str | None:
+    def chosen(self, attempt: Attempt, seconds: float) -> str | None:
         """An engine was chosen, which took so long. Returns for which of two legs."""
-        legs = lease.decision.legs
+        legs = attempt.decision.legs
         if legs is not None and legs.prefill is not None:
             self.leg, self._two_because = Leg.SECOND, legs.reason
             return "prefill"

@@ -23,7 +23,7 @@ from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_gateway.upstream.promotion_hints import PromotionHints
-from spillway_gateway.upstream.router import Admitted, Lease, Place
+from spillway_gateway.upstream.router import Admitted, Attempt, Place
 from spillway_gateway.upstream.suspects import Fingerprint, Suspects
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class _LocalAdmitted:
 
 
 class _LocalPlace:
-    __slots__ = ("_admission", "_fleet", "_hand_over", "_lease", "_request", "_router", "_suspects")
+    __slots__ = ("_admission", "_attempt", "_fleet", "_hand_over", "_request", "_router", "_suspects")
 
     def __init__(
         self,
@@ -145,10 +145,10 @@ class _LocalPlace:
         self._admission = admission
         self._fleet = fleet
         self._request = request
-        self._lease: model_fleet.Lease | None = None  # the last one
+        self._attempt: model_fleet.Attempt | None = None  # the last one
         self._hand_over: HandOver | None = None  # of a first leg
 
-    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> Lease:
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> Attempt:
         request = self._request
         if self._hand_over is not None and leg is Leg.SECOND:
             await self._hand_over.arrived(self._fleet.disaggregation.hand_over_seconds_max)
@@ -157,20 +157,20 @@ class _LocalPlace:
         turn = ColdTurn(urgent=begun or request.priority is Priority.HIGH)
         where = request.only_engine, request.session, request.adapter
         try:
-            while (lease := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn, leg=leg)) is None:
+            while (attempt := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn, leg=leg)) is None:
                 await self._fleet.cold.wait(turn)
         finally:
             self._fleet.cold.leave(turn)
-        self._lease = lease
-        self._admission.turns.charge(request.tenant, _digest_of(request), lease.decision.uncached_tokens)
-        self._router.decided(self._fleet.name, request.request_id, lease.decision, tried)
-        legs = lease.decision.legs
+        self._attempt = attempt
+        self._admission.turns.charge(request.tenant, _digest_of(request), attempt.decision.uncached_tokens)
+        self._router.decided(self._fleet.name, request.request_id, attempt.decision, tried)
+        legs = attempt.decision.legs
         if legs is not None and legs.decode_engine is not None:
             second = self._fleet.engines[legs.decode_engine]
             self._hand_over = self._fleet.hand_over(
                 prompt, second.name, lambda first: self._router.tell(second, request, first)
             )
-        return lease
+        return attempt
 
     def _end_hand_over(self) -> None:
         if self._hand_over is not None:
@@ -178,7 +178,7 @@ class _LocalPlace:
             self._hand_over = None
 
     async def ended(self, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
-        return may_be_sent_again(self._fleet, self._lease, self._suspects, fingerprint, again=again, begun=begun)
+        return may_be_sent_again(self._fleet, self._attempt, self._suspects, fingerprint, again=again, begun=begun)
 
     def leave(self) -> None:
         self._end_hand_over()
@@ -191,17 +191,17 @@ def _digest_of(request: OutboundRequest) -> int | None:
 
 def may_be_sent_again(
     fleet: ModelFleet,
-    lease: model_fleet.Lease | None,
+    attempt: model_fleet.Attempt | None,
     suspects: Suspects,
     fingerprint: Fingerprint,
     *,
     again: bool,
     begun: bool,
 ) -> bool:
-    """End as Place.ended does. lease: on the engine that was chosen last."""
-    if lease is not None and lease.engine.was_to_end:
+    """End as Place.ended does. attempt: on the engine that was chosen last."""
+    if attempt is not None and attempt.engine.was_to_end:
         return True
-    alone = lease is not None and fleet.served_alone(lease)
+    alone = attempt is not None and fleet.served_alone(attempt)
     return suspects.judge(fingerprint, alone=alone, again=again, begun=begun)
 
 

@@ -37,7 +37,7 @@ from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundReq
 from spillway_gateway.upstream.reading import collect
 from spillway_gateway.upstream.reply import EngineAnsweredError, EngineErrorTooLong, Reply
 from spillway_gateway.upstream.retry import is_attempt, may_retry
-from spillway_gateway.upstream.router import Lease, Place
+from spillway_gateway.upstream.router import Attempt, Place
 from spillway_gateway.upstream.suspects import EndedEngines
 from spillway_gateway.write_coalescing import WriteCoalescer
 
@@ -48,7 +48,7 @@ TEXT_BYTES_MAX = 1024 * 1024  # of an engine's reply that a continuation asks fo
 
 class Relay:
     """One request, created and run in the task that serves it. `run` answers the client in every case and releases
-    every count, timer and connection. lease: of the last engine tried."""
+    every count, timer and connection. attempt: of the last engine tried."""
 
     __slots__ = (
         "_attempt_status",
@@ -66,7 +66,7 @@ class Relay:
         "_legs",
         "_request",
         "_services",
-        "lease",
+        "attempt",
         "reply",
     )
 
@@ -86,7 +86,7 @@ class Relay:
         self._connection: Connection | None = None  # of those, during an attempt
         self._attempt_trace: AttemptTrace | None = None
         self._attempt_status = 0  # of the engine's reply
-        self.lease: Lease | None = None
+        self.attempt: Attempt | None = None
         self._continuing: Continuing | None = None
         if request.asks_ids:
             self._continuing = Continuing(request, fleet, services.continuation, services.kept)
@@ -116,11 +116,11 @@ class Relay:
                 return  # SDKs disconnect at [DONE], before the reply's own end
             phase = "after_first_byte" if exchange.committed else "before_first_byte"
             services.metrics.disconnect(self._fleet.name, phase).inc()
-            reply.abandon(self.lease, perf_counter() - self._chosen_at)
+            reply.abandon(self.attempt, perf_counter() - self._chosen_at)
             if isinstance(error, ClientStalled):
                 logger.warning("request %s: the client stopped reading; its request was ended", self._request.shown_id)
         except GatewayError as error:
-            await reply.answer_error(error, self.lease)
+            await reply.answer_error(error, self.attempt)
         finally:
             services.running.discard(exchange)
             self._coalescer.end_request()
@@ -153,7 +153,7 @@ class Relay:
         failure: UpstreamError | None = None
         while True:
             try:
-                lease = await self._choose(place, tried)
+                attempt = await self._choose(place, tried)
             except NoEngineReady:
                 if failure is None:
                     raise
@@ -161,36 +161,36 @@ class Relay:
                     services.metrics.not_continued(self._fleet.name, "no_engine").inc()
                 raise failure from None
             if self._legs.leg is Leg.SECOND:
-                tried = await self._first_leg(lease, tried)
+                tried = await self._first_leg(attempt, tried)
                 continue
             try:
-                await self._attempt(lease)
-                lease.close(time.monotonic())
+                await self._attempt(attempt)
+                attempt.close(time.monotonic())
                 self._end_attempt(None)
                 return
             except UpstreamError as error:
                 failure = error
                 if type(error) in (EngineDisconnected, EngineBadReply):  # raised by a connection, without a name
-                    failure = type(error)(f"Engine {lease.engine.name} failed: {error.message}")
+                    failure = type(error)(f"Engine {attempt.engine.name} failed: {error.message}")
                     failure.__cause__ = error
-                self._engine_failed(lease, error)
+                self._engine_failed(attempt, error)
                 self._end_attempt(error.reason)
-                if not await self._ended.allow_another(error, place, lease.engine, begun=exchange.committed):
+                if not await self._ended.allow_another(error, place, attempt.engine, begun=exchange.committed):
                     raise failure from None
             except NotJoined:
                 assert failure is not None
                 services.metrics.not_continued(self._fleet.name, "text").inc()
                 raise failure from None
             finally:
-                lease.close()
+                attempt.close()
                 self._end_attempt("cancelled")  # no effect on an attempt that has ended
             if continuing is not None and exchange.committed:
-                tried = self._left_out(continuing, failure, lease.engine, tried)
+                tried = self._left_out(continuing, failure, attempt.engine, tried)
                 if continuing.complete:
                     await self.reply.stream.complete()
                     return
                 continue
-            tried |= lease.engine.same_process
+            tried |= attempt.engine.same_process
             attempts += is_attempt(failure)
             # An engine that lacks the adapter has done nothing that must not be done twice.
             movable = request.retryable or isinstance(failure, AdapterNotServed)
@@ -207,38 +207,38 @@ class Relay:
             if not services.budget.spend(failure):
                 logger.warning("request %s: %s; the retry budget is used up", self._request.shown_id, failure.message)
                 raise failure
-            services.metrics.retry(lease.engine.name, failure.reason).inc()
+            services.metrics.retry(attempt.engine.name, failure.reason).inc()
             logger.warning("request %s: %s; trying another engine", self._request.shown_id, failure.message)
 
-    async def _first_leg(self, lease: Lease, tried: frozenset[str]) -> frozenset[str]:
+    async def _first_leg(self, attempt: Attempt, tried: frozenset[str]) -> frozenset[str]:
         """Have an engine compute the prompt, and return the engines that do not get the rest. If that fails, another
         one gets the whole request."""
-        engine, now = lease.engine, time.monotonic
+        engine, now = attempt.engine, time.monotonic
         try:
-            why = await self._compute_prompt(lease)
+            why = await self._compute_prompt(attempt)
             if why is None:
-                lease.accepted(now())
-                lease.first_byte(now(), measures_prefill=True)
-                lease.succeeded()
+                attempt.accepted(now())
+                attempt.first_byte(now(), measures_prefill=True)
+                attempt.succeeded()
             elif why is LegsReason.PREFILL_LATE or self._attempt_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                lease.failed(now())
+                attempt.failed(now())
                 self._services.router.engine_failed(engine)
             self._end_attempt(None if why is None else why.value)
         except UpstreamError as error:
             why = LegsReason.PREFILL_FAILED
-            self._engine_failed(lease, error)
+            self._engine_failed(attempt, error)
             self._end_attempt(error.reason)
             logger.warning("request %s: its first leg failed on engine %s", self._request.shown_id, engine.name)
             await self._ended.first_leg_failed(error, engine)
         finally:
-            lease.close()
+            attempt.close()
             self._end_attempt("cancelled")  # no effect on an attempt that has ended
         self._legs.prefilled(why)
         return tried if why is None else tried | engine.same_process
 
-    async def _compute_prompt(self, lease: Lease) -> LegsReason | None:
+    async def _compute_prompt(self, attempt: Attempt) -> LegsReason | None:
         """Why the first leg was of no use; None: the prompt is computed. Raises UpstreamError."""
-        engine, exchange = lease.engine, self._exchange
+        engine, exchange = attempt.engine, self._exchange
         request = await first_leg(self._request)
         exchange.ask(engine)
         engine.requests.add(exchange)
@@ -275,7 +275,7 @@ class Relay:
         logger.warning("request %s: %s; another engine continues", self._request.shown_id, failure.message)
         return left_out
 
-    async def _choose(self, place: Place, tried: frozenset[str]) -> Lease:
+    async def _choose(self, place: Place, tried: frozenset[str]) -> Attempt:
         """Route the request to an engine that was not tried yet. Raises NoEngineReady."""
         request, exchange = self._request, self._exchange
         exchange.take(Step.ROUTE)
@@ -285,39 +285,39 @@ class Relay:
         began = perf_counter()
         with exchange:
             prompt = continuing.prompt() if continuing is not None else request.prompt
-            lease = await place.choose(prompt, tried, self._legs.leg)
-        self.lease = lease
+            attempt = await place.choose(prompt, tried, self._legs.leg)
+        self.attempt = attempt
         self._chosen_at = perf_counter()
-        leg = self._legs.chosen(lease, self._chosen_at - began)
-        if lease.decision.session is not None:
-            self._services.metrics.session(self._fleet.name, lease.decision.session.value).inc()
+        leg = self._legs.chosen(attempt, self._chosen_at - began)
+        if attempt.decision.session is not None:
+            self._services.metrics.session(self._fleet.name, attempt.decision.session.value).inc()
         if trace is not None:
-            trace.routed(asked_ns, lease.decision)
+            trace.routed(asked_ns, attempt.decision)
             self._attempt_status = 0
             self._attempt_trace = trace.attempt(
                 self._fleet.name,
-                lease.engine,
+                attempt.engine,
                 request.headers,
                 again=bool(tried),
                 continues_after=continuing.tokens if continuing is not None else None,
                 leg=leg,
             )
-        return lease
+        return attempt
 
     def _end_attempt(self, error: str | None) -> None:
         if self._attempt_trace is not None:
             self._attempt_trace.end(self._attempt_status, error)
             self._attempt_trace = None
 
-    def _engine_failed(self, lease: Lease, error: UpstreamError) -> None:
-        engine = lease.engine
+    def _engine_failed(self, attempt: Attempt, error: UpstreamError) -> None:
+        engine = attempt.engine
         if isinstance(error, AdapterNotServed):  # a proper answer of an engine that works
             assert self._request.adapter is not None
             self._services.router.engine_lacks_adapter(engine, self._request.adapter)
-            lease.succeeded()
+            attempt.succeeded()
             return
         if not isinstance(error, EngineEnding):  # which is no fault of the engine
-            lease.failed(time.monotonic())
+            attempt.failed(time.monotonic())
         if isinstance(error, EngineRefused):
             self._services.router.engine_refused(engine, error.message)
         elif not isinstance(error, (EngineAnsweredError, EngineErrorTooLong)):
@@ -325,25 +325,25 @@ class Relay:
         if self._exchange.committed and self._exchange.state is not State.BRIDGING:
             self._services.metrics.broken(engine.name, error.reason).inc()
 
-    async def _attempt(self, lease: Lease) -> None:
-        engine, exchange, continuing = lease.engine, self._exchange, self._continuing
+    async def _attempt(self, attempt: Attempt) -> None:
+        engine, exchange, continuing = attempt.engine, self._exchange, self._continuing
         exchange.ask(engine)
         engine.requests.add(exchange)
         assumed: asyncio.TimerHandle | None = None
         if not self._request.stream:
             loop = asyncio.get_running_loop()
-            assumed = loop.call_later(lease.expected_prefill_seconds, lease.prefill_assumed)
+            assumed = loop.call_later(attempt.expected_prefill_seconds, attempt.prefill_assumed)
         try:
             with exchange:
                 if continuing is not None and exchange.state is State.BRIDGING:
                     request, events = await continuing.join(engine, self._ask_whole)
                     connection = await self._ask(engine, request)
                     self._attempt_status = connection.status
-                    await self.reply.stream.relay_continued(lease, connection, self._attempt_trace, events)
+                    await self.reply.stream.relay_continued(attempt, connection, self._attempt_trace, events)
                     return
                 connection = await self._ask(engine, self._request)
                 self._attempt_status = connection.status
-                await self.reply.relay(lease, connection, self._attempt_trace)
+                await self.reply.relay(attempt, connection, self._attempt_trace)
         finally:
             if assumed is not None:
                 assumed.cancel()
@@ -407,9 +407,9 @@ class Relay:
     # -- accounting --------------------------------------------------------------------------------------------------
 
     def _record_metrics(self) -> None:
-        metrics, reply, lease = self._services.metrics, self.reply, self.lease
-        engine = lease.engine.name if lease is not None else "none"
-        route = lease.decision.reason.value if lease is not None else "none"
+        metrics, reply, attempt = self._services.metrics, self.reply, self.attempt
+        engine = attempt.engine.name if attempt is not None else "none"
+        route = attempt.decision.reason.value if attempt is not None else "none"
         status = f"{reply.status // 100}xx" if reply.status else "aborted"
         metrics.request(self._fleet.name, engine, route, status).inc()
         metrics.overhead(self._fleet.name).observe(reply.overhead_seconds)

@@ -31,7 +31,7 @@ from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundReq
 from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, HeldBytes, collect
 from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.retry import RETRYABLE_STATUSES
-from spillway_gateway.upstream.router import Lease
+from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.stream_relay import EVENT_STREAM, StreamRelay, is_event_stream
 from spillway_settings.wire import ENGINE_HEADER, OVERHEAD_HEADER, PREFIX_TOKENS_HEADER, ROUTE_HEADER
 
@@ -120,10 +120,10 @@ class Reply:
     def add_overhead(self, seconds: float) -> None:
         self.overhead_seconds += seconds
 
-    def abandon(self, lease: Lease | None, seconds: float) -> None:
-        """The client has left. seconds: since the lease's engine was chosen."""
-        if lease is not None:
-            self.counts.abandoned(lease.engine, seconds)
+    def abandon(self, attempt: Attempt | None, seconds: float) -> None:
+        """The client has left. seconds: since the attempt's engine was chosen."""
+        if attempt is not None:
+            self.counts.abandoned(attempt.engine, seconds)
         self.status = 499
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Reply:
         self._comments_over = True
         self._keep_alive.close()
 
-    async def relay(self, lease: Lease, connection: Connection, trace: AttemptTrace | None) -> None:
+    async def relay(self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None) -> None:
         """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until the exchange
         is committed it may be retried."""
         self.stream.reset()
@@ -140,19 +140,19 @@ class Reply:
         if retryable:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
             if not connection.complete:
-                raise EngineErrorTooLong(lease.engine, connection.status)
-            raise EngineAnsweredError(lease.engine, connection.status, connection.headers, body)
+                raise EngineErrorTooLong(attempt.engine, connection.status)
+            raise EngineAnsweredError(attempt.engine, connection.status, connection.headers, body)
         if streams:
-            await self.stream.relay(lease, connection, trace)
+            await self.stream.relay(attempt, connection, trace)
         else:
-            await self._relay_plain(lease, connection, trace)
+            await self._relay_plain(attempt, connection, trace)
 
     # -- a stream's ---------------------------------------------------------------------------------------------------
 
-    async def start_events(self, status: int, headers: Headers, lease: Lease) -> None:
+    async def start_events(self, status: int, headers: Headers, attempt: Attempt) -> None:
         """Send the head of a stream, unless a comment has."""
         if not self._head_sent:
-            await self._start(status, [*headers, *_UNBUFFERED], lease)
+            await self._start(status, [*headers, *_UNBUFFERED], attempt)
 
     async def pass_events(self, events: bytes) -> None:
         await self._exchange.send({"type": "http.response.body", "body": events, "more_body": True})
@@ -183,15 +183,15 @@ class Reply:
 
     # -- plain -------------------------------------------------------------------------------------------------------
 
-    async def _relay_plain(self, lease: Lease, connection: Connection, trace: AttemptTrace | None) -> None:
+    async def _relay_plain(self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None) -> None:
         held = HeldBytes(self._client)
         try:
-            await self._collect_plain(lease, connection, trace, held)
+            await self._collect_plain(attempt, connection, trace, held)
         finally:
             held.give_back()
 
     async def _collect_plain(
-        self, lease: Lease, connection: Connection, trace: AttemptTrace | None, held: HeldBytes
+        self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None, held: HeldBytes
     ) -> None:
         body = await collect(connection, self._services.limits.plain_reply_buffer_bytes, held)
         if trace is not None:
@@ -199,51 +199,51 @@ class Reply:
         status, dialect = connection.status, self._request.dialect
         judged = self._request.computes and _is_json(connection)  # not what was computed before
         if (status == 500 or judged) and (failure := plain_failure(status, body, dialect)) is not None:
-            raise EngineFailed(f"Engine {lease.engine.name} failed: {failure}")
+            raise EngineFailed(f"Engine {attempt.engine.name} failed: {failure}")
         judged = judged and status == 200
         if judged and connection.complete and is_cut_inside(body):
-            raise EngineFailed(f"Engine {lease.engine.name} failed: its reply is no whole JSON document")
-        require_adapter(lease.engine, self._request.adapter, status, body)
+            raise EngineFailed(f"Engine {attempt.engine.name} failed: its reply is no whole JSON document")
+        require_adapter(attempt.engine, self._request.adapter, status, body)
         now = perf_counter()
         if status < 300:
-            lease.accepted(time.monotonic())
-        lease.first_byte(time.monotonic(), measures_prefill=False)
+            attempt.accepted(time.monotonic())
+        attempt.first_byte(time.monotonic(), measures_prefill=False)
         headers = reply_headers(connection.headers)
         self.overhead_seconds += perf_counter() - now
         if self._request.on_reply is not None and status == 200:
-            self._request.on_reply(lease.engine.name, body)
+            self._request.on_reply(attempt.engine.name, body)
         if self._head_sent:  # a comment has begun a stream
             await self._answer_in_events(connection, body)
-            _plain_succeeded(lease, status)
+            _plain_succeeded(attempt, status)
             return
         if connection.complete:
             if status == 200:
-                self.counts.read_plain(lease.engine, body)
-            self._complete_headers(status, headers, lease)
+                self.counts.read_plain(attempt.engine, body)
+            self._complete_headers(status, headers, attempt)
             self._comments_over = True  # no comment may come between
             if not self._client.reply(status, headers, body):
                 await self._send_head(status, headers)
                 self._exchange.take(Step.COMMIT)
                 await self.finish(body)
-            _plain_succeeded(lease, status)
+            _plain_succeeded(attempt, status)
             return
         self._comments_over = True
         self._exchange.take(Step.BEGIN)
-        await self._start(status, headers, lease)
+        await self._start(status, headers, attempt)
         held.give_back()  # from here on the client's own connection counts
         loop_time = asyncio.get_running_loop().time
         given_up, before, beginning = False, b"", body[:EDGE_BYTES]
         while body:
             given_up = given_up or (judged and gives_up(before + body, dialect))
             before = (before + body[-EDGE_BYTES:])[-EDGE_BYTES:]
-            self.counts.read_part(lease.engine, body)
+            self.counts.read_part(attempt.engine, body)
             await self._exchange.send({"type": "http.response.body", "body": body, "more_body": True})
             body = await connection.chunk()
             self._exchange.heard(loop_time())
         if given_up or (judged and is_cut(beginning, before)):
-            lease.failed(time.monotonic())
+            attempt.failed(time.monotonic())
         else:
-            _plain_succeeded(lease, status)
+            _plain_succeeded(attempt, status)
         await self.finish(b"")
 
     async def _answer_in_events(self, connection: Connection, body: bytes) -> None:
@@ -258,15 +258,15 @@ class Reply:
 
     # -- to the client -----------------------------------------------------------------------------------------------
 
-    async def _start(self, status: int, headers: Headers, lease: Lease | None) -> None:
-        self._complete_headers(status, headers, lease)
+    async def _start(self, status: int, headers: Headers, attempt: Attempt | None) -> None:
+        self._complete_headers(status, headers, attempt)
         await self._send_head(status, headers)
 
-    def _complete_headers(self, status: int, headers: Headers, lease: Lease | None) -> None:
+    def _complete_headers(self, status: int, headers: Headers, attempt: Attempt | None) -> None:
         self.status = status
-        if lease is not None:
-            decision = lease.decision
-            headers.append((_ENGINE, lease.engine.name.encode()))
+        if attempt is not None:
+            decision = attempt.decision
+            headers.append((_ENGINE, attempt.engine.name.encode()))
             headers.append((_ROUTE, decision.reason.value.encode()))
             headers.append((_PREFIX_TOKENS, str(decision.held.total_tokens).encode()))
         headers.append((_OVERHEAD, b"%.3f" % (self.overhead_seconds * 1000)))
@@ -281,7 +281,7 @@ class Reply:
         self._comments_over = True
         await self._exchange.send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def answer_error(self, error: GatewayError, lease: Lease | None) -> None:
+    async def answer_error(self, error: GatewayError, attempt: Attempt | None) -> None:
         """Answer a request that failed for good: with an error body, or an error event if a stream has begun."""
         request_id = self._request.shown_id
         self.error_code = None if isinstance(error, EngineAnsweredError) else error.code
@@ -302,32 +302,32 @@ class Reply:
             return
         self._comments_over = True  # no comment may come between head and body
         if isinstance(error, EngineAnsweredError):
-            await self._start(error.status, reply_headers(error.reply_headers), lease)
+            await self._start(error.status, reply_headers(error.reply_headers), attempt)
             await self.finish(error.reply_body)
             return
         logger.warning("request %s: answered %d: %s", request_id, error.status, error.message)
         body = body_of(error, self._request.dialect)
         headers = [*headers_of(error), (b"content-length", str(len(body)).encode())]
-        await self._start(error.status, headers, lease if isinstance(error, UpstreamError) else None)
+        await self._start(error.status, headers, attempt if isinstance(error, UpstreamError) else None)
         await self.finish(body)
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
-    def count_cached(self, lease: Lease | None) -> None:
+    def count_cached(self, attempt: Attempt | None) -> None:
         """Once, at the end: what routing expected to be cached and what the engine reports.
 
         vLLM leaves the number out if it is 0, as an engine that is not to report it does always.
         """
         usage = self.counts.reported
-        if lease is None or usage is None or usage.prompt_tokens is None:
+        if attempt is None or usage is None or usage.prompt_tokens is None:
             return
-        engine = lease.engine
+        engine = attempt.engine
         cached = usage.cached_tokens or 0
         if cached:
             engine.reports_cached_tokens = True
         elif not engine.reports_cached_tokens:
             return
-        held = lease.decision.expected(usage.prompt_tokens, cached)
+        held = attempt.decision.expected(usage.prompt_tokens, cached)
         if held is None:
             return
         metrics = self._services.metrics
@@ -348,6 +348,6 @@ def _is_json(connection: Connection) -> bool:
     return (header(connection.headers, b"content-type") or b"")[:16].lower() == b"application/json"
 
 
-def _plain_succeeded(lease: Lease, status: int) -> None:
+def _plain_succeeded(attempt: Attempt, status: int) -> None:
     if status < 500:  # a 5xx may be the fault of the request or of the engine
-        lease.succeeded()
+        attempt.succeeded()

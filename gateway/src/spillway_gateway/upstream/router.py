@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from spillway_gateway.upstream.suspects import Fingerprint
 
 
-class Lease(Protocol):
-    """One request on one engine, counted until close(); fleet.model_fleet.Lease says what each method counts. Each may
-    be called more than once. now: monotonic seconds."""
+class Attempt(Protocol):
+    """One request on one engine, counted until close(); fleet.model_fleet.Attempt says what each method counts. Each
+    may be called more than once. now: monotonic seconds."""
 
     @property
     def engine(self) -> Engine: ...
@@ -54,7 +54,7 @@ class Lease(Protocol):
 class Place(Protocol):
     """A request's place among those that the engines of its model have room for."""
 
-    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> Lease:
+    async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> Attempt:
         """Route a part of the request to an engine that was not tried yet, and count it there. Before a second leg,
         wait until what the first one computed can be loaded. Raises NoEngineReady, and ModelNotFound if no engine has
         its adapter any more."""

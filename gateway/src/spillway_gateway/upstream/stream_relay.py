@@ -35,7 +35,7 @@ from spillway_gateway.upstream.forward import Headers, header, reply_headers
 from spillway_gateway.upstream.outbound import AttemptTrace, OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.reading import ERROR_REPLY_BYTES_MAX, collect, next_events, read_to_end
 from spillway_gateway.upstream.reply_counts import ReplyCounts
-from spillway_gateway.upstream.router import Lease
+from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done
 from spillway_gateway.upstream.usage import Usage
 
@@ -49,7 +49,7 @@ EVENT_STREAM = b"text/event-stream"
 class ToClient(Protocol):
     """What a stream needs of the reply (reply.py)."""
 
-    async def start_events(self, status: int, headers: Headers, lease: Lease) -> None:
+    async def start_events(self, status: int, headers: Headers, attempt: Attempt) -> None:
         """Send the head, unless a comment has."""
 
     async def pass_events(self, events: bytes) -> None: ...
@@ -129,10 +129,10 @@ class StreamRelay:
         self._framer = None
         self._complete = self._end_is_open = False
 
-    async def relay(self, lease: Lease, connection: Connection, trace: AttemptTrace | None) -> None:
+    async def relay(self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None) -> None:
         """Pass on a stream from its beginning. Raises UpstreamError for a failure of the engine; until the exchange is
         committed the request may be sent to another one."""
-        exchange, reply, continuing, engine = self._exchange, self._reply, self._continuing, lease.engine
+        exchange, reply, continuing, engine = self._exchange, self._reply, self._continuing, attempt.engine
         dialect = self._request.dialect
         ids_bytes = IDS_BYTES_MAX * self._request.prompt.prompt_tokens if continuing is not None else 0
         framer = self._framer = EventFramer(EVENT_BYTES_MAX + ids_bytes)
@@ -161,7 +161,7 @@ class StreamRelay:
                 if event.kind is Kind.PART:
                     begun = True
                     exchange.take(Step.BEGIN)
-                    self._begin(lease, trace)
+                    self._begin(attempt, trace)
                 elif event.kind in BEFORE_AN_ANSWER and not passing and not event.binds:
                     held += chunk
                     if len(held) <= bytes_max:
@@ -170,14 +170,14 @@ class StreamRelay:
             if not passing:
                 passing = True
                 chunk, held = held + chunk, b""
-                await self._commit(lease, connection, chunk)
+                await self._commit(attempt, connection, chunk)
             silent = begun and says_nothing(chunk, dialect)
             failure = None
             if continuing is not None:
                 chunk, failure = continuing.take(chunk, engine)
             if failure is None:
                 self.last_chunk = chunk
-            if self._read(lease, chunk, whole=whole and framer.at_boundary) and failure is None:
+            if self._read(attempt, chunk, whole=whole and framer.at_boundary) and failure is None:
                 await reply.finish(chunk)
                 exchange.take(Step.FINISH)
                 await read_to_end(connection)
@@ -188,30 +188,30 @@ class StreamRelay:
                 raise EngineFailed(f"Engine {engine.name} failed: {failure}")
             if begun and not silent:
                 exchange.heard(loop_time())
-        await self._end(lease, connection, held)
+        await self._end(attempt, connection, held)
 
-    async def _end(self, lease: Lease, connection: Connection, held: bytes) -> None:
+    async def _end(self, attempt: Attempt, connection: Connection, held: bytes) -> None:
         """The stream has ended, without an event behind which nothing follows. Raises EngineDisconnected if its
         answer is not whole."""
         continuing, committed, whole = self._continuing, self._exchange.committed, self._engine_failed or self.ended
         if not whole:
-            if continuing is not None and committed and continuing.possible(lease.engine):
+            if continuing is not None and committed and continuing.possible(attempt.engine):
                 raise EngineDisconnected("it ended the reply early")
             request = self._request
             if connection.status == 200 and not ends_unmarked(self.last_chunk, request.dialect, request.choices):
                 raise EngineDisconnected("it ended the reply early")
             if connection.status < 500:
-                lease.succeeded()
+                attempt.succeeded()
         if not committed:  # of an error status, without an event that says so
-            await self._commit(lease, connection, held)
+            await self._commit(attempt, connection, held)
         await self._reply.finish(held)
 
-    def _begin(self, lease: Lease, trace: AttemptTrace | None) -> None:
+    def _begin(self, attempt: Attempt, trace: AttemptTrace | None) -> None:
         """The first part of the answer has come."""
-        services, engine = self._services, lease.engine
-        lease.accepted(time.monotonic())
-        lease.first_byte(time.monotonic(), measures_prefill=True)
-        lease.began()
+        services, engine = self._services, attempt.engine
+        attempt.accepted(time.monotonic())
+        attempt.first_byte(time.monotonic(), measures_prefill=True)
+        attempt.began()
         self.first_byte_seconds = perf_counter() - self._request.received_at
         services.metrics.first_byte(self._model, engine.name).observe(self.first_byte_seconds)
         services.router.count_first_byte(self._model, engine.name, self.first_byte_seconds)
@@ -221,7 +221,7 @@ class StreamRelay:
         if trace is not None:
             trace.first_byte()
 
-    async def _commit(self, lease: Lease, connection: Connection, events: bytes) -> None:
+    async def _commit(self, attempt: Attempt, connection: Connection, events: bytes) -> None:
         """The client gets these events, and from now on no other engine's answer from the start."""
         headers = [
             pair
@@ -229,16 +229,16 @@ class StreamRelay:
             if pair[0] not in (b"cache-control", b"x-accel-buffering", b"content-length")
         ]
         if self._request.on_reply is not None and connection.status == 200:
-            self._request.on_reply(lease.engine.name, events)
-        await self._reply.start_events(connection.status, headers, lease)
+            self._request.on_reply(attempt.engine.name, events)
+        await self._reply.start_events(connection.status, headers, attempt)
         self._exchange.take(Step.COMMIT)
 
-    def _read(self, lease: Lease, events: bytes, *, whole: bool) -> bool:
+    def _read(self, attempt: Attempt, events: bytes, *, whole: bool) -> bool:
         """Take usage, errors and the end out of events, or out of the next part of a long one. True when nothing
         follows them."""
-        self._counts.read_events(lease.engine, events)
+        self._counts.read_events(attempt.engine, events)
         if not whole:
-            self._counts.read_part(lease.engine, events)
+            self._counts.read_part(attempt.engine, events)
         found = endings(events, self._request.dialect)
         if not self.at_boundary:
             self._end_is_open = self._end_is_open or any(event.kind is Kind.END for event in found)
@@ -249,24 +249,24 @@ class StreamRelay:
         for event in found:
             if event.kind is Kind.FAILED and not self._engine_failed:
                 self._engine_failed = True
-                lease.failed(time.monotonic())
+                attempt.failed(time.monotonic())
             elif not self.ended and not self._engine_failed:
-                lease.succeeded()  # also if it refuses: the request is at fault
+                attempt.succeeded()  # also if it refuses: the request is at fault
             self.ended = True
         return is_done(events)
 
     # -- continued by another engine ---------------------------------------------------------------------------------
 
     async def relay_continued(
-        self, lease: Lease, connection: Connection, trace: AttemptTrace | None, answer: ContinuedEvents
+        self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None, answer: ContinuedEvents
     ) -> None:
         """Pass on the rest of an answer, of which the client has the beginning. answer: reads it. Raises
         UpstreamError."""
-        exchange, continuing, name = self._exchange, self._continuing, lease.engine.name
+        exchange, continuing, name = self._exchange, self._continuing, attempt.engine.name
         assert continuing is not None
         if self._request.adapter is not None and connection.status in REFUSED:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
-            require_adapter(lease.engine, self._request.adapter, connection.status, body)
+            require_adapter(attempt.engine, self._request.adapter, connection.status, body)
         if connection.status != 200 or not is_event_stream(connection):
             raise EngineFailed(f"Engine {name} answered {connection.status} to a continuation")
         ids_bytes = IDS_BYTES_MAX * self._request.prompt.prompt_tokens
@@ -280,11 +280,11 @@ class StreamRelay:
                 raise EngineFailed(f"Engine {name} continued with what is no chunk: {error}") from error
             goes_on = answer.tokens > before or answer.done or bool(passed)
             if exchange.state is State.BRIDGING and answer.failure is None and goes_on:
-                self._resumed(lease, continuing, loop_time() - exchange.since, trace)
+                self._resumed(attempt, continuing, loop_time() - exchange.since, trace)
             cached_tokens = answer.cached_tokens if answer.done else None
             self._counts.continued(passed, Usage(continuing.prompt_tokens, answer.tokens, cached_tokens))
             if answer.done:
-                lease.succeeded()
+                attempt.succeeded()
                 self.ended = True
                 await self._reply.finish(passed)
                 exchange.take(Step.FINISH)
@@ -298,11 +298,11 @@ class StreamRelay:
                 exchange.heard(loop_time())
         raise EngineDisconnected("it ended the reply early")
 
-    def _resumed(self, lease: Lease, continuing: Continuing, seconds: float, trace: AttemptTrace | None) -> None:
+    def _resumed(self, attempt: Attempt, continuing: Continuing, seconds: float, trace: AttemptTrace | None) -> None:
         """The first events of an engine that continues have come. seconds: since the other's failure."""
-        lease.accepted(time.monotonic())
-        lease.first_byte(time.monotonic(), measures_prefill=True)
-        lease.began()
+        attempt.accepted(time.monotonic())
+        attempt.first_byte(time.monotonic(), measures_prefill=True)
+        attempt.began()
         if trace is not None:
             trace.first_byte()
         self._exchange.take(Step.RESUME)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
 from spillway_connector.limits import REDIS_CONNECTIONS, REDIS_PAYLOAD_CONNECTIONS, REDIS_TTL_SECONDS
 from spillway_connector.namespace import Namespace, explain_difference, store_id_of
+from spillway_connector.tiers.borrow import Borrow, Owned, Span, taken_back
 from spillway_connector.tiers.frame import (
     HEADER_BYTES,
     WHOLE,
@@ -29,7 +30,6 @@ from spillway_connector.tiers.frame import (
     running_digest,
     verify_digest,
 )
-from spillway_connector.tiers.lease import Lease, Owned, Span, taken_back
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint, Topology
 from spillway_connector.tiers.redis.client.errors import ProtocolError, Redirected, Reply, WrongType, accepted, shown
@@ -163,15 +163,15 @@ class RedisTier:
         """See tier.ReceivingTier."""
         return self._received_bytes
 
-    def receive(self, key: bytes, lease: Lease, deadline: float) -> None:
-        self._receive_block(key, lease, deadline, renew=True)
+    def receive(self, key: bytes, borrow: Borrow, deadline: float) -> None:
+        self._receive_block(key, borrow, deadline, renew=True)
 
     def _owned(self, target: memoryview) -> Owned:
         if target.nbytes != self.payload_bytes:
             raise ValueError(f"target: {target.nbytes} bytes given, {self.payload_bytes} needed")
         return Owned(target)
 
-    def _receive_block(self, key: bytes, lease: Lease, deadline: float, *, renew: bool) -> None:
+    def _receive_block(self, key: bytes, borrow: Borrow, deadline: float, *, renew: bool) -> None:
         self.prepare(deadline)
         names = self._plan.names(self._names.block(key))
         headers: list[FrameHeader | None] = [None] * self._plan.count
@@ -204,7 +204,7 @@ class RedisTier:
                     part_count=self._plan.count,
                 )
 
-            targets = [[Span.of(raws[index]), Span(lease, *self._plan.ranges[index])] for index in indices]
+            targets = [[Span.of(raws[index]), Span(borrow, *self._plan.ranges[index])] for index in indices]
             values = [(names[index], self._ttl_of(index) if renew else None) for index in indices]
             self._receive(values, targets, prove, take_in, deadline)
 
@@ -230,7 +230,7 @@ class RedisTier:
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         return self.send(key, Owned(source), deadline, tenant)
 
-    def send(self, key: bytes, lease: Lease, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
+    def send(self, key: bytes, borrow: Borrow, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         if self._prepared_at is not None and self._clock() - self._prepared_at > DOCUMENT_SECONDS:
             self._prepared_at = None  # it may be lost with all else: FLUSHALL, or a restart without persistence
         self.prepare(deadline)
@@ -250,7 +250,7 @@ class RedisTier:
                 self._make_room(quotas, quotas.victims(key, counted), tenant, deadline)
             if present[-1] and len(names) > 1:
                 self._router.batch([(b"UNLINK", names[-1])], deadline)  # a commit record without its stripes
-            outcome = self._write(names, self._headers(key, lease, tenant), lease, deadline)
+            outcome = self._write(names, self._headers(key, borrow, tenant), borrow, deadline)
         except TierRefused as refused:
             if refused.reason == RefusedReason.OUT_OF_MEMORY:
                 self._pressure.refused()
@@ -264,9 +264,9 @@ class RedisTier:
         self._pressure.sample(deadline)
         return outcome
 
-    def _write(self, names: list[bytes], headers: list[bytes], lease: Lease, deadline: float) -> StoreOutcome:
+    def _write(self, names: list[bytes], headers: list[bytes], borrow: Borrow, deadline: float) -> StoreOutcome:
         commit = self._plan.commit_index
-        payloads = [Span(lease, start, end) for start, end in self._plan.ranges]
+        payloads = [Span(borrow, start, end) for start, end in self._plan.ranges]
 
         def send(index: int) -> None:
             # Without NX: a stripe without its commit record is a leftover, perhaps with other bits.
@@ -385,9 +385,9 @@ class RedisTier:
 
         return self._router.run(name, send, deadline)
 
-    def _headers(self, key: bytes, lease: Lease, tenant: bytes) -> list[bytes]:
+    def _headers(self, key: bytes, borrow: Borrow, tenant: bytes) -> list[bytes]:
         """One for each stripe, whose checksums need the memory for one pass over a stripe at a time."""
-        digests = [_digest_of(Span(lease, start, end)) for start, end in self._plan.ranges]
+        digests = [_digest_of(Span(borrow, start, end)) for start, end in self._plan.ranges]
         together = digest_of_parts(digests)
         count = self._plan.count
         created_ms = int(self._wall_clock() * 1000)
@@ -443,11 +443,11 @@ class RedisTier:
 
 
 def _digest_of(span: Span) -> bytes:
-    memory = span.lease.begin()
+    memory = span.borrow.begin()
     if memory is None:
         raise taken_back()
     try:
         return digest_of_payload(memory[span.start : span.end])
     finally:
         del memory
-        span.lease.end()
+        span.borrow.end()

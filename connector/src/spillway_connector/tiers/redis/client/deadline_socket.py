@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from redis.exceptions import InvalidResponse
 
-from spillway_connector.tiers.lease import Lease, Span, taken_back
+from spillway_connector.tiers.borrow import Borrow, Span, taken_back
 from spillway_connector.tiers.tier import Clock
 
 REPLY_BYTES_MAX = 4 * 1024 * 1024  # that redis-py's parser may take in for one exchange; values do not pass through it
@@ -139,7 +139,7 @@ class DeadlineSocket:
             while at < end:
                 self._remaining("receiving")
                 until = min(end, at + STRETCH_BYTES)
-                memory = span.lease.begin()
+                memory = span.borrow.begin()
                 if memory is None:
                     raise taken_back()
                 try:
@@ -148,7 +148,7 @@ class DeadlineSocket:
                         arrived(memory[at : at + filled])
                 finally:
                     del memory
-                    span.lease.end()
+                    span.borrow.end()
                 at += filled
                 if at < end and not more:
                     self._wake_at_bulk(end - at >= BULK_BYTES)
@@ -187,14 +187,14 @@ class DeadlineSocket:
 
     def _offer(self, spans: Iterable[Span]) -> int:
         """Give the start of ``spans`` to the socket, of one at most STRETCH_BYTES: how many bytes it took."""
-        held: list[Lease] = []
+        held: list[Borrow] = []
         views: list[memoryview] = []
         try:
             for span in spans:
-                memory = span.lease.begin()
+                memory = span.borrow.begin()
                 if memory is None:
                     raise taken_back()
-                held.append(span.lease)
+                held.append(span.borrow)
                 views.append(memory[span.start : min(span.end, span.start + STRETCH_BYTES)])
                 del memory
                 if self._encrypted or views[-1].nbytes < span.nbytes:
@@ -202,8 +202,8 @@ class DeadlineSocket:
             return self._plain.send(views[0]) if self._encrypted else self._plain.sendmsg(views)
         finally:
             views.clear()
-            for lease in held:
-                lease.end()
+            for borrow in held:
+                borrow.end()
 
     def _receive(self, target: memoryview) -> int:
         while True:

@@ -23,7 +23,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.tiers.lease import Span
+from spillway_connector.tiers.borrow import Span
 from spillway_connector.tiers.redis.client.deadline_socket import DeadlineSocket
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.errors import Reply, WrongType, accepted, refusal, tier_error
@@ -99,7 +99,7 @@ class ValueConnection(Connection):
         So the server keeps sending while ``received(place)`` checks a complete value, and of absent values only one is
         ever requested. Where ``received`` raises before the last value, the connection is closed.
         arrived(place, offset, stretch): bytes of a value that are in place now, from ``offset`` within it, in order
-        and each once; no stretch spans two of its targets. It runs while the server keeps sending, within the lease.
+        and each once; no stretch spans two of its targets. It runs while the server keeps sending, within the borrow.
         Raises TierRefused(CLOSED) if a target was taken back.
         """
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from spillway_connector.errors import RefusedReason, TierRefused
 
 
-class Lease(Protocol):
+class Borrow(Protocol):
     """For several threads at once."""
 
     def begin(self) -> memoryview | None:
@@ -30,7 +30,7 @@ class Lease(Protocol):
 
 
 class Owned:
-    """Memory that nobody takes back, as a lease."""
+    """Memory that nobody takes back, as a borrow."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -44,9 +44,9 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes ``start`` to ``end`` of leased memory."""
+    """Bytes ``start`` to ``end`` of borrowed memory."""
 
-    lease: Lease
+    borrow: Borrow
     start: int
     end: int
 
@@ -61,9 +61,9 @@ class Span:
 
     def behind(self, count: int) -> Span:
         """Without its first ``count`` bytes."""
-        return Span(self.lease, self.start + count, self.end)
+        return Span(self.borrow, self.start + count, self.end)
 
 
 def taken_back() -> TierRefused:
-    """Why what fills or reads leased memory stops."""
+    """Why what fills or reads borrowed memory stops."""
     return TierRefused(RefusedReason.CLOSED, "the transfer was given up")
