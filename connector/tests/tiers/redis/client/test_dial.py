@@ -150,7 +150,8 @@ def test_addresses_that_are_all_deaf_end_at_the_deadline_and_leave_no_socket(
     monkeypatch.setattr(dial, "_begin", note)
     with pytest.raises(TimeoutError):
         connect_first([deaf] * 12, time.monotonic, time.monotonic() + 0.3)
-    assert [one.fileno() for one in opened] == [-1] * 12
+    assert len(opened) > 1  # as many as this machine begins within the deadline
+    assert {one.fileno() for one in opened} == {-1}
 
 
 def test_without_time_nothing_is_tried(valkey: ValkeyServer) -> None:
