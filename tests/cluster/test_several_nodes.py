@@ -65,6 +65,17 @@ def test_a_replica_loses_a_pod(namespace: Kubernetes, client: ClientPod, case: R
     assert replica(uids(namespace), 1) == replica(before, 1), "the other replica had no reason to restart"
 
 
+def test_a_pod_that_is_lost_unseen(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """replicas of two pods: a pod deleted with --force, which the controller does not see, costs no request either"""
+    before = uids(namespace)
+    with client.load() as result:
+        client.wait_for_requests(20)
+        namespace.kubectl("delete", "pod", f"{SET}-1-1", "--force", "--grace-period=0")
+        eventually("the whole replica is new", lambda: are_new(namespace, before, 1), RESTART_SECONDS)
+        client.wait_for_requests(client.progress() + 40)
+    no_failure(result, case)
+
+
 def test_a_process_of_a_further_pod_ends(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
     """replicas of two pods: a process of the second pod that is killed costs its replica a restart, and no request"""
     before = uids(namespace)

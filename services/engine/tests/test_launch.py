@@ -274,17 +274,19 @@ def test_the_engine_sees_its_environment(pods: list[Pod]) -> None:
 
 @pytest.fixture
 def leader() -> Iterator[socket.socket]:
-    """A leader's port, which is open."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening
+    """A leader's port, which is closed until it listens."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        yield server
 
 
 @pytest.fixture
 def further(pods: list[Pod], leader: socket.socket) -> Pod:
-    """A further pod of that leader, which was asked to stop."""
+    """A further pod of that leader, which was asked to stop while the leader serves."""
     engine = ENGINE + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
     pods.append(pod := Pod(engine, leader_port=leader.getsockname()[1]))
     pod.group()
+    leader.listen()
     pod.send(signal.SIGTERM)
     pod.wait_for("waiting for the leader's drain")
     return pod
@@ -303,3 +305,14 @@ def test_a_second_signal_ends_that_wait(further: Pod) -> None:
     further.send(signal.SIGTERM)
 
     assert further.end()[0] == 0
+
+
+def test_a_further_pod_whose_leader_serves_already_starts_nothing(pods: list[Pod], leader: socket.socket) -> None:
+    leader.listen()
+    port = leader.getsockname()[1]
+    pods.append(pod := Pod(ENGINE + "signal.pause()", leader_port=port))
+    code, output = pod.end()
+
+    assert code == 5
+    assert f"pod: the leader, 127.0.0.1:{port}, serves already" in output
+    assert "vLLM starts" not in output

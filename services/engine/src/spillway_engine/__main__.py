@@ -17,7 +17,8 @@ from spillway_engine.settings_reader import load_engine_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 stopped as asked, 2 refused to start, 4 self-check failed, else the engine's own."""
+    """Exit codes: 0 stopped as asked, 2 refused to start, 4 self-check failed, 5 too late for its replica, else the
+    engine's own."""
     parser = argparse.ArgumentParser(
         prog="python -m spillway_engine", description="Run one engine pod: vLLM with KV offload."
     )

@@ -31,6 +31,7 @@ from spillway_settings.byte_sizes import format_byte_count
 
 REFUSED_EXIT_CODE = 2
 SELF_CHECK_EXIT_CODE = 4
+LATE_EXIT_CODE = 5
 DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so
 HURRIED_REPLY_SECONDS = 7.0
 LEADER_LOOK_SECONDS = 1.0  # between two looks at the leader's port, and of one
@@ -63,6 +64,9 @@ def run_engine(command: EngineCommand, log: Callable[[str], None]) -> int:
 
     Must run in the main thread (signal handlers). `log` writes one line to the pod's log.
     """
+    if command.leader is not None and answers(command.leader):
+        log(late_text(command.leader))
+        return LATE_EXIT_CODE
     # Orphans of the engine become our children, so that we can reap them, as pid 1 of a container or not.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     sweep = sweep_stale_regions()
@@ -336,6 +340,17 @@ class _Pod:
                     self._on_event(message)
         except (BlockingIOError, ConnectionResetError):
             pass
+
+
+def late_text(leader: tuple[str, int]) -> str:
+    """Why a further pod ends itself. vLLM's leader notices neither the loss of a rank in another pod nor its successor,
+    and the LeaderWorkerSet controller recreates a replica when a container in it starts again."""
+    host, port = leader
+    return (
+        f"the leader, {host}:{port}, serves already, so its ranks have met without this pod: it takes the place of one "
+        f"that was lost, and no rank can join later. Ending with status {LATE_EXIT_CODE}, so that the LeaderWorkerSet "
+        "controller starts the whole replica again"
+    )
 
 
 def answers(address: tuple[str, int]) -> bool:

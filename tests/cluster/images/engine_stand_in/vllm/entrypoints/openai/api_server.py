@@ -20,6 +20,7 @@ import uvicorn
 
 from spillway_simulator.server.simulator import Simulator
 from spillway_simulator.settings import Settings
+from vllm.rendezvous import await_further_pods
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,6 +42,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--middleware", required=True)
     parser.add_argument("--kv-events-config", type=json.loads, default=None)
     parser.add_argument("--kv-transfer-config", type=json.loads, default=None)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--master-port", type=int, default=0)
     return parser.parse_known_args()[0]
 
 
@@ -151,7 +154,10 @@ def main() -> None:
     module, _, name = given.middleware.rpartition(".")
     middleware = getattr(importlib.import_module(module), name)
     application = middleware(Server(simulator_settings(given)))
+    further_pods = await_further_pods(given.master_port, given.nnodes - 1) if given.nnodes > 1 else []
     uvicorn.run(application, host=given.host, port=given.port, lifespan="on", log_level="warning", access_log=False)
+    for pod in further_pods:
+        pod.close()
 
 
 if __name__ == "__main__":

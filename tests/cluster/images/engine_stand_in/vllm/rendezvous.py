@@ -1,0 +1,24 @@
+"""Where the pods of a replica meet, as in vLLM: once. A leader serves when all ranks have come; nobody joins later, and
+a rank that is lost then is not missed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+LOOK_SECONDS = 0.5
+
+
+def await_further_pods(port: int, count: int) -> list[socket.socket]:
+    """What the leader does before it serves; keep the connections open."""
+    with socket.create_server(("", port)) as meeting:
+        return [meeting.accept()[0] for _ in range(count)]
+
+
+def meet_leader(host: str, port: int) -> socket.socket:
+    """What a further pod does, for as long as it takes. Asked to stop, it ends at once."""
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_connection((host, port), LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
