@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.errors import ConfigError
-from spillway_connector.namespace import STORE_ID_BYTES, Namespace, explain_difference, store_id_of
+from spillway_connector.namespace import (
+    DIFFERENCE_CHARS_MAX,
+    STORE_ID_BYTES,
+    Namespace,
+    explain_difference,
+    store_id_of,
+)
 
 _names = st.text(min_size=1, max_size=8)
 _values = st.recursive(
@@ -64,3 +70,16 @@ def test_a_store_is_one_namespace_in_one_place() -> None:
     assert len(ours) == STORE_ID_BYTES
     assert ours == store_id_of(b"here", b"n" * 16)
     assert len({ours, store_id_of(b"there", b"n" * 16), store_id_of(b"here", b"m" * 16)}) == 3
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_a_stored_document_that_is_nested_too_deeply_is_damaged(opening: bytes) -> None:
+    assert "damaged" in explain_difference(Namespace.of({"model": "a"}).document, opening * 100_000)
+    closed = opening * 900 + b"1" + (b"]" if opening == b"[" else b"}") * 900  # read, and too deep to be compared
+    assert explain_difference(Namespace.of({"model": "a"}).document, closed)
+
+
+@pytest.mark.parametrize("stored", [{"model": "x" * 500_000}, {f"field {number}": 1 for number in range(50_000)}])
+def test_a_long_difference_is_cut(stored: dict[str, object]) -> None:
+    ours, theirs = Namespace.of({"model": "a"}), Namespace.of(stored)
+    assert len(explain_difference(ours.document, theirs.document)) == DIFFERENCE_CHARS_MAX

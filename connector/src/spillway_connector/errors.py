@@ -159,6 +159,14 @@ class TierRefused(TierError):
         super().__init__(reason, message)
 
 
+class TierPartlyAsked(TierRefused):
+    """A lookup of which some keys could not be asked for in time. found: as a whole answer, absent for those keys."""
+
+    def __init__(self, found: list[bool], message: str) -> None:
+        super().__init__(RefusedReason.QUEUE_AGE, message)
+        self.found = found
+
+
 class TierUnreachable(TierError):
     """The store gave no answer; whether a write took place is unknown."""
 

@@ -70,18 +70,22 @@ def store_id_of(place: bytes, namespace_digest: bytes) -> bytes:
     return blake3(namespace_digest + place).digest(length=STORE_ID_BYTES)
 
 
+DIFFERENCE_CHARS_MAX = 4_000  # the sentence goes into logs, and what is stored may be of any content
+
+
 def explain_difference(ours: bytes, theirs: bytes) -> str:
     """One sentence that names the fields in which two namespace documents differ.
 
-    Either may be damaged (it was read from a disk or a server); then the sentence reports that.
+    Either may be damaged (it was read from a disk or a server); then the sentence reports that. At most
+    DIFFERENCE_CHARS_MAX characters.
     """
     try:
         our_facts = dict(_flatten("", json.loads(ours)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return "our namespace document is not JSON"
     try:
         their_facts = dict(_flatten("", json.loads(theirs)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return "the stored namespace document is not JSON (damaged)"
     differences = []
     for path in sorted(our_facts.keys() | their_facts.keys()):
@@ -91,7 +95,10 @@ def explain_difference(ours: bytes, theirs: bytes) -> str:
             differences.append(f"{path}: ours has none, stored {their_facts[path]}")
         elif our_facts[path] != their_facts[path]:
             differences.append(f"{path}: ours {our_facts[path]}, stored {their_facts[path]}")
-    return "; ".join(differences) if differences else "the documents say the same"
+    if not differences:
+        return "the documents say the same"
+    sentence = "; ".join(differences)
+    return sentence if len(sentence) <= DIFFERENCE_CHARS_MAX else f"{sentence[: DIFFERENCE_CHARS_MAX - 3]}..."
 
 
 def _flatten(path: str, value: object) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillway_connector.errors import RefusedReason, TierPartlyAsked
 from spillway_connector.limits import BreakerPolicy
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.testing.clock import SteppedClock
@@ -19,7 +20,7 @@ from spillway_connector.transfer import lookups
 from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.lookups import Lookup, TierLookups
 from spillway_connector.transfer.renewals import Renewals
-from spillway_connector.transfer.stats import LookupOutcome, TierCounters
+from spillway_connector.transfer.stats import LookupOutcome, Operation, TierCounters
 
 REAL_SECONDS = 30.0
 KEYS = [key_of(number) for number in range(8)]
@@ -293,3 +294,16 @@ def test_a_batch_without_an_answer_is_given_up_and_asked_again(rig: Rig):
     rig.answer()
     assert rig.lookups.lookup_batch(KEYS, "b").found == [Lookup.MISS]
     assert rig.presence.get(KEYS[0], rig.clock()) is False
+
+
+def test_what_could_not_be_asked_for_is_counted_and_the_answers_before_it_are_used(rig: Rig):
+    def some(keys: Sequence[bytes], deadline: float) -> list[bool]:
+        raise TierPartlyAsked([key in KEYS[:3] for key in keys], "at most three")
+
+    rig.tier.contains = some
+    assert rig.lookups.lookup_batch(KEYS, "a").found == [Lookup.PENDING] * 8
+    rig.answer()
+    assert rig.lookups.lookup_batch(KEYS, "a").found == [*[Lookup.HIT] * 3, Lookup.MISS]
+    assert dict(rig.counters.shed) == {(Operation.LOOKUP, RefusedReason.QUEUE_AGE): 1}
+    assert not rig.counters.failures
+    assert rig.lookups.open

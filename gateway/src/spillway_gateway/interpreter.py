@@ -13,11 +13,17 @@ SWITCH_SECONDS = 0.001
 GARBAGE_THRESHOLDS = (700, 20, 50)
 
 
-def prepare() -> None:
+def freeze() -> None:
     """What exists now stays: modules, configuration, the index's tables. Frozen, it is not scanned by full garbage
-    collections, which stop the process, however many blocks the index holds."""
+    collections, which stop the process, however many blocks the index holds. It is freed when its last reference goes;
+    a cycle of frozen objects never is."""
     gc.collect()
     gc.freeze()
+
+
+def prepare() -> None:
+    """For a process that begins to serve."""
+    freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     # A thread that renders a prompt yields the GIL to the event loop after this time, once for each socket that the
     # loop serves in an iteration.

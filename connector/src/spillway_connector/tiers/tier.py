@@ -125,7 +125,10 @@ class Tier(Protocol):
         ...
 
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which of ``keys`` are there now, in the same order. A hint: the entry may be evicted or damaged later."""
+        """Which of ``keys`` are there now, in the same order. A hint: the entry may be evicted or damaged later.
+
+        Raises TierPartlyAsked if this process may not ask for all of them in time.
+        """
         ...
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:

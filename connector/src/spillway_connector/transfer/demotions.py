@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 
-from spillway_connector.errors import TierCorrupt, TierMiss
+from spillway_connector.errors import TierCorrupt, TierMiss, TierPartlyAsked
 from spillway_connector.plan.idle_chunks import IdleChunk, IdleChunks
 from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.tier import Clock, PeekableTier, StoreOutcome, Tier
@@ -188,7 +188,8 @@ class Demotions:
             there = self._below.contains([chunk.key for chunk in chunks], deadline)
         except Exception as error:
             self._counters_below.count_failure(Operation.LOOKUP, as_tier_error(error).reason)
-            self._breaker.record_failure()
+            if not isinstance(error, TierPartlyAsked):
+                self._breaker.record_failure()
             self._failed(chunks)
             return
         for number, (chunk, present) in enumerate(zip(chunks, there, strict=True)):

@@ -20,7 +20,7 @@ from enum import Enum
 from itertools import compress, islice, repeat
 from typing import NamedTuple, cast
 
-from spillway_connector.errors import RefusedReason, TierError, UnreachableReason, without_frames
+from spillway_connector.errors import RefusedReason, TierError, TierPartlyAsked, UnreachableReason, without_frames
 from spillway_connector.plan.prefix_memo import ChangeLog, PresenceIndex
 from spillway_connector.tiers.tier import Clock, Tier
 from spillway_connector.transfer.breaker import Breaker
@@ -447,7 +447,11 @@ class TierLookups:
         keys = [key for page in batch.pages for key in page.keys]
         call.deadline = batch.deadline
         try:
-            found = iter(self._tier.contains(keys, batch.deadline))
+            try:
+                found = iter(self._tier.contains(keys, batch.deadline))
+            except TierPartlyAsked as error:
+                self._counters.count_failure(Operation.LOOKUP, error.reason)
+                found = iter(error.found)
             return [list(islice(found, len(page.keys))) for page in batch.pages]
         except Exception as error:  # a defect of a tier must cost a miss, not the thread
             return without_frames(as_tier_error(error))

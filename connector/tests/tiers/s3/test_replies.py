@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from spillway_connector.errors import ConfigError, RefusedReason, TierRefused, TierTimeout, TierUnreachable
+from spillway_connector.errors import (
+    ConfigError,
+    RefusedReason,
+    TierPartlyAsked,
+    TierRefused,
+    TierTimeout,
+    TierUnreachable,
+)
 from spillway_connector.limits import S3_CONNECTIONS
 from spillway_connector.testing.replying_store import ReplyingStore, StoreRequest, replying_store
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, error_of, key_of, load, payload_of, soon
@@ -267,3 +274,31 @@ def test_names_are_read_as_they_are_written() -> None:
 def test_authorities_that_cannot_be_read_are_named() -> None:
     with pytest.raises(ConfigError, match="ca_file: /nothing cannot be read"):
         S3Client(S3Place(BUCKET, endpoint="https://127.0.0.1:1", ca_file="/nothing"), 1)
+
+
+def test_a_lookup_beyond_the_bound_of_requests_says_what_it_has_not_asked_for(
+    store: ReplyingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-to-be-shown")
+    store.answer = lambda request: request.reply(200)
+    place = S3Place(BUCKET, endpoint=store.endpoint)
+    tier = S3Tier(NAMESPACE, PAYLOAD_BYTES, place, gets_per_second_max=4, clock=lambda: 100.0)
+    try:
+        keys = [key_of(number) for number in range(32)]
+        partly = error_of(lambda: tier.contains(keys, 101.0))
+        assert isinstance(partly, TierPartlyAsked) and partly.reason is RefusedReason.QUEUE_AGE
+        asked = sum(partly.found)
+        assert 0 < asked < 32 and partly.found == [True] * asked + [False] * (32 - asked)
+        assert store.asked_for("HEAD") == asked
+        assert f"{32 - asked} of 32" in str(partly)
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("said", ["A" * 100_000, "<Code>" + "B" * 100_000 + "</Code>"])
+def test_no_reply_of_a_store_is_repeated_as_a_whole(store: ReplyingStore, tier: S3Tier, said: str) -> None:
+    tier.prepare(soon())
+    store.answer = lambda request: request.reply(400, f"<Error>{said}</Error>".encode())
+    refused = error_of(lambda: load(tier, key_of(1)))
+    assert isinstance(refused, TierRefused) and len(str(refused)) < 600

@@ -5,6 +5,7 @@ A change is applied without an await, so no request sees half of it.
 
 from __future__ import annotations
 
+from spillway_gateway import interpreter
 from spillway_gateway.config.settings import GatewayConfig, ModelConfig
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
@@ -53,6 +54,8 @@ class Roster:
             else:
                 self._add_model(model, tokenizers[model.name])
         self._name_models(config)
+        if any(model.name not in before for model in config.models):
+            interpreter.freeze()  # tables of the new indexes, while they are empty
 
     def _add_model(self, model: ModelConfig, tokenizer: PromptTokenizer | None) -> None:
         config, engines = self._config, self._engines

@@ -17,7 +17,7 @@ from spillway_connector.errors import (
 from spillway_connector.explanations import explanation
 
 TIER_TYPE = "s3"
-_CODE = re.compile(r"<Code>([A-Za-z0-9.]+)</Code>")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _TEXT_MAX = 300
 # Addresses of what gives credentials, not of the store: the node's metadata service, STS.

@@ -20,6 +20,7 @@ from spillway_connector.errors import (
     RefusedReason,
     TierCorrupt,
     TierMiss,
+    TierPartlyAsked,
     TierRefused,
 )
 from spillway_connector.limits import S3_CONNECTIONS
@@ -121,7 +122,7 @@ class S3Tier:
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self.prepare(deadline)
 
-        async def ask_all() -> list[bool]:
+        async def ask_all() -> list[bool | None]:
             asking = [asyncio.ensure_future(self._is_there(key, deadline)) for key in keys]
             try:
                 return list(await asyncio.gather(*asking))
@@ -129,7 +130,11 @@ class S3Tier:
                 for each in asking:
                     each.cancel()
 
-        return self._client.run(ask_all, deadline)
+        found = self._client.run(ask_all, deadline)
+        if unasked := found.count(None):
+            message = f"{self._place}: s3.getsPerSecondMax: {unasked} of {len(keys)} blocks were not asked for in time"
+            raise TierPartlyAsked([bool(there) for there in found], message)
+        return [bool(there) for there in found]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         if target.nbytes != self.payload_bytes:
@@ -203,12 +208,13 @@ class S3Tier:
         if await self._found_document(deadline) is None:
             self._prepared = False  # a purge has removed it; the next operation writes it again
 
-    async def _is_there(self, key: bytes, deadline: float) -> bool:
+    async def _is_there(self, key: bytes, deadline: float) -> bool | None:
+        """None: not asked for, because of the bound of requests."""
         async with self._client.lookups:
             try:
                 await self._client.turn("head", deadline)
             except TierRefused:
-                return False  # beyond the bound of requests, and a hint anyway
+                return None
             try:
                 await obstore.head_async(self._client.bucket, self._names.block(key))
             except FileNotFoundError:
