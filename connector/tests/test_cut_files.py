@@ -44,6 +44,8 @@ def start(work):
     thread = threading.Thread(target=work)
     thread.start()
     return thread
+if sys.argv[4] == "faulthandler later":
+    faulthandler.enable()
 exec(sys.argv[2])
 print(watched.is_whole)
 try:
@@ -73,6 +75,21 @@ def run(tmp_path: Path, how: str, touch: str, more: str = "") -> subprocess.Comp
 @pytest.mark.parametrize("left", [0, 4096], ids=["to nothing", "to a page"])
 def test_a_touch_of_what_was_cut_ends_no_process(tmp_path: Path, touch: str, left: int):
     ended = run(tmp_path, CUT.format(left), TOUCHES[touch])
+    assert (ended.returncode, ended.stdout.split()) == (0, ["False", "False", "alive"]), ended.stderr
+
+
+LATER = {
+    "faulthandler": "faulthandler.enable()",
+    "a handler of Python": "import signal; signal.signal(signal.SIGBUS, lambda *_: os._exit(3))",
+    "a default": "import signal; signal.signal(signal.SIGBUS, signal.SIG_DFL)",
+    "torch's data loaders": "import torch; torch._C._set_worker_signal_handlers()",
+    "one after the other": "faulthandler.enable(); watched.is_whole; faulthandler.disable(); faulthandler.enable()",
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_a_handler_that_is_installed_later_does_not_undo_it(tmp_path: Path, later: str):
+    ended = run(tmp_path, f"{LATER[later]}; {CUT.format(0)}", "memory[40 * page]")
     assert (ended.returncode, ended.stdout.split()) == (0, ["False", "False", "alive"]), ended.stderr
 
 
@@ -110,14 +127,17 @@ def test_a_mapping_takes_the_place_of_one_that_was_freed_without_a_word(tmp_path
     assert WatchedMapping.at((1 << 20) + 2048) is None
 
 
-@pytest.mark.parametrize("handler", ["", "faulthandler"])
+HANDLERS = ["", "faulthandler", "faulthandler later"]
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
 def test_a_touch_of_any_other_mapping_ends_the_process_as_it_did(tmp_path: Path, handler: str):
     ended = run(tmp_path, CUT.format(0), "watched.forget(); memory[40 * page]", handler)
     assert ended.returncode == -7
     assert ("Bus error" in ended.stderr) is bool(handler)
 
 
-@pytest.mark.parametrize("handler", ["", "faulthandler"])
+@pytest.mark.parametrize("handler", HANDLERS)
 def test_a_signal_that_a_process_sends_ends_this_one_as_it_did(tmp_path: Path, handler: str):
     ended = run(tmp_path, "import signal; os.kill(os.getpid(), signal.SIGBUS)", "memory[0]", handler)
     assert ended.returncode == -7

@@ -23,6 +23,7 @@ _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
 _CODE_AT, _ADDRESS_AT = 8, 16  # in siginfo_t of 64-bit Linux: why it comes, above 0 for a touch, and of which byte
 _READ_WRITE = 1 | 2
 _OWN_ZEROS_HERE = 0x02 | 0x10 | 0x20 | 0x4000  # MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE
+FORMER_MAX = 8  # handlers that are installed after ours; a library that installs one again and again is left alone
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -70,9 +71,10 @@ class WatchedMapping:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file has its size and every block that it had."""
+        """Whether the file has its size and every block that it had. Asked before a touch, so it keeps the handler."""
         if self._touched_where_cut:
             return False
+        _handler.keep()
         status = os.fstat(self._descriptor)
         return status.st_size == self.size_bytes and status.st_blocks >= self._blocks
 
@@ -90,31 +92,44 @@ class WatchedMapping:
 
 
 class _Handler:
-    """The process's handler of SIGBUS. What is none of these mappings goes to the handler before it."""
+    """The process's handler of SIGBUS. What is none of these mappings goes to the handlers before it.
+
+    A library may install its own later, as ``faulthandler.enable()`` does. Ours is then installed again, and such a
+    one is asked like those before ours.
+    """
 
     def __init__(self) -> None:
         self.watched: tuple[WatchedMapping, ...] = ()
         self._lock = threading.Lock()
-        self._former = _SigAction()
+        # That each installation of ours replaced. Each is asked once: one that in turn calls the handler before it, as
+        # faulthandler does, comes back here.
+        self._former: list[_SigAction] = []
         callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self._callback = callback(self._handle)
-        self._is_installed = False
+        self._address = ctypes.cast(self._callback, ctypes.c_void_p).value
+        self._found = _SigAction()
 
     def add(self, watched: WatchedMapping) -> None:
         with self._lock:
             begin, end = watched.address, watched.address + watched.size_bytes
             others = [each for each in self.watched if each.address >= end or each.address + each.size_bytes <= begin]
             self.watched = (*others, watched)  # what lay at these addresses before is mapped there no more
-            if not self._is_installed:
-                action = _SigAction(flags=_SA_SIGINFO | _SA_NODEFER)
-                action.handler = ctypes.cast(self._callback, ctypes.c_void_p).value
-                if _sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(self._former)):
-                    logger.warning("SIGBUS cannot be handled: a file that is cut while it is mapped ends this process")
-                self._is_installed = True
+        self.keep()
 
     def remove(self, watched: WatchedMapping) -> None:
         with self._lock:
             self.watched = tuple(each for each in self.watched if each is not watched)
+
+    def keep(self) -> None:
+        """Install the handler unless it is the process's."""
+        with self._lock:
+            _sigaction(signal.SIGBUS, None, ctypes.byref(self._found))
+            if self._found.handler == self._address or len(self._former) >= FORMER_MAX:
+                return
+            action, former = _SigAction(handler=self._address, flags=_SA_SIGINFO | _SA_NODEFER), _SigAction()
+            if _sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(former)):
+                logger.warning("SIGBUS cannot be handled: a file that is cut while it is mapped ends this process")
+            self._former.append(former)
 
     def _handle(self, _signal: int, info: int, _context: int) -> None:
         is_touch = ctypes.c_int.from_address(info + _CODE_AT).value > 0
@@ -122,7 +137,8 @@ class _Handler:
         for watched in self.watched:
             if is_touch and watched.holds(address) and watched.replace():
                 return
-        _sigaction(signal.SIGBUS, ctypes.byref(self._former), None)  # the touch is made again, and ends there
+        former = self._former.pop() if self._former else _SigAction()  # of zeros: what the system does, which is to end
+        _sigaction(signal.SIGBUS, ctypes.byref(former), None)  # the touch is made again, and ends there
         if not is_touch:  # a process has sent it, as `kill` does
             signal.raise_signal(signal.SIGBUS)
 
