@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import fastokens
 import pytest
@@ -129,6 +130,21 @@ async def test_renewals_follow_the_characters_and_no_answer_changes(library: Tok
         tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=0, tables=tables)
     await until(lambda: not tables.renewing)
     assert tables.renewals <= counted + 1
+
+
+async def test_a_long_word_is_tokenised_on_a_thread_if_that_is_slow(library: Tokenizer, threads: FairThreads) -> None:
+    tokenizer = PromptTokenizer(Tokenizer.from_str(library.to_str()), None)
+    tables = WordTables(threads)
+    usual, word = "the fox " * 1_000, "fox" * 1_000
+    for special_tokens in (False, True):
+        inline = partial(
+            tokenizer.encode_inline, add_special_tokens=special_tokens, new_chars_max=tokenizer.inline_chars_max
+        )
+        assert inline(word, tables=tables) is None
+        assert inline(usual, tables=tables) == exact(library, usual)
+        assert inline(word[:1_000], tables=tables) == exact(library, word[:1_000])
+        encoded = await threads.run("", tokenizer.encode_in_steps(word, add_special_tokens=special_tokens))
+        assert encoded.ids == exact(library, word)
 
 
 async def test_text_that_is_not_ascii_counts_more(threads: FairThreads) -> None:

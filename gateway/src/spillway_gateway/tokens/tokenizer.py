@@ -116,20 +116,28 @@ class PromptTokenizer:
     ) -> bytes | None:
         """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
         the event loop for short prompts, if handing them to a thread would cost more. owner: whose texts are cached
-        apart. tables: of the event loop, if it is called there."""
+        apart. tables: of the event loop, if it is called there; of text that is slow it takes INLINE_NEW_CHARS_MAX."""
         if add_special_tokens or self._special is None:
-            return self._encode(text, add_special_tokens, tables) if len(text) <= new_chars_max else None
+            if self._is_too_long([text], new_chars_max, tables):
+                return None
+            return self._encode(text, add_special_tokens, tables)
         cuts = [0, *[match.start() for match in self._special.finditer(text)], len(text)]
         segments = [text[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
         keys = [segment_key(owner, segment) for segment in segments]
         found = self._segments.get_all(keys)
         new = [at for at, ids in enumerate(found) if ids is None]
-        if sum(len(segments[at]) for at in new) > new_chars_max:
+        if self._is_too_long([segments[at] for at in new], new_chars_max, tables):
             return None
         for at in new:
             found[at] = ids = self._encode(segments[at], False, tables)
             self._segments.put(keys[at], ids)
         return b"".join(found)  # type: ignore[arg-type]
+
+    def _is_too_long(self, texts: list[str], chars_max: int, tables: WordTables | None) -> bool:
+        chars = sum(map(len, texts))
+        if tables is None or chars <= INLINE_NEW_CHARS_MAX:
+            return chars > chars_max
+        return chars > chars_max or not all(map(self._encoder.is_fast_for, texts))
 
     def encode_in_steps(
         self,
