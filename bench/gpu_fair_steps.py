@@ -1,6 +1,6 @@
 """An interactive user beside a flood of calls on one CUDA device, with fair_steps off and on.
 
-    python bench/gpu_fair_steps.py [--rounds 2] [--seconds 20] [--flood 50] [--eager] [--small]
+    python bench/gpu_fair_steps.py [--rounds 2] [--seconds 20] [--flood 50] [--cases CASE ...] [--eager] [--small]
 
 Two engines of a Qwen3-14B-shaped model with dummy weights, bfloat16, share the memory of one device and take turns, so
 that one of them computes while the other idles. The load is that of bench/fairness.py, on a real engine: the user asks
@@ -174,7 +174,7 @@ def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> dict[str
     commands = {fair: [__file__, *own_arguments, "--serve", fair] for fair in FAIR_STEPS}
     with engines_in_turn(commands, FOLDER) as engines:
         for number in range(given.rounds):
-            for case, fair in itertools.product(CASES, ordered(FAIR_STEPS, number)):
+            for case, fair in itertools.product(given.cases, ordered(FAIR_STEPS, number)):
                 seen = Seen(**json.loads(engines[fair].round(case)))
                 rounds[fair][case].append(seen)
                 first = f"first token {statistics.median(seen.first_token_seconds or [0]):.3f} s"
@@ -187,7 +187,7 @@ def make_report(
 ) -> dict[str, dict[str, dict[str, float]]]:
     report: dict[str, dict[str, dict[str, float]]] = {fair: {} for fair in FAIR_STEPS}
     for fair, cases in rounds.items():
-        for case, seen in cases.items():
+        for case, seen in ((case, seen) for case, seen in cases.items() if seen):
             found = [seconds for one in seen for seconds in one.first_token_seconds]
             figures = {"flood_answers_per_second": sum(one.flood_answers for one in seen) / given.seconds / len(seen)}
             if len(found) > 1:
@@ -204,7 +204,7 @@ def render(report: dict[str, dict[str, dict[str, float]]]) -> str:
         f"goal: {GOAL_TIMES_ALONE} times alone",
         f"{'case':16} fair  requests    p50 s    p90 s  to alone  flood/s",
     ]
-    for case, fair in itertools.product(CASES, FAIR_STEPS):
+    for case, fair in ((case, fair) for case in report[FAIR_STEPS[0]] for fair in FAIR_STEPS):
         figures = report[fair][case]
         names = ("first_token_p50_seconds", "first_token_p90_seconds", "first_token_p90_times_alone")
         cells = "".join(f"{figures[name]:9.3f}" if name in figures else " " * 9 for name in names)
@@ -219,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of a case, that count (default 20)")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds of a flood before that (default 4)")
     parser.add_argument("--flood", type=int, default=50, help="programs (default 50)")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs")
     parser.add_argument("--small", action="store_true", help="a small model and load, to check that it runs")
     parser.add_argument("--serve", choices=FAIR_STEPS, help=argparse.SUPPRESS)
