@@ -324,8 +324,11 @@ class Engine:
         assert not (with_connector and cpu_tier.resident), "a reset left chunks in the CPU tier"
         self.figures.resets_of_all += 1
 
-    def pause(self, *, keeps_running: bool, move_bytes: Callable[[], None], steps_max: int = 1_000) -> None:
-        """As vLLM's engine core pauses, resets all caches and resumes. keeps_running: the mode `keep`, else `wait`."""
+    def pause(
+        self, *, keeps_running: bool, sleeps: bool = False, move_bytes: Callable[[], None], steps_max: int = 1_000
+    ) -> None:
+        """As vLLM's engine core pauses, resets all caches and resumes. keeps_running: the mode `keep`, else `wait`.
+        sleeps: at level 1, which drops the device's memory and keeps the CPU tier."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL if keeps_running else PauseState.PAUSED_NEW)
         for _ in range(steps_max):
             if not (self.scheduled or self.scheduler.has_requests()):
@@ -335,7 +338,12 @@ class Engine:
         else:
             raise AssertionError(f"a pause did not end within {steps_max} steps")
         assert not self._scheduler_half.copies_under_way(), "a pause ended before its copies"
-        self.force_reset(with_connector=True)
+        chunks = len(self._scheduler_half.manager.primary_tier.resident)
+        self.force_reset(with_connector=not sleeps)
+        if sleeps:
+            assert len(self._scheduler_half.manager.primary_tier.resident) == chunks, "a sleep took chunks"
+            for layer in self.kv:
+                layer[:] = 0
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
         self.figures.pauses += 1
 

@@ -3,6 +3,7 @@ threads do all of their work between a step's schedule and the workers' part of 
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from engine_lives.engine import BLOCK_TOKENS, Engine
@@ -163,16 +164,17 @@ def reset_of_all_under_a_load(engine: Engine, number: int) -> None:
 
 
 def pause_under_a_load(engine: Engine, number: int) -> None:
-    for keeps_running in (False, True):
-        prompt = _prompt(f"pause {number} {keeps_running}")
-        _compute(engine, f"writer-{number}-{keeps_running}", prompt)
+    for keeps_running, sleeps in itertools.product((False, True), repeat=2):
+        prompt = _prompt(f"pause {number} {keeps_running} {sleeps}")
+        _compute(engine, f"writer-{number}-{keeps_running}-{sleeps}", prompt)
         engine.drain()
         engine.reset_device_cache()
-        engine.submit(f"reader-{number}-{keeps_running}", prompt, 1)
+        engine.submit(f"reader-{number}-{keeps_running}-{sleeps}", prompt, 1)
         engine.step()
         assert not engine.copiers[Direction.LOAD].idle, "the load should be running"
         engine.pause(
             keeps_running=keeps_running,
+            sleeps=sleeps,
             move_bytes=lambda: [copier.advance(1_000) for copier in engine.copiers.values()] and None,
         )
         engine.drain()

@@ -69,8 +69,11 @@ def run(engine: Engine, seed: int) -> None:
                 engine.trace.append("settle")
                 engine._scheduler_half.settle(3600.0)
             elif engine.may_reset:
-                engine.trace.append("pause")
-                engine.pause(keeps_running=rng.random() < 0.5, move_bytes=lambda: move_bytes(engine, rng))
+                sleeps = rng.random() < 0.5
+                engine.trace.append("sleep" if sleeps else "pause")
+                engine.pause(
+                    keeps_running=rng.random() < 0.5, sleeps=sleeps, move_bytes=lambda: move_bytes(engine, rng)
+                )
                 if rng.random() < 0.5:
                     version = rng.randrange(3)
                     engine.trace.append(f"weights {version}")

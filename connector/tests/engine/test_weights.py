@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,35 @@ def test_a_sleep_that_drops_the_weights_is_a_change(core: EngineCore, order: lis
 
     notified = ["notified of sleep of level 2"] if level == 2 else []
     assert order == notified + ([f"slept at level {level}"] if level else [])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("level", "resets_connector"), [(1, False), (2, True)])
+def test_a_sleep_keeps_what_the_weights_that_come_back_have_computed(
+    core: EngineCore, level: int, resets_connector: bool, at_once: bool
+):
+    resets: list[tuple[bool, bool]] = []
+    core.reset_prefix_cache = lambda **caches: resets.append(tuple(caches.values())) or True
+    core.reset_mm_cache = core.reset_encoder_cache = lambda: None
+    later: list[Future[None]] = []
+
+    def pause(mode: str, clear_cache: bool) -> Future[None] | None:
+        if at_once:
+            core._reset_caches()
+            return None
+        later.append(Future())
+        return later[-1]
+
+    core.pause_scheduler = pause
+    core.sleep(level)
+    core.sleep(level)  # once more before the first one is over
+    for future in later:
+        core._reset_caches()
+        future.set_result(None)
+    core._reset_caches()  # of a pause
+
+    assert resets[0] == (True, resets_connector)
+    assert resets[-1] == (True, True), "the reset of a pause, which may precede other weights, is of the connector too"
 
 
 def test_a_function_of_the_caller_s_may_do_anything(core: EngineCore, order: list[str]):

@@ -77,6 +77,16 @@ COMMON: Sequence[Patch] = (
         until="vLLM tells connectors before its weights change",
     ),
     Patch(
+        name="caches-of-sleeps",
+        module=ENGINE_CORE,
+        cls="EngineCore",
+        function="_reset_caches",
+        parameters=("self", "reset_running_requests", "reset_connector"),
+        replacement=None,
+        reason="a sleep of level 1 empties the CPU tier, although the weights come back",
+        until="a sleep leaves connectors' caches to them",
+    ),
+    Patch(
         name="weight-names",
         module=ENGINE_CORE,
         cls="EngineCore",

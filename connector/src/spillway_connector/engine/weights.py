@@ -4,7 +4,8 @@ A namespace names the weights that the engine was started with. vLLM 0.23 can ch
 `start_weight_update` / `update_weights` (trainers), or any function that a caller sends to the workers. All of these
 reach the engine as `EngineCore.collective_rpc`, on the scheduler's thread and between two steps, so that method is
 patched: RPCs known not to touch weights pass, any other is treated as a change before it runs. So is a sleep of level
-2, which drops the weights: what computes after it, before they are loaded again, is no KV of theirs.
+2, which drops the weights: what computes after it, before they are loaded again, is no KV of theirs. A sleep of level 1
+brings them back, so the reset of caches that belongs to it leaves the CPU tier as it is.
 
 Whoever changed the weights may name them: `EngineCore.spillway_weights(version)`, which the engine service calls. The
 tiers are then used again, in the namespace of this name, which engines that were given the same name share. A name
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from spillway_connector.engine.own_connector import own_connector
+from spillway_connector.engine.patching import replace_on
 from spillway_connector.errors import SpillwayError
 
 # RPCs of vLLM itself that do not change the weights. LoRA adapters are part of a block's key (engine/adapters.py).
@@ -129,14 +131,30 @@ def may_change_weights(method: str | Callable[..., Any]) -> bool:
 
 
 def watched_sleep(sleep: Any) -> Callable[..., Any]:
-    """Wrap EngineCore.sleep so that it reports a sleep that drops the weights."""
+    """Wrap EngineCore.sleep: it reports a sleep that drops the weights, and in any other the CPU tier stays."""
 
     def watched(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         if level >= _LEVEL_WITHOUT_WEIGHTS:
             _report(self, f"sleep of level {level}")
+        elif level > 0 and own_connector(self.scheduler, WeightsListener) is not None:  # type: ignore[type-abstract]
+            _keep_connector_once(self)
         return sleep(self, level, *args, **kwargs)
 
     return watched
+
+
+def _keep_connector_once(engine_core: Any) -> None:
+    """The next reset of all caches leaves the connector's out. It is the one that ends the pause of a sleep, at once or
+    when copies have ended: the device loses its KV, but the weights come back, so what the tiers hold stays right."""
+    if "_reset_caches" in vars(engine_core):
+        return
+    reset_caches = engine_core._reset_caches
+
+    def reset_once(reset_running_requests: bool = True, reset_connector: bool = True) -> None:
+        delattr(engine_core, "_reset_caches")
+        reset_caches(reset_running_requests, reset_connector=False)
+
+    replace_on(engine_core, "_reset_caches", reset_once)
 
 
 def watched_collective_rpc(collective_rpc: Any) -> Callable[..., Any]:
