@@ -286,6 +286,10 @@ bench-attack: $(STAMP) ## How much longer another client's stream waits while th
 bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
 	@$(BIN)/python bench/scheduler_step.py $(BENCH)
 
+.PHONY: bench-kv-rows
+bench-kv-rows: $(STAMP) ## Bytes a token in the CPU tier of models with several KV groups, beside what the groups need. Seconds
+	@$(BIN)/python bench/kv_rows.py $(BENCH)
+
 .PHONY: bench-node-tier
 bench-node-tier: $(STAMP) ## One CPU tier for engines of one machine: first tokens by whose prefix it is, after a kill, memory, hit ratio. About ten minutes
 	@$(BIN)/python bench/node_tier.py $(BENCH)

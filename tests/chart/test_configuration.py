@@ -155,6 +155,7 @@ queueOvertakeSeconds: 2.5
 layerwiseLoads: true
 computeWhileLoading: true
 fairSteps: true
+windowChunks: all
 evictionPolicy: arc
 batchMemcpy: true
 maxCopyDescriptors: 64
@@ -215,6 +216,7 @@ def test_offload_values_reach_the_connector(engine_of):
         layerwise_loads="on",
         compute_while_loading="on",
         fair_steps="on",
+        window_chunks="all",
         eviction_policy="arc",
         batch_memcpy="on",
         max_copy_descriptors=64,

@@ -242,6 +242,7 @@ CHANGES: dict[str, Any] = {
     "engine.offload.layerwiseLoads": "on",
     "engine.offload.computeWhileLoading": "on",
     "engine.offload.fairSteps": "on",
+    "engine.offload.windowChunks": "all",
     "engine.offload.evictionPolicy": "arc",
     "engine.offload.batchMemcpy": "on",
     "engine.offload.nodeTier.bytes": "65GiB",
@@ -488,6 +489,7 @@ FORMED = (
     *(
         "engine.offload.storing",
         "engine.offload.queueOrder",
+        "engine.offload.windowChunks",
         "engine.offload.evictionPolicy",
         "engine.offload.batchMemcpy",
     ),

@@ -1,6 +1,6 @@
 """`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks ...]`
 and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier; with `--stalls 20`, a tier
-that stalls while a prompt is computed, in simulated time."""
+that stalls while a prompt is computed, in simulated time; with `--partings 20`, what prompts with windows find."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     from engine_lives.engine import RANDOM_SHAPES, SHAPES, Engine
+    from engine_lives.partings import PARTINGS
     from engine_lives.resets import RACES
     from engine_lives.schedules import run
     from engine_lives.stalls import STALLS
@@ -28,11 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stalls", type=int, default=0, help="of a tier that is read while a prompt is computed, first"
     )
+    parser.add_argument("--partings", type=int, default=0, help="of prompts with windows, first")
     parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
     given = parser.parse_args(arguments)
     for shape, cases, count, what in (
         ("nvme", RACES, given.races, "races"),
         ("meetings", STALLS, given.stalls, "prompts"),
+        ("windows-of-one-block", PARTINGS, given.partings, "partings"),
     ):
         if count:
             with tempfile.TemporaryDirectory() as folder:

@@ -13,16 +13,17 @@ from spillway_connector.engine.generation import Generation, generation
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
 SHAPES += ("meetings", "meetings-async", "exclusive-async", "exclusive-shared", "fair", "fair-async", "fair-meetings")
+SHAPES += ("windows-of-two-sizes", "windows-shared")
 if generation() is Generation.V023:
     SHAPES += ("layers", "exclusive-layers")
 COUNT = 92  # of each shape
-RACES = STALLS = 5  # of each kind
+RACES = STALLS = PARTINGS = 5  # of each kind
 
 
 def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     # In a separate process: vLLM reads its settings from the environment when it is imported. One for all shapes:
     # the import takes four times as long as the schedules of a shape.
-    counts = ["--count", str(COUNT), "--races", str(RACES), "--stalls", str(STALLS)]
+    counts = ["--count", str(COUNT), "--races", str(RACES), "--stalls", str(STALLS), "--partings", str(PARTINGS)]
     done = subprocess.run(
         [sys.executable, "-m", "engine_lives", *counts, "--shapes", *SHAPES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
@@ -39,7 +40,7 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     assert int(settled[0]), "an engine without work stored nothing"
     overtakes = re.findall(r"^(\S+): .* (\d+) times another request was next", done.stdout, re.M)
     ordered = {shape for shape, count in overtakes if int(count)}
-    in_order_of_arrival = {"windows", "window-alone", "async-drafts"}
+    in_order_of_arrival = {shape for shape in SHAPES if shape.startswith("window")} | {"async-drafts"}
     steered = {shape for shape in SHAPES if shape.startswith("fair")}  # their queues are shown in part
     assert ordered - steered == set(SHAPES) - in_order_of_arrival - steered, "only where attention reads a prefix whole"
     steps = re.findall(r"^(\S+): .* (\d+) steps without a flood, (\d+) short ones", done.stdout, re.M)
@@ -58,3 +59,5 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     ]
     stalls = re.findall(rf"^(\S+): {STALLS} prompts", done.stdout, re.M)
     assert stalls == ["load-that-is-met", "tier-that-stalls"]
+    partings = re.findall(rf"^(\S+): {PARTINGS} partings", done.stdout, re.M)
+    assert partings == ["conversation", "prompts-that-part"]

@@ -99,6 +99,8 @@ class ConnectorBase(OffloadingConnector):
                 half.manager.answers, generated_tokens = AnswerReuse(), "auto"
             if self._spec.settings.queue_order == "prefix" and half.orders_queue:
                 half.queue_order = QueueOrder(half, self._spec.settings.queue_overtake_seconds)
+            if self._spec.settings.window_chunks == "all":
+                half.window_stores = None
             if self._spec.settings.fair_steps == "on":
                 step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
                 half.fair_steps = FairSteps(half.known_state, step_tokens)
@@ -117,6 +119,7 @@ class ConnectorBase(OffloadingConnector):
                 "vllm_patches": in_force(),
                 "queue_order": "arrival" if half.queue_order is None else "prefix",
                 "fair_steps": "off" if half.fair_steps is None else "on",
+                "window_chunks": "all" if half.window_stores is None else "last",
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
                 **({} if not_shared is None else {"not_shared": not_shared}),
                 **({} if node_tier is None else {"node_tier": node_tier}),

@@ -31,6 +31,7 @@ class RequestFields(RequestOffloadState):
     identified = True  # the adapter's digest is known, and the keys are complete
     is_stale = False  # it may hold or hit KV of weights that are gone
     is_unsound = False  # vLLM may compute its KV wrongly
+    window_ends: tuple[int, ...] | None = None  # tokens, see engine/window_stores.py; None before its first step
     _offload_tokens_max: int | None = None
     _first_load: FirstLoad | None = None
 
@@ -55,6 +56,10 @@ class RequestFields(RequestOffloadState):
 
     @abstractmethod
     def _hashes_per_chunk(self, group_config: Any) -> int: ...
+
+    @abstractmethod
+    def first_own_chunk(self, group_state: Any) -> int:
+        """The first chunk of a KV group that the request neither found nor has stored."""
 
     @override
     def update_offload_keys(self) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -38,6 +39,7 @@ from spillway_connector.engine.suspect_stores import fail_stores, has_replaced_a
 from spillway_connector.engine.tenancy import hands_over, session_of
 from spillway_connector.engine.transfer_params import accepted
 from spillway_connector.engine.waiting import WaitingRequests
+from spillway_connector.engine.window_stores import WindowStores
 from spillway_connector.engine.written_blocks import written_blocks
 from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.leaving import LeavingWindow
@@ -60,6 +62,7 @@ class SchedulerHalf(ResettableHalf):
     def _begin(
         self,
         *,
+        specs: list[KVCacheSpec],
         chunk_tokens: list[int],
         blocks_per_chunk: int,
         one_prefix: bool,
@@ -68,6 +71,7 @@ class SchedulerHalf(ResettableHalf):
         """Complete the construction after vLLM's constructor.
 
         Args:
+            specs: Of a layer of each KV group.
             chunk_tokens: The tokens of a chunk, by KV group.
             blocks_per_chunk: The device blocks of a chunk.
             one_prefix: Whether one lookup of a prefix answers for the model: attention reads all of its one KV group.
@@ -93,6 +97,7 @@ class SchedulerHalf(ResettableHalf):
         self.waiting = WaitingRequests(self.manager)
         self.queue_order: QueueOrder | None = None
         self.fair_steps: FairSteps | None = None
+        self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk)
         self.orders_queue = one_prefix
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
         self._without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
@@ -378,6 +383,8 @@ class SchedulerHalf(ResettableHalf):
         if narrow:
             written = written_blocks(scheduler_output, self.config.kv_group_configs[0].group_idx, self._block_tokens)
             self._current_batch_allocated_block_ids = loaded | written
+        if self.window_stores is not None:
+            self.window_stores.leave_out(map(self.known_state, scheduler_output.num_scheduled_tokens), self.manager)
 
     def _due_pieces(self) -> list[LoadPiece]:
         cpu_tier = self.manager.primary_tier

@@ -29,6 +29,10 @@ class RequestState(RequestFields):
     def _hashes_per_chunk(self, group_config: Any) -> int:
         return int(group_config.hash_block_size_factor)
 
+    @override
+    def first_own_chunk(self, group_state: Any) -> int:
+        return max(int(group_state.next_stored_block_idx), int(group_state.num_hit_blocks))
+
 
 class ShortenedRequest(NamedTuple):
     """The part of a request that upstream's search over the KV groups reads."""
@@ -48,6 +52,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             isinstance(group.kv_cache_spec, MambaSpec) for group in spec.kv_cache_config.kv_cache_groups
         )
         self._begin(
+            specs=[group.kv_cache_spec for group in spec.kv_cache_config.kv_cache_groups],
             chunk_tokens=[group.offloaded_block_size for group in self.config.kv_group_configs],
             blocks_per_chunk=self.config.block_size_factor,
             one_prefix=len(self._lookup_groups) == 1 and not self._sliding_window_groups,

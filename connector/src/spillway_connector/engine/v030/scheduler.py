@@ -53,6 +53,10 @@ class RequestState(RequestFields):
     def _hashes_per_chunk(self, group_config: Any) -> int:
         return int(group_config.hashes_per_chunk)
 
+    @override
+    def first_own_chunk(self, group_state: Any) -> int:
+        return max(int(group_state.next_stored_chunk_idx), int(group_state.num_hit_chunks))
+
 
 class SpillwayConnectorScheduler(MeetingSchedulerHalf):
     """SchedulerHalf with what vLLM 0.30 and later call differently, and do in addition."""
@@ -66,6 +70,7 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             isinstance(group.kv_cache_spec, MambaSpec) for group in groups
         )
         self._begin(
+            specs=[group.kv_cache_spec for group in groups],
             chunk_tokens=[group.tokens_per_chunk for group in groups],
             blocks_per_chunk=self.config.blocks_per_chunk,
             one_prefix=len(groups) == 1

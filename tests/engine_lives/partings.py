@@ -1,0 +1,56 @@
+"""Prompts of a model with windows that come again, go on and part: what they find, and what lies in the CPU tier."""
+
+from __future__ import annotations
+
+import random
+
+from engine_lives.engine import BLOCK_TOKENS, Engine
+
+COMMON, OWN, ANSWER = 6, 5, 1  # blocks
+ENDS = 3  # blocks of a window that are stored for the end of a prompt: its own, one more, and the prompt's last
+PARTING = 2  # for the end of what is common
+
+
+def a_conversation(engine: Engine, number: int) -> None:
+    """A prompt that comes again, or goes on behind its answer, is found whole."""
+    engine.reset_prefix_cache()
+    rng = random.Random(f"conversation {number}")
+    prompt = _tokens(rng, COMMON + OWN - ANSWER) + [rng.randrange(500) for _ in range(number % BLOCK_TOKENS)]
+    answer = _serve(engine, f"first {number}", prompt, ANSWER * BLOCK_TOKENS)
+    assert _found(engine, f"again {number}", prompt) >= len(prompt) - BLOCK_TOKENS
+    assert _found(engine, f"on {number}", [*answer, 1]) >= len(answer) - BLOCK_TOKENS
+
+
+def prompts_that_part(engine: Engine, number: int) -> None:
+    """The second one with a common beginning finds nothing and stores the window that ends it; the third finds it."""
+    engine.reset_prefix_cache()
+    rng = random.Random(f"parting {number}")
+    common = _tokens(rng, COMMON)
+    prompts = [common + _tokens(rng, OWN) for _ in range(3)]
+    found = [_found(engine, f"parting {number} {which}", prompt) for which, prompt in enumerate(prompts)]
+    assert found == [0, 0, COMMON * BLOCK_TOKENS], found
+    rows = len(engine._scheduler_half.manager.primary_tier.resident)
+    assert rows == COMMON + 3 * OWN + 3 * ENDS + PARTING, f"{rows} chunks, of windows amid prompts as well"
+
+
+def _tokens(rng: random.Random, blocks: int) -> list[int]:
+    return [rng.randrange(500) for _ in range(blocks * BLOCK_TOKENS)]
+
+
+def _found(engine: Engine, name: str, prompt: list[int]) -> int:
+    """Tokens of the prompt that are loaded."""
+    engine.reset_device_cache()
+    _serve(engine, name, prompt, 1)
+    return engine.figures.cached_tokens[name]
+
+
+def _serve(engine: Engine, name: str, prompt: list[int], answer_tokens: int) -> list[int]:
+    """The prompt with its answer."""
+    engine.submit(name, prompt, answer_tokens)
+    (request,) = engine.unfinished()
+    engine.drain()
+    engine.require_nothing_left()
+    return list(request.all_token_ids)
+
+
+PARTINGS = {"conversation": a_conversation, "prompts-that-part": prompts_that_part}
