@@ -165,6 +165,8 @@ def new_namespace(kubernetes: Kubernetes) -> Callable[..., Kubernetes]:
     def make(name: str, level: str = "restricted") -> Kubernetes:
         labels = {f"pod-security.kubernetes.io/{mode}": level for mode in ("enforce", "warn", "audit")}
         namespace: Object = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+        # That of an earlier run on a cluster that was kept may still be going.
+        kubernetes.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait", seconds=180)
         kubernetes.apply(namespace)
         return kubernetes.within(name)
 
@@ -173,10 +175,13 @@ def new_namespace(kubernetes: Kubernetes) -> Callable[..., Kubernetes]:
 
 @pytest.fixture(scope="module")
 def namespace(request: pytest.FixtureRequest, kubernetes: Kubernetes, new_namespace) -> Iterator[Kubernetes]:
-    """This module's namespace, with restricted Pod Security enforced; removed with everything in it."""
+    """This module's namespace, with restricted Pod Security enforced; removed with everything in it.
+
+    It goes while the next module installs; test_install.py looks at what a release leaves.
+    """
     name = request.module.__name__.rsplit(".", 1)[-1].removeprefix("test_").replace("_", "-")
     yield new_namespace(name)
-    kubernetes.kubectl("delete", "namespace", name, "--wait", seconds=180)
+    kubernetes.kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture(scope="module")

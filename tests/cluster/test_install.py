@@ -54,6 +54,10 @@ def values() -> dict:
     )
 
 
+# Of what is the same whichever Helm wrote it.
+BY_ONE_HELM = pytest.mark.parametrize("installed", [helms()[1]], indirect=True, ids=["Helm 4"])
+
+
 @pytest.fixture(scope="module", params=helms(), ids=lambda helm: f"Helm {helm.major}")
 def installed(request: pytest.FixtureRequest, namespace: Kubernetes, volume: str) -> Release:
     """Installed by one major version of Helm; the last case takes it away again."""
@@ -116,6 +120,7 @@ def test_own_test(installed: Release, case: Row) -> None:
     case.requests, case.note = 2, "; ".join(words)
 
 
+@BY_ONE_HELM
 def test_chat(client: ClientPod, case: Row) -> None:
     """a chat through the Service"""
     with client.load() as result:
@@ -124,6 +129,7 @@ def test_chat(client: ClientPod, case: Row) -> None:
     assert result.failed == 0, result.failures
 
 
+@BY_ONE_HELM
 def test_values_arrived(installed: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
     """every value that the chart wrote is what each gateway and each engine reports"""
     compared = 0
@@ -166,6 +172,7 @@ def test_restricted(namespace: Kubernetes, case: Row) -> None:
     case.note = "and every pod of the chart was admitted"
 
 
+@BY_ONE_HELM
 def test_rights(installed: Release, namespace: Kubernetes, case: Row) -> None:
     """RBAC can-i, allowed and refused, for each ServiceAccount"""
     accounts = {name_of(pod): pod["spec"]["serviceAccountName"] for pod in namespace.pods_labelled("!lane")}

@@ -308,8 +308,9 @@ P
 }
 
 load() { # ARCHIVE [NODE]
-    local archive=$1 nodes=${2:-$(seq -f 'node%g' "$(<"$run/nodes")")} node
-    for node in $nodes; do ctr -a "$run/$node/containerd.sock" -n k8s.io images import "$archive"; done
+    local archive=$1 nodes=${2:-$(seq -f 'node%g' "$(<"$run/nodes")")} node import imports=()
+    for node in $nodes; do ctr -a "$run/$node/containerd.sock" -n k8s.io images import "$archive" & imports+=($!); done
+    for import in "${imports[@]}"; do wait "$import"; done
 }
 
 npus() {
