@@ -260,8 +260,8 @@ class StreamCopier(abc.ABC):
         """Everything before the first copy. A job that fails here has touched no memory."""
         taken: list[tuple[Events, int]] = []
         try:
-            for pool in (self._barriers, self._timers, self._timers):
-                taken.append((pool, pool.take()))
+            for events in (self._barriers, self._timers, self._timers):
+                taken.append((events, events.take()))
             barrier, start, end = (event for _, event in taken)
             copied = None
             if awaited and self._barriers.reusable:
@@ -271,8 +271,8 @@ class StreamCopier(abc.ABC):
             self._runtime.stream_wait_event(stream, barrier)
             self._runtime.record_event(start, stream)
         except Exception:
-            for pool, event in taken:
-                pool.retire(event)
+            for events, event in taken:
+                events.retire(event)
             raise
         return StreamJob(job_id, plan, barrier, start, end, self._clock(), copied)
 

@@ -16,7 +16,7 @@ class EventRuntime(Protocol):
     def destroy_event(self, event: int) -> None: ...
 
 
-class EventPool:
+class ReusedEvents:
     """Events of one flag. Bounded by the jobs in flight, as each job takes a fixed number."""
 
     def __init__(self, runtime: EventRuntime, flag: int) -> None:

@@ -25,7 +25,7 @@ from spillway_connector.device.cuda.driver import (
 from spillway_connector.device.cuda.paths import CudaPaths
 from spillway_connector.device.cuda.staging import CudaStaging
 from spillway_connector.device.stream_copier import CopyLimits, StreamCopier, StreamJob
-from spillway_connector.device.stream_events import EventPool
+from spillway_connector.device.stream_events import ReusedEvents
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.copy_table import BATCH, STAGED
@@ -61,8 +61,8 @@ class CudaCopier(StreamCopier):
             driver,
             device,
             compute_stream,
-            EventPool(driver, EVENT_NO_TIMING),
-            EventPool(driver, EVENT_TIMING),
+            ReusedEvents(driver, EVENT_NO_TIMING),
+            ReusedEvents(driver, EVENT_TIMING),
             host_boundaries=host_boundaries,
             limits=limits or CopyLimits(),
             on_close=on_close,

@@ -22,7 +22,7 @@ from spillway_connector.device.npu.acl import (
 )
 from spillway_connector.device.npu.acl_batch import CopyPath
 from spillway_connector.device.stream_copier import CopyLimits, StreamCopier, StreamJob
-from spillway_connector.device.stream_events import EventPool
+from spillway_connector.device.stream_events import ReusedEvents
 from spillway_connector.errors import DeviceCopyError
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class NpuCopier(StreamCopier):
             acl,
             device,
             compute_stream,
-            EventPool(acl, EVENT_SYNC),
-            EventPool(acl, EVENT_TIME_LINE),
+            ReusedEvents(acl, EVENT_SYNC),
+            ReusedEvents(acl, EVENT_TIME_LINE),
             host_boundaries=host_boundaries,
             limits=limits or CopyLimits(),
             on_close=on_close,
