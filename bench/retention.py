@@ -62,7 +62,7 @@ from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.plan.sessions import SessionFollower, SessionHint, SessionUse, session_tag
 from spillway_connector.testing.generation import make_cpu_tier
-from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, PoolShape
+from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, SizeClassShape
 from spillway_connector.tiers.disk.slab.policy import (
     FREQUENCY_MAX,
     LIVE,
@@ -325,7 +325,7 @@ class Slab(Cache):
         self._arrays = QueueArrays.zeros(chunks_max)
         self._policy = S3Fifo(self._arrays, self._put)
         self._generation = np.zeros(chunks_max, np.uint32)
-        shape = PoolShape(2 * PAGE_BYTES, chunks_max, 1)
+        shape = SizeClassShape(2 * PAGE_BYTES, chunks_max, 1)
         rows = {column.name: np.zeros(shape.rows(column), column.dtype) for column in SESSION_COLUMNS}
         self._session_arrays = SessionArrays(**rows)
         entries = EntryArrays(self._arrays.state, np.zeros(chunks_max, np.uint64), self._generation, self._arrays.order)

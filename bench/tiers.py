@@ -36,7 +36,7 @@ import numpy as np
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.buffers import transfer_buffer
 from spillway_connector.tiers.disk.files.tier import FileTier
-from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, TABLE_NAME, PoolShape, chunk_name, slot_bytes_of
+from spillway_connector.tiers.disk.slab.layout import INDEX_NAME, TABLE_NAME, SizeClassShape, chunk_name, slot_bytes_of
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
@@ -595,7 +595,7 @@ def bench_index(folder: Path, slots: int, figures: Figures) -> None:
     payload_bytes = PAGE_BYTES
     slot_bytes = slot_bytes_of(payload_bytes)
     namespace = Namespace.of({"bench": "index"})
-    shape = PoolShape(slot_bytes, -(-slots // SLOTS_PER_CHUNK), SLOTS_PER_CHUNK)
+    shape = SizeClassShape(slot_bytes, -(-slots // SLOTS_PER_CHUNK), SLOTS_PER_CHUNK)
     pool = folder / "slab" / str(slot_bytes)
     pool.mkdir(parents=True)
     header = bytearray(
@@ -630,7 +630,7 @@ def bench_index(folder: Path, slots: int, figures: Figures) -> None:
     from_table, tier = start()
     tier.close()
     restart, tier = start()
-    index = tier._pool.writable(FOREVER).index
+    index = tier._size_class.writable(FOREVER).index
     assert index.used > slots * 0.999
     keys = [key(number) for number in np.random.default_rng(1).integers(0, slots, 1000).tolist()]
     assert sum(tier.contains(keys, FOREVER)) > 990

@@ -152,7 +152,7 @@ def test_every_room_of_the_table_is_there() -> None:
         ("tiers.redis.tier", "from spillway_connector.tiers.disk import io"),
         ("tiers.disk.slab.tier", "from spillway_connector.tiers.disk.files.space import Space"),
         ("tiers.disk.files.tier", "from ..slab import index"),
-        ("tiers.disk.layout_choice", "from spillway_connector.tiers.disk.slab.layout import PoolShape"),
+        ("tiers.disk.layout_choice", "from spillway_connector.tiers.disk.slab.layout import SizeClassShape"),
         ("tiers.redis.client.pool", "from ..tier import RedisTier"),
         ("tiers.redis.client.pool", "import importlib\nimportlib.import_module('spillway_connector.engine.spec')"),
         (

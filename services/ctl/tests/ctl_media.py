@@ -16,7 +16,7 @@ from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.space import pool_folders
+from spillway_connector.tiers.disk.slab.space import size_class_folders
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.names import RedisNames
@@ -115,7 +115,7 @@ class SlabMedium(_Directory):
     def aged(self, namespace: Namespace, keys: list[bytes], seconds: float) -> Iterator[None]:
         yield
         if seconds:
-            [folder] = pool_folders(self.root)
+            [folder] = size_class_folders(self.root)
             index = SlabIndex.open(folder, writable=True)
             assert index is not None
             for slot in index.find(fingerprints(keys, namespace_words(namespace.digest16))).tolist():

@@ -121,7 +121,7 @@ def test_a_session_reaches_the_slabs_of_the_node(tmp_path: Path):
         adapter.end_request(context)
         tier = adapter._shared._tier
         tier.maintain(time.monotonic() + 30.0)
-        index = tier._pool.last_used().index
+        index = tier._size_class.last_used().index
         sessions = open_sessions(tier._folder, index)
         order = sessions.order
         row = order.find(int.from_bytes(b"tenant-1", "little"), int.from_bytes(session_tag(context.session), "little"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import PoolShape
+from spillway_connector.tiers.disk.slab.layout import SizeClassShape
 
 KEY, SLOT = (11, 12), 0
 PATIENCE_SECONDS = 30.0
@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 30.0
 @pytest.fixture
 def indexes(tmp_path: Path) -> tuple[SlabIndex, SlabIndex]:
     """Indexes of two processes; the first has claimed a slot that the second has not heard of."""
-    writer = SlabIndex.create(tmp_path, PoolShape(8192, 16, 1))
+    writer = SlabIndex.create(tmp_path, SizeClassShape(8192, 16, 1))
     writer.set_chunk(0, 1)
     SlabIndex.publish_file(tmp_path)
     writer.announce()

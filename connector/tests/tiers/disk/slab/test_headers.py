@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
-from spillway_connector.tiers.disk.slab.layout import TABLE_NAME, PoolShape
+from spillway_connector.tiers.disk.slab.layout import TABLE_NAME, SizeClassShape
 from spillway_connector.tiers.frame import HEADER_BYTES, build_header
 
-SHAPE = PoolShape(8192, 5, 4)
+SHAPE = SizeClassShape(8192, 5, 4)
 
 
 def _header(number: int) -> bytes:
@@ -25,7 +25,7 @@ def table(tmp_path: Path) -> HeaderTable:
     return table
 
 
-def _listed(folder: Path, shape: PoolShape = SHAPE) -> dict[int, bytes]:
+def _listed(folder: Path, shape: SizeClassShape = SHAPE) -> dict[int, bytes]:
     """By slot, as a process that has just started reads them."""
     table = HeaderTable(folder, shape)
     found = np.concatenate([table.read_chunk(chunk) for chunk in range(shape.chunks)])
@@ -65,8 +65,8 @@ def test_a_table_that_is_cut_short_lists_what_is_left(table: HeaderTable, tmp_pa
     assert sorted(_listed(tmp_path)) == list(range(7))
 
 
-def test_a_table_grows_with_its_pool(table: HeaderTable, tmp_path: Path) -> None:
-    larger = PoolShape(8192, 5, 6)
+def test_a_table_grows_with_its_size_class(table: HeaderTable, tmp_path: Path) -> None:
+    larger = SizeClassShape(8192, 5, 6)
     table.put(3, _header(3))
     table.grow(larger)
     table.put(29, _header(29))
@@ -74,14 +74,14 @@ def test_a_table_grows_with_its_pool(table: HeaderTable, tmp_path: Path) -> None
     assert sorted(_listed(tmp_path, larger)) == [3, 29]
 
 
-def test_without_a_table_of_this_pool_nothing_happens(table: HeaderTable, tmp_path: Path) -> None:
+def test_without_a_table_of_this_size_class_nothing_happens(table: HeaderTable, tmp_path: Path) -> None:
     table.put(1, _header(1))
     before = (tmp_path / TABLE_NAME).read_bytes()
-    for other in (HeaderTable(tmp_path, PoolShape(8192, 6, 4)), HeaderTable(tmp_path / "none", SHAPE)):
+    for other in (HeaderTable(tmp_path, SizeClassShape(8192, 6, 4)), HeaderTable(tmp_path / "none", SHAPE)):
         assert not other.exists()
         other.put(2, _header(2))
         other.clear(1)
         other.clear_chunk(0)
-        other.grow(PoolShape(8192, 6, 9))
+        other.grow(SizeClassShape(8192, 6, 9))
         assert not other.read_chunk(0).any()
     assert (tmp_path / TABLE_NAME).read_bytes() == before

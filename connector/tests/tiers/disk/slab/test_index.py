@@ -15,7 +15,13 @@ from spillway_connector.tiers.disk.slab.fingerprint import (
     namespace_words,
 )
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import PoolShape, chunk_name, parse_chunk_name, plan_shape, slot_bytes_of
+from spillway_connector.tiers.disk.slab.layout import (
+    SizeClassShape,
+    chunk_name,
+    parse_chunk_name,
+    plan_shape,
+    slot_bytes_of,
+)
 from spillway_connector.tiers.disk.slab.policy import FREE
 
 WORDS = namespace_words(bytes(range(16)))
@@ -27,7 +33,7 @@ keys = st.binary(min_size=1, max_size=64)
 
 
 @given(payload_bytes=st.integers(1, 1 << 26), limit_bytes=st.integers(0, 1 << 42))
-def test_a_planned_pool_stays_within_its_bound_and_uses_most_of_it(payload_bytes: int, limit_bytes: int) -> None:
+def test_a_planned_size_class_stays_within_its_bound_and_uses_most_of_it(payload_bytes: int, limit_bytes: int) -> None:
     slot_bytes = slot_bytes_of(payload_bytes)
     shape = plan_shape(slot_bytes, limit_bytes)
     if shape is None:
@@ -36,21 +42,21 @@ def test_a_planned_pool_stays_within_its_bound_and_uses_most_of_it(payload_bytes
     beside_bytes = shape.index_bytes + shape.table_bytes
     assert shape.slots * slot_bytes + beside_bytes <= limit_bytes
     assert limit_bytes - shape.slots * slot_bytes - beside_bytes <= 3 * shape.chunk_bytes + beside_bytes
-    assert PoolShape.unpack(shape.pack()) == shape
+    assert SizeClassShape.unpack(shape.pack()) == shape
 
 
 def test_the_index_costs_less_than_120_bytes_per_slot() -> None:
     for slots in (50_000, 1_000_000):
-        shape = PoolShape(8192, slots // 50, 50)
+        shape = SizeClassShape(8192, slots // 50, 50)
         assert shape.index_bytes / shape.slots < 90
 
 
 def test_any_flipped_header_bit_is_noticed() -> None:
-    raw = PoolShape(20480, 51, 60).pack()
+    raw = SizeClassShape(20480, 51, 60).pack()
     for bit in range(8 * len(raw)):
         damaged = bytearray(raw)
         damaged[bit // 8] ^= 1 << bit % 8
-        assert PoolShape.unpack(bytes(damaged)) is None
+        assert SizeClassShape.unpack(bytes(damaged)) is None
 
 
 def test_chunk_names_are_read_back_and_nothing_else_is() -> None:
@@ -112,7 +118,7 @@ def test_a_key_of_a_wrong_length_is_refused(batch: list[bytes]) -> None:
 
 
 def new_index(folder: str, chunks: int = 4) -> SlabIndex:
-    index = SlabIndex.create(Path(folder), PoolShape(8192, 16, chunks))
+    index = SlabIndex.create(Path(folder), SizeClassShape(8192, 16, chunks))
     for chunk in range(chunks):
         index.set_chunk(chunk, 1)
     return index
@@ -170,7 +176,7 @@ def test_the_index_answers_as_a_dictionary_would(actions: list[tuple[str, int]])
 
 def test_a_full_index_holds_every_key() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        index = SlabIndex.create(Path(folder), PoolShape(8192, 5000, 4))
+        index = SlabIndex.create(Path(folder), SizeClassShape(8192, 5000, 4))
         for chunk in range(4):
             index.put("chunk_epoch", chunk, 1)
         for number in range(20_000):

@@ -6,10 +6,10 @@ import pytest
 
 from spillway_connector.tiers.disk.slab.index import SlabIndex, tenant_place
 from spillway_connector.tiers.disk.slab.index_reader import open_index
-from spillway_connector.tiers.disk.slab.layout import PoolShape
+from spillway_connector.tiers.disk.slab.layout import SizeClassShape
 from spillway_connector.tiers.disk.slab.policy import LIVE
 
-SHAPE = PoolShape(8192, 16, 4)
+SHAPE = SizeClassShape(8192, 16, 4)
 
 
 @pytest.fixture

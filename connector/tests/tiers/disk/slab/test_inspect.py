@@ -13,7 +13,7 @@ from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.index_reader import IndexReader
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
-from spillway_connector.tiers.disk.slab.layout import PoolShape
+from spillway_connector.tiers.disk.slab.layout import SizeClassShape
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.inspection import Gone
@@ -114,7 +114,7 @@ def test_half_a_million_slots_are_walked_in_bounded_memory(tmp_path: Path) -> No
     folder.mkdir(parents=True)
     (tmp_path / NAMESPACE.hex).mkdir()
     (tmp_path / NAMESPACE.hex / "namespace.json").write_bytes(NAMESPACE.document)
-    index = SlabIndex.create(folder, PoolShape(8192, slots // 16, 16))
+    index = SlabIndex.create(folder, SizeClassShape(8192, slots // 16, 16))
     index.put_all("state", np.full(slots, LIVE, np.uint8))
     index.put_all("namespace", np.full(slots, int.from_bytes(NAMESPACE.digest16[:8], "little"), np.uint64))
     index.put_all("used_s", np.full(slots, int(time.time()), np.uint32))

@@ -30,7 +30,7 @@ from spillway_connector.tiers.disk.slab import tier as slab_tier
 from spillway_connector.tiers.disk.slab.change_log import EVERYTHING, ChangeLog, apply, place
 from spillway_connector.tiers.disk.slab.columns import FileCut
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import PoolShape
+from spillway_connector.tiers.disk.slab.layout import SizeClassShape
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
 
@@ -53,7 +53,7 @@ def make_tier(tmp_path: Path) -> Iterator[MakeTier]:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Path:
+def size_class(tmp_path: Path) -> Path:
     return tmp_path / "kv" / "slab" / "20480"
 
 
@@ -104,14 +104,14 @@ LOSSES = [cut, cut_within_the_arrays, made_sparse, lengthened, overwritten, copi
 @pytest.mark.parametrize("name", ["index", "headers", "changes", "sessions"])
 @pytest.mark.parametrize("lose", LOSSES)
 def test_a_file_that_is_lost_under_a_running_engine_costs_misses_at_most(
-    make_tier: MakeTier, pool: Path, lose: Callable[[Path], None], name: str
+    make_tier: MakeTier, size_class: Path, lose: Callable[[Path], None], name: str
 ) -> None:
     tier, other = make_tier(), make_tier()
     fill(tier)
     tier.use_session(SessionUse(NO_TENANT, b"12345678", KEYS[:3], False, 60.0, 120.0))
     tier.store(key_of(COUNT), payload_of(COUNT), soon())
     assert other.contains(KEYS, soon()) == [True] * COUNT
-    lose(pool / name)
+    lose(size_class / name)
     for each in (tier, other):
         each.contains_now(KEYS)
         each.contains_now(KEYS[:1])
@@ -132,13 +132,13 @@ def test_a_file_that_is_lost_under_a_running_engine_costs_misses_at_most(
             assert load(each, key_of(seed)) == payload_of(seed)
 
 
-def test_zeros_are_not_taken_for_an_index_without_chunks(make_tier: MakeTier, pool: Path) -> None:
+def test_zeros_are_not_taken_for_an_index_without_chunks(make_tier: MakeTier, size_class: Path) -> None:
     tier = make_tier()
     fill(tier)
-    opened = tier._pool.last_used()
+    opened = tier._size_class.last_used()
     assert opened is not None
     used = opened.index.used
-    made_sparse(pool / "index")
+    made_sparse(size_class / "index")
     with pytest.raises(FileCut):
         opened.index._columns.reload()
     assert opened.index.used == used
@@ -147,24 +147,24 @@ def test_zeros_are_not_taken_for_an_index_without_chunks(make_tier: MakeTier, po
         assert load(tier, key_of(seed)) == payload_of(seed)
 
 
-def test_an_index_that_was_cut_is_made_anew_from_the_header_table(make_tier: MakeTier, pool: Path) -> None:
+def test_an_index_that_was_cut_is_made_anew_from_the_header_table(make_tier: MakeTier, size_class: Path) -> None:
     tier = make_tier()
     fill(tier)
-    cut(pool / "index")
+    cut(size_class / "index")
     assert tier.contains_now(KEYS) == [True] * COUNT, "what this process knows does not go with the file"
     assert load(tier, key_of(3)) == payload_of(3)
     assert tier.store(key_of(50), payload_of(50), soon()) is StoreOutcome.STORED
-    assert (pool / "index").stat().st_size > 0
+    assert (size_class / "index").stat().st_size > 0
     assert tier.contains(KEYS, soon()) == [True] * COUNT
 
 
-def test_no_page_of_a_file_of_the_store_is_mapped(make_tier: MakeTier, pool: Path) -> None:
+def test_no_page_of_a_file_of_the_store_is_mapped(make_tier: MakeTier, size_class: Path) -> None:
     tier = make_tier()
     fill(tier)
     tier.use_session(SessionUse(NO_TENANT, b"12345678", KEYS[:3], False, 60.0, 120.0))
     tier.store(key_of(50), payload_of(50), soon())
-    assert (pool / "sessions").exists()
-    assert str(pool.parents[1]) not in Path("/proc/self/maps").read_text()
+    assert (size_class / "sessions").exists()
+    assert str(size_class.parents[1]) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_process_whose_index_is_cut_lives(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_more_changes_than_the_ring_holds_are_read_from_the_index(
     for _ in range(40):
         tier.store(key_of(1), payload_of(1), soon())
         tier.discard(key_of(1), soon())
-    records = other._pool.last_used().index.shape.records  # type: ignore[union-attr]
+    records = other._size_class.last_used().index.shape.records  # type: ignore[union-attr]
     for seed in range(records // 10):
         tier.store(key_of(seed), payload_of(seed), soon())
     assert other.contains_now(KEYS) is None
@@ -245,12 +245,14 @@ def test_more_changes_than_the_ring_holds_are_read_from_the_index(
     assert other.contains_now(KEYS) == tier.contains_now(KEYS)
 
 
-def test_changes_of_a_process_that_announces_none_are_found_under_the_lock(make_tier: MakeTier, pool: Path) -> None:
+def test_changes_of_a_process_that_announces_none_are_found_under_the_lock(
+    make_tier: MakeTier, size_class: Path
+) -> None:
     """An earlier version of Spillway on the same directory, and a process that was killed before it announced."""
     tier, silent = make_tier(), make_tier()
     silent.prepare(soon())
     tier.prepare(soon())
-    silent._pool.last_used().index._columns._log = None  # type: ignore[union-attr]
+    silent._size_class.last_used().index._columns._log = None  # type: ignore[union-attr]
     fill(silent)
     tier.store(key_of(100), payload_of(100), soon())
     assert tier.contains(KEYS, soon()) == [True] * COUNT
@@ -261,14 +263,14 @@ def test_changes_of_a_process_that_announces_none_are_found_under_the_lock(make_
 
 def test_an_entry_that_another_process_used_is_not_the_next_to_leave(tmp_path: Path) -> None:
     """Hits are counted in the file without the lock, and read from there before an entry is evicted."""
-    shape = PoolShape(8192, 8, 1)
-    index = SlabIndex.create(tmp_path_pool(tmp_path), shape)
+    shape = SizeClassShape(8192, 8, 1)
+    index = SlabIndex.create(tmp_path_size_class(tmp_path), shape)
     index.set_chunk(0, 1)
     for slot in range(8):
         index.claim(slot, (slot + 1, slot + 1), namespace=0, tenant=0, owner=1, now_s=1)
         index.publish(slot)
-    SlabIndex.publish_file(tmp_path_pool(tmp_path))
-    other = SlabIndex.open(tmp_path_pool(tmp_path), writable=True)
+    SlabIndex.publish_file(tmp_path_size_class(tmp_path))
+    other = SlabIndex.open(tmp_path_size_class(tmp_path), writable=True)
     assert other is not None
     for slot in range(8):
         if slot != 5:
@@ -276,7 +278,7 @@ def test_an_entry_that_another_process_used_is_not_the_next_to_leave(tmp_path: P
     assert index.victim() == 5
 
 
-def tmp_path_pool(tmp_path: Path) -> Path:
+def tmp_path_size_class(tmp_path: Path) -> Path:
     folder = tmp_path / "slab" / "8192"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -284,7 +286,7 @@ def tmp_path_pool(tmp_path: Path) -> Path:
 
 def test_two_processes_that_change_one_index_in_turn_always_agree(tmp_path: Path) -> None:
     """A random schedule of claims, publications, releases and evictions; the copies are those of a fresh reader."""
-    folder, shape = tmp_path_pool(tmp_path), PoolShape(8192, 64, 1)
+    folder, shape = tmp_path_size_class(tmp_path), SizeClassShape(8192, 64, 1)
     first = SlabIndex.create(folder, shape)
     first.set_chunk(0, 1)
     SlabIndex.publish_file(folder)
@@ -319,20 +321,20 @@ def test_two_processes_that_change_one_index_in_turn_always_agree(tmp_path: Path
 
 
 def ring(folder: Path) -> ChangeLog:
-    return ChangeLog(folder / "changes", PoolShape(8192, 4, 1), writable=True)
+    return ChangeLog(folder / "changes", SizeClassShape(8192, 4, 1), writable=True)
 
 
 def test_the_ring_on_disk_is_a_promise(tmp_path: Path) -> None:
-    writer = ring(tmp_path_pool(tmp_path))
+    writer = ring(tmp_path_size_class(tmp_path))
     writer.append([(place(4096, 8), 7), (place(4161, 1), 255)])
-    raw = (tmp_path_pool(tmp_path) / "changes").read_bytes()
+    raw = (tmp_path_size_class(tmp_path) / "changes").read_bytes()
     assert len(raw) == 32 + 16 * 256
     assert raw[:32] == b"SPILLCHG" + (256).to_bytes(8, "little") + (2).to_bytes(8, "little") + bytes(8)
     assert raw[32:64] == np.array([[4096 << 4 | 8, 7], [4161 << 4 | 1, 255]], "<u8").tobytes()
 
 
 def test_a_reader_gets_every_change_once_across_the_end_of_the_ring(tmp_path: Path) -> None:
-    writer, reader = ring(tmp_path_pool(tmp_path)), ring(tmp_path_pool(tmp_path))
+    writer, reader = ring(tmp_path_size_class(tmp_path)), ring(tmp_path_size_class(tmp_path))
     wanted: list[list[int]] = []
     got: list[list[int]] = []
     for step in range(90):
@@ -350,7 +352,7 @@ def test_a_reader_gets_every_change_once_across_the_end_of_the_ring(tmp_path: Pa
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 32, b"SPILLCHG" + (256).to_bytes(8, "little") + b"\xff" * 16])
 def test_a_damaged_ring_is_missed_changes_and_made_again(tmp_path: Path, damage: bytes) -> None:
-    folder = tmp_path_pool(tmp_path)
+    folder = tmp_path_size_class(tmp_path)
     reader = ring(folder)
     (folder / "changes").write_bytes(damage)
     assert reader.news() is None
@@ -379,8 +381,8 @@ def test_of_several_changes_of_one_element_the_last_counts() -> None:
     assert apply(change_log._NOTHING, memory)
 
 
-def test_a_key_that_was_never_stored_stays_a_miss_after_all_of_it(make_tier: MakeTier, pool: Path) -> None:
+def test_a_key_that_was_never_stored_stays_a_miss_after_all_of_it(make_tier: MakeTier, size_class: Path) -> None:
     tier = make_tier()
     fill(tier)
-    overwritten(pool / "index")
+    overwritten(size_class / "index")
     assert isinstance(error_of(lambda: load(tier, key_of(1000))), TierMiss)

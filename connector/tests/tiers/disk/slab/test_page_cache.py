@@ -71,8 +71,10 @@ def aligned(seed: int) -> memoryview:
 def place_of(tier: SlabTier, key: bytes) -> tuple[int, int]:
     """Descriptor, without O_DIRECT, and offset of a frame."""
     entry = tier._entry(key, soon())
-    shape = entry.pool.index.shape
-    return entry.pool.chunks._file(shape.chunk_of(entry.slot), entry.epoch, 0).descriptor, shape.offset_of(entry.slot)
+    shape = entry.size_class.index.shape
+    return entry.size_class.chunks._file(shape.chunk_of(entry.slot), entry.epoch, 0).descriptor, shape.offset_of(
+        entry.slot
+    )
 
 
 def drop(tier: SlabTier, key: bytes, offset: int = 0, size: int = SLOT_BYTES) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from spillway_connector.plan.retention import Retention
 from spillway_connector.plan.sessions import SessionHint, expected_at
-from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, PoolShape
+from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, SizeClassShape
 from spillway_connector.tiers.disk.slab.policy import FREE, LIVE, MAIN, SMALL, WRITING, QueueArrays, S3Fifo
 from spillway_connector.tiers.disk.slab.session_order import (
     REPLAN_SECONDS,
@@ -23,11 +23,11 @@ ANN, BOB = 1, 2
 SLOTS, ROWS = 24, 64
 
 
-class Pool:
-    """A pool of `SLOTS` entries, evicted as SlotClaims does it. Keys are numbers; `orders` are processes."""
+class SizeClass:
+    """A size class of `SLOTS` entries, evicted as SlotClaims does it. Keys are numbers; `orders` are processes."""
 
     def __init__(self, processes: int = 1) -> None:
-        shape = PoolShape(2 * PAGE_BYTES, SLOTS, 1)
+        shape = SizeClassShape(2 * PAGE_BYTES, SLOTS, 1)
         self.queues = QueueArrays.zeros(SLOTS)
         self.policy = S3Fifo(self.queues, self.put)
         self.sessions = SessionArrays(**{c.name: np.zeros(shape.rows(c), c.dtype) for c in SESSION_COLUMNS})
@@ -90,79 +90,79 @@ class Pool:
 
 
 def test_the_end_of_the_session_that_comes_back_last_leaves_in_place_of_the_oldest():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1, 2], 30)
-    pool.turn(ANN, 11, [3, 4, 5], 300)
-    pool.turn(ANN, 12, [6, 7, 8], 60)
-    assert [pool.victim() for _ in range(5)] == [5, 4, 3, 8, 7]
-    assert set(pool.slots) == {0, 1, 2, 6}
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1, 2], 30)
+    size_class.turn(ANN, 11, [3, 4, 5], 300)
+    size_class.turn(ANN, 12, [6, 7, 8], 60)
+    assert [size_class.victim() for _ in range(5)] == [5, 4, 3, 8, 7]
+    assert set(size_class.slots) == {0, 1, 2, 6}
 
 
 def test_what_an_ended_session_alone_used_leaves_first_from_its_end():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1, 2, 3], 10)
-    pool.turn(ANN, 11, [0, 4, 5], 300)
-    pool.turn(BOB, 10, [6], None)
-    pool.uses(ANN, 10, [], None, ended=True)
-    assert [pool.victim() for _ in range(3)] == [3, 2, 1], "not what another session uses"
-    pool.turn(BOB, 10, [6], None, ended=True)  # the same name, of another tenant
-    pool.now_s += 1
-    assert pool.victim() == 6
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1, 2, 3], 10)
+    size_class.turn(ANN, 11, [0, 4, 5], 300)
+    size_class.turn(BOB, 10, [6], None)
+    size_class.uses(ANN, 10, [], None, ended=True)
+    assert [size_class.victim() for _ in range(3)] == [3, 2, 1], "not what another session uses"
+    size_class.turn(BOB, 10, [6], None, ended=True)  # the same name, of another tenant
+    size_class.now_s += 1
+    assert size_class.victim() == 6
 
 
 def test_an_ended_session_that_goes_on_has_not_ended():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1], 10, ended=True)
-    pool.turn(ANN, 11, [2, 3], 100)
-    pool.uses(ANN, 10, [0], 10)
-    assert pool.victim() == 3
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1], 10, ended=True)
+    size_class.turn(ANN, 11, [2, 3], 100)
+    size_class.uses(ANN, 10, [0], 10)
+    assert size_class.victim() == 3
 
 
 def test_who_loads_what_an_ended_session_left_keeps_it():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1], None, ended=True)
-    pool.turn(BOB, 10, [2], None)
-    pool.orders[0].use_without_session(pool.slots[1])
-    pool.orders[0].use_without_session(pool.slots[2])
-    assert [pool.victim() for _ in range(2)] == [0, 1], "1 in its own turn"
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1], None, ended=True)
+    size_class.turn(BOB, 10, [2], None)
+    size_class.orders[0].use_without_session(size_class.slots[1])
+    size_class.orders[0].use_without_session(size_class.slots[2])
+    assert [size_class.victim() for _ in range(2)] == [0, 1], "1 in its own turn"
 
 
 def test_a_session_that_takes_over_what_an_ended_one_left_is_its_only_user():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1], None, ended=True)
-    pool.turn(ANN, 11, [0, 1], 300)
-    pool.turn(ANN, 12, [2], 10)
-    pool.now_s += 1
-    assert pool.victim() == 1, "of the session that comes back last"
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1], None, ended=True)
+    size_class.turn(ANN, 11, [0, 1], 300)
+    size_class.turn(ANN, 12, [2], 10)
+    size_class.now_s += 1
+    assert size_class.victim() == 1, "of the session that comes back last"
 
 
 def test_a_tenant_gives_up_no_more_than_its_turn_whatever_others_announce():
-    pool = Pool()
-    pool.turn(BOB, 10, [0, 1], None)
-    pool.turn(ANN, 10, [2, 3], 1)
-    pool.turn(ANN, 11, [4], 2)
-    assert [pool.victim() for _ in range(3)] == [0, 1, 4]
+    size_class = SizeClass()
+    size_class.turn(BOB, 10, [0, 1], None)
+    size_class.turn(ANN, 10, [2, 3], 1)
+    size_class.turn(ANN, 11, [4], 2)
+    assert [size_class.victim() for _ in range(3)] == [0, 1, 4]
 
 
 def test_the_session_that_asks_gives_up_none_of_its_own_in_place_of_others():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1], 10)
-    row = pool.turn(ANN, 11, [2, 3], 300)
-    assert pool.victim(row) == 1
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1], 10)
+    row = size_class.turn(ANN, 11, [2, 3], 300)
+    assert size_class.victim(row) == 1
 
 
 def test_sessions_that_ended_without_a_word_give_before_those_that_go_on():
     """Each is expected soon when it ends: counted as such until it is surely late, it was kept before all others."""
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1], 1)
-    pool.turn(ANN, 11, [2, 3], 1)
-    pool.now_s += 7
-    pool.turn(ANN, 12, [4, 5], 1)
-    pool.turn(ANN, 13, [6, 7], 13)
-    assert [pool.victim() for _ in range(3)] == [7, 6, 1], "6 s overdue, so expected in 12 s: before 13, after 1"
-    pool.now_s += 1
-    pool.uses(ANN, 12, [4, 5], 13)
-    assert [pool.victim() for _ in range(3)] == [0, 3, 2], "7 s overdue, so expected in 14 s"
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1], 1)
+    size_class.turn(ANN, 11, [2, 3], 1)
+    size_class.now_s += 7
+    size_class.turn(ANN, 12, [4, 5], 1)
+    size_class.turn(ANN, 13, [6, 7], 13)
+    assert [size_class.victim() for _ in range(3)] == [7, 6, 1], "6 s overdue, so expected in 12 s: before 13, after 1"
+    size_class.now_s += 1
+    size_class.uses(ANN, 12, [4, 5], 13)
+    assert [size_class.victim() for _ in range(3)] == [0, 3, 2], "7 s overdue, so expected in 14 s"
 
 
 idle_sessions = st.lists(
@@ -175,110 +175,112 @@ idle_sessions = st.lists(
 def test_slabs_and_the_cpu_tier_choose_the_same_session(sessions, at):
     """Each session uses a chunk and announces its pause of at most 12 s, after which it is late in a minute; then
     each chunk has its turn to leave."""
-    pool, rows = Pool(), Retention[int]()
+    size_class, rows = SizeClass(), Retention[int]()
     for key, (end, pause) in enumerate(sorted(sessions)):
         hint = SessionHint(bytes([key]), return_seconds=pause)
         rows.begin_request(NO_TENANT, hint, end)
         rows.use(NO_TENANT, hint, [key], end)
         rows.end_request(NO_TENANT, hint, end)
-        pool.now_s = end
-        pool.turn(ANN, key, [key], pause)
+        size_class.now_s = end
+        size_class.turn(ANN, key, [key], pause)
     returns = [expected_at(end + pause, end + pause + 60, at) for end, pause in sessions]
     assume(len(set(returns)) == len(returns))
-    pool.now_s = at
-    keys = {slot: key for key, slot in pool.slots.items()}
+    size_class.now_s = at
+    keys = {slot: key for key, slot in size_class.slots.items()}
     for slot, key in keys.items():
         plan = rows.plan_eviction(1, [key], lambda key: True, at)
-        order = SessionOrder(pool.sessions, pool.entries, pool.put)  # without what others have planned
+        order = SessionOrder(
+            size_class.sessions, size_class.entries, size_class.put
+        )  # without what others have planned
         assert plan is not None and plan[0] == [keys[order.in_place_of(slot, at, None)]]
 
 
 def test_a_late_session_is_not_expected_and_gives_first():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1], 10)
-    pool.turn(ANN, 11, [2, 3], 3000)
-    pool.now_s += 10 + 60 + 1
-    pool.turn(ANN, 12, [4], 5000)
-    assert [pool.victim() for _ in range(3)] == [0, 1, 4], "in its own turn; and then those that are expected"
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1], 10)
+    size_class.turn(ANN, 11, [2, 3], 3000)
+    size_class.now_s += 10 + 60 + 1
+    size_class.turn(ANN, 12, [4], 5000)
+    assert [size_class.victim() for _ in range(3)] == [0, 1, 4], "in its own turn; and then those that are expected"
 
 
 def test_a_session_without_a_known_return_is_the_policys():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1], None)
-    pool.turn(ANN, 11, [2, 3], 300)
-    assert [pool.victim() for _ in range(2)] == [0, 1]
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1], None)
+    size_class.turn(ANN, 11, [2, 3], 300)
+    assert [size_class.victim() for _ in range(2)] == [0, 1]
 
 
 def test_room_of_its_own_comes_from_what_the_tenant_uses_later():
-    pool = Pool()
-    pool.turn(BOB, 10, [0], 10_000)
-    pool.turn(ANN, 10, [1, 2], 300)
-    soon = pool.turn(ANN, 11, [3], 60)
-    last = pool.turn(ANN, 12, [4], 301)
-    order = pool.orders[0]
-    assert pool.leave(order.own_room(soon, pool.now_s)) == 4
-    assert pool.leave(order.own_room(soon, pool.now_s)) == 2
-    assert order.own_room(last, pool.now_s) is None, "nothing of the tenant is used later"
-    pool.turn(BOB, 11, [5], None, ended=True)
-    pool.now_s += 1
-    assert order.own_room(last, pool.now_s) is None, "what ended is another tenant's"
-    pool.turn(ANN, 13, [6], None, ended=True)
-    pool.now_s += 1
-    assert pool.leave(order.own_room(last, pool.now_s)) == 6
+    size_class = SizeClass()
+    size_class.turn(BOB, 10, [0], 10_000)
+    size_class.turn(ANN, 10, [1, 2], 300)
+    soon = size_class.turn(ANN, 11, [3], 60)
+    last = size_class.turn(ANN, 12, [4], 301)
+    order = size_class.orders[0]
+    assert size_class.leave(order.own_room(soon, size_class.now_s)) == 4
+    assert size_class.leave(order.own_room(soon, size_class.now_s)) == 2
+    assert order.own_room(last, size_class.now_s) is None, "nothing of the tenant is used later"
+    size_class.turn(BOB, 11, [5], None, ended=True)
+    size_class.now_s += 1
+    assert order.own_room(last, size_class.now_s) is None, "what ended is another tenant's"
+    size_class.turn(ANN, 13, [6], None, ended=True)
+    size_class.now_s += 1
+    assert size_class.leave(order.own_room(last, size_class.now_s)) == 6
 
 
 def test_sessions_of_one_process_count_in_another_that_planned_before():
-    pool = Pool(processes=2)
-    pool.turn(ANN, 10, [0, 1], 100)
-    pool.turn(ANN, 11, [2, 3], 50)
-    assert pool.victim(process=1) == 1
-    pool.now_s += 1
-    pool.uses(ANN, 11, [2, 3], 500)
-    assert pool.victim(process=1) == 3
+    size_class = SizeClass(processes=2)
+    size_class.turn(ANN, 10, [0, 1], 100)
+    size_class.turn(ANN, 11, [2, 3], 50)
+    assert size_class.victim(process=1) == 1
+    size_class.now_s += 1
+    size_class.uses(ANN, 11, [2, 3], 500)
+    assert size_class.victim(process=1) == 3
 
 
 def test_a_session_that_came_back_since_the_plan_gives_nothing():
-    pool = Pool()
-    pool.turn(ANN, 10, [0, 1, 2], 300)
-    pool.turn(ANN, 11, [3, 4], 200)
-    assert pool.victim() == 2
-    pool.uses(ANN, 10, [0, 1], 5)  # within the second of the plan
-    assert pool.victim() == 4
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0, 1, 2], 300)
+    size_class.turn(ANN, 11, [3, 4], 200)
+    assert size_class.victim() == 2
+    size_class.uses(ANN, 10, [0, 1], 5)  # within the second of the plan
+    assert size_class.victim() == 4
 
 
 def test_an_entry_that_replaced_a_sessions_is_not_the_sessions():
-    pool = Pool()
-    pool.turn(ANN, 10, [0], 300)
-    pool.turn(ANN, 11, [1, 2], 200)
-    assert pool.victim() == 0
-    pool.enter(3, ANN)
-    pool.now_s += REPLAN_SECONDS
-    assert pool.victim() == 2
+    size_class = SizeClass()
+    size_class.turn(ANN, 10, [0], 300)
+    size_class.turn(ANN, 11, [1, 2], 200)
+    assert size_class.victim() == 0
+    size_class.enter(3, ANN)
+    size_class.now_s += REPLAN_SECONDS
+    assert size_class.victim() == 2
 
 
 def test_at_the_bound_the_tenant_with_the_most_sessions_loses_its_least_recently_used():
-    pool = Pool()
+    size_class = SizeClass()
     rows = {}
     for number in range(ROWS - 1):
-        rows[number] = pool.uses(ANN, number, [], 10)
-        pool.now_s += 1
-    assert pool.uses(BOB, 0, [], 10) not in rows.values()
-    assert pool.uses(BOB, 1, [], 10) == rows[0]
-    assert pool.orders[0].find(ANN, 0) is None
-    assert pool.orders[0].find(ANN, 1) == rows[1]
-    ended = pool.uses(BOB, 0, [], None, ended=True)
-    assert pool.uses(BOB, 2, [], 10) == ended, "what has ended before what has not"
-    assert len(set(pool.sessions.row_number.tolist())) == ROWS
+        rows[number] = size_class.uses(ANN, number, [], 10)
+        size_class.now_s += 1
+    assert size_class.uses(BOB, 0, [], 10) not in rows.values()
+    assert size_class.uses(BOB, 1, [], 10) == rows[0]
+    assert size_class.orders[0].find(ANN, 0) is None
+    assert size_class.orders[0].find(ANN, 1) == rows[1]
+    ended = size_class.uses(BOB, 0, [], None, ended=True)
+    assert size_class.uses(BOB, 2, [], 10) == ended, "what has ended before what has not"
+    assert len(set(size_class.sessions.row_number.tolist())) == ROWS
 
 
 def test_what_a_forgotten_session_used_is_nobodys():
-    pool = Pool()
-    pool.turn(ANN, 1, [0, 1], 500)
+    size_class = SizeClass()
+    size_class.turn(ANN, 1, [0, 1], 500)
     for number in range(2, ROWS + 2):
-        pool.now_s += 1
-        pool.uses(ANN, number, [], 10)
-    assert pool.orders[0].find(ANN, 1) is None
-    assert [pool.victim() for _ in range(2)] == [0, 1]
+        size_class.now_s += 1
+        size_class.uses(ANN, number, [], 10)
+    assert size_class.orders[0].find(ANN, 1) is None
+    assert [size_class.victim() for _ in range(2)] == [0, 1]
 
 
 names = st.integers(0, 3)
@@ -299,57 +301,57 @@ steps = st.lists(
 @given(steps=steps, hints=st.booleans())
 @settings(deadline=None)
 def test_only_entries_that_may_leave_do_and_only_of_the_tenant_whose_turn_it_is(steps, hints):
-    pool, plain = Pool(processes=2), Pool()
+    size_class, plain = SizeClass(processes=2), SizeClass()
     writing: set[int] = set()
     for number, (action, tenant, name, due, amount) in enumerate(steps):
-        order = pool.orders[number % 2]
+        order = size_class.orders[number % 2]
         keys = [1000 * tenant + 100 * name + at for at in range(amount)]
         if action in ("turn", "end"):
             for key in keys:
-                if key not in pool.slots and len(pool.slots) < SLOTS:
-                    pool.enter(key, tenant)
+                if key not in size_class.slots and len(size_class.slots) < SLOTS:
+                    size_class.enter(key, tenant)
                     if not hints:
                         plain.enter(key, tenant)
             if hints:
-                pool.uses(tenant, name, keys, due, ended=action == "end")
-        elif action == "hit" and keys and keys[-1] in pool.slots:
-            for each in (pool, plain) if not hints else (pool,):
+                size_class.uses(tenant, name, keys, due, ended=action == "end")
+        elif action == "hit" and keys and keys[-1] in size_class.slots:
+            for each in (size_class, plain) if not hints else (size_class,):
                 slot = each.slots[keys[-1]]
                 each.queues.frequency[slot] = min(3, each.queues.frequency[slot] + 1)
-        elif action == "write" and keys and keys[-1] in pool.slots:
-            for each in (pool, plain) if not hints else (pool,):
+        elif action == "write" and keys and keys[-1] in size_class.slots:
+            for each in (size_class, plain) if not hints else (size_class,):
                 each.queues.state[each.slots[keys[-1]]] = WRITING
-            writing.add(pool.slots[keys[-1]])
+            writing.add(size_class.slots[keys[-1]])
         elif action == "wait":
-            pool.now_s += amount * 20
+            size_class.now_s += amount * 20
         elif action == "own" and (row := order.find(tenant, name)) is not None:
-            slot = order.own_room(row, pool.now_s)
+            slot = order.own_room(row, size_class.now_s)
             if slot is not None:
-                assert pool.tenant[slot] == tenant
+                assert size_class.tenant[slot] == tenant
                 other = order._row_of(slot)
                 assert other is not None
-                later = order._due_of(other, pool.now_s) > order._due_of(row, pool.now_s)
-                assert later or pool.sessions.row_ended[other]
-                pool.leave(slot)
+                later = order._due_of(other, size_class.now_s) > order._due_of(row, size_class.now_s)
+                assert later or size_class.sessions.row_ended[other]
+                size_class.leave(slot)
         elif action == "evict":
-            before = pool.queues.state.tolist().count(LIVE)
-            has_ended = order.ended_entry(pool.now_s)
+            before = size_class.queues.state.tolist().count(LIVE)
+            has_ended = order.ended_entry(size_class.now_s)
             if has_ended is not None:
-                pool.leave(has_ended)
+                size_class.leave(has_ended)
                 continue
-            turn = pool.policy.victim(len(pool.slots))
+            turn = size_class.policy.victim(len(size_class.slots))
             assert (turn is None) == (not before), "as many as without sessions"
             if turn is None:
                 if not hints:
                     assert plain.victim() is None
                 continue
-            slot = order.in_place_of(turn, pool.now_s, None)
+            slot = order.in_place_of(turn, size_class.now_s, None)
             assert slot not in writing
-            assert pool.tenant[slot] == pool.tenant[turn]
+            assert size_class.tenant[slot] == size_class.tenant[turn]
             if slot != turn:
-                pool.policy.spare(turn)
-                assert pool.queues.queue[turn] == MAIN
-            key = pool.leave(slot)
+                size_class.policy.spare(turn)
+                assert size_class.queues.queue[turn] == MAIN
+            key = size_class.leave(slot)
             if not hints:
                 assert key == plain.victim(), "without hints the order is the policy's"
 
@@ -357,30 +359,30 @@ def test_only_entries_that_may_leave_do_and_only_of_the_tenant_whose_turn_it_is(
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_damage_in_the_sessions_changes_the_order_and_nothing_else(data):
-    pool = Pool()
+    size_class = SizeClass()
     for key in range(12):
-        pool.enter(key, ANN if key % 2 else BOB)
+        size_class.enter(key, ANN if key % 2 else BOB)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    pool.turn(ANN, 10, [1, 3, 5], 100)
+    size_class.turn(ANN, 10, [1, 3, 5], 100)
     for name in ("row_number", "row_due_s", "row_late_s", "row_ended", "slot_generation", "slot_session", "slot_place"):
-        array = getattr(pool.sessions, name)
+        array = getattr(size_class.sessions, name)
         if data.draw(st.booleans()):
             high = int(np.iinfo(array.dtype).max)
             array[:] = rng.integers(0, data.draw(st.sampled_from([2, 80, high])), len(array), dtype=array.dtype)
     left = set()
-    while (key := pool.victim()) is not None:
+    while (key := size_class.victim()) is not None:
         left.add(key)
-        pool.now_s += 1
+        size_class.now_s += 1
     assert left == set(range(12))
 
 
 @pytest.mark.parametrize("life", [0, 1, (1 << 20) - 2])
 def test_a_sessions_number_is_neither_nobodys_nor_severals(life: int):
-    pool = Pool()
+    size_class = SizeClass()
     for row in range(ROWS):
-        pool.sessions.row_number[row] = life << 12 | row
-        pool.sessions.row_tenant[row] = ANN
-    row = pool.turn(BOB, 7, [0], 10)
-    number = int(pool.sessions.row_number[row])
+        size_class.sessions.row_number[row] = life << 12 | row
+        size_class.sessions.row_tenant[row] = ANN
+    row = size_class.turn(BOB, 7, [0], 10)
+    number = int(size_class.sessions.row_number[row])
     assert 0 < number != SEVERAL and number != life << 12 | row
-    assert pool.orders[0].is_expected(pool.slots[0], pool.now_s)
+    assert size_class.orders[0].is_expected(size_class.slots[0], size_class.now_s)

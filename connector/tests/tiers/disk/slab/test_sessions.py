@@ -1,4 +1,5 @@
-"""Sessions in a real pool: across processes and restarts, within bounds, and with a file that is lost or damaged."""
+"""Sessions in a real size class: across processes and restarts, within bounds, and with a file that is lost or
+damaged."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def fill(node: Node, tier: SessionTier) -> None:
     assert held(tier) == list(range(FRAMES - 1))
 
 
-def test_a_full_pool_gives_up_the_end_of_the_session_that_comes_back_last(node: Node):
+def test_a_full_size_class_gives_up_the_end_of_the_session_that_comes_back_last(node: Node):
     tier = node.start()
     fill(node, tier)
     for seed in range(30, 39):
@@ -344,7 +345,7 @@ def test_what_is_noted_waits_for_the_lock_in_bounded_memory(node: Node):
     assert node.sessions.exists()
 
 
-def test_a_sealed_pool_follows_sessions_too(node: Node):
+def test_a_sealed_size_class_follows_sessions_too(node: Node):
     key = SealKey("test", bytes(range(32)))
     namespace = sealed_namespace(NAMESPACE, key)
     inner = SlabTier(

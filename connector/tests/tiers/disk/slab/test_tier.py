@@ -148,7 +148,7 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: SlabMedium
         f"clock.{boot_tag()}",
         "store",
         "slab/lock",
-        f"slab/writers/{tier._pool.lease.number:016x}",
+        f"slab/writers/{tier._size_class.lease.number:016x}",
         f"bounds/{tier._space._bound._name}",
         "slab/20480/index",
         "slab/20480/changes",
@@ -547,8 +547,8 @@ def test_an_index_that_is_lost_is_made_again_from_the_headers(
 def test_a_slot_overwritten_while_it_is_read_is_a_miss(make_tier: MakeTier) -> None:
     tier = make_tier(max_bytes=12 * SLOT_BYTES)
     tier.store(key_of(1), payload_of(1), soon())
-    pool = tier._pool.writable(soon())
-    read, cached = pool.chunks.read, pool.chunks.cached
+    size_class = tier._size_class.writable(soon())
+    read, cached = size_class.chunks.read, size_class.chunks.cached
 
     def overwrite() -> None:
         for seed in range(100, 200):  # every slot changes hands between the lookup and the read
@@ -564,8 +564,8 @@ def test_a_slot_overwritten_while_it_is_read_is_a_miss(make_tier: MakeTier) -> N
         return frame
 
     other = make_tier(max_bytes=12 * SLOT_BYTES)
-    pool.chunks.read = read_after_others  # type: ignore[method-assign]
-    pool.chunks.cached = cached_before_others  # type: ignore[method-assign]
+    size_class.chunks.read = read_after_others  # type: ignore[method-assign]
+    size_class.chunks.cached = cached_before_others  # type: ignore[method-assign]
     assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
 
 
@@ -580,8 +580,8 @@ def _discarded(medium: SlabMedium, other: SlabTier) -> None:
 
 
 def _dropped(medium: SlabMedium, other: SlabTier) -> None:
-    with other._claims.locked(soon()) as pool:
-        assert other._space.drop_stalest(None, also=pool) > 0
+    with other._claims.locked(soon()) as size_class:
+        assert other._space.drop_stalest(None, also=size_class) > 0
 
 
 @pytest.mark.parametrize("remove", [_purged, _discarded, _dropped])
@@ -612,7 +612,7 @@ def test_a_frame_that_is_gone_before_its_removal_is_announced_is_a_miss(
     remove(medium, other)
     removing = False
     assert answers and all(isinstance(answer, TierMiss) for answer in answers)
-    assert not tier._pool.suspected  # else its next store would compare all of the index and the files
+    assert not tier._size_class.suspected  # else its next store would compare all of the index and the files
     assert tier.contains([key_of(1)], soon()) == [False]
     assert tier.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
     assert load(tier, key_of(1)) == load(other, key_of(1)) == payload_of(1)
@@ -720,7 +720,7 @@ def test_a_chunk_removed_while_in_use_costs_its_blocks_and_one_store(make_tier: 
         path.unlink()
     assert isinstance(error_of(lambda: load(tier, key_of(1))), TierMiss)
     again = make_tier()
-    again._pool._pool = tier._pool._pool  # attached before the removal
+    again._size_class._size_class = tier._size_class._size_class  # attached before the removal
     assert error_of(lambda: again.store(key_of(2), payload_of(2), soon())).reason == UnreachableReason.ROOT_MISSING
     for seed in (1, 2):
         assert again.store(key_of(seed), payload_of(seed), soon()) is StoreOutcome.STORED
@@ -731,14 +731,14 @@ def test_a_write_that_misses_its_deadline_gives_its_slot_back(make_tier: MakeTie
     now = [100.0]
     tier = make_tier(clock=lambda: now[0])
     tier.prepare(1e9)
-    pool = tier._pool.writable(1e9)
-    write = pool.chunks.write
+    size_class = tier._size_class.writable(1e9)
+    write = size_class.chunks.write
 
     def slow(*arguments: Any) -> None:
         now[0] += 50
         write(*arguments)
 
-    pool.chunks.write = slow  # type: ignore[method-assign]
+    size_class.chunks.write = slow  # type: ignore[method-assign]
     assert isinstance(error_of(lambda: tier.store(key_of(1), payload_of(1), 120.0)), TierTimeout)
     assert tier.contains([key_of(1)], 1e9) == [False]
     assert tier.store(key_of(1), payload_of(1), 1e9) is StoreOutcome.STORED

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from spillway_connector.tiers.disk.slab.columns import Columns
 from spillway_connector.tiers.disk.slab.fingerprint import U64
-from spillway_connector.tiers.disk.slab.layout import WAYS, PoolShape
+from spillway_connector.tiers.disk.slab.layout import WAYS, SizeClassShape
 from spillway_connector.tiers.disk.slab.policy import FREE, LIVE
 
 _HALF = np.uint64(32)
@@ -24,7 +24,7 @@ _SPILL_AT = WAYS - WAYS // 4  # entries in the first bucket from which on the se
 class BucketTable:
     """The table in ``columns``. Lookups need no lock; changes are made by the holder of the root's lock."""
 
-    def __init__(self, shape: PoolShape, columns: Columns) -> None:
+    def __init__(self, shape: SizeClassShape, columns: Columns) -> None:
         arrays = columns.arrays
         self.slots: npt.NDArray[np.uint32] = arrays["bucket_slot"]
         self._tags: npt.NDArray[np.uint32] = arrays["bucket_tag"].reshape(-1, WAYS)

@@ -18,7 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.own_files import clear_the_place, open_own
-from spillway_connector.tiers.disk.slab.layout import CHANGES_HEAD_BYTES, CHANGES_MAGIC, POOL_DEPTH, PoolShape
+from spillway_connector.tiers.disk.slab.layout import (
+    CHANGES_HEAD_BYTES,
+    CHANGES_MAGIC,
+    SIZE_CLASS_DEPTH,
+    SizeClassShape,
+)
 
 EVERYTHING = (0, 0)
 """The change that stands for more than can be named."""
@@ -38,7 +43,7 @@ def place(offset: int, item_bytes: int) -> int:
 class ChangeLog:
     """The ring at ``path``. writable: whether it is made if it is missing."""
 
-    def __init__(self, path: Path, shape: PoolShape, *, writable: bool, owners_checked: bool = True) -> None:
+    def __init__(self, path: Path, shape: SizeClassShape, *, writable: bool, owners_checked: bool = True) -> None:
         self._path = path
         self._file_bytes = shape.changes_bytes
         self._capacity = shape.records
@@ -77,9 +82,9 @@ class ChangeLog:
         try:
             flags = os.O_RDONLY
             if self._writable:
-                clear_the_place(self._path, POOL_DEPTH)
+                clear_the_place(self._path, SIZE_CLASS_DEPTH)
                 flags = os.O_CREAT | os.O_RDWR
-            self._descriptor = open_own(self._path, flags, POOL_DEPTH, owners_checked=self._owners_checked)
+            self._descriptor = open_own(self._path, flags, SIZE_CLASS_DEPTH, owners_checked=self._owners_checked)
             whole = os.fstat(self._descriptor).st_size == self._file_bytes
             if self._writable and not (self._read_head() is not None and whole):
                 os.ftruncate(self._descriptor, self._file_bytes)

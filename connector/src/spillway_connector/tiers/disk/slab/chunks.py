@@ -1,6 +1,6 @@
-"""The chunk files of a pool: making, opening and dropping them, and moving one frame to or from a slot.
+"""The chunk files of a size class: making, opening and dropping them, and moving one frame to or from a slot.
 
-``Chunks.headers`` is the pool's header table.
+``Chunks.headers`` is the size class's header table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spillway_connector.own_files import NotOwn, clear_the_place, is_regular, op
 from spillway_connector.tiers.disk.io import FrameFiles
 from spillway_connector.tiers.disk.page_cache import is_cached
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
-from spillway_connector.tiers.disk.slab.layout import POOL_DEPTH, PoolShape, chunk_name, parse_chunk_name
+from spillway_connector.tiers.disk.slab.layout import SIZE_CLASS_DEPTH, SizeClassShape, chunk_name, parse_chunk_name
 from spillway_connector.tiers.frame import PAGE_BYTES
 
 OPEN_FILES_MAX = 256
@@ -28,7 +28,7 @@ class _OpenFile:
     """Closed with its last reference, so that its number is not reused during a transfer."""
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.descriptor = open_own(path, flags, POOL_DEPTH)
+        self.descriptor = open_own(path, flags, SIZE_CLASS_DEPTH)
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -54,10 +54,10 @@ class CachedFrame:
 
 
 class Chunks:
-    """The files of one pool in ``folder``. ``files`` moves the frames, with direct I/O or without. Safe from several
-    threads."""
+    """The files of one size class in ``folder``. ``files`` moves the frames, with direct I/O or without. Safe from
+    several threads."""
 
-    def __init__(self, folder: Path, shape: PoolShape, files: FrameFiles, *, writable: bool) -> None:
+    def __init__(self, folder: Path, shape: SizeClassShape, files: FrameFiles, *, writable: bool) -> None:
         self.headers = HeaderTable(folder, shape)
         self._folder = folder
         self._shape = shape
@@ -114,11 +114,11 @@ class Chunks:
     def make(self, chunk: int, epoch: int) -> None:
         """Make a chunk's file with all its blocks allocated. Raises OSError; then there is no file."""
         path = self._folder / chunk_name(chunk, epoch)
-        descriptor = open_own(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, POOL_DEPTH)
+        descriptor = open_own(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, SIZE_CLASS_DEPTH)
         try:
             os.posix_fallocate(descriptor, 0, self._shape.chunk_bytes)
         except OSError:
-            unlink_own(path, POOL_DEPTH, missing_ok=True)
+            unlink_own(path, SIZE_CLASS_DEPTH, missing_ok=True)
             raise
         finally:
             os.close(descriptor)
@@ -129,16 +129,16 @@ class Chunks:
         What has its name and is no file of the store loses the name, and is not cut.
         """
         path = self._folder / chunk_name(chunk, epoch)
-        clear_the_place(path, POOL_DEPTH)
+        clear_the_place(path, SIZE_CLASS_DEPTH)
         try:
-            descriptor = open_own(path, os.O_WRONLY, POOL_DEPTH)
+            descriptor = open_own(path, os.O_WRONLY, SIZE_CLASS_DEPTH)
         except FileNotFoundError:
             return
         except NotOwn:  # of another user
-            unlink_own(path, POOL_DEPTH, missing_ok=True)
+            unlink_own(path, SIZE_CLASS_DEPTH, missing_ok=True)
             return
         try:
-            unlink_own(path, POOL_DEPTH, missing_ok=True)
+            unlink_own(path, SIZE_CLASS_DEPTH, missing_ok=True)
             os.ftruncate(descriptor, 0)  # a reader finds it short, and its entries removed: a miss
         finally:
             os.close(descriptor)
@@ -180,7 +180,7 @@ def clear_foreign_chunks(folder: Path) -> None:
     """Take away what has the name of a chunk and is none. Raises OSError."""
     for path, _, status in _named_as_chunks(folder):
         if not is_regular(status) or status.st_nlink > 1:
-            clear_the_place(path, POOL_DEPTH)
+            clear_the_place(path, SIZE_CLASS_DEPTH)
 
 
 def _named_as_chunks(folder: Path) -> list[tuple[Path, tuple[int, int], os.stat_result]]:

@@ -1,8 +1,8 @@
 """Claims on slots: how a store gets a slot, and publishes or returns it.
 
 A claimed slot is WRITING in the index until its frame is published or the claim is given up. If a writer was killed,
-another process releases its claim (SlabPool.release_orphaned). If this process could not end a claim in time, its next
-holder of the root's lock releases it.
+another process releases its claim (OpenSizeClass.release_orphaned). If this process could not end a claim in time, its
+next holder of the root's lock releases it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from spillway_connector.errors import RefusedReason, TierError, TierRefused
 from spillway_connector.tiers.disk.io import tier_error
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.policy import LIVE, WRITING
-from spillway_connector.tiers.disk.slab.pool import SlabPool
 from spillway_connector.tiers.disk.slab.quota import make_tenant_room, oldest_of
-from spillway_connector.tiers.disk.slab.session_file import PoolSessions
+from spillway_connector.tiers.disk.slab.session_file import SizeClassSessions
 from spillway_connector.tiers.disk.slab.session_order import SessionOrder
-from spillway_connector.tiers.disk.slab.space import Pool, SlabSpace, pool_folders
+from spillway_connector.tiers.disk.slab.size_class import OpenSizeClass
+from spillway_connector.tiers.disk.slab.space import SizeClass, SlabSpace, size_class_folders
 from spillway_connector.tiers.tier import StoreOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A slot of ``pool`` that this process may write to. generation: of the slot; it changes with the next claim."""
+    """A slot of ``size_class`` that this process may write to. generation: of the slot; it changes with the next
+    claim."""
 
-    pool: Pool
+    size_class: SizeClass
     slot: int
     generation: int
     epoch: int
@@ -51,28 +52,28 @@ class _Room(NamedTuple):
 
 
 class SlotClaims:
-    """The claims of this process in the pool at ``folder``. Safe from several threads.
+    """The claims of this process in the size class at ``folder``. Safe from several threads.
 
     max_bytes: as configured, for messages. tenant_max_bytes: the quota of each tenant; None for none.
-    now_s: the clock of the entries' ages. sessions: of the same pool.
+    now_s: the clock of the entries' ages. sessions: of the same size class.
     """
 
     def __init__(
         self,
         root: Path,
         folder: Path,
-        pool: SlabPool,
+        size_class: OpenSizeClass,
         space: SlabSpace,
         *,
         max_bytes: int | None,
         tenant_max_bytes: int | None,
         ttl_seconds: float | None,
         now_s: Callable[[], int],
-        sessions: PoolSessions,
+        sessions: SizeClassSessions,
     ) -> None:
         self._root = root
         self._folder = folder
-        self._pool = pool
+        self._size_class = size_class
         self._space = space
         self._max_bytes = max_bytes
         self._tenant_max_bytes = tenant_max_bytes
@@ -93,23 +94,23 @@ class SlotClaims:
 
         namespace, tenant: the words that the index keeps of them. chunk: of a session. Raises TierError, OSError.
         """
-        with self.locked(deadline) as pool:
-            index = pool.index
-            self._pool.maintain(pool)
+        with self.locked(deadline) as size_class:
+            index = size_class.index
+            self._size_class.maintain(size_class)
             slot = index.find_one(fingerprint)
             if slot >= 0:
                 if index.state[slot] == LIVE and not self.expired(index, slot):
                     return StoreOutcome.PRESENT
-                if index.state[slot] == WRITING and self._pool.lease.is_held(int(index.owner[slot])):
+                if index.state[slot] == WRITING and self._size_class.lease.is_held(int(index.owner[slot])):
                     return StoreOutcome.PENDING
                 if index.state[slot] == LIVE:
                     self._space.expire(index, slot)
                 else:
                     index.release(slot)
-            order = self._sessions.order(pool)
+            order = self._sessions.order(size_class)
             row = None if order is None or chunk is None else self._sessions.row(order, tenant, chunk.session)
             room = _Room(order, row, chunk is not None and chunk.own_room)
-            found = self._slot_for(pool, tenant, room)
+            found = self._slot_for(size_class, tenant, room)
             if found is None:
                 return StoreOutcome.NOT_ADMITTED
             slot = found
@@ -118,12 +119,12 @@ class SlotClaims:
                 fingerprint,
                 namespace=namespace,
                 tenant=tenant,
-                owner=self._pool.lease.number,
+                owner=self._size_class.lease.number,
                 now_s=self._now_s(),
             )
-            pool.chunks.headers.clear(slot)
+            size_class.chunks.headers.clear(slot)
             self._sessions.claimed(room.order, room.row, slot)
-            return Claim(pool, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
+            return Claim(size_class, slot, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
 
     def publish(self, claim: Claim, header: bytes, deadline: float) -> None:
         """Make a written slot LIVE. A claim that was lost meanwhile (its chunk was dropped) is ignored.
@@ -131,10 +132,10 @@ class SlotClaims:
         Raises TierError; the claim is then released later.
         """
         try:
-            with self.locked(deadline) as pool:
-                if self._is_ours(pool.index, claim):
-                    pool.chunks.headers.put(claim.slot, header)
-                    pool.index.publish(claim.slot)
+            with self.locked(deadline) as size_class:
+                if self._is_ours(size_class.index, claim):
+                    size_class.chunks.headers.put(claim.slot, header)
+                    size_class.index.publish(claim.slot)
         except OSError as error:
             self._unfinished.append(claim)
             raise tier_error(error, f"{self._folder}: publishing a frame") from error
@@ -152,14 +153,14 @@ class SlotClaims:
             pass  # the next holder of the lock in this process releases it
 
     @contextmanager
-    def locked(self, deadline: float) -> Iterator[Pool]:
+    def locked(self, deadline: float) -> Iterator[SizeClass]:
         """The root's lock; unfinished claims are released first. Raises TierError, OSError."""
-        with self._pool.locked(deadline) as pool:
+        with self._size_class.locked(deadline) as size_class:
             while self._unfinished:
                 claim = self._unfinished.pop()
-                if self._is_ours(pool.index, claim):
-                    pool.index.release(claim.slot)
-            yield pool
+                if self._is_ours(size_class.index, claim):
+                    size_class.index.release(claim.slot)
+            yield size_class
 
     def expired(self, index: SlabIndex, slot: int) -> bool:
         """Whether an entry has not been used for ``ttl_seconds``."""
@@ -169,14 +170,14 @@ class SlotClaims:
         # Another process may have used it since, and announces that later.
         return int(index.used_s[slot]) < oldest_s and index.fresh("used_s", slot) < oldest_s
 
-    def _slot_for(self, pool: Pool, tenant: int, room: _Room) -> int | None:
+    def _slot_for(self, size_class: SizeClass, tenant: int, room: _Room) -> int | None:
         """A FREE slot: within the tenant's quota, from a new chunk, by eviction, or an orphaned one. Under the lock.
 
         None: the store is not admitted.
         """
-        index = pool.index
+        index = size_class.index
         if self._tenant_max_bytes is not None:
-            others = [folder for folder in pool_folders(self._root) if folder != self._folder]
+            others = [folder for folder in size_class_folders(self._root) if folder != self._folder]
             evicted = make_tenant_room(
                 index,
                 tenant,
@@ -188,7 +189,7 @@ class SlotClaims:
             if evicted is not None:
                 return evicted
         slot = index.free_slot()
-        if slot is None and self._space.may_grow() and self._space.grow(pool):
+        if slot is None and self._space.may_grow() and self._space.grow(size_class):
             slot = index.free_slot()
         if slot is not None:
             return slot
@@ -203,7 +204,7 @@ class SlotClaims:
         if victim is not None:
             self._space.evict(index, victim)
             return victim
-        self._pool.release_orphaned(index)
+        self._size_class.release_orphaned(index)
         slot = index.free_slot()
         if slot is not None:
             return slot
@@ -251,5 +252,5 @@ class SlotClaims:
             slot < index.shape.slots
             and index.state[slot] == WRITING
             and int(index.generation[slot]) == claim.generation
-            and int(index.owner[slot]) == self._pool.lease.number
+            and int(index.owner[slot]) == self._size_class.lease.number
         )

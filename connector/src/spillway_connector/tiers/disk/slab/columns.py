@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway_connector.tiers.disk.slab.change_log import EVERYTHING, Change, ChangeLog, place
-from spillway_connector.tiers.disk.slab.layout import COLUMNS, Column, PoolShape
+from spillway_connector.tiers.disk.slab.layout import COLUMNS, Column, SizeClassShape
 
 _NAMED_AT_ONCE = 64  # elements of a column whose changes are named one by one
 _CATCH_UP_SECONDS = 0.001  # between two looks whether another thread has brought the copy up to date
@@ -46,7 +46,7 @@ class Columns:
 
     def __init__(
         self,
-        shape: PoolShape,
+        shape: SizeClassShape,
         descriptor: int,
         columns: Sequence[Column] = COLUMNS,
         log: ChangeLog | None = None,
@@ -69,7 +69,7 @@ class Columns:
             self.arrays[column.name] = array
             view = self._view[offset : offset + rows * column.item_bytes].cast(_KINDS[column.item_bytes])
             self._places[column.name] = offset, column.item_bytes, view
-        self._counters = [self._offsets[column.name] for column in columns if column.per == "pool"]
+        self._counters = [self._offsets[column.name] for column in columns if column.per == "all"]
         self._changes: list[Change] = []
         self._changings = 0
         # Held while the copy is brought up to date, and by the holder of the root's lock: its own changes are not

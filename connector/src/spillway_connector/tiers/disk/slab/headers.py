@@ -1,11 +1,11 @@
-"""The header table of a pool: every slot's frame header once more, side by side in one file.
+"""The header table of a size class: every slot's frame header once more, side by side in one file.
 
 A rebuild of the index reads this file from end to end instead of one page of every slot: 200 bytes in sequence, not a
 seek each. It may be wrong: records and frames are written in no enforced order, and every frame is verified when it is
 loaded. A record is zeros while its slot is free or being written, so after a crash it never names the previous frame.
 
-A table is always created together with its index, so a frame that it does not list is not in the pool. If there is
-no table, the slots are read.
+A table is always created together with its index, so a frame that it does not list is not in the size class. If there
+is no table, the slots are read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from spillway_connector.own_files import (
 )
 from spillway_connector.tiers.disk.slab.layout import (
     HEADER_FIXED_BYTES,
-    POOL_DEPTH,
     RECORD_BYTES,
+    SIZE_CLASS_DEPTH,
     TABLE_MAGIC,
     TABLE_NAME,
-    PoolShape,
+    SizeClassShape,
 )
 from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 
@@ -45,7 +45,7 @@ class HeaderTable:
     owners_checked: see own_files.py.
     """
 
-    def __init__(self, folder: Path, shape: PoolShape, *, owners_checked: bool = True) -> None:
+    def __init__(self, folder: Path, shape: SizeClassShape, *, owners_checked: bool = True) -> None:
         self._path = folder / TABLE_NAME
         self._owners_checked = owners_checked
         self._shape = shape
@@ -62,23 +62,23 @@ class HeaderTable:
     def create(self) -> None:
         """Begin the table of a new index, empty and not yet under its name. Raises OSError; then there is none."""
         self.close()
-        clear_the_place(self._path, POOL_DEPTH)
-        unlink_own(self._path, POOL_DEPTH, missing_ok=True)
+        clear_the_place(self._path, SIZE_CLASS_DEPTH)
+        unlink_own(self._path, SIZE_CLASS_DEPTH, missing_ok=True)
         partial = self._path.with_name(f"{TABLE_NAME}.new")
-        self._descriptor = open_anew(partial, POOL_DEPTH)
+        self._descriptor = open_anew(partial, SIZE_CLASS_DEPTH)
         try:
             os.ftruncate(self._descriptor, self._shape.table_bytes)
             os.pwrite(self._descriptor, self._shape.pack(TABLE_MAGIC), 0)
         except OSError:
-            unlink_own(partial, POOL_DEPTH, missing_ok=True)
+            unlink_own(partial, SIZE_CLASS_DEPTH, missing_ok=True)
             self.close()
             raise
 
     def publish_file(self) -> None:
         """Give a table that was begun its name. Raises OSError."""
-        rename_own(self._path.with_name(f"{TABLE_NAME}.new"), self._path, POOL_DEPTH)
+        rename_own(self._path.with_name(f"{TABLE_NAME}.new"), self._path, SIZE_CLASS_DEPTH)
 
-    def grow(self, shape: PoolShape) -> None:
+    def grow(self, shape: SizeClassShape) -> None:
         """Make room for more chunks. Raises OSError."""
         descriptor = self._open()
         if descriptor is not None:
@@ -99,7 +99,7 @@ class HeaderTable:
         self.write_chunk(chunk, np.zeros((self._shape.slots_per_chunk, HEADER_BYTES), np.uint8))
 
     def exists(self) -> bool:
-        """Whether there is a table of this pool. Raises OSError."""
+        """Whether there is a table of this size class. Raises OSError."""
         return self._open() is not None
 
     def read_chunk(self, chunk: int) -> npt.NDArray[np.uint8]:
@@ -147,14 +147,14 @@ class HeaderTable:
             self.close()
 
     def _open(self) -> int | None:
-        """The table, if it is of this pool."""
+        """The table, if it is of this size class."""
         if self._descriptor is not None:
             return self._descriptor
         try:
-            descriptor = open_own(self._path, os.O_RDWR, POOL_DEPTH, owners_checked=self._owners_checked)
+            descriptor = open_own(self._path, os.O_RDWR, SIZE_CLASS_DEPTH, owners_checked=self._owners_checked)
         except (FileNotFoundError, NotOwn):
             return None
-        found = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0), TABLE_MAGIC)
+        found = SizeClassShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0), TABLE_MAGIC)
         ours = (self._shape.slot_bytes, self._shape.slots_per_chunk)
         if found is None or (found.slot_bytes, found.slots_per_chunk) != ours:
             os.close(descriptor)

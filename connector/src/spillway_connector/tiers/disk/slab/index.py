@@ -1,4 +1,4 @@
-"""The index of a pool: which slot holds which key, in one file that every process on the node has a copy of.
+"""The index of a size class: which slot holds which key, in one file that every process on the node has a copy of.
 
 Memory and disk hold the same arrays (layout.COLUMNS, about 87 bytes per slot; columns.py), so there is no journal and
 no snapshot. Changes are made under the root's lock, except noting a hit: a wrong count does no harm.
@@ -35,9 +35,9 @@ from spillway_connector.tiers.disk.slab.layout import (
     COLUMNS,
     HEADER_FIXED_BYTES,
     INDEX_NAME,
-    POOL_DEPTH,
+    SIZE_CLASS_DEPTH,
     TENANT_PLACES,
-    PoolShape,
+    SizeClassShape,
 )
 from spillway_connector.tiers.disk.slab.policy import (
     FREE,
@@ -52,7 +52,7 @@ from spillway_connector.tiers.disk.slab.policy import (
     recently_evicted,
 )
 
-_ORDER_MAX = 1 << 62  # more than any pool ever counts to; a larger number is damage
+_ORDER_MAX = 1 << 62  # more than any size class ever counts to; a larger number is damage
 _FREE_BATCH = 1024
 _HALF = np.uint64(32)
 _TENANT_BITS = TENANT_PLACES.bit_length() - 1
@@ -60,9 +60,9 @@ _TENANT_FACTOR = 0x9E3779B97F4A7C15
 
 
 class SlabIndex:
-    """The index of a pool. Every change but :meth:`note_hit` is made by the holder of the root's lock."""
+    """The index of a size class. Every change but :meth:`note_hit` is made by the holder of the root's lock."""
 
-    def __init__(self, shape: PoolShape, descriptor: int, log: ChangeLog, *, writable: bool) -> None:
+    def __init__(self, shape: SizeClassShape, descriptor: int, log: ChangeLog, *, writable: bool) -> None:
         self.shape = shape
         self.writable = writable
         status = os.fstat(descriptor)
@@ -97,23 +97,23 @@ class SlabIndex:
         self._free: list[int] = []
 
     @classmethod
-    def create(cls, folder: Path, shape: PoolShape) -> SlabIndex:
+    def create(cls, folder: Path, shape: SizeClassShape) -> SlabIndex:
         """An empty index, not yet under its name: see :meth:`publish_file`. Raises OSError (ENOSPC included)."""
         path = folder / f"{INDEX_NAME}.new"
-        descriptor = open_anew(path, POOL_DEPTH)
+        descriptor = open_anew(path, SIZE_CLASS_DEPTH)
         try:
             os.posix_fallocate(descriptor, 0, shape.index_bytes)
             os.pwrite(descriptor, shape.pack(), 0)
             return cls(shape, descriptor, ChangeLog(folder / CHANGES_NAME, shape, writable=True), writable=True)
         except BaseException:
-            unlink_own(path, POOL_DEPTH, missing_ok=True)
+            unlink_own(path, SIZE_CLASS_DEPTH, missing_ok=True)
             raise
 
     @staticmethod
     def publish_file(folder: Path) -> None:
         """Put a created index in the place of the one before, for every process that opens it from now on."""
-        clear_the_place(folder / INDEX_NAME, POOL_DEPTH)
-        rename_own(folder / f"{INDEX_NAME}.new", folder / INDEX_NAME, POOL_DEPTH)
+        clear_the_place(folder / INDEX_NAME, SIZE_CLASS_DEPTH)
+        rename_own(folder / f"{INDEX_NAME}.new", folder / INDEX_NAME, SIZE_CLASS_DEPTH)
 
     @classmethod
     def open(cls, folder: Path, *, writable: bool, owners_checked: bool = True) -> SlabIndex | None:
@@ -122,10 +122,10 @@ class SlabIndex:
         path = folder / INDEX_NAME
         try:
             flags = os.O_RDWR if writable else os.O_RDONLY
-            descriptor = open_own(path, flags, POOL_DEPTH, owners_checked=owners_checked)
+            descriptor = open_own(path, flags, SIZE_CLASS_DEPTH, owners_checked=owners_checked)
         except (FileNotFoundError, NotOwn):
             return None
-        shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
+        shape = SizeClassShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
         if shape is None or os.fstat(descriptor).st_size != shape.index_bytes:
             os.close(descriptor)
             return None

@@ -1,7 +1,7 @@
-"""Reading a pool's index file with plain reads: without mapping it, and without taking any lock.
+"""Reading a size class's index file with plain reads: without mapping it, and without taking any lock.
 
-For processes that only look, and for the few numbers that an engine needs of its root's other pools. Neither the size
-of an index nor a failing disk is a danger to the reader.
+For processes that only look, and for the few numbers that an engine needs of its root's other size classes. Neither the
+size of an index nor a failing disk is a danger to the reader.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from spillway_connector.tiers.disk.slab.layout import (
     COLUMNS,
     HEADER_FIXED_BYTES,
     INDEX_NAME,
-    POOL_DEPTH,
+    SIZE_CLASS_DEPTH,
     Column,
-    PoolShape,
+    SizeClassShape,
 )
 
 _COLUMNS = {column.name: column for column in COLUMNS}
@@ -33,7 +33,7 @@ _COLUMNS = {column.name: column for column in COLUMNS}
 class IndexReader:
     """An index file open for reading. inode: of the file; an index that replaces it has another one."""
 
-    shape: PoolShape
+    shape: SizeClassShape
     inode: int
     _descriptor: int
     _offsets: dict[str, int]
@@ -61,14 +61,14 @@ class IndexReader:
 
 @contextmanager
 def open_index(folder: Path) -> Iterator[IndexReader | None]:
-    """The index of the pool in ``folder``; None if there is none that this program can use. Raises OSError."""
+    """The index of the size class in ``folder``; None if there is none that this program can use. Raises OSError."""
     try:
-        descriptor = open_own(folder / INDEX_NAME, os.O_RDONLY, POOL_DEPTH)
+        descriptor = open_own(folder / INDEX_NAME, os.O_RDONLY, SIZE_CLASS_DEPTH)
     except (FileNotFoundError, NotOwn):
         yield None
         return
     try:
-        shape = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
+        shape = SizeClassShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0))
         status = os.fstat(descriptor)
         offsets, index_bytes = ({}, 0) if shape is None else shape.offsets()
         yield (

@@ -43,11 +43,11 @@ from spillway_connector.tiers.disk.slab.layout import (
     LOCK_DEPTH,
     LOCK_LINKS,
     LOCK_NAME,
-    POOL_DEPTH,
+    SIZE_CLASS_DEPTH,
     chunk_name,
 )
 from spillway_connector.tiers.disk.slab.policy import LIVE
-from spillway_connector.tiers.disk.slab.space import pool_folders
+from spillway_connector.tiers.disk.slab.space import size_class_folders
 from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame
 from spillway_connector.tiers.tier import Clock
@@ -87,7 +87,7 @@ class SlabInspector:
     def notes(self) -> list[str]:
         """Indexes that cannot be used: what their slots hold cannot be listed."""
         notes = []
-        for folder in self._pools():
+        for folder in self._size_classes():
             with _opened(folder) as index:
                 if index is None and _has_chunks(folder):
                     notes.append(
@@ -99,7 +99,7 @@ class SlabInspector:
     def frames_in_use(self) -> tuple[int, int, int]:
         """Frames, their bytes, and the bytes of all chunks and indexes."""
         frames = stored_bytes = disk_bytes = 0
-        for folder in self._pools():
+        for folder in self._size_classes():
             with _opened(folder) as index:
                 if index is not None:
                     used = index.used_slots()
@@ -115,7 +115,7 @@ class SlabInspector:
     def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:
         """An index holds half of a namespace's digest: if no document has the rest, headers are read in any case."""
         names = {found.digest[:8]: found.digest for found in namespaces_below(self._root)}
-        for folder in self._pools():
+        for folder in self._size_classes():
             found = self._walk(folder, names, namespace_prefix)
             if headers:
                 yield from in_order(found, self._with_header)
@@ -187,7 +187,7 @@ class SlabInspector:
         """None: the chunk has gone. Raises TierError."""
         place = _slot_of(frame)
         try:
-            descriptor = open_own(place.chunk_path, os.O_RDONLY, POOL_DEPTH)
+            descriptor = open_own(place.chunk_path, os.O_RDONLY, SIZE_CLASS_DEPTH)
         except FileNotFoundError:
             return None
         except NotOwn as foreign:
@@ -207,7 +207,7 @@ class SlabInspector:
     ) -> Damage | None:
         place = _slot_of(frame)
         try:
-            descriptor = open_own(place.chunk_path, os.O_RDONLY, POOL_DEPTH)
+            descriptor = open_own(place.chunk_path, os.O_RDONLY, SIZE_CLASS_DEPTH)
         except (FileNotFoundError, NotOwn):
             raise Gone from None
         except OSError as error:
@@ -285,13 +285,13 @@ class SlabInspector:
         self._opened[folder] = index, HeaderTable(folder, index.shape, owners_checked=False)
         return self._opened[folder]
 
-    def _pools(self) -> list[Path]:
+    def _size_classes(self) -> list[Path]:
         try:
-            return sorted(pool_folders(self._root))
+            return sorted(size_class_folders(self._root))
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise tier_error(error, f"{self._root}: listing pools") from error
+            raise tier_error(error, f"{self._root}: listing size classes") from error
 
 
 @contextmanager
@@ -369,7 +369,7 @@ def _described(frame: StoredFrame, header: FrameHeader | Damage) -> StoredFrame:
 
 def _blank(chunk_path: str, offset: int) -> None:
     """Overwrite a slot's header page; directly, because a dirty page would stall an engine's later write. OSError."""
-    descriptor = open_own(chunk_path, os.O_WRONLY, POOL_DEPTH, owners_checked=False)
+    descriptor = open_own(chunk_path, os.O_WRONLY, SIZE_CLASS_DEPTH, owners_checked=False)
     try:
         enable_direct(descriptor)
         try:

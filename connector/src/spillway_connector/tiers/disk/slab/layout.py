@@ -1,9 +1,9 @@
 """How slab files and their index lie on disk: sizes, names and the index header. Pure arithmetic, no I/O.
 
-A *slot* holds one frame (header page, payload, zero padding to a page). Slots of one size form a *pool*; a pool's slots
-live in *chunks*, files of ``slots_per_chunk`` slots each, so slot ``s`` is slot ``s % slots_per_chunk`` of chunk
-``s // slots_per_chunk``. The index of a pool is one file: a header page, then one array per field (``COLUMNS``), each
-aligned to 64 bytes. docs/formats.md states the same for other programs.
+A *slot* holds one frame (header page, payload, zero padding to a page). Slots of one size form a *size class*; a size
+class's slots live in *chunks*, files of ``slots_per_chunk`` slots each, so slot ``s`` is slot ``s % slots_per_chunk``
+of chunk ``s // slots_per_chunk``. The index of a size class is one file: a header page, then one array per field
+(``COLUMNS``), each aligned to 64 bytes. docs/formats.md states the same for other programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHANGES_NAME = "changes"  # of the index, see change_log.py
 SESSION_CHANGES_NAME = "sessions.changes"
 LOCK_DEPTH = 2  # slab/lock below the root, see own_files.py
 LOCK_LINKS = 1 << 30  # it is empty and never written to: a copy of the store made of hard links does no harm
-POOL_DEPTH = 3  # slab/<slot bytes>/<file>
+SIZE_CLASS_DEPTH = 3  # slab/<slot bytes>/<file>
 RECORD_BYTES = HEADER_BYTES + 8  # of the file that repeats every slot's header: the header and its xxh3_64
 WRITERS_FOLDER = "writers"
 INDEX_MAGIC = b"SPILLSLB"
@@ -39,7 +39,7 @@ INDEX_VERSION = 2  # 1 had no tenant_used
 SLOTS_MAX = 1 << 31  # slot numbers, plus one, are kept in 32 bits
 WAYS = 8  # entries of one hash bucket
 TENANT_PLACES = 1024  # of the table that counts slots by tenant
-SESSION_ROWS_MAX = 4096  # sessions of a pool, of all processes together
+SESSION_ROWS_MAX = 4096  # sessions of a size class, of all processes together
 _SESSION_ROWS_MIN = 64
 
 # Copies of the index and the sessions in an engine's memory, see columns.py; charts/spillway/templates/_memory.tpl has
@@ -54,7 +54,7 @@ _CHUNK_NAME = re.compile(r"(\d{6})-(\d{8})\.slab")
 @dataclass(frozen=True, slots=True)
 class Column:
     """One array of the index: ``per`` "slot", "chunk", "entry" (of the hash table), "tenant" (place in
-    the tenants' table), "session" (row of the sessions' table), or "pool": one element."""
+    the tenants' table), "session" (row of the sessions' table), or "all" (of the size class): one element."""
 
     name: str
     dtype: str
@@ -66,12 +66,12 @@ class Column:
 
 
 COLUMNS = (
-    Column("dirty", "<u8", "pool"),  # not 0: a holder of the lock is changing the index, or was when it was killed
-    Column("next_order", "<u8", "pool"),
-    Column("used", "<u8", "pool"),  # slots in use, those being written included
-    Column("small_used", "<u8", "pool"),  # those of the small queue
-    Column("evictions", "<u8", "pool"),
-    Column("chunk_changes", "<u8", "pool"),
+    Column("dirty", "<u8", "all"),  # not 0: a holder of the lock is changing the index, or was when it was killed
+    Column("next_order", "<u8", "all"),
+    Column("used", "<u8", "all"),  # slots in use, those being written included
+    Column("small_used", "<u8", "all"),  # those of the small queue
+    Column("evictions", "<u8", "all"),
+    Column("chunk_changes", "<u8", "all"),
     Column("key_low", "<u8", "slot"),  # the 128-bit fingerprint of namespace and key, see fingerprint.py
     Column("key_high", "<u8", "slot"),
     Column("namespace", "<u8", "slot"),  # first 8 bytes of the namespace digest
@@ -91,7 +91,7 @@ COLUMNS = (
     Column("bucket_slot", "<u4", "entry"),  # slot number plus one; 0: empty
 )
 SESSION_COLUMNS = (  # of the file beside the index, see session_file.py and session_order.py
-    Column("row_changes", "<u8", "pool"),
+    Column("row_changes", "<u8", "all"),
     Column("row_tag", "<u8", "session"),  # hash of the session's name
     Column("row_tenant", "<u8", "session"),
     Column("row_number", "<u4", "session"),  # changes with the session; 0: the row is free
@@ -106,7 +106,7 @@ SESSION_COLUMNS = (  # of the file beside the index, see session_file.py and ses
 
 
 @dataclass(frozen=True, slots=True)
-class PoolShape:
+class SizeClassShape:
     """slot_bytes: a whole number of pages. chunks: as many as the index has room for, whether they exist or not."""
 
     slot_bytes: int
@@ -144,7 +144,7 @@ class PoolShape:
             "entry": self.buckets * WAYS,
             "tenant": TENANT_PLACES,
             "session": self.session_rows,
-            "pool": 1,
+            "all": 1,
         }
         return rows[column.per]
 
@@ -186,7 +186,7 @@ class PoolShape:
         return fields + xxhash.xxh3_64_digest(fields)
 
     @classmethod
-    def unpack(cls, raw: bytes, wanted_magic: bytes = INDEX_MAGIC) -> PoolShape | None:
+    def unpack(cls, raw: bytes, wanted_magic: bytes = INDEX_MAGIC) -> SizeClassShape | None:
         """The shape in such a header; None if it is damaged, of another version or of another program."""
         if len(raw) < HEADER_FIXED_BYTES:
             return None
@@ -211,17 +211,17 @@ HEADER_FIXED_BYTES = _HEADER.size + 8
 
 
 def chunk_target_bytes(limit_bytes: int) -> int:
-    """How much a pool grows at a time: 1/64 of a small bound, 1 GiB of a large one (a thousand files per TB)."""
+    """How much a size class grows at a time: 1/64 of a small bound, 1 GiB of a large one (a thousand files per TB)."""
     return min(max(limit_bytes // 256, min(limit_bytes // 64, 64 << 20)), 1 << 30)
 
 
-def plan_shape(slot_bytes: int, limit_bytes: int) -> PoolShape | None:
-    """The pool that may fill ``limit_bytes`` alone, index, header table and changes included; None if not
+def plan_shape(slot_bytes: int, limit_bytes: int) -> SizeClassShape | None:
+    """The size class that may fill ``limit_bytes`` alone, index, header table and changes included; None if not
     even one slot fits."""
     chunk_slots = max(1, chunk_target_bytes(limit_bytes) // slot_bytes)
     chunks = min(limit_bytes // (chunk_slots * slot_bytes), SLOTS_MAX // chunk_slots, 999_999)
     while chunks > 0:
-        shape = PoolShape(slot_bytes, chunk_slots, chunks)
+        shape = SizeClassShape(slot_bytes, chunk_slots, chunks)
         beside_bytes = shape.index_bytes + shape.table_bytes + shape.changes_bytes
         over = chunks * shape.chunk_bytes + beside_bytes - limit_bytes
         if over <= 0:

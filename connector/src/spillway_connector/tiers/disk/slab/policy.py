@@ -1,9 +1,9 @@
-"""The eviction order of a full pool: S3-FIFO.
+"""The eviction order of a full size class: S3-FIFO.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 
-New entries enter a small queue, a tenth of the pool. Entries that are hit before they reach its end move to the main
-queue. The others are evicted, and their fingerprints enter a ghost queue: an entry that is stored again while its
+New entries enter a small queue, a tenth of the size class. Entries that are hit before they reach its end move to the
+main queue. The others are evicted, and their fingerprints enter a ghost queue: an entry that is stored again while its
 fingerprint is there enters the main queue. The main queue gives an entry one more round per hit. So a burst of blocks
 that are never used again takes a tenth of the space, and recency and frequency both count, without changing a list on a
 hit.
@@ -50,7 +50,7 @@ class QueueArrays:
 
     @classmethod
     def zeros(cls, slots: int) -> QueueArrays:
-        """The arrays of an empty pool, in this process's memory alone."""
+        """The arrays of an empty size class, in this process's memory alone."""
         return cls(
             state=np.zeros(slots, np.uint8),
             queue=np.zeros(slots, np.uint8),

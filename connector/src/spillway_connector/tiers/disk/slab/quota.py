@@ -1,7 +1,8 @@
-"""Quotas in the slab layout: what each tenant holds in the pools of one root, and which of its entries are evicted.
+"""Quotas in the slab layout: what each tenant holds in the size classes of one root, and which of its entries are
+evicted.
 
-Every pool's index counts slots by tenant in a small table (``tenant_used``). Several tenants may share a place in it,
-so the table is an upper bound: above the quota, the slots themselves are counted. All under the root's lock, so the
+Every size class's index counts slots by tenant in a small table (``tenant_used``). Several tenants may share a place in
+it, so the table is an upper bound: above the quota, the slots themselves are counted. All under the root's lock, so the
 quota holds for all processes together.
 """
 
@@ -37,9 +38,9 @@ def make_tenant_room(
 ) -> int | None:
     """Evict entries of ``tenant`` until one more slot of ``index`` is within ``max_bytes``.
 
-    other_folders: of the root's other pools. choose: which entry of ``index`` leaves. Returns a slot of ``index`` that
-    was evicted, which the caller may claim; None if none had to be. Raises TierRefused(NO_SPACE), OSError.
-    """
+    other_folders: of the root's other size classes. choose: which entry of ``index`` leaves. Returns a slot of
+    ``index`` that was evicted, which the caller may claim; None if none had to be. Raises TierRefused(NO_SPACE),
+    OSError."""
     slot_bytes = index.shape.slot_bytes
     at_most = index.tenant_bytes_at_most(tenant) + sum(_bytes_at_most(folder, tenant) for folder in other_folders)
     if at_most + slot_bytes <= max_bytes:
@@ -49,13 +50,14 @@ def make_tenant_room(
     held = sum(_slots_of(each, tenant) * each.shape.slot_bytes for each in indexes)
     freed: int | None = None
     while held + slot_bytes > max_bytes:
-        # Other pools first: they belong to a model or layout that the tenant no longer uses, or that shares the node.
+        # Other size classes first: they belong to a model or layout that the tenant no longer uses, or that shares the
+        # node.
         for each in reversed(indexes):
             victim = (choose if each is index else oldest_of)(each, tenant)
             if victim is not None:
                 evict(each, victim)
                 if each is not index:
-                    each.announce()  # the holder of the lock announces those of its own pool
+                    each.announce()  # the holder of the lock announces those of its own size class
                 held -= each.shape.slot_bytes
                 freed = victim if each is index else None
                 break
@@ -73,6 +75,6 @@ def _slots_of(index: SlabIndex, tenant: int) -> int:
 
 
 def _bytes_at_most(folder: Path, tenant: int) -> int:
-    """SlabIndex.tenant_bytes_at_most of another pool."""
+    """SlabIndex.tenant_bytes_at_most of another size class."""
     with open_index(folder) as index:
         return 0 if index is None else index.element("tenant_used", tenant_place(tenant)) * index.shape.slot_bytes

@@ -22,7 +22,7 @@ from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
 from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints_of_padded
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import POOL_DEPTH, PoolShape, chunk_name
+from spillway_connector.tiers.disk.slab.layout import SIZE_CLASS_DEPTH, SizeClassShape, chunk_name
 from spillway_connector.tiers.frame import HEADER_BYTES, KEY_BYTES_MAX, MAGIC, PAGE_BYTES
 
 _THREADS = 2
@@ -38,19 +38,19 @@ _FIELDS = np.dtype(
 )
 
 
-def plan_from_chunks(slot_bytes: int, chunks: dict[int, tuple[int, int]], wanted: PoolShape) -> PoolShape:
+def plan_from_chunks(slot_bytes: int, chunks: dict[int, tuple[int, int]], wanted: SizeClassShape) -> SizeClassShape:
     """The shape that fits the files that are there, and at least as many chunks as ``wanted``.
 
-    chunks: epoch and size by number. Chunks of one pool have one size; a truncated one is smaller than the rest.
+    chunks: epoch and size by number. Chunks of one size class have one size; a truncated one is smaller than the rest.
     """
     largest = max((size // slot_bytes for _, size in chunks.values()), default=0)
     if not largest:
         return wanted
     wanted_chunks = wanted.slots * slot_bytes // (largest * slot_bytes)
-    return PoolShape(slot_bytes, largest, max(wanted_chunks, max(chunks) + 1))
+    return SizeClassShape(slot_bytes, largest, max(wanted_chunks, max(chunks) + 1))
 
 
-def rebuild(folder: Path, shape: PoolShape, now_s: int) -> SlabIndex:
+def rebuild(folder: Path, shape: SizeClassShape, now_s: int) -> SlabIndex:
     """A new index in ``folder`` of all frames in its chunks; if two hold one key, the younger counts.
 
     now_s: of the clock of ages; no entry becomes younger. The index does not have its name yet, its header table does.
@@ -119,14 +119,14 @@ def _found(headers: npt.NDArray[np.uint8], first_slot: int, slot_bytes: int) -> 
     )
 
 
-def _headers(path: Path, shape: PoolShape) -> npt.NDArray[np.uint8]:
+def _headers(path: Path, shape: SizeClassShape) -> npt.NDArray[np.uint8]:
     """The first 192 bytes of every slot of a chunk, (slots, 192), zeros after the end of the file.
 
     The kernel is advised well ahead which pages will be read, so the disk serves many at once while two threads collect
     them; more threads would only contend for the GIL.
     """
     raw = np.zeros((shape.slots_per_chunk, HEADER_BYTES), np.uint8)
-    descriptor = open_own(path, os.O_RDONLY, POOL_DEPTH)
+    descriptor = open_own(path, os.O_RDONLY, SIZE_CLASS_DEPTH)
     step = shape.slot_bytes
 
     def read(first: int, last: int) -> None:
@@ -142,8 +142,8 @@ def _headers(path: Path, shape: PoolShape) -> npt.NDArray[np.uint8]:
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead into payloads
         bounds = np.linspace(0, shape.slots_per_chunk, _THREADS + 1).astype(int).tolist()
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(read, bounds[:-1], bounds[1:]))
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(read, bounds[:-1], bounds[1:]))
     finally:
         os.close(descriptor)
     return raw

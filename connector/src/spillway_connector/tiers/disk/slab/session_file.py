@@ -1,4 +1,4 @@
-"""The sessions of a pool in a file that all processes of the node share: when each comes back, and what it uses.
+"""The sessions of a size class in a file that all processes of the node share: when each comes back, and what it uses.
 
 It lies beside the index and belongs to it: ``ROOT/slab/<slot bytes>/sessions``. It is made when the first request names
 its session, and again whenever it does not fit the index. It holds hints alone, so losing it costs hits and never a
@@ -33,15 +33,15 @@ from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import (
     HEADER_FIXED_BYTES,
-    POOL_DEPTH,
     SESSION_CHANGES_NAME,
     SESSION_COLUMNS,
     SESSIONS_MAGIC,
     SESSIONS_NAME,
-    PoolShape,
+    SIZE_CLASS_DEPTH,
+    SizeClassShape,
 )
 from spillway_connector.tiers.disk.slab.session_order import EntryArrays, SessionArrays, SessionOrder
-from spillway_connector.tiers.disk.slab.space import Pool
+from spillway_connector.tiers.disk.slab.space import SizeClass
 
 _log = logging.getLogger(__name__)
 
@@ -50,17 +50,17 @@ USES_AT_ONCE = 64  # taken in at once, each in a millisecond at most: bounds the
 OFF_SECONDS = 60  # without sessions, if their file cannot be made or changed
 
 
-def create_sessions(folder: Path, shape: PoolShape) -> None:
+def create_sessions(folder: Path, shape: SizeClassShape) -> None:
     """Make an empty file in the place of what is there. Under the root's lock. Raises OSError (ENOSPC included)."""
     path = folder / f"{SESSIONS_NAME}.new"
-    clear_the_place(folder / SESSIONS_NAME, POOL_DEPTH)
-    descriptor = open_anew(path, POOL_DEPTH)
+    clear_the_place(folder / SESSIONS_NAME, SIZE_CLASS_DEPTH)
+    descriptor = open_anew(path, SIZE_CLASS_DEPTH)
     try:
         os.posix_fallocate(descriptor, 0, shape.sessions_bytes)
         os.pwrite(descriptor, shape.pack(SESSIONS_MAGIC), 0)
-        rename_own(path, folder / SESSIONS_NAME, POOL_DEPTH)
+        rename_own(path, folder / SESSIONS_NAME, SIZE_CLASS_DEPTH)
     except BaseException:
-        unlink_own(path, POOL_DEPTH)
+        unlink_own(path, SIZE_CLASS_DEPTH)
         raise
     finally:
         os.close(descriptor)
@@ -68,8 +68,8 @@ def create_sessions(folder: Path, shape: PoolShape) -> None:
 
 def remove_sessions(folder: Path) -> None:
     """Remove the file, because the index has numbered its slots anew. Raises OSError."""
-    clear_the_place(folder / SESSIONS_NAME, POOL_DEPTH)
-    unlink_own(folder / SESSIONS_NAME, POOL_DEPTH, missing_ok=True)
+    clear_the_place(folder / SESSIONS_NAME, SIZE_CLASS_DEPTH)
+    unlink_own(folder / SESSIONS_NAME, SIZE_CLASS_DEPTH, missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ def open_sessions(folder: Path, index: SlabIndex) -> OpenSessions | None:
     """What sessions say of the entries of ``index``; None if there is no file that fits it. Raises OSError."""
     shape = index.shape
     try:
-        descriptor = open_own(folder / SESSIONS_NAME, os.O_RDWR, POOL_DEPTH)
+        descriptor = open_own(folder / SESSIONS_NAME, os.O_RDWR, SIZE_CLASS_DEPTH)
     except (FileNotFoundError, NotOwn):
         return None
-    found = PoolShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0), SESSIONS_MAGIC)
+    found = SizeClassShape.unpack(os.pread(descriptor, HEADER_FIXED_BYTES, 0), SESSIONS_MAGIC)
     if found != shape or os.fstat(descriptor).st_size != shape.sessions_bytes:
         os.close(descriptor)
         return None
@@ -96,15 +96,15 @@ def open_sessions(folder: Path, index: SlabIndex) -> OpenSessions | None:
     return OpenSessions(SessionOrder(arrays, entries, columns.put), columns)
 
 
-class PoolSessions:
-    """The sessions of the pool in ``folder``, as this process has them open.
+class SizeClassSessions:
+    """The sessions of the size class in ``folder``, as this process has them open.
 
     Safe from several threads: ``note`` from any, without waiting; all else under the root's lock. now_s: the clock of
     the entries' ages. make_room: bytes of the disk for the file, within the tier's bound.
     """
 
     def __init__(
-        self, folder: Path, words: U64, now_s: Callable[[], int], make_room: Callable[[Pool, int], bool]
+        self, folder: Path, words: U64, now_s: Callable[[], int], make_room: Callable[[SizeClass, int], bool]
     ) -> None:
         self._folder = folder
         self._path = str(folder / SESSIONS_NAME)
@@ -120,19 +120,19 @@ class PoolSessions:
         """To be taken in by the next holder of the lock in this process."""
         self._uses.append((use, self._now_s()))
 
-    def order(self, pool: Pool) -> SessionOrder | None:
-        """The sessions of this pool with what was noted; None if no request has named one, or the disk fails."""
+    def order(self, size_class: SizeClass) -> SessionOrder | None:
+        """The sessions of this size class with what was noted; None if no request has named one, or the disk fails."""
         now_s = self._now_s()
         if now_s < self._off_until_s:
             self._uses.clear()
             return None
         try:
-            sessions = self._current(pool)
+            sessions = self._current(size_class)
             if sessions is None:
                 return None
             with sessions.columns.changing():
                 for _ in range(min(len(self._uses), USES_AT_ONCE)):
-                    self._take_in(sessions.order, pool.index, *self._uses.popleft())
+                    self._take_in(sessions.order, size_class.index, *self._uses.popleft())
         except OSError as error:
             _log.warning("NVMe tier %s: sessions do not count for %d s: %s", self._folder, OFF_SECONDS, error.strerror)
             self._open, self._off_until_s = None, now_s + OFF_SECONDS
@@ -156,9 +156,9 @@ class PoolSessions:
         if sessions is not None:
             sessions.order.use_without_session(slot)
 
-    def renewed(self, pool: Pool, slots: Iterable[int]) -> None:
+    def renewed(self, size_class: SizeClass, slots: Iterable[int]) -> None:
         """Clients asked to retain these entries. Under the lock. Raises OSError."""
-        order, sessions = self.order(pool), self._open
+        order, sessions = self.order(size_class), self._open
         if order is not None and sessions is not None:
             with sessions.columns.changing():
                 for slot in slots:
@@ -183,8 +183,8 @@ class PoolSessions:
             places = np.flatnonzero(slots >= 0)
             order.own(row, slots[places], places)
 
-    def _current(self, pool: Pool) -> OpenSessions | None:
-        index = pool.index
+    def _current(self, size_class: SizeClass) -> OpenSessions | None:
+        index = size_class.index
         found = self._identity()
         if found is None and not self._uses:
             self._open = None
@@ -192,7 +192,7 @@ class PoolSessions:
         if self._open is None or self._identities != (found, index.identity):
             self._open = None if found is None else open_sessions(self._folder, index)
             if self._open is None and self._uses:
-                if not self._make_room(pool, index.shape.sessions_bytes + index.shape.changes_bytes):
+                if not self._make_room(size_class, index.shape.sessions_bytes + index.shape.changes_bytes):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 create_sessions(self._folder, index.shape)
                 self._open, found = open_sessions(self._folder, index), self._identity()

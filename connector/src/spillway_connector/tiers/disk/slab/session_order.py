@@ -1,7 +1,7 @@
-"""Which entry of a full pool leaves if sessions say when they come back: the policy's order, with changes.
+"""Which entry of a full size class leaves if sessions say when they come back: the policy's order, with changes.
 
-As in the CPU tier (plan/retention.py): the pool's policy decides whose turn it is to give up an entry, and a session
-that is expected back only changes which entry of the same tenant that is.
+As in the CPU tier (plan/retention.py): the size class's policy decides whose turn it is to give up an entry, and a
+session that is expected back only changes which entry of the same tenant that is.
 
 - Entries that only an ended session used go first.
 - Where the policy's victim belongs to a session that is expected back, the last chunk of the tenant's session that
@@ -45,7 +45,7 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class SessionArrays:
-    """row_*: one element per session. row_number: 0 if the row is free. slot_*: one element per slot of the pool.
+    """row_*: one element per session. row_number: 0 if the row is free. slot_*: one element per slot of the size class.
     row_changes: of shape (1,), grows with every change of a row."""
 
     row_tag: U64
@@ -63,7 +63,7 @@ class SessionArrays:
 
 @dataclass(frozen=True, slots=True)
 class EntryArrays:
-    """The pool's entries, one element per slot. tenant, generation and order: as in the index."""
+    """The size class's entries, one element per slot. tenant, generation and order: as in the index."""
 
     state: npt.NDArray[np.uint8]
     tenant: U64
@@ -86,7 +86,8 @@ class _Plan:
 
 
 class SessionOrder:
-    """The sessions of a pool. The arrays hold all there is to know; the only state here is a plan, checked at use.
+    """The sessions of a size class. The arrays hold all there is to know; the only state here is a plan, checked at
+    use.
 
     All methods are called under the lock that the arrays' changes are made under.
     """

@@ -1,4 +1,5 @@
-"""How much of the disk the slabs of one root may take, and which chunk is dropped when another pool needs its space."""
+"""How much of the disk the slabs of one root may take, and which chunk is dropped when another size class needs its
+space."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from spillway_connector.tiers.tier import Clock, EvictionReason
 _log = logging.getLogger(__name__)
 
 UPKEEP_SECONDS = 60.0  # between checks of the file system and for expired entries
-GROW_RETRY_SECONDS = 10.0  # a full pool tries to grow again after this long, or after a chunk's worth of evictions
+GROW_RETRY_SECONDS = 10.0  # a full one tries to grow again after this long, or after a chunk's worth of evictions
 EXPIRED_MAX = 4096  # expired entries removed at once: bounds the time the lock is held
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class SizeClass:
     """The slots of one size, as this process holds them open."""
 
     index: SlabIndex
@@ -62,20 +63,20 @@ def measure_room(root: Path, max_bytes: int | None) -> Room:
     return Room(limit_bytes(root, taken, max_bytes), taken)
 
 
-def pool_folders(root: Path) -> list[Path]:
-    """The folders of all pools of a root. Raises OSError."""
+def size_class_folders(root: Path) -> list[Path]:
+    """The folders of all size classes of a root. Raises OSError."""
     with os.scandir(root / SLAB_FOLDER) as entries:
-        return [Path(entry.path) for entry in entries if _is_pool(entry)]
+        return [Path(entry.path) for entry in entries if _is_size_class(entry)]
 
 
-def _is_pool(entry: os.DirEntry[str]) -> bool:
+def _is_size_class(entry: os.DirEntry[str]) -> bool:
     return entry.name.isdigit() and entry.is_dir(follow_symlinks=False)
 
 
 def resident_bytes(root: Path) -> int:
-    """Bytes of the slots in use, all pools and namespaces together. Raises OSError."""
+    """Bytes of the slots in use, all size classes and namespaces together. Raises OSError."""
     total = 0
-    for folder in pool_folders(root):
+    for folder in size_class_folders(root):
         with open_index(folder) as index:
             if index is not None:
                 total += index.used_slots() * index.shape.slot_bytes
@@ -99,15 +100,15 @@ def stalest_chunk(index: SlabIndex) -> tuple[int, int] | None:
 
 
 def oldest_use(index: SlabIndex) -> int | None:
-    """When the entry of a pool that has gone unused for longest was used last; None if there is no entry."""
+    """When the entry of a size class that has gone unused for longest was used last; None if there is no entry."""
     used_s = index.used_s[index.state == LIVE]
     return int(used_s.min()) if len(used_s) else None
 
 
 class SlabSpace:
-    """Changes how much disk the pools of ``root`` take. All but ``measure`` under the root's lock.
+    """Changes how much disk the size classes of ``root`` take. All but ``measure`` under the root's lock.
 
-    folder: of this process's pool. now_s: the clock of the entries' ages. OSError is left to the caller.
+    folder: of this process's size class. now_s: the clock of the entries' ages. OSError is left to the caller.
     """
 
     def __init__(
@@ -170,9 +171,10 @@ class SlabSpace:
         """Whether it is time to try for another chunk again."""
         return self._growth_pause <= 0 or self._clock() >= self._next_growth
 
-    def grow(self, pool: Pool) -> bool:
-        """Make another chunk within the bound; staler chunks of other pools are dropped for it. Under the lock."""
-        index = pool.index
+    def grow(self, size_class: SizeClass) -> bool:
+        """Make another chunk within the bound; staler chunks of other size classes are dropped for it. Under the
+        lock."""
+        index = size_class.index
         absent = np.flatnonzero(index.chunk_epoch == 0)
         needed = index.shape.chunk_bytes
         left_bytes = self.measure().left_bytes
@@ -186,8 +188,8 @@ class SlabSpace:
                 break
             epoch = index.counter("chunk_changes") % 99_999_998 + 1
             try:
-                pool.chunks.headers.clear_chunk(int(absent[0]))
-                pool.chunks.make(int(absent[0]), epoch)
+                size_class.chunks.headers.clear_chunk(int(absent[0]))
+                size_class.chunks.make(int(absent[0]), epoch)
             except OSError as error:
                 if not index.used:
                     raise
@@ -199,47 +201,51 @@ class SlabSpace:
         self._next_growth = self._clock() + GROW_RETRY_SECONDS
         return False
 
-    def make_room(self, pool: Pool, needed_bytes: int) -> bool:
+    def make_room(self, size_class: SizeClass, needed_bytes: int) -> bool:
         """Whether so many bytes more are within the bound, if need be by dropping stale chunks. Under the lock."""
         left_bytes = self.measure().left_bytes
         while left_bytes < needed_bytes:
-            dropped_bytes = self.drop_stalest(None, also=pool)
+            dropped_bytes = self.drop_stalest(None, also=size_class)
             if not dropped_bytes:
                 return False
             left_bytes += dropped_bytes
         return True
 
-    def drop_stalest(self, than_s: int | None, also: Pool | None = None) -> int:
+    def drop_stalest(self, than_s: int | None, also: SizeClass | None = None) -> int:
         """Drop the chunk that has gone unused for longest, if its last use was before ``than_s``; None: in any case.
 
-        The chunk is one of other pools, or of ``also`` if given. Returns its bytes, 0 for none. Under the lock.
+        The chunk is one of other size classes, or of ``also`` if given. Returns its bytes, 0 for none. Under the lock.
         """
-        pools = [] if also is None else [also]
-        for folder in pool_folders(self._root):
+        size_classes = [] if also is None else [also]
+        for folder in size_class_folders(self._root):
             other = None if folder == self._folder else SlabIndex.open(folder, writable=True)
             if other is not None:
                 if other.counter("dirty"):
                     other.recover()
                     other.put("dirty", 0, 0)
                     other.announce()
-                pools.append(Pool(other, Chunks(folder, other.shape, self._files, writable=True)))
-        candidates = [(found[1], found[0], pool) for pool in pools if (found := stalest_chunk(pool.index)) is not None]
-        used_s, chunk, pool = min(candidates, key=lambda candidate: candidate[0], default=(0, 0, None))
-        if pool is None or (than_s is not None and used_s >= than_s):
+                size_classes.append(SizeClass(other, Chunks(folder, other.shape, self._files, writable=True)))
+        candidates = [
+            (found[1], found[0], size_class)
+            for size_class in size_classes
+            if (found := stalest_chunk(size_class.index)) is not None
+        ]
+        used_s, chunk, size_class = min(candidates, key=lambda candidate: candidate[0], default=(0, 0, None))
+        if size_class is None or (than_s is not None and used_s >= than_s):
             return 0
-        self._drop(pool, chunk)
-        return pool.index.shape.chunk_bytes
+        self._drop(size_class, chunk)
+        return size_class.index.shape.chunk_bytes
 
-    def _drop(self, pool: Pool, chunk: int) -> None:
-        epoch = int(pool.index.chunk_epoch[chunk])
-        before = pool.index.used
-        pool.index.set_chunk(chunk, 0)
-        pool.chunks.unlink(chunk, epoch)
-        pool.index.announce()
-        self.evictions[EvictionReason.ROOM] += before - pool.index.used
+    def _drop(self, size_class: SizeClass, chunk: int) -> None:
+        epoch = int(size_class.index.chunk_epoch[chunk])
+        before = size_class.index.used
+        size_class.index.set_chunk(chunk, 0)
+        size_class.chunks.unlink(chunk, epoch)
+        size_class.index.announce()
+        self.evictions[EvictionReason.ROOM] += before - size_class.index.used
         self.note_pressure()
 
-    def maintain(self, pool: Pool) -> bool:
+    def maintain(self, size_class: SizeClass) -> bool:
         """Every UPKEEP_SECONDS: stay within a bound that has shrunk, and remove expired entries. Under the lock.
 
         Returns whether it was time to.
@@ -248,12 +254,12 @@ class SlabSpace:
         if now < self._next_upkeep:
             return False
         self._next_upkeep = now + UPKEEP_SECONDS
-        pool.index.refresh("used_s")
-        pool.index.refresh("frequency")
-        self._remove_expired(pool.index)
+        size_class.index.refresh("used_s")
+        size_class.index.refresh("frequency")
+        self._remove_expired(size_class.index)
         left_bytes = self.measure().left_bytes
         while left_bytes < 0:
-            dropped_bytes = self.drop_stalest(None, also=pool)
+            dropped_bytes = self.drop_stalest(None, also=size_class)
             left_bytes += dropped_bytes
             if not dropped_bytes:
                 break

@@ -54,9 +54,9 @@ from spillway_connector.tiers.disk.slab.fingerprint import fingerprint_of, finge
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.policy import LIVE
-from spillway_connector.tiers.disk.slab.pool import SlabPool
-from spillway_connector.tiers.disk.slab.session_file import PoolSessions
-from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, Pool, SlabSpace, resident_bytes
+from spillway_connector.tiers.disk.slab.session_file import SizeClassSessions
+from spillway_connector.tiers.disk.slab.size_class import OpenSizeClass
+from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, SizeClass, SlabSpace, resident_bytes
 from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
@@ -67,7 +67,7 @@ MAINTENANCE_DEADLINE_SECONDS = 10.0  # for the maintenance thread to get the loc
 class _Entry(NamedTuple):
     """What the index says of the key with this fingerprint: slot, the slot's generation then, epoch of its chunk."""
 
-    pool: Pool
+    size_class: SizeClass
     slot: int
     fingerprint: tuple[int, int]
     generation: int
@@ -140,7 +140,7 @@ class SlabTier:
             clock=clock,
             now_s=self._now_s,
         )
-        self._pool = SlabPool(
+        self._size_class = OpenSizeClass(
             namespace,
             self._slot_bytes,
             root,
@@ -150,11 +150,11 @@ class SlabTier:
             clock=clock,
             page_cache=page_cache,
         )
-        self._sessions = PoolSessions(self._folder, self._words, self._now_s, self._space.make_room)
+        self._sessions = SizeClassSessions(self._folder, self._words, self._now_s, self._space.make_room)
         self._claims = SlotClaims(
             root,
             self._folder,
-            self._pool,
+            self._size_class,
             self._space,
             max_bytes=max_bytes,
             tenant_max_bytes=tenant_max_bytes,
@@ -168,7 +168,7 @@ class SlabTier:
 
     @property
     def store_id(self) -> bytes | None:
-        mark = self._pool.mark.value
+        mark = self._size_class.mark.value
         return None if mark is None else store_id_of(mark, self._digest)
 
     @property
@@ -177,7 +177,7 @@ class SlabTier:
 
     @property
     def quarantined(self) -> Mapping[str, int]:
-        return self._pool.document.quarantined
+        return self._size_class.document.quarantined
 
     @property
     def under_pressure(self) -> bool:
@@ -190,36 +190,36 @@ class SlabTier:
 
     def prepare(self, deadline: float) -> None:
         self._check(deadline)
-        self._pool.writable(deadline)
+        self._size_class.writable(deadline)
         self._maintenance.start()
 
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self._check(deadline)
-        pool = self._pool.readable(deadline)
+        size_class = self._size_class.readable(deadline)
         self._maintenance.start()
-        if pool is None or not keys:
+        if size_class is None or not keys:
             return [False] * len(keys)
-        return self._live(pool.index, keys)
+        return self._live(size_class.index, keys)
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """From the copy of the index. A pool that another process replaced a moment ago is seen late.
+        """From the copy of the index. A size class that another process replaced a moment ago is seen late.
 
         None before the directory has been prepared, and if so much was changed that all of the index has to be read.
         """
-        pool = self._pool.last_used()
-        if self._closed or pool is None:
+        size_class = self._size_class.last_used()
+        if self._closed or size_class is None:
             return None
         now = self._clock()
         if not 0 <= now - self._followed_at < FOLLOW_SECONDS:
             self._followed_at = now
             try:
-                if not pool.index.follow(reload=False):
+                if not size_class.index.follow(reload=False):
                     self._followed_at = -math.inf
                     return None
             except OSError:
                 return None
         # Mostly one key, for which arrays cost ten times as much.
-        return self._live(pool.index, keys) if len(keys) != 1 else [self._live_one(pool.index, keys[0])]
+        return self._live(size_class.index, keys) if len(keys) != 1 else [self._live_one(size_class.index, keys[0])]
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self._note_hit(self._read(key, target, deadline))
@@ -230,7 +230,7 @@ class SlabTier:
     def _read(self, key: bytes, target: memoryview, deadline: float) -> _Entry:
         entry = self._entry(key, deadline)
         try:
-            header = entry.pool.chunks.read(entry.slot, entry.epoch, target, deadline)
+            header = entry.size_class.chunks.read(entry.slot, entry.epoch, target, deadline)
             verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
         except TierCorrupt:
             if self._changed_hands(entry):
@@ -238,7 +238,7 @@ class SlabTier:
             raise
         except (FileNotFoundError, NotOwn) as gone:
             if not self._changed_hands(entry):
-                self._pool.suspect()
+                self._size_class.suspect()
             raise TierMiss(f"the chunk has been dropped, or replaced: {gone.strerror}") from None
         except OSError as error:
             raise tier_error(error, f"{self._folder}: reading a frame") from error
@@ -250,7 +250,7 @@ class SlabTier:
             return None
         entry = self._entry(key, deadline)
         try:
-            frame = entry.pool.chunks.cached(entry.slot, entry.epoch)
+            frame = entry.size_class.chunks.cached(entry.slot, entry.epoch)
         except (TierCorrupt, OSError):
             return None  # load finds out whose fault it is
         if frame is None:
@@ -271,10 +271,10 @@ class SlabTier:
     def _entry(self, key: bytes, deadline: float) -> _Entry:
         """Where the index has a key. Raises TierMiss, TierError."""
         self._check(deadline)
-        pool = self._pool.readable(deadline)
-        if pool is None:
+        size_class = self._size_class.readable(deadline)
+        if size_class is None:
             raise TierMiss
-        index = pool.index
+        index = size_class.index
         fingerprint = fingerprint_of(key, self._pair)
         slot = index.find_one(fingerprint)
         generation = int(index.generation[slot])
@@ -282,20 +282,20 @@ class SlabTier:
             raise TierMiss
         if self._claims.expired(index, slot):
             raise TierMiss("the entry has expired")
-        return _Entry(pool, slot, fingerprint, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
+        return _Entry(size_class, slot, fingerprint, generation, int(index.chunk_epoch[index.shape.chunk_of(slot)]))
 
     def _changed_hands(self, entry: _Entry) -> bool:
         """Whether a frame that was not found in its slot was removed since. Raises TierError."""
-        index = entry.pool.index
+        index = entry.size_class.index
         try:
             held = index.still_holds(entry.slot, entry.fingerprint, entry.generation)
         except OSError as error:
             raise tier_error(error, f"{self._folder}: reading the index") from error
-        return not held or self._pool.replaced(index)
+        return not held or self._size_class.replaced(index)
 
     def _note_hit(self, entry: _Entry) -> None:
         try:
-            entry.pool.index.note_hit(entry.slot, self._now_s())
+            entry.size_class.index.note_hit(entry.slot, self._now_s())
             self._sessions.loaded(entry.slot)
         except OSError:
             pass  # a disk that no longer takes writes keeps its order
@@ -318,14 +318,14 @@ class SlabTier:
         self, key: bytes, source: memoryview, deadline: float, tenant: bytes, chunk: SessionChunk | None
     ) -> StoreOutcome:
         self._check(deadline)
-        pool = self._pool.writable(deadline)
+        size_class = self._size_class.writable(deadline)
         self._maintenance.start()
         try:
             fingerprint = fingerprint_of(key, self._pair)
-            slot = pool.index.find_one(fingerprint)
-            live = slot >= 0 and pool.index.state[slot] == LIVE and not self._pool.suspected
-            if live and not self._claims.expired(pool.index, slot):
-                pool.index.note_hit(slot, self._now_s())
+            slot = size_class.index.find_one(fingerprint)
+            live = slot >= 0 and size_class.index.state[slot] == LIVE and not self._size_class.suspected
+            if live and not self._claims.expired(size_class.index, slot):
+                size_class.index.note_hit(slot, self._now_s())
                 return StoreOutcome.PRESENT
             header = build_header(
                 self._digest,
@@ -341,9 +341,9 @@ class SlabTier:
         if isinstance(claim, StoreOutcome):
             return claim
         try:
-            claim.pool.chunks.write(claim.slot, claim.epoch, header, source, deadline)
+            claim.size_class.chunks.write(claim.slot, claim.epoch, header, source, deadline)
         except (FileNotFoundError, NotOwn) as error:
-            self._pool.suspect()
+            self._size_class.suspect()
             self._claims.give_up(claim, deadline)
             raise TierUnreachable(
                 UnreachableReason.ROOT_MISSING, f"{self._folder}: a chunk was removed while in use: {error.strerror}"
@@ -363,29 +363,33 @@ class SlabTier:
         Under the lock, unlike a load: other processes must know at once, as this one may store nothing for a while.
         """
         self._check(deadline)
-        if self._pool.readable(deadline) is None or not keys:
+        if self._size_class.readable(deadline) is None or not keys:
             return
         try:
-            with self._claims.locked(deadline) as pool:
-                slots = pool.index.find(fingerprints(keys, self._words))
-                live = [slot for slot, there in zip(slots.tolist(), self._live(pool.index, keys), strict=True) if there]
+            with self._claims.locked(deadline) as size_class:
+                slots = size_class.index.find(fingerprints(keys, self._words))
+                live = [
+                    slot
+                    for slot, there in zip(slots.tolist(), self._live(size_class.index, keys), strict=True)
+                    if there
+                ]
                 for slot in live:
-                    pool.index.note_hit(slot, self._now_s())
-                self._sessions.renewed(pool, live)
+                    size_class.index.note_hit(slot, self._now_s())
+                self._sessions.renewed(size_class, live)
         except (OSError, TierRefused):
             pass  # a disk that takes no writes keeps its order
 
     def discard(self, key: bytes, deadline: float) -> None:
         self._check(deadline)
         try:
-            with self._claims.locked(deadline) as pool:
-                slot = pool.index.find_one(fingerprint_of(key, self._pair))
-                if slot < 0 or pool.index.state[slot] != LIVE:
+            with self._claims.locked(deadline) as size_class:
+                slot = size_class.index.find_one(fingerprint_of(key, self._pair))
+                if slot < 0 or size_class.index.state[slot] != LIVE:
                     return
-                epoch = int(pool.index.chunk_epoch[pool.index.shape.chunk_of(slot)])
-                pool.index.release(slot)
+                epoch = int(size_class.index.chunk_epoch[size_class.index.shape.chunk_of(slot)])
+                size_class.index.release(slot)
                 try:
-                    pool.chunks.blank(slot, epoch)
+                    size_class.chunks.blank(slot, epoch)
                 except OSError:
                     pass  # a rebuilt index may find it again; its load then fails again
         except OSError as error:
@@ -393,7 +397,7 @@ class SlabTier:
 
     def resident_bytes(self, deadline: float) -> int:
         self._check(deadline)
-        if self._pool.readable(deadline) is None:
+        if self._size_class.readable(deadline) is None:
             return 0
         try:
             return resident_bytes(self._root)
@@ -407,13 +411,13 @@ class SlabTier:
         written to, stays as it is. Raises TierError.
         """
         self._check(deadline)
-        pool = self._pool.last_used()
-        if pool is None or not pool.index.writable or self._pool.replaced(pool.index):
+        size_class = self._size_class.last_used()
+        if size_class is None or not size_class.index.writable or self._size_class.replaced(size_class.index):
             return
         try:
-            with self._claims.locked(deadline) as pool:
-                self._pool.maintain(pool)
-                self._sessions.order(pool)
+            with self._claims.locked(deadline) as size_class:
+                self._size_class.maintain(size_class)
+                self._sessions.order(size_class)
         except OSError as error:
             raise tier_error(error, f"{self._folder}: maintenance") from error
 
@@ -424,7 +428,7 @@ class SlabTier:
         self._maintenance.stop()
         self._sessions.close()
         self._space.close()
-        self._pool.close()
+        self._size_class.close()
 
     def _live(self, index: SlabIndex, keys: Sequence[bytes]) -> list[bool]:
         slots = index.find(fingerprints(keys, self._words))

@@ -1,4 +1,4 @@
-"""One pool of a root as a process has it open: found or made, checked, kept current, and changed under a lock.
+"""One size class of a root as a process has it open: found or made, checked, kept current, and changed under a lock.
 
 Another process may replace the index (it was damaged, or had to grow) or remove everything; each use checks that the
 file it has open is still the current one.
@@ -33,15 +33,15 @@ from spillway_connector.tiers.disk.slab.layout import (
     LOCK_DEPTH,
     LOCK_LINKS,
     LOCK_NAME,
-    POOL_DEPTH,
+    SIZE_CLASS_DEPTH,
     WRITERS_FOLDER,
-    PoolShape,
+    SizeClassShape,
     plan_shape,
 )
 from spillway_connector.tiers.disk.slab.policy import WRITING
 from spillway_connector.tiers.disk.slab.rebuild import plan_from_chunks, rebuild
 from spillway_connector.tiers.disk.slab.session_file import remove_sessions
-from spillway_connector.tiers.disk.slab.space import Pool, Room, SlabSpace
+from spillway_connector.tiers.disk.slab.space import Room, SizeClass, SlabSpace
 from spillway_connector.tiers.disk.slab.writers import WriterLease
 from spillway_connector.tiers.disk.store_mark import StoreMark
 from spillway_connector.tiers.tier import Clock
@@ -52,8 +52,9 @@ READ_ONLY_RETRY_SECONDS = 5.0
 _READING_GOES_ON = (RefusedReason.READ_ONLY, RefusedReason.PERMISSION, RefusedReason.NO_SPACE)
 
 
-class SlabPool:
-    """The pool of slots of ``slot_bytes`` in ``root``, for the frames of one namespace. Safe from several threads."""
+class OpenSizeClass:
+    """The size class of slots of ``slot_bytes`` in ``root``, for the frames of one namespace. Safe from several
+    threads."""
 
     def __init__(
         self,
@@ -82,32 +83,33 @@ class SlabPool:
         self._clock = clock
         self._lock = FileLock(root / SLAB_FOLDER / LOCK_NAME, clock, LOCK_DEPTH, links=LOCK_LINKS)
         self._prepare_lock = threading.Lock()
-        self._pool: Pool | None = None
+        self._size_class: SizeClass | None = None
         self._read_only_until = -math.inf
         self._changes_seen = -1
         self._suspected = False
         self._closed = False
 
-    def writable(self, deadline: float) -> Pool:
-        """The pool, made or opened if need be. Raises TierError."""
-        pool = self._pool
-        if pool is not None and pool.index.writable and not self.replaced(pool.index):
-            if self._follow(pool):
-                self._close_dropped_chunks(pool)
-                return pool
-            self._remove_index(pool, deadline)
+    def writable(self, deadline: float) -> SizeClass:
+        """The size class, made or opened if need be. Raises TierError."""
+        size_class = self._size_class
+        if size_class is not None and size_class.index.writable and not self.replaced(size_class.index):
+            if self._follow(size_class):
+                self._close_dropped_chunks(size_class)
+                return size_class
+            self._remove_index(size_class, deadline)
         if not self._prepare_lock.acquire(timeout=max(0.0, deadline - self._clock())):
             raise TierTimeout(f"{self._root}: another thread is still preparing the directory")
         try:
-            pool = self._pool
-            if pool is None or not pool.index.writable or self.replaced(pool.index):
-                pool = self._attach(deadline)
-            return pool
+            size_class = self._size_class
+            if size_class is None or not size_class.index.writable or self.replaced(size_class.index):
+                size_class = self._attach(deadline)
+            return size_class
         finally:
             self._prepare_lock.release()
 
-    def readable(self, deadline: float) -> Pool | None:
-        """Like :meth:`writable`, but if only writing is refused (a read-only mount), readers go on; None: no pool."""
+    def readable(self, deadline: float) -> SizeClass | None:
+        """Like :meth:`writable`, but if only writing is refused (a read-only mount), readers go on; None: no size
+        class."""
         if self._clock() >= self._read_only_until:
             try:
                 return self.writable(deadline)
@@ -115,10 +117,10 @@ class SlabPool:
                 if refused.reason not in _READING_GOES_ON:
                     raise
                 self._read_only_until = self._clock() + READ_ONLY_RETRY_SECONDS
-        pool = self._pool
-        if pool is not None and not self.replaced(pool.index):
-            self._follow(pool)
-            return pool
+        size_class = self._size_class
+        if size_class is not None and not self.replaced(size_class.index):
+            self._follow(size_class)
+            return size_class
         try:
             self.document.check()
             self._ages.share()
@@ -126,12 +128,12 @@ class SlabPool:
             index = SlabIndex.open(self._folder, writable=False)
         except OSError as error:
             raise tier_error(error, f"{self._folder}: opening the index") from error
-        self._pool = None if index is None else self._open_chunks(index)
-        return self._pool
+        self._size_class = None if index is None else self._open_chunks(index)
+        return self._size_class
 
-    def last_used(self) -> Pool | None:
-        """The pool as it was last used, without reading the disk."""
-        return self._pool
+    def last_used(self) -> SizeClass | None:
+        """The size class as it was last used, without reading the disk."""
+        return self._size_class
 
     def replaced(self, index: SlabIndex) -> bool:
         """Whether the index was removed, or replaced by a larger or rebuilt one. About a microsecond."""
@@ -149,42 +151,42 @@ class SlabPool:
         """A file that the index lists is missing: compare index and files before the next change."""
         self._suspected = True
 
-    def _follow(self, pool: Pool) -> bool:
+    def _follow(self, size_class: SizeClass) -> bool:
         """Take over other processes' changes; False if the index was cut. Raises TierError."""
         try:
-            pool.index.follow()
+            size_class.index.follow()
         except FileCut as cut:
-            if pool.index.writable:
+            if size_class.index.writable:
                 return False
             raise tier_error(cut, f"{self._folder}: reading the index") from cut
         except OSError as error:
             raise tier_error(error, f"{self._folder}: reading the index") from error
         return True
 
-    def _remove_index(self, pool: Pool, deadline: float) -> None:
+    def _remove_index(self, size_class: SizeClass, deadline: float) -> None:
         """Have an index that was cut made again. Raises TierError."""
         try:
             with self._lock.held(deadline):
-                if not self.replaced(pool.index):
+                if not self.replaced(size_class.index):
                     self._unlink_index()
         except OSError as error:
             raise tier_error(error, f"{self._folder}: removing an index that was cut") from error
 
     def _unlink_index(self) -> None:
         _log.error("NVMe tier %s: the index was cut or overwritten: it is made again", self._folder)
-        unlink_own(self._index_path, POOL_DEPTH, missing_ok=True)
+        unlink_own(self._index_path, SIZE_CLASS_DEPTH, missing_ok=True)
 
-    def _close_dropped_chunks(self, pool: Pool) -> None:
-        count = pool.index.counter("chunk_changes")
+    def _close_dropped_chunks(self, size_class: SizeClass) -> None:
+        count = size_class.index.counter("chunk_changes")
         if count != self._changes_seen:
             self._changes_seen = count
-            epochs = pool.index.chunk_epoch
-            pool.chunks.close_all_but({int(chunk): int(epochs[chunk]) for chunk in np.flatnonzero(epochs != 0)})
+            epochs = size_class.index.chunk_epoch
+            size_class.chunks.close_all_but({int(chunk): int(epochs[chunk]) for chunk in np.flatnonzero(epochs != 0)})
 
-    def _open_chunks(self, index: SlabIndex) -> Pool:
-        return Pool(index, Chunks(self._folder, index.shape, self._files, writable=index.writable))
+    def _open_chunks(self, index: SlabIndex) -> SizeClass:
+        return SizeClass(index, Chunks(self._folder, index.shape, self._files, writable=index.writable))
 
-    def _attach(self, deadline: float) -> Pool:
+    def _attach(self, deadline: float) -> SizeClass:
         """Make or open everything; a found index is checked and repaired."""
         if self._closed:
             raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
@@ -200,20 +202,20 @@ class SlabPool:
             with self._lock.held(deadline):
                 self.lease.acquire()
                 self.lease.sweep()
-                self._files.direct = supports_direct(self._folder, POOL_DEPTH)
+                self._files.direct = supports_direct(self._folder, SIZE_CLASS_DEPTH)
                 caches = self._page_cache and self._files.direct
-                self._files.page_cache = caches and supports_page_cache(self._folder, POOL_DEPTH)
-                pool = self._open_chunks(self._open_or_rebuild())
-                self._repair(pool)
+                self._files.page_cache = caches and supports_page_cache(self._folder, SIZE_CLASS_DEPTH)
+                size_class = self._open_chunks(self._open_or_rebuild())
+                self._repair(size_class)
         except FileExistsError as error:
             raise TierRefused(
                 RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
             ) from error
         except OSError as error:
             raise tier_error(error, f"path: {self._root}: preparing the directory") from error
-        self._pool, self._read_only_until = pool, -math.inf
-        self._close_dropped_chunks(pool)
-        return pool
+        self._size_class, self._read_only_until = size_class, -math.inf
+        self._close_dropped_chunks(size_class)
+        return size_class
 
     def _open_or_rebuild(self) -> SlabIndex:
         index = SlabIndex.open(self._folder, writable=True)
@@ -241,12 +243,12 @@ class SlabPool:
             _log.warning("NVMe tier %s: the index was rebuilt: %d entries", self._folder, index.used)
         return index
 
-    def _enlarged(self, index: SlabIndex, wanted: PoolShape | None, room: Room) -> SlabIndex:
+    def _enlarged(self, index: SlabIndex, wanted: SizeClassShape | None, room: Room) -> SlabIndex:
         """The index, or one of more chunks in its place if the bound has been raised a good deal."""
         chunks = 0 if wanted is None else min(wanted.slots // index.shape.slots_per_chunk, 999_999)
         if chunks <= index.shape.chunks * 5 // 4:
             return index
-        shape = PoolShape(index.shape.slot_bytes, index.shape.slots_per_chunk, chunks)
+        shape = SizeClassShape(index.shape.slot_bytes, index.shape.slots_per_chunk, chunks)
         if room.left_bytes < shape.index_bytes + shape.table_bytes - index.shape.table_bytes:
             return index
         larger = SlabIndex.create(self._folder, shape)
@@ -255,14 +257,14 @@ class SlabPool:
         SlabIndex.publish_file(self._folder)
         return larger
 
-    def _repair(self, pool: Pool) -> None:
+    def _repair(self, size_class: SizeClass) -> None:
         """Make index and files agree, and release orphaned slots. Under the lock."""
-        index = pool.index
+        index = size_class.index
         clear_foreign_chunks(self._folder)
         found = chunks_on_disk(self._folder)
         for chunk, (epoch, _) in found.items():
             if chunk >= index.shape.chunks or int(index.chunk_epoch[chunk]) != epoch:
-                pool.chunks.unlink(chunk, epoch)  # its maker was killed before it was entered
+                size_class.chunks.unlink(chunk, epoch)  # its maker was killed before it was entered
         for chunk in np.flatnonzero(index.chunk_epoch != 0).tolist():
             if found.get(chunk, (0, 0))[0] != int(index.chunk_epoch[chunk]):
                 index.put("chunk_epoch", chunk, 0)
@@ -271,10 +273,10 @@ class SlabPool:
         index.put("dirty", 0, 0)
         index.announce()
 
-    def maintain(self, pool: Pool) -> None:
+    def maintain(self, size_class: SizeClass) -> None:
         """Every UPKEEP_SECONDS: apply the bound and the age limit, and release orphaned slots. Under the lock."""
-        if self.space.maintain(pool):
-            self.release_orphaned(pool.index)
+        if self.space.maintain(size_class):
+            self.release_orphaned(size_class.index)
 
     def release_orphaned(self, index: SlabIndex) -> None:
         """Free the slots that were claimed by writers that no longer run. Under the lock."""
@@ -286,17 +288,17 @@ class SlabPool:
                     index.release(slot)  # its record in the header table is empty since it was claimed
 
     @contextmanager
-    def locked(self, deadline: float) -> Iterator[Pool]:
-        """Hold the root's lock with the pool that is current under it. An index that a killed holder left is repaired
-        first. Raises TierError, OSError."""
+    def locked(self, deadline: float) -> Iterator[SizeClass]:
+        """Hold the root's lock with the size class that is current under it. An index that a killed holder left is
+        repaired first. Raises TierError, OSError."""
         self.writable(deadline)
         while True:
             with self._lock.held(deadline):
-                pool = self._pool
-                if pool is not None and pool.index.writable and not self.replaced(pool.index):
+                size_class = self._size_class
+                if size_class is not None and size_class.index.writable and not self.replaced(size_class.index):
                     with ExitStack() as changing:
-                        if self._begin_changing(pool.index, changing):
-                            yield from self._marked(pool)
+                        if self._begin_changing(size_class.index, changing):
+                            yield from self._marked(size_class)
                             return
             if self._clock() >= deadline:
                 raise TierTimeout(f"{self._folder}: the index kept being replaced")
@@ -311,15 +313,16 @@ class SlabPool:
             return False
         return True
 
-    def _marked(self, pool: Pool) -> Iterator[Pool]:
-        """Yield the pool, repaired if needed. While its holder changes it, it is marked for the next one to repair."""
-        index = pool.index
+    def _marked(self, size_class: SizeClass) -> Iterator[SizeClass]:
+        """Yield the size class, repaired if needed. While its holder changes it, it is marked for the next one to
+        repair."""
+        index = size_class.index
         if index.counter("dirty") or self._suspected:
             self._suspected = False
-            self._repair(pool)
+            self._repair(size_class)
         index.put("dirty", 0, 1)
         try:
-            yield pool
+            yield size_class
         except TierError:
             index.put("dirty", 0, 0)
             raise  # after any other exception the mark stays
@@ -328,7 +331,7 @@ class SlabPool:
     def close(self) -> None:
         """Release lock and lease. Files and mapping are closed when the last thread that uses them is done."""
         self._closed = True
-        self._pool = None
+        self._size_class = None
         self._lock.close()
         try:
             self.lease.release()
