@@ -1,13 +1,16 @@
 """What it brings and costs to keep the KV of answers: a chat's next turn, and the decoding of many requests.
 
-    python bench/chat_turns.py [--measure turns decode] [--configurations off prompts generated nvme]
+    python bench/chat_turns.py [--measure turns thinking decode]
+                               [--configurations off prompts generated nvme keeps strips]
                                [--conversations 5] [--add] [--seconds 1200]
                                [--turns 8] [--tokens 300]
                                [--rounds 8] [--requests 16] [--answer 256]
 
 Engines at once on this machine, asked in turns: without offload (`off`), with a CPU tier for prompts alone (`prompts`,
 offload.generatedTokens: off) and for answers as well (`generated`), and the latter with NVMe behind a CPU tier that
-does not hold a conversation and the prompt between its turns (`nvme`).
+does not hold a conversation and the prompt between its turns (`nvme`). Two more are asked for by name, both with
+offload.generatedTokens: auto: `keeps`, whose clients send answers back whole, and `strips`, whose clients leave out the
+first half of each, as chat templates of reasoning models leave out the thinking.
 
 turns: conversations of --turns turns, each of --tokens new tokens and --tokens of answer; before each turn another
 prompt fills the device, so that none of the conversation is in its cache. By turn: the share of its prompt that
@@ -16,9 +19,12 @@ is not computed before the next turn), and the time to the first token, medians 
 conversations are held where the next one would not end within --seconds. --add: to those of the last run, for a machine
 that is not quiet for long.
 
+thinking: with `keeps` and `strips`, waves of --requests conversations of two turns each, until --answers answers were
+sent back or not. After how many of them the engine kept no KV of answers any more, and the share that it has measured.
+
 decode: rounds of --requests requests at once with --answer tokens each, of unseen prompts. Tokens per second of a round
-are compared within it, so that disturbances of the machine cancel out; ratios to `off` are medians over rounds with a
-95 % bootstrap interval.
+are compared within it, so that disturbances of the machine cancel out; ratios to the first configuration are medians
+over rounds with a 95 % bootstrap interval.
 
 Prints tables, writes build/bench/chat_turns.json (flat; units are in the keys).
 """
@@ -36,6 +42,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -44,13 +51,18 @@ from pathlib import Path
 
 from first_token import BLOCK_TOKENS, BenchError, ask, free_port, make_prompt, processor
 from paired_rounds import ordered, paired_ratio
+from prometheus_client.parser import text_string_to_metric_families
 
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
 
 CONFIGURATIONS = ("off", "prompts", "generated", "nvme")
+AUTOMATIC = ("keeps", "strips")
 PROMPT_TOKENS = 100  # of a request of `decode`: less than a block, so that no prompt is stored
-MEASURES = ("turns", "decode")
+MEASURES = ("turns", "thinking", "decode")
+THINKING_PROMPT_TOKENS = 300  # two whole blocks, so that the engine knows the conversation again
+THINKING_ANSWER_TOKENS = 100  # they fill the prompt's last block
+ANSWERS_KEPT, SENT_BACK_SHARE = "spillway_answers_kept", "spillway_answers_sent_back_share"
 OUTPUT = Path("build/bench/chat_turns.json")
 CONVERSATIONS = Path("build/bench/chat_turns_conversations.json")  # each with its turns, for --add
 LOAD_SHARE = 3 / 4  # of the CPU tier that one request's loads from a shared tier may take
@@ -59,8 +71,9 @@ Report = dict[str, float | int | str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Keeping the KV of answers: what it brings, and what it costs.")
-    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=MEASURES)
-    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=CONFIGURATIONS)
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=("turns", "decode"))
+    known = (*CONFIGURATIONS, *AUTOMATIC)
+    parser.add_argument("--configurations", nargs="+", choices=known, default=CONFIGURATIONS)
     parser.add_argument("--conversations", type=int, default=5)
     parser.add_argument("--add", action="store_true", help="to the conversations of the last run")
     parser.add_argument("--seconds", type=float, default=1200.0, help="of all conversations (default 1200)")
@@ -69,14 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8, help="of `decode` (default 8)")
     parser.add_argument("--requests", type=int, default=16, help="at once, of `decode` (default 16)")
     parser.add_argument("--answer", type=int, default=256, help="tokens of an answer of `decode` (default 256)")
+    parser.add_argument("--answers", type=int, default=64, help="of `thinking` (default 64)")
     given = parser.parse_args(arguments)
     report: Report = {"processor": processor(), "processors_count": os.cpu_count() or 0}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines end too
     with ExitStack() as stacks:
         running = {name: stacks.enter_context(_stack(stacks, name, given)) for name in given.configurations}
         print(f"{len(running)} engines are up", flush=True)
+        measures = {"turns": measure_turns, "thinking": think, "decode": decode}
         for measure in given.measure:
-            print(measure_turns(running, given, report) if measure == "turns" else decode(running, given, report))
+            print(measures[measure](running, given, report), flush=True)
     report["load_average_at_end"] = round(os.getloadavg()[0], 2)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
@@ -107,7 +122,7 @@ def _device_tokens(device_blocks: int) -> int:
     return (device_blocks - 1) * BLOCK_TOKENS  # vLLM keeps one block for itself
 
 
-_WORDS = {"prompts": "off", "generated": "on", "nvme": "on"}
+_WORDS = {"prompts": "off", "generated": "on", "nvme": "on", "keeps": "auto", "strips": "auto"}
 
 
 def _blocks(tokens: int) -> int:
@@ -198,6 +213,53 @@ def _turns_table(
     return "\n".join(lines)
 
 
+def think(running: dict[str, LocalStack], given: argparse.Namespace, report: Report) -> str:
+    numbers = itertools.count()
+    lines = [f"answers of {THINKING_ANSWER_TOKENS} tokens, waves of {given.requests} conversations"]
+    for name in (name for name in running if name in AUTOMATIC):
+        stack, answers, kept_until = running[name], 0, 0
+        kept, share = _kept(stack)
+        while answers < given.answers:
+            _two_turns(stack, name, numbers, given.requests)
+            answers += given.requests
+            kept, share = _kept(stack)
+            print(f"{name}: after {answers} answers {'kept' if kept else 'not kept'}, share {share}", flush=True)
+            if kept:
+                kept_until = answers
+        report |= {f"{name}_answers_kept": int(kept), f"{name}_kept_until_answers_count": kept_until}
+        if share is not None:
+            report[f"{name}_sent_back_share"] = share
+        lines.append(f"{name:10}kept until answer {kept_until} of {answers}, share sent back {share}")
+    return "\n".join(lines)
+
+
+def _two_turns(stack: LocalStack, name: str, numbers: itertools.count[int], conversations: int) -> None:
+    port, model = stack.settings.engine_port(0), stack.model.served_name
+    prompts = [make_prompt(f"asked {next(numbers)}", THINKING_PROMPT_TOKENS) for _ in range(conversations)]
+    with ThreadPoolExecutor(conversations) as clients:
+        first = list(clients.map(lambda prompt: ask(port, model, prompt, THINKING_ANSWER_TOKENS), prompts))
+        thinking = THINKING_ANSWER_TOKENS // 2 if name == "strips" else 0
+        turns = [
+            [*prompt, *answer.tokens[thinking:], *make_prompt(f"goes on {next(numbers)}", PROMPT_TOKENS)]
+            for prompt, answer in zip(prompts, first, strict=True)
+        ]
+        list(clients.map(lambda prompt: ask(port, model, prompt, 1), turns))
+
+
+def _kept(stack: LocalStack) -> tuple[bool, float | None]:
+    """Whether the engine keeps the KV of answers, and the share of them that it saw come back; None: too few yet."""
+    port = stack.settings.engine_port(0)
+    ask(port, stack.model.served_name, make_prompt("a step", 8), 2)  # it reports with its steps
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
+        found = {
+            family.name: family.samples[0].value
+            for family in text_string_to_metric_families(reply.read().decode())
+            if family.name in (ANSWERS_KEPT, SENT_BACK_SHARE) and family.samples  # of an engine that has shown any
+        }
+    share = found.get(SENT_BACK_SHARE)
+    return bool(found[ANSWERS_KEPT]), None if share is None else round(share, 3)
+
+
 def decode(running: dict[str, LocalStack], given: argparse.Namespace, report: Report) -> str:
     speeds: dict[str, list[float]] = {name: [] for name in running}
     numbers = itertools.count()
@@ -210,7 +272,7 @@ def decode(running: dict[str, LocalStack], given: argparse.Namespace, report: Re
             print(", ".join(f"{name} {values[-1]:.1f}" for name, values in speeds.items()), "tokens/s", flush=True)
     lines = [f"{given.requests} requests at once, {given.answer} tokens each, {given.rounds} rounds"]
     for name, values in speeds.items():
-        ratio = paired_ratio(values, speeds["off"], random.Random(0))
+        ratio = paired_ratio(values, next(iter(speeds.values())), random.Random(0))
         report[f"{name}_decode_tokens_per_second"] = round(statistics.median(values), 2)
         report[f"{name}_decode_ratio"] = round(ratio.median, 4)
         report[f"{name}_decode_ratio_low"], report[f"{name}_decode_ratio_high"] = (
