@@ -4,11 +4,13 @@
 
 The gateway's own index, sessions, routing and deletion costs decide; engines are simulated as caches that keep the
 blocks used last and prefill at one rate. Sessions come, take turns and go; some time later three engines are removed,
-one after the other, and each session that is alive takes its next turn. Nothing here measures a device.
+one after the other, and each session that is alive takes its next turn. Sessions begin on any engine (even), or a
+quarter as often on three of the six, drawn by lot, as after their replacement (uneven). Nothing here measures a device.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections import OrderedDict
@@ -27,9 +29,10 @@ from spillway_gateway.scaling.deletion_costs import PodWarmth, deletion_costs
 
 ENGINES, LEFT, SESSIONS = 6, 3, 60
 BLOCK, ENGINE_BLOCKS = 128, 3200  # tokens; blocks of device and CPU tier together
-TURN_BLOCKS, TURN_SECONDS, ALIVE_SECONDS = 4, 20.0, 900.0
+TURN_BLOCKS, ROUND_SECONDS, ALIVE_SECONDS = 4, 45.0, 900.0
 SYSTEM_BLOCKS = 8  # that all sessions begin with
-ROUNDS = 4
+SEEDS = 12
+UNEVEN = 0.25  # how often a session begins on a replaced engine, to 1 on others
 
 
 @dataclass
@@ -43,9 +46,17 @@ class Cluster:
     """Simulated engines behind the gateway's own routing; a stepped clock."""
 
     def __init__(
-        self, seed: int, *, shared: bool, engines: int = ENGINES, routing: RoutingConfig | None = None
+        self,
+        seed: int,
+        *,
+        shared: bool,
+        engines: int = ENGINES,
+        routing: RoutingConfig | None = None,
+        even: bool = True,
     ) -> None:
         self.now, self.shared, self.chance = 0.0, shared, random.Random(seed)
+        replaced = set() if even else set(random.Random(seed).sample(range(engines), engines // 2))
+        self.begins = [UNEVEN if number in replaced else 1.0 for number in range(engines)]
         index = PrefixIndex("m", bytes_max=1 << 28, orphans_max=10, default_block_tokens=BLOCK, clock=lambda: self.now)
         configs = tuple(EngineConfig(f"engine-{number}", f"http://e{number}:1") for number in range(engines))
         routing = routing or RoutingConfig()
@@ -63,7 +74,7 @@ class Cluster:
         prompt = PromptBlocks(keys, BLOCK, len(session.tokens), keys[0])
         key = SessionKey.of("t", session.name.encode())
         first = self.fleet.sessions.engine_of(key) is None  # as many come at once, new sessions go anywhere
-        only = self.chance.choice(sorted(self.fleet.engines)) if first else None
+        only = self.chance.choices(sorted(self.fleet.engines), self.begins)[0] if first else None
         attempt = self.fleet.choose(prompt, frozenset(), only, key)
         held, rates = attempt.decision.held, attempt.engine.rates
         seconds = attempt.expected_prefill_seconds + load_time_ms(held, rates) / 1000.0
@@ -107,20 +118,22 @@ def coldest(cluster: Cluster) -> str:
     return min(costs, key=lambda name: (costs[name], name))
 
 
-def scaled(seed: int, choose: Callable[[Cluster], str], *, shared: bool) -> tuple[list[float], list[float], int]:
+def scaled(
+    seed: int, choose: Callable[[Cluster], str], *, shared: bool, even: bool
+) -> tuple[list[float], list[float], int]:
     """Cached shares and seconds to the first token of the next turns, and sessions that lost their engine."""
-    cluster = Cluster(seed, shared=shared)
+    cluster = Cluster(seed, shared=shared, even=even)
     system = [cluster.chance.randrange(1 << 30) for _ in range(SYSTEM_BLOCKS * BLOCK)]
     sessions = [Session(f"s{number}", 0.0, list(system)) for number in range(3 * SESSIONS)]
     for session in sessions:
         session.leaves_at = cluster.chance.expovariate(1 / 1800.0)
     waiting = sorted(sessions, key=lambda each: -each.leaves_at)
     alive = waiting[:SESSIONS]  # the long ones are alive when engines are removed
-    for at in range(40):
+    for at in range(1, 41):
         for session in sessions:
-            if session.leaves_at >= at * 45.0 and cluster.chance.random() < 0.25:
+            if session.leaves_at >= cluster.now and cluster.chance.random() < 0.25:
                 cluster.turn(session)
-        cluster.now += TURN_SECONDS
+        cluster.now = max(cluster.now, at * ROUND_SECONDS)
     served = {each.name: cluster.fleet.sessions.engine_of(SessionKey.of("t", each.name.encode())) for each in alive}
     for _ in range(ENGINES - LEFT):
         cluster.remove(choose(cluster))
@@ -130,20 +143,22 @@ def scaled(seed: int, choose: Callable[[Cluster], str], *, shared: bool) -> tupl
 
 
 def main() -> None:
-    print(f"Simulated: {ENGINES} -> {LEFT} engines, {SESSIONS} sessions, {ROUNDS} seeds; next turn of each session")
-    for shared in (True, False):
+    print(f"Simulated: {ENGINES} -> {LEFT} engines, {SESSIONS} sessions, {SEEDS} seeds; next turn of each session")
+    for even, shared in itertools.product((True, False), repeat=2):
         for name, choose in (("highest ordinals", highest), ("coldest", coldest)):
             shares: list[float] = []
             seconds: list[float] = []
             moved = 0
-            for seed in range(ROUNDS):
-                found = scaled(seed, choose, shared=shared)
+            for seed in range(SEEDS):
+                found = scaled(seed, choose, shared=shared, even=even)
                 shares, seconds, moved = shares + found[0], seconds + found[1], moved + found[2]
             tenths = statistics.quantiles(seconds, n=10)
             print(
-                f"shared tier {'on ' if shared else 'off'} {name:17} cached {statistics.mean(shares):.1%}  "
-                f"first token mean {1000 * statistics.mean(seconds):.0f} ms  p50 {1000 * tenths[4]:.0f} ms  "
-                f"p90 {1000 * tenths[8]:.0f} ms  sessions that lost their engine {moved / ROUNDS:.1f}"
+                f"{'even' if even else 'uneven':6} shared tier {'on ' if shared else 'off'} {name:17} "
+                f"cached {statistics.mean(shares):.1%}  first token mean {1000 * statistics.mean(seconds):.0f} ms  "
+                f"p50 {1000 * tenths[4]:.0f} ms  p90 {1000 * tenths[8]:.0f} ms  "
+                f"sessions that lost their engine {moved / SEEDS:.1f}",
+                flush=True,
             )
 
 
