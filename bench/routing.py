@@ -35,7 +35,7 @@ from routing_policies.rivals import (
 from routing_policies.spillway import Spillway
 from traces.mooncake import generate_mooncake, mooncake_trace, read_mooncake
 from traces.session import Session, Trace
-from traces.synthetic import agents, hot_group, multi_turn, shared_prompts, unique_prompts
+from traces.synthetic import agents, bursts, hot_group, multi_turn, shared_prompts, unique_prompts
 
 from spillway_gateway.config.settings import RoutingConfig
 from spillway_simulator.fast_forward import FastForward
@@ -87,6 +87,7 @@ def _policies() -> dict[str, Callable[[], Policy]]:
             BLOCK_TOKENS,
             routing=RoutingConfig(shared_store_tokens_per_second=PRESETS[PRESET].shared.load_tokens_per_second),
         ),
+        "spillway_bursts_apart": lambda: Spillway(BLOCK_TOKENS, bursts_together=False),
         "spillway_without_rates": lambda: Spillway(BLOCK_TOKENS, engine_rates=False),
         "round_robin": RoundRobin,
         "random": Random,
@@ -125,6 +126,7 @@ def _traces(scale: float, mooncake: Path | None, engines: int, seed: int) -> dic
         ),
         "hot_group": lambda: hot_group(seed=3 + seed, requests=count(3_600), requests_per_second=100.0 * size),
         "unique": lambda: unique_prompts(seed=4 + seed, requests=count(2_400), requests_per_second=50.0 * size),
+        "bursts": lambda: bursts(seed=8 + seed, count=count(60), per_second=2.0 * size),
         "mooncake": from_mooncake,
         "agents": lambda: agents(seed=6 + seed, sessions=count(272), sessions_per_second=2.0 * size),
         # Pauses longer than routing.approximateSeconds.

@@ -13,6 +13,8 @@ from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.sessions import SessionKey
+from spillway_gateway.routing import load
+from spillway_gateway.routing.load import REPEATED_SHARE
 from spillway_gateway.routing.prefix import PromptBlocks, short_prompt_key, token_block_keys, token_bytes
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 
@@ -29,7 +31,8 @@ _TIERS = {
 class Spillway(Policy):
     """events: follow KV events; without them prompts count as held where they were sent, as for engines without.
     engine_rates: engines report their measured rates, as those with Spillway's connector do; without, rates are
-    measured from replies. sessions: requests name theirs, as with x-session-id."""
+    measured from replies. sessions: requests name theirs, as with x-session-id. bursts_together: that another engine
+    computes a prefix counts."""
 
     name = "spillway"
 
@@ -40,10 +43,12 @@ class Spillway(Policy):
         events: bool = True,
         engine_rates: bool = True,
         sessions: bool = False,
+        bursts_together: bool = True,
         routing: RoutingConfig | None = None,
     ) -> None:
         self._engine_rates = engine_rates
         self._sessions = sessions
+        self._repeated_share = REPEATED_SHARE if bursts_together else 0.0
         self._block_tokens = block_tokens
         self._events = events
         self._routing = routing or RoutingConfig()
@@ -54,9 +59,12 @@ class Spillway(Policy):
             self.name = "spillway_without_events"
         elif not engine_rates:
             self.name = "spillway_without_rates"
+        elif not bursts_together:
+            self.name = "spillway_bursts_apart"
 
     def start(self, fleet: Fleet, engines: int, seed: int) -> None:
         self._fleet = fleet
+        load.REPEATED_SHARE = self._repeated_share  # policies run one after the other
         bounds = IndexConfig()
         self.index = PrefixIndex(
             MODEL,

@@ -129,6 +129,32 @@ def hot_group(*, seed: int = 3, requests: int = 3_600, requests_per_second: floa
     )
 
 
+def bursts(
+    *,
+    seed: int = 8,
+    count: int = 60,
+    per_second: float = 2.0,
+    requests: int = 50,
+    prefix_tokens: int = 10_240,
+    question_tokens: int = 400,
+    answer_tokens: int = 64,
+) -> Trace:
+    """Agents that each send many calls within a tenth of a second, behind a prefix that nobody has asked before."""
+    rng = random.Random(seed)
+    starts = _poisson(rng, per_second)
+    made = []
+    for number in range(count):
+        begin = next(starts)
+        prefix = Segment(f"burst-{seed}-{number}", prefix_tokens)
+        for call in range(requests):
+            name = f"burst-{seed}-{number}-{call}"
+            question = Segment(f"{name}-question", _around(rng, question_tokens))
+            turn = Turn((prefix, question), Segment(f"{name}-answer", _around(rng, answer_tokens)))
+            made.append(Session(name, begin + 0.1 * rng.random(), (turn,)))
+    about = f"{count} bursts of {requests} calls behind {prefix_tokens} cold tokens each, {per_second:g} bursts/s"
+    return Trace("bursts", about, tuple(made))
+
+
 def unique_prompts(
     *,
     seed: int = 4,
