@@ -27,14 +27,14 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spillway_connector.plan.step_shares import Party, StepShares
+from system.fair_engine import FairEngine
+
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_simulator.model.engine import EngineShape, SimulatedEngine
 from spillway_simulator.model.presets import PRESETS
-from spillway_simulator.model.rates import EngineRates
-from spillway_simulator.model.request import EngineRequest, Sequence
+from spillway_simulator.model.request import EngineRequest
 
 FLOOD = 50
 USER_TOKENS, USER_ANSWER, PAUSE_SECONDS = 2_000, 64, 1.0
@@ -49,53 +49,6 @@ SHAPE = EngineShape(
     announce_shared=False,
 )
 _TURNS_OF_THE_LOOP = 8  # until every task that may go on waits again
-
-
-class FairEngine(SimulatedEngine):
-    """An engine that leaves a flood's prompts out of others' steps, as the connector's vLLM (engine/fair_steps.py)."""
-
-    def __init__(self, name: str, shape: EngineShape, rates: EngineRates) -> None:
-        super().__init__(name, shape, rates)
-        self._shares = StepShares(shape.max_batched_tokens)
-        self._whole_shape = shape
-
-    def submit(self, request: EngineRequest, now: float) -> None:
-        super().submit(request, now)
-        self._shares.came(_party(self._sequences[request.id]), now)
-
-    def _begin_step(self, now: float) -> None:
-        prompts = [each for each in (*self._running, *self._waiting) if not each.generated]
-        before = [(each, each.computed) for each in prompts]
-        step = self._shares.next_step(set(map(_party, prompts)), now)
-        if step is None:
-            super()._begin_step(now)
-        else:
-            held_running, held_waiting = (
-                [each for each in queue if not each.generated and _party(each) not in step.parties]
-                for queue in (self._running, self._waiting)
-            )
-            self._running = [each for each in self._running if each not in held_running]
-            for each in held_waiting:
-                self._waiting.remove(each)
-            if step.tokens is not None:
-                decoding = sum(1 for each in self._running if each.generated)
-                tokens = min(self._whole_shape.max_batched_tokens, decoding + step.tokens)
-                self.shape = replace(self._whole_shape, max_batched_tokens=tokens)
-            super()._begin_step(now)
-            self.shape = self._whole_shape
-            self._running += held_running
-            self._waiting += held_waiting
-        computed: Counter[Party] = Counter()
-        for each, tokens in before:
-            computed[_party(each)] += each.computed - tokens
-        self._shares.computed(computed, now)
-        if step is not None and not any(computed[party] for party in step.parties):
-            self._shares.passed_over(step.parties)
-
-
-def _party(sequence: Sequence) -> Party:
-    tenant, _, session = (sequence.request.salt or "").partition("/")
-    return Party(tenant.encode(), session.encode())
 
 
 @dataclass

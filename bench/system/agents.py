@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 from traces.session import Segment
 
+from spillway_simulator.model.request import EngineRequest
+
 THINK_MAX = 4.0  # times the mean
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest(EngineRequest):
+    """session: the conversation. program: who asks; a crowd is one program. retains: it asks to retain its prompt."""
+
+    session: str = ""
+    program: str = ""
+    retains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,9 @@ class AgentLoad:
 
     crowd: places of another tenant beside the sessions', each of which asks one prompt after the other without a pause,
     of crowd_tokens (least, most) behind the system prompt, or without it if the crowd is cold.
+
+    retaining: the first places; they ask to retain their prompts, and think retaining_think_times as long as others.
+    answers_return: as the tokens that were generated.
     """
 
     sessions: int = 64
@@ -36,6 +50,9 @@ class AgentLoad:
     crowd: int = 0
     crowd_tokens: tuple[int, int] = (200, 600)
     crowd_is_cold: bool = False
+    retaining: int = 0
+    retaining_think_times: float = 10.0
+    answers_return: bool = False
 
     @property
     def places(self) -> int:
@@ -43,6 +60,9 @@ class AgentLoad:
 
     def is_crowd(self, place: int) -> bool:
         return place >= self.sessions
+
+    def retains(self, place: int) -> bool:
+        return place < self.retaining
 
     def start_of(self, place: int) -> float:
         return random.Random(self.seed * 100_003 + place).random() * self.ramp_seconds
@@ -58,11 +78,19 @@ class AgentLoad:
         if self.is_crowd(place):
             yield Segment(f"{self.seed}-{place}-{number}", rng.randint(*self.crowd_tokens)), 0.0
             return
+        think = self.think_seconds * (self.retaining_think_times if self.retains(place) else 1.0)
         turns = self.turns if number else rng.randrange(self.turns // 3, self.turns + 1)
         for turn in range(turns):
             tokens = self.turn_tokens + (0 if turn else self.own_tokens)
-            pause = min(THINK_MAX * self.think_seconds, rng.expovariate(1 / self.think_seconds))
+            pause = min(THINK_MAX * think, rng.expovariate(1 / think))
             yield Segment(f"{self.seed}-{place}-{number}-{turn}", tokens), pause
 
     def answer(self, place: int, number: int, turn: int) -> Segment:
+        """As it is in the next prompt."""
+        if self.answers_return:
+            return self.generated(place, number, turn)
         return Segment(f"answer-{self.seed}-{place}-{number}-{turn}", self.answer_tokens)
+
+    def generated(self, place: int, number: int, turn: int) -> Segment:
+        """As the engine generates it."""
+        return Segment(f"generated-{place}/{number}/{turn}", self.answer_tokens)

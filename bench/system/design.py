@@ -15,6 +15,14 @@ class Storing(StrEnum):
     EXCLUSIVE = "exclusive"  # before the device gives it up; what the device holds leaves the CPU tier first
 
 
+class Answers(StrEnum):
+    """Whether the KV of answers is copied to the CPU tier (offload.generatedTokens)."""
+
+    OFF = "off"
+    ON = "on"
+    AUTO = "auto"  # as long as enough answers are sent back, by the connector's own count
+
+
 @dataclass(frozen=True, slots=True)
 class Design:
     """One engine's tiers and queue.
@@ -28,6 +36,10 @@ class Design:
         shared: an NVMe tier that all engines share is below it.
         bucket_ms: an object store is below the NVMe tier, so many milliseconds of round trip away; None: there is none.
         recognised: the CPU tier follows conversations, by their prompts alone.
+        named: the CPU tier follows the sessions that requests name.
+        hold_share: of the CPU tier's rows, which hold the prompts of those who ask to retain them; 0: nothing is held.
+        answers: None: an eager tier keeps none, the others keep all that the device frees.
+        fair_steps: a step that has other prompts computes none of a flood's, as with offload.fairSteps.
     """
 
     storing: Storing = Storing.EAGER
@@ -37,3 +49,7 @@ class Design:
     shared: bool = False
     bucket_ms: float | None = None
     recognised: bool = False
+    named: bool = False
+    hold_share: float = 0.0
+    answers: Answers | None = None
+    fair_steps: bool = False

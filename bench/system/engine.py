@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from itertools import islice
 
+from spillway_connector.plan.step_shares import Party
 from spillway_settings.queue_order import CANDIDATES_MAX, admission_order
-from spillway_simulator.model.engine import EngineShape, SimulatedEngine
+from spillway_simulator.model.engine import EngineShape
 from spillway_simulator.model.rates import EngineRates
 from spillway_simulator.model.request import EngineRequest, Progress, Sequence
 from spillway_simulator.model.tiering import Tiering
 from spillway_simulator.model.tiers import SharedTier
+from system.agents import AgentRequest
 from system.design import Design, Storing
+from system.fair_engine import FairEngine
 from system.memory import KeepingDevice, SystemTiers
 from system.rates import ENDLESS_ROWS
 
 
-class SystemEngine(SimulatedEngine):
+class SystemEngine(FairEngine):
     def __init__(
         self, name: str, shape: EngineShape, rates: EngineRates, design: Design, shared: SharedTier | None = None
     ) -> None:
         self._design = design
         self._kept: dict[str, tuple[list[int], list[int]]] = {}  # by request: blocks kept on the device and in the tier
-        super().__init__(name, shape, rates, shared)
+        super().__init__(name, shape, rates, shared, fair_steps=design.fair_steps)
 
     def _new_device(self) -> KeepingDevice:
         self.keeping = KeepingDevice(self.shape.device_blocks)
@@ -60,10 +63,16 @@ class SystemEngine(SimulatedEngine):
         found = next((at for at, key in enumerate(keys[:limit]) if key not in self.device and key not in cpu), limit)
         return found * self.shape.block_tokens
 
+    def party(self, request: EngineRequest) -> Party:
+        """All are of one tenant."""
+        assert isinstance(request, AgentRequest)
+        return Party(b"", request.program.encode())
+
     def submit(self, request: EngineRequest, now: float) -> None:
+        assert isinstance(request, AgentRequest)
         super().submit(request, now)
         self.system_tiers.cpu.now = now
-        self.system_tiers.begin_request(request.id, self._sequences[request.id].keys)
+        self.system_tiers.begin_request(request, self._sequences[request.id].keys)
         self._keep_for_waiting()
 
     def _limit(self, sequence: Sequence) -> int:
@@ -105,7 +114,8 @@ class SystemEngine(SimulatedEngine):
 
     def _finish(self, sequence: Sequence) -> None:
         super()._finish(sequence)
-        self.system_tiers.end_request(sequence.request.id)
+        keys = sequence.generated_keys(self.shape.block_tokens)
+        self.system_tiers.end_request(sequence.request.id, keys)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         self.system_tiers.admitting(sequence.request.id)

@@ -13,17 +13,22 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier import Duplicates, LruRows
 from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext
+from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.conversations import Conversations
+from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import make_cpu_tier
 from spillway_simulator.model.device_cache import DeviceCache
 from spillway_simulator.model.tiering import LoadPlan, Tiering
 from spillway_simulator.model.tiers import LruTier
+from system.agents import AgentRequest
 from system.demotions import Demotions
-from system.design import Design, Storing
+from system.design import Answers, Design, Storing
 
 _KEY_BYTES = 16
+_RETAINING_TENANT = b"retains"
 _ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
 LAZY_BLOCKS = 128  # SimpleCPUOffloadConnector: twice the blocks of max_num_batched_tokens
+HELD_SECONDS = 3600.0
 EXCLUSIVE_BLOCKS = 800  # all that is free: what is freed is stored
 
 
@@ -130,6 +135,9 @@ class ProductRows(LruTier):
         if context is not None:
             self._users.update(dict.fromkeys(keys, context))
 
+    def hold(self, keys: Sequence[int], share: float) -> None:
+        self._rows.hold(_RETAINING_TENANT, share, HELD_SECONDS, cast(Any, keys))
+
     def evict_first(self, duplicates: Duplicates) -> None:
         self._rows.duplicates = duplicates
 
@@ -163,6 +171,10 @@ class ProductRows(LruTier):
         return [key for key in stored if key not in back], [key for key in evicted if key not in back]
 
 
+def _bytes_of(key: int) -> bytes:
+    return key.to_bytes(_KEY_BYTES, signed=True)
+
+
 class SystemTiers(Tiering):
     """An engine's tiers in one design."""
 
@@ -183,26 +195,46 @@ class SystemTiers(Tiering):
         self._conversations = Conversations()
         self._contexts: dict[str, TenantContext] = {}  # by request, of conversations that are followed
         self._admitted: TenantContext | None = None
+        self.answers = AnswerReuse()
+        self._not_kept: set[int] = set()  # blocks of answers that no prompt holds
 
-    def begin_request(self, name: str, keys: Sequence[int]) -> None:
+    def begin_request(self, request: AgentRequest, keys: Sequence[int]) -> None:
         """It has come, and waits."""
-        if not self._design.recognised:
-            return
-        session = self._conversations.session_of([key.to_bytes(_KEY_BYTES, signed=True) for key in keys])
+        chunks = [_bytes_of(key) for key in keys]
+        session = None
+        if self._design.named:
+            session = SessionHint(request.session.encode())
+        elif self._design.recognised:
+            session = self._conversations.session_of(chunks)
         if session is not None:
-            context = self._contexts[name] = TenantContext(name, session=session)
+            context = self._contexts[request.id] = TenantContext(request.id, session=session)
             self.cpu.begin(context)
+        if self._design.answers is Answers.AUTO:
+            self.answers.requested(chunks, None if session is None else session.session)
+        if request.retains and self._design.hold_share:
+            self.cpu.hold(keys, self._design.hold_share)
 
-    def end_request(self, name: str) -> None:
+    def end_request(self, name: str, generated: Sequence[int]) -> None:
+        """generated: the full blocks behind the prompt's."""
         context = self._contexts.pop(name, None)
         if context is not None:
             self.cpu.end(context)
+        if not generated or self._design.answers is None:
+            return
+        if self._design.answers is Answers.AUTO:
+            session = None if context is None or context.session is None else context.session.session
+            self.answers.answered(_bytes_of(generated[0]), session)
+        if self._design.answers is Answers.OFF or not self.answers.keeps:
+            self._not_kept.update(generated)
+        else:
+            self.store(generated, self.cpu.now)
 
     def admitting(self, name: str) -> None:
         """What is touched next is this request's."""
         self._admitted = self._contexts.get(name)
 
     def touch(self, keys: Sequence[int]) -> None:
+        self._not_kept.difference_update(keys)
         self.cpu.use(keys, self._admitted)
         for level in self._levels:
             for key in keys:
@@ -276,7 +308,8 @@ class SystemTiers(Tiering):
         near = list(islice(self._device.next_to_leave(), EXCLUSIVE_BLOCKS if exclusive else LAZY_BLOCKS))
         for key in near if self._spare else ():
             self._spare.pop(key, None)
-        missing = [key for key in near if key not in self.cpu and key not in self._copying]
+        passed = (self.cpu, self._copying, self._not_kept)
+        missing = [key for key in near if not any(key in each for each in passed)]
         if missing:
             self.copied_blocks += len(missing)
             self._device.hold(missing)

@@ -18,6 +18,7 @@ class Answered:
     promised_tokens: int
     answer_tokens: int
     of_crowd: bool = False
+    retains: bool = False
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -16,9 +16,9 @@ from spillway_simulator.model.blocks import block_keys
 from spillway_simulator.model.engine import EngineShape
 from spillway_simulator.model.events import KvEvent
 from spillway_simulator.model.rates import EngineRates
-from spillway_simulator.model.request import EngineRequest, Progress
+from spillway_simulator.model.request import Progress
 from spillway_simulator.model.tiers import LoadLink, SharedTier
-from system.agents import AgentLoad
+from system.agents import AgentLoad, AgentRequest
 from system.design import Design
 from system.engine import SystemEngine
 from system.rates import ENDLESS_BLOCKS, H200_QWEN3_8B, SHAPE, SHARED_BLOCKS, with_bucket
@@ -162,8 +162,11 @@ class SystemRun:
             keys = block_keys(prompt, asked.shape.block_tokens)
             request.promised = asked.held_tokens(keys, (len(prompt) - 1) // asked.shape.block_tokens)
         self.in_flight[engine] += 1
-        answer = Segment(f"generated-{name}", self._load.answer_tokens).ids()
-        self._time.submit(engine, EngineRequest(name, prompt, answer))
+        place, load = request.place, self._load
+        answer = load.generated(place, request.number, request.turn).ids()
+        program = "crowd" if load.is_crowd(place) else str(place)
+        asked_for = AgentRequest(name, prompt, answer, None, routed.session, program, load.retains(place))
+        self._time.submit(engine, asked_for)
 
     def _die(self) -> None:
         """What the engine had not answered is sent again, to others."""
@@ -198,6 +201,7 @@ class SystemRun:
                 request.promised,
                 self._load.answer_tokens,
                 self._load.is_crowd(request.place),
+                self._load.retains(request.place),
             )
         )
         self._context_tokens[request.place] = len(request.prompt)

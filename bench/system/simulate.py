@@ -2,7 +2,7 @@
 
     PYTHONPATH=bench python -m system.simulate [--systems spillway_cpu ...] [--sessions 64] [--seconds 75] [--seed 1]
         [--crowd 32 [--crowd-tokens 1000 15000] [--cold]] [--kill-at 40 [--back-after 30]]
-        [--think 1] [--prefill-times 1]
+        [--think 1] [--prefill-times 1] [--retaining 8] [--answers-return] [--answer-tokens 64]
 
 Engines keep the times of rates.py. The connector's own rows and order of eviction are the CPU tier, the gateway's own
 routing and prefix index choose among engines; what differs between systems stands in systems.py and design.py. When
@@ -16,6 +16,11 @@ empty engine answers again so many seconds later.
 With many sessions and a long --think the working set outgrows the tiers: what the sessions that go on at the end will
 ask for again stands beside the figures, as a multiple of the NVMe tier's blocks. Whether a load pays depends on how
 fast the engine computes; --prefill-times 4 is one that takes four times as long for a token with KV of the same size.
+
+Rows for what agents bring along are run by name, beside spillway_recognised: spillway_named; spillway_retained, with
+--retaining places that ask to retain their prompts and think ten times as long; spillway_answers_off, _on and _auto,
+with and without --answers-return, which sends answers back as they were generated; spillway_fair, with a --crowd, which
+is one program. A crowd and those who retain have a line of their own.
 
 Promised: what the gateway expected a request to find; without a gateway, what the engine held when it came.
 Prints tables and writes build/bench/system.json (flat; keys `<system>_<figure>`, at other than 64 sessions
@@ -36,7 +41,7 @@ from system.measured import COMPARED, MEASURED, distances, outside
 from system.rates import H200_QWEN3_8B, SHARED_BLOCKS, slower
 from system.report import Answered, figures
 from system.run import ENGINES, Kill, SystemRun
-from system.systems import SYSTEMS
+from system.systems import FOR_AGENTS, SYSTEMS
 
 SESSIONS = 64
 OUTPUT = Path("build/bench/system.json")
@@ -52,8 +57,8 @@ _COLUMNS = (
     ("copied_of_computed", "copied", 1.0, "%8.2f"),
     ("working_set_of_nvme", "set/NVMe", 1.0, "%10.1f"),
 )
-_CROWD = " (crowd)"
 SLICE_SECONDS = 10
+_KNOWN = {**SYSTEMS, **FOR_AGENTS}
 
 
 def row(name: str, values: Mapping[str, float]) -> str:
@@ -70,7 +75,7 @@ def run_system(
     name: str, load: AgentLoad, kill: Kill | None = None, prefill_times: float = 1.0
 ) -> tuple[list[Answered], dict[str, float]]:
     """The answered requests; blocks copied to the CPU tier over blocks computed, the working set over the NVMe tier."""
-    system = SYSTEMS[name]
+    system = _KNOWN[name]
     run = SystemRun(system.policy(), system.design, load, rates=slower(H200_QWEN3_8B, prefill_times), kill=kill)
     answered = run.run()
     computed = sum(engine.counters.computed_tokens / engine.shape.block_tokens for engine in run.engines)
@@ -87,6 +92,14 @@ def by_time(answered: Sequence[Answered], seconds: float) -> str:
         share = sum(one.cached_tokens for one in ended) / max(1, tokens)
         cells.append(f"{begin} s: {100 * share:.0f} %, {tokens / SLICE_SECONDS / 1000:.0f}k/s")
     return "  ".join(cells)
+
+
+def _groups(answered: Sequence[Answered]) -> dict[str, list[Answered]]:
+    """The sessions' requests, and apart from them those of a crowd and of those who retain their prompts."""
+    found: dict[str, list[Answered]] = {}
+    for one in answered:
+        found.setdefault("crowd" if one.of_crowd else "retaining" if one.retains else "", []).append(one)
+    return {group: found[group] for group in ("", "crowd", "retaining") if group in found}
 
 
 def comparison(answered: Mapping[tuple[str, int], Sequence[Answered]], ramp_seconds: float) -> list[str]:
@@ -110,7 +123,7 @@ def comparison(answered: Mapping[tuple[str, int], Sequence[Answered]], ramp_seco
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=list(_KNOWN), default=list(SYSTEMS))
     parser.add_argument("--sessions", nargs="+", type=int, default=[32, SESSIONS])
     parser.add_argument("--seconds", type=float, default=75.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -121,6 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--back-after", type=float, help="seconds after which an empty engine takes its place")
     parser.add_argument("--think", type=float, default=AgentLoad().think_seconds, help="mean seconds between two turns")
     parser.add_argument("--prefill-times", type=float, default=1.0, help="times the seconds of a prefill token")
+    parser.add_argument("--retaining", type=int, default=0, help="places that ask to retain their prompts")
+    parser.add_argument("--answers-return", action="store_true", help="as the tokens that were generated")
+    parser.add_argument("--answer-tokens", type=int, default=AgentLoad().answer_tokens)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
     written: dict[str, float] = {
@@ -138,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         crowd_is_cold=options.cold,
         think_seconds=options.think,
         ramp_seconds=max(AgentLoad().ramp_seconds, options.think),
+        retaining=options.retaining,
+        answers_return=options.answers_return,
+        answer_tokens=options.answer_tokens,
     )
     kill = None
     if options.kill_at is not None:
@@ -153,17 +172,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 requests = [one for one in requests if one.sent_seconds >= kill.at]
             answered[name, sessions] = requests
             prefix = name if sessions == SESSIONS else f"{name}_{sessions}_sessions"
-            for of_crowd in (False, True) if load.crowd else (False,):
-                of_tenant = [one for one in requests if one.of_crowd is of_crowd]
-                if not of_tenant:
-                    continue
+            for group, of_group in _groups(requests).items():
                 begin = 0.0 if kill is None else kill.at
-                values = {**figures(of_tenant, options.seconds, load.ramp_seconds, begin), **of_run}
-                key = f"{prefix}_crowd" if of_crowd else prefix
+                values = {**figures(of_group, options.seconds, load.ramp_seconds, begin), **of_run}
+                key = f"{prefix}_{group}" if group else prefix
                 written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
-                print(row(name + _CROWD * of_crowd, values), flush=True)
+                print(row(f"{name} ({group})" if group else name, values), flush=True)
         print()
-    as_measured = not load.crowd and kill is None and options.think == AgentLoad().think_seconds
+    as_measured = kill is None and replace(load, sessions=0, seconds=0.0, seed=0) == replace(
+        AgentLoad(), sessions=0, seconds=0.0, seed=0
+    )
     long_enough = options.seconds >= max(measured.seconds for measured in MEASURED)
     if as_measured and options.prefill_times == 1.0 and long_enough:
         print("\n".join(comparison(answered, load.ramp_seconds)))

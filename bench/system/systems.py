@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from routing_policies.blind import RoundRobin
 from routing_policies.policy import Fleet, Policy, RoutedRequest
 from routing_policies.spillway import Spillway
 
 from spillway_settings.queue_order import OVERTAKE_SECONDS
-from system.design import Design, Storing
+from system.design import Answers, Design, Storing
 from system.rates import BLOCK_TOKENS
 
 
@@ -48,8 +48,31 @@ def _gateway() -> Policy:
     return Spillway(BLOCK_TOKENS)
 
 
+def _gateway_with_names() -> Policy:
+    return Spillway(BLOCK_TOKENS, sessions=True)
+
+
 PROTECT_SHARE = 0.4
+HOLD_SHARE = 0.25
 ROUND_TRIPS_MS = (1, 10, 50)
+_INSTALLED = Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, recognised=True)
+
+# Beside spillway_recognised each has one thing more, which needs a load of its own kind (simulate.py).
+FOR_AGENTS: dict[str, System] = {
+    "spillway_named": System(
+        "Spillway, sessions that requests name", _gateway_with_names, replace(_INSTALLED, recognised=False, named=True)
+    ),
+    "spillway_retained": System(
+        "Spillway, prompts retained if asked for", _gateway, replace(_INSTALLED, hold_share=HOLD_SHARE)
+    ),
+    **{
+        f"spillway_answers_{answers}": System(
+            f"Spillway, generatedTokens: {answers}", _gateway, replace(_INSTALLED, answers=answers)
+        )
+        for answers in Answers
+    },
+    "spillway_fair": System("Spillway, fairSteps: on", _gateway, replace(_INSTALLED, fair_steps=True)),
+}
 
 SYSTEMS: dict[str, System] = {
     "vllm_round_robin": System("vLLM, prefix caching, round robin", RoundRobin, Design(Storing.NEVER)),
@@ -80,7 +103,7 @@ SYSTEMS: dict[str, System] = {
     "spillway_recognised": System(
         "Spillway, exclusive, protect and order, conversations recognised",
         _gateway,
-        Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, recognised=True),
+        _INSTALLED,
     ),
     "spillway_nvme_eager": System(
         "Spillway, NVMe, eager, protect and order",

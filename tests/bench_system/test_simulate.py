@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -12,13 +13,14 @@ from routing_policies.policy import Policy
 from routing_policies.spillway import Spillway
 from system import simulate
 from system.agents import AgentLoad
-from system.design import Design, Storing
+from system.design import Answers, Design, Storing
 from system.measured import COMPARED, MEASURED, outside
 from system.rates import H200_QWEN3_8B, SHAPE, slower
 from system.report import Answered, figures
 from system.run import Kill, SystemRun
 from system.systems import SYSTEMS, Pinned
 
+from spillway_connector.plan import answers as plan_answers
 from spillway_connector.plan import sessions
 
 # An eighth of the real lengths and sizes, one engine: as crowded, in a tenth of a second.
@@ -148,3 +150,58 @@ def test_figures_count_what_ended_in_time() -> None:
     assert values["per_output_token_p50_seconds"] == pytest.approx(0.05)
     with pytest.raises(ValueError, match="give more seconds"):
         figures([early, late], 5.0, 3.0)
+
+
+AS_INSTALLED = Design(Storing.EXCLUSIVE, 0.4, 3.0, recognised=True)
+
+
+def of_answered(design: Design, load: AgentLoad) -> list[Answered]:
+    return SystemRun(Pinned(), design, load, engines=1, shape=SMALL).run()
+
+
+def cached_of(answered: list[Answered]) -> float:
+    return sum(one.cached_tokens for one in answered) / sum(one.prompt_tokens for one in answered)
+
+
+def test_sessions_that_requests_name_are_followed_as_well_as_recognised_ones() -> None:
+    named = replace(AS_INSTALLED, recognised=False, named=True)
+    assert cached_share(named) > cached_share(AS_INSTALLED) - 0.02
+
+
+def test_who_retains_prompts_finds_more_of_them() -> None:
+    load = replace(LOAD, retaining=2, seconds=40.0)
+    shares = []
+    for hold_share in (0.0, 0.5):
+        retains = [one for one in of_answered(replace(AS_INSTALLED, hold_share=hold_share), load) if one.retains]
+        shares.append(cached_of(retains))
+    assert shares[1] > shares[0]
+
+
+def test_answers_are_found_again_if_they_are_kept_and_come_back() -> None:
+    load = replace(LOAD, answer_tokens=300, answers_return=True)
+    off, on, auto = (cached_share(replace(AS_INSTALLED, answers=answers), load) for answers in Answers)
+    assert off < on == auto
+
+
+def test_answers_that_do_not_come_back_are_kept_until_enough_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_answers, "COUNTED_MIN", 8)
+    copied = []
+    for answers in Answers:
+        load = replace(LOAD, answer_tokens=300)
+        run = SystemRun(Pinned(), replace(AS_INSTALLED, answers=answers), load, engines=1, shape=SMALL)
+        run.run()
+        tiers = run.engines[0].system_tiers
+        assert tiers.answers.keeps is (answers is not Answers.AUTO)
+        copied.append(tiers.copied_blocks)
+    off, on, auto = copied
+    assert off < auto < on
+
+
+def test_a_crowd_delays_the_sessions_less_with_fair_steps() -> None:
+    load = replace(LOAD, sessions=3, crowd=6, crowd_tokens=(400, 900), crowd_is_cold=True)
+    medians = []
+    for fair in (False, True):
+        answered = of_answered(replace(AS_INSTALLED, fair_steps=fair), load)
+        seconds = [one.first_token_seconds for one in answered if not one.of_crowd and one.sent_seconds > 2.0]
+        medians.append(statistics.median(seconds))
+    assert medians[1] < medians[0]
