@@ -12,18 +12,7 @@ from dataclasses import dataclass
 
 from traces.session import Segment
 
-from spillway_simulator.model.request import EngineRequest
-
 THINK_MAX = 4.0  # times the mean
-
-
-@dataclass(frozen=True, slots=True)
-class AgentRequest(EngineRequest):
-    """session: the conversation. program: who asks; a crowd is one program. retains: it asks to retain its prompt."""
-
-    session: str = ""
-    program: str = ""
-    retains: bool = False
 
 
 @dataclass(frozen=True, slots=True)

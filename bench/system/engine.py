@@ -11,7 +11,7 @@ from spillway_simulator.model.rates import EngineRates
 from spillway_simulator.model.request import EngineRequest, Progress, Sequence
 from spillway_simulator.model.tiering import Tiering
 from spillway_simulator.model.tiers import SharedTier
-from system.agents import AgentRequest
+from system.agent_request import AgentRequest
 from system.design import Design, Storing
 from system.fair_engine import FairEngine
 from system.memory import KeepingDevice, SystemTiers

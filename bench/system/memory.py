@@ -20,7 +20,7 @@ from spillway_connector.testing.generation import make_cpu_tier
 from spillway_simulator.model.device_cache import DeviceCache
 from spillway_simulator.model.tiering import LoadPlan, Tiering
 from spillway_simulator.model.tiers import LruTier
-from system.agents import AgentRequest
+from system.agent_request import AgentRequest
 from system.demotions import Demotions
 from system.design import Answers, Design, Storing
 

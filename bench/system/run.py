@@ -18,7 +18,8 @@ from spillway_simulator.model.events import KvEvent
 from spillway_simulator.model.rates import EngineRates
 from spillway_simulator.model.request import Progress
 from spillway_simulator.model.tiers import LoadLink, SharedTier
-from system.agents import AgentLoad, AgentRequest
+from system.agent_request import AgentRequest
+from system.agents import AgentLoad
 from system.design import Design
 from system.engine import SystemEngine
 from system.rates import ENDLESS_BLOCKS, H200_QWEN3_8B, SHAPE, SHARED_BLOCKS, with_bucket
