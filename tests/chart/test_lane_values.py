@@ -34,7 +34,8 @@ REAL_ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
     "Redis": lambda: real_engines.shared_tier("redis", 2),
     "Redis, another password": lambda: real_engines.shared_tier("redis", 1, secrets_revision="2"),
 }
-SIMULATED: dict[str, Callable[[], dict[str, Any]]] = {
+OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "two stages": real_engines.two_stages,
     "simulated": simulated,
     "simulated, Ascend": simulated_ascend,
     "simulated, over two pods": simulated_over_two_pods,
@@ -57,7 +58,7 @@ def in_its_pod(rendered: Render, folder: Path) -> tuple[EngineSettings, Resolved
     return settings, resolve_engine(settings, MODEL, machine)
 
 
-@pytest.mark.parametrize("values", (REAL_ENGINES | SIMULATED).values(), ids=REAL_ENGINES | SIMULATED)
+@pytest.mark.parametrize("values", (REAL_ENGINES | OTHERS).values(), ids=REAL_ENGINES | OTHERS)
 def test_the_check_takes_it(values):
     assert findings(values(), Cluster()) == []
 

@@ -133,6 +133,15 @@ def real_engine_image(kubernetes: Kubernetes, machine: LocalCluster, builder: Im
         machine.load(archive, REAL_ENGINES_NODE)
 
 
+@pytest.fixture(scope="module")
+def leader_worker_sets(kubernetes: Kubernetes, machine: LocalCluster) -> Iterator[None]:
+    """The kind, and its controller."""
+    machine.run_groups()
+    kubernetes.wait_for_kind("leaderworkersets", "leaderworkerset.x-k8s.io")
+    yield
+    machine.stop_groups()
+
+
 @pytest.fixture
 def case(request: pytest.FixtureRequest, report: Report) -> Row:
     """The row of this test; written when it has ended, well or not."""

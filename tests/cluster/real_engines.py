@@ -85,3 +85,25 @@ def shared_tier(tier: str, replicas: int, secrets_revision: str = "") -> Values:
         },
     }
     return over(over(VALUES_CPU, small), {**CLIENT_READS_METRICS, **NO_CHECK})
+
+
+def two_stages() -> Values:
+    """Two models of the same weights: `stages`, two pipeline stages in two pods, and `alone`, an engine in one pod."""
+    small = {
+        "cpu": {"request": "100m"},
+        "nodeSelector": {"kubernetes.io/hostname": REAL_ENGINES_NODE},
+        "offload": {"enabled": False, "sharedTier": {"type": "none"}},
+        "lifecycle": {"selfCheckTimeoutSeconds": 600, "drainTimeoutSeconds": 300},
+        "replicas": 1,
+    }
+    groups = {
+        "stages": {"model": {"servedName": "stages"}, "pipelineParallelSize": 2, "nodesPerReplica": 2},
+        "alone": {"model": {"servedName": "alone"}},
+    }
+    gateway = {
+        "replicas": 1,
+        "index": {"bytesMax": "64MiB"},
+        "resources": {"requests": {"cpu": "50m"}, "limits": {"memory": "2GiB"}},
+    }
+    values = {"engine": small, "engines": groups, "gateway": gateway, "redis": {"enabled": False}}
+    return over(VALUES_CPU, {**values, **CLIENT_READS_METRICS, **NO_CHECK})

@@ -6,13 +6,12 @@ A replica has one endpoint, and what is done to one of its pods costs no request
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from cluster.client_pod import ClientPod, LoadResult
 from cluster.helm import Release
 from cluster.kube import Kubernetes, name_of
-from cluster.local_cluster import NODES, LocalCluster
+from cluster.local_cluster import NODES
 from cluster.report import Row
 from cluster.values import simulated_over_two_pods
 from stack_driver.deadlines import eventually
@@ -24,16 +23,8 @@ PODS = {*LEADERS, f"{SET}-0-1", f"{SET}-1-1"}
 RESTART_SECONDS = 240.0
 
 
-@pytest.fixture(scope="module")
-def controller(machine: LocalCluster, namespace: Kubernetes) -> Iterator[None]:
-    machine.run_groups()
-    namespace.wait_for_kind("leaderworkersets", "leaderworkerset.x-k8s.io")
-    yield
-    machine.stop_groups()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def installed(controller: None, release: Release, namespace: Kubernetes, client: ClientPod) -> None:
+def installed(leader_worker_sets: None, release: Release, namespace: Kubernetes, client: ClientPod) -> None:
     release.install(simulated_over_two_pods())
     namespace.wait_for_pods("engine", len(PODS))
     client.create()
@@ -51,6 +42,13 @@ def test_one_endpoint_for_each_replica(namespace: Kubernetes, client: ClientPod,
         client.wait_for_requests(40)
     no_failure(result, case)
     assert set(result.engines) == LEADERS
+
+
+def test_own_test(release: Release, case: Row) -> None:
+    """replicas of two pods: helm test counts replicas"""
+    report = release.test()
+    assert "2 of 2 engines ready, all with the settings of these values" in report, report
+    case.requests, case.note = 1, "; ".join(line for line in report.splitlines() if line.startswith("ok "))
 
 
 def test_a_replica_loses_a_pod(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
