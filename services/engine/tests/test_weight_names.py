@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ NAMED = {"version": "step-7", "known": True, "namespace": "ab", "refused": None}
 
 class Core:
     core_engines = (b"\0\0", b"\1\0")  # as vLLM names those of ranks
+    resources = SimpleNamespace(engine_dead=False)
 
     def __init__(self, *answers: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -28,6 +30,7 @@ class Core:
 
     async def call_utility_async(self, *call: Any) -> Any:
         self.calls.append(call)
+        await asyncio.sleep(0)
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -101,6 +104,23 @@ async def test_a_name_that_not_every_rank_has_is_not_known(other: dict[str, Any]
 async def test_an_engine_without_the_connector_has_no_weights_to_name(answer: Any) -> None:
     async with client_of(Core(answer)) as client:
         assert (await client.post(WEIGHTS_PATH, json={"version": "a"})).status_code == 404
+
+
+async def test_an_engine_that_has_ended_is_unavailable() -> None:
+    core = Core(RuntimeError("EngineCore encountered an issue"))
+    core.resources = SimpleNamespace(engine_dead=True)  # as vLLM's client notes it
+    async with client_of(core) as client:
+        reply = await client.post(WEIGHTS_PATH, json={"version": "a"})
+
+    assert reply.status_code == 503 and "has ended" in reply.text
+
+
+async def test_two_names_at_once_are_not_mixed_over_the_ranks() -> None:
+    core = Core(*4 * [NAMED])
+    async with client_of(core, ranks=2) as client:
+        await asyncio.gather(*(client.post(WEIGHTS_PATH, json={"version": name}) for name in "ab"))
+
+    assert [call[1] for call in core.calls] in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
 
 
 async def test_the_engine_s_own_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

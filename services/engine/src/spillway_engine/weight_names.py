@@ -12,12 +12,13 @@ The caller sends the engine's own API key if there is one. The name goes to ever
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Annotated, Any
 
 import msgspec
 
-from spillway_engine.engine_core import ask_engine_core
+from spillway_engine.engine_core import EngineEndedError, ask_engine_core
 from spillway_engine.in_flight import Receive, Scope, Send, body_of, error_body, send_json
 from spillway_engine.in_process import KEY_NEEDED, KeyCheck
 from spillway_settings.wire import WEIGHTS_PATH, WEIGHTS_UTILITY
@@ -39,6 +40,7 @@ class WeightNames:
     def __init__(self, ranks: int = 1) -> None:
         self._ranks: list[int | None] = [None] if ranks == 1 else list(range(ranks))
         self._key = KeyCheck()
+        self._naming = asyncio.Lock()  # so that two names at once are not mixed over the ranks
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, reply = await self._answer(scope, receive)
@@ -60,10 +62,15 @@ class WeightNames:
                 hint = 'send {"version": NAME}, a name of 1 to 128 letters, digits and ._:/@+- or null'
                 return 400, error_body(f"no name of weights: {error}; {hint}", 400)
         try:
-            answers = [await ask_engine_core(scope["app"], WEIGHTS_UTILITY, *name, rank=rank) for rank in self._ranks]
+            async with self._naming:
+                answers = [
+                    await ask_engine_core(scope["app"], WEIGHTS_UTILITY, *name, rank=rank) for rank in self._ranks
+                ]
         except TimeoutError:
             return 503, error_body("the engine did not answer in time; ask again", 503)
-        except Exception as error:  # an engine without the connector, or one that is ending
+        except EngineEndedError as error:
+            return 503, error_body(f"the engine has ended: {error}", 503)
+        except Exception as error:  # an engine without the connector
             return 404, error_body(f"this engine has no weights to name: {error}", 404)
         if not all(answers):
             return 404, error_body("this engine does not offload KV by Spillway's connector", 404)
