@@ -54,6 +54,7 @@ class FakeRequest(SimpleNamespace):
             num_prompt_tokens=TOKENS,
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
+            shared_prefix_boundary=0,
             kv_hints=None,
             status=RequestStatus.RUNNING,
             finished=False,

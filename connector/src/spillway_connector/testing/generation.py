@@ -84,8 +84,10 @@ def scheduler_half(
     groups: Sequence[KVCacheSpec],
     num_ranks: int = 1,
     half: type[SpillwayConnectorScheduler] = SpillwayConnectorScheduler,
+    retention_interval: int | None = 0,
 ) -> SpillwayConnectorScheduler:
-    """For KV groups of equal block size, one device block to a chunk. half: a class of this generation's."""
+    """For KV groups of equal block size, one device block to a chunk. half: a class of this generation's.
+    retention_interval: vLLM's `prefix_cache_retention_interval`, with its default."""
     block_tokens = groups[0].block_size
     kv_cache_groups = [
         SimpleNamespace(kv_cache_spec=group, layer_names=["layer"], is_eagle_group=False) for group in groups
@@ -93,7 +95,7 @@ def scheduler_half(
     kv_cache_config: Any = SimpleNamespace(kv_cache_groups=kv_cache_groups, cache_hit_alignment_tokens=None)
     vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=num_ranks, decode_context_parallel_size=1),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_cache_retention_interval=None),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_cache_retention_interval=retention_interval),
         speculative_config=None,
     )
     spec: Any

@@ -80,6 +80,20 @@ class SpillwayConnectorScheduler(MeetingSchedulerHalf):
             and not self._events_tracker.self_describing_enabled,
             loading=self._chunks_being_loaded,
         )
+        self._settle_window_chunks(any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups))
+
+    def _settle_window_chunks(self, has_states: bool) -> None:
+        """Let one rule choose the chunks of windows that are stored.
+
+        vLLM 0.32's `prefix_cache_retention_interval` chooses as well. Its default, 0, would leave out windows in
+        answers, and those where prompts part unless the device holds that point. A number above 0 is the operator's
+        choice.
+        """
+        interval = getattr(self.config, "retention_interval", None)
+        if interval:
+            self.window_stores = None
+        elif interval == 0 and not has_states:
+            self.config = self.config._replace(retention_interval=None)
 
     @override
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:

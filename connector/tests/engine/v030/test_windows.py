@@ -1,0 +1,56 @@
+"""Which rule chooses the chunks of windows that are stored: the connector's, or vLLM's own since 0.32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.v030.tiering import SpillwayTieringManager
+from spillway_connector.testing.generation import make_cpu_tier, scheduler_half
+
+ROWS, ROW_BYTES, BLOCK_TOKENS = 8, 4096, 16
+FULL = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=32
+)
+STATES = MambaSpec(block_size=BLOCK_TOKENS, shapes=((2, 2),), dtypes=(torch.bfloat16,))
+
+
+@pytest.fixture
+def manager() -> Iterator[SpillwayTieringManager]:
+    region = HostRegion(region_path(f"test-windows-{os.getpid()}"), ROWS, ROW_BYTES)
+    region.unlink_name()
+    config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
+    cpu_tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
+    yield SpillwayTieringManager(cpu_tier, [], ROWS, config, chunk_tokens=BLOCK_TOKENS, chunk_bytes=ROW_BYTES)
+    region.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("groups", "given", "of_vllm", "of_the_connector"),
+    [
+        ([FULL, WINDOW], None, None, True),
+        ([FULL, WINDOW], 0, None, True),  # vLLM's default
+        ([FULL, WINDOW], 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, False),
+        ([WINDOW], 0, None, False),
+        ([FULL, STATES], 0, 0, False),
+    ],
+)
+def test_one_rule_chooses_the_chunks_of_windows(
+    manager: SpillwayTieringManager,
+    groups: list[KVCacheSpec],
+    given: int | None,
+    of_vllm: int | None,
+    of_the_connector: bool,
+) -> None:
+    half = scheduler_half(manager, groups, retention_interval=given)
+    if not hasattr(half.config, "retention_interval"):
+        pytest.skip("vLLM 0.30 leaves no chunk out")
+    assert half.config.retention_interval == of_vllm
+    assert (half.window_stores is not None) == of_the_connector
