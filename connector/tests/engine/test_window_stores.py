@@ -36,6 +36,7 @@ def kept(
     blocks_per_chunk: int = 1,
     more_tokens: int = 0,
     mark: int | None = None,
+    bound: int | None = None,
 ) -> list[list[int]]:
     """The chunks of each group that a request with an answer of `more_tokens` stores in one step."""
     chunk_tokens = [spec.block_size * blocks_per_chunk for spec in specs]
@@ -53,6 +54,7 @@ def kept(
         req=SimpleNamespace(num_prompt_tokens=prompt_tokens),
         group_states=states,
         window_ends=None,
+        max_offload_tokens=bound,
         req_context=TenantContext("request", retention=None if mark is None else RetentionHint(((mark, 60.0),), 0.5)),
         first_own_chunk=lambda state: state.found,
     )
@@ -79,6 +81,10 @@ def test_a_prompt_that_parts_from_another_one_leaves_a_window_there() -> None:
 
 def test_a_prompt_that_a_client_retains_in_part_leaves_a_window_at_the_mark() -> None:
     assert kept([full(), window(32)], 20 * 16, mark=10 * 16 + 5)[1] == [7, 8, 9, 16, 17, 18, 19]
+
+
+def test_a_prompt_of_which_a_client_lets_a_part_be_stored_leaves_a_window_at_that_bound() -> None:
+    assert kept([full(), window(32)], 20 * 16, bound=10 * 16 + 5)[1] == [7, 8, 9, 16, 17, 18, 19]
 
 
 def test_what_the_request_found_is_not_touched() -> None:
@@ -109,5 +115,5 @@ def test_every_prefix_that_is_expected_is_found_whole(
     for end_tokens in {end // whole_tokens * whole_tokens for end in ends}:
         for chunks, (tokens, block_tokens) in zip(stored[1:], windows, strict=True):
             chunk_tokens = block_tokens * blocks_per_chunk
-            first = max(0, (end_tokens - tokens) // chunk_tokens)
+            first = max(0, (end_tokens - tokens) // chunk_tokens - 1)  # a draft's layers read one more
             assert set(range(first, end_tokens // chunk_tokens)) <= set(chunks), end_tokens

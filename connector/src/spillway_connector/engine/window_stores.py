@@ -2,10 +2,10 @@
 
 A load brings of full attention every chunk of the prefix, and of a window its last ones alone. A prefix ends where a
 prompt ends (it comes again, or its conversation goes on), in the answer behind it, at a mark up to which a client
-retains it, or where another prompt parts from it. All but the last are known when the prompt is computed. The last is
-known when that other prompt comes: it finds the chunks of full attention up to there, and no window. It then computes
-these tokens, and stores the window that ends there for the next one. So of the chunks of a window amid a prompt, which
-are as many as those of full attention, only those are stored with which a prefix has ended.
+retains it or lets it be stored, or where another prompt parts from it. All but the last are known when the prompt is
+computed. The last is known when that other prompt comes: it finds the chunks of full attention up to there, and no
+window. It then computes these tokens, and stores the window that ends there for the next one. So of the chunks of a
+window amid a prompt, which are as many as those of full attention, only those are stored with which a prefix has ended.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ class WindowStores:
         whole: list[int] = []
         for group, (spec, tokens) in enumerate(zip(specs, chunk_tokens, strict=True)):
             if isinstance(spec, SlidingWindowSpec):
-                # One more than the window has: a draft's layers, and prefixes that end within a chunk, read it.
-                windows.append(_Window(group, tokens, -(-spec.sliding_window // tokens) + 1))
+                # vLLM 0.32 keeps a few tokens more for drafts of several modules. One chunk more than that is read for
+                # a draft's layers, and if a prefix ends within a chunk.
+                kept_tokens = spec.sliding_window + int(getattr(spec, "extra_retained_tokens", 0))
+                windows.append(_Window(group, tokens, -(-kept_tokens // tokens) + 1))
             elif isinstance(spec, FullAttentionSpec):
                 whole.append(group)
             else:
@@ -94,7 +96,10 @@ class WindowStores:
 
 
 def _marks(request: RequestFields) -> Iterable[int]:
-    """Tokens up to which the request's client retains its prompt."""
+    """Tokens up to which the request's client retains its prompt, or lets it be stored."""
+    if (bound := request.max_offload_tokens) is not None:
+        yield bound
     context = request.req_context
     retention = context.retention if isinstance(context, TenantContext) else None
-    return () if retention is None else (tokens for tokens, _ in retention.marks if tokens is not None)
+    if retention is not None:
+        yield from (tokens for tokens, _ in retention.marks if tokens is not None)

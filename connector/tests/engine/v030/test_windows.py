@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
+from spillway_connector.engine.window_stores import WindowStores
 from spillway_connector.testing.generation import make_cpu_tier, scheduler_half
 
 ROWS, ROW_BYTES, BLOCK_TOKENS = 8, 4096, 16
@@ -54,3 +56,13 @@ def test_one_rule_chooses_the_chunks_of_windows(
         pytest.skip("vLLM 0.30 leaves no chunk out")
     assert half.config.retention_interval == of_vllm
     assert (half.window_stores is not None) == of_the_connector
+
+
+def test_a_window_is_as_long_as_drafts_of_several_modules_need() -> None:
+    if not hasattr(WINDOW, "extra_retained_tokens"):
+        pytest.skip("vLLM 0.30 keeps no more tokens for them")
+    longer = dataclasses.replace(WINDOW, extra_retained_tokens=2)
+    stores = WindowStores.of([FULL, longer], [BLOCK_TOKENS, BLOCK_TOKENS], 1)
+    assert stores is not None
+    (window,) = stores._windows
+    assert window.chunks == 3 + 1  # 34 tokens, and one chunk more for the draft's layers
