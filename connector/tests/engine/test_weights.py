@@ -132,6 +132,21 @@ def test_a_sleep_keeps_what_the_weights_that_come_back_have_computed(
     assert resets[-1] == (True, True), "the reset of a pause, which may precede other weights, is of the connector too"
 
 
+def test_a_sleep_that_is_refused_leaves_the_next_reset_whole(core: EngineCore):
+    resets: list[tuple[bool, bool]] = []
+    core.reset_prefix_cache = lambda **caches: resets.append(tuple(caches.values())) or True
+    core.reset_mm_cache = core.reset_encoder_cache = lambda: None
+
+    def refuse(mode: str, clear_cache: bool) -> None:
+        raise ValueError(f"Invalid pause mode: {mode}")
+
+    core.pause_scheduler = refuse
+    with pytest.raises(ValueError, match="pause mode"):
+        core.sleep(1, mode="soon")
+    core._reset_caches()
+    assert resets == [(True, True)]
+
+
 def test_a_function_of_the_caller_s_may_do_anything(core: EngineCore, order: list[str]):
     def patch_weights(worker):
         raise AssertionError("the executor of this test runs nothing")

@@ -138,7 +138,11 @@ def watched_sleep(sleep: Any) -> Callable[..., Any]:
             _report(self, f"sleep of level {level}")
         elif level > 0 and own_connector(self.scheduler, WeightsListener) is not None:  # type: ignore[type-abstract]
             _keep_connector_once(self)
-        return sleep(self, level, *args, **kwargs)
+        try:
+            return sleep(self, level, *args, **kwargs)
+        except Exception:
+            vars(self).pop("_reset_caches", None)  # a sleep that is refused ends no pause
+            raise
 
     return watched
 
