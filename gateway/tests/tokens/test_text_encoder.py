@@ -112,7 +112,9 @@ def test_a_model_that_only_the_library_reads_is_left_to_it() -> None:
     assert encoder.encode("AB a", add_special_tokens=False) == exact(tokenizer, "AB a")
 
 
-@pytest.mark.parametrize("letter", ["a", "\u00e9", "\u4e2d", "7", "_", "="])
+@pytest.mark.parametrize(
+    "letter", ["a", "\u00e9", "\u4e2d", "7", "_", "=", "e\u0301", "\u0e17\u0e35\u0e48", "a_", "_-", "\u0301"]
+)
 @given(before=pieces, after=pieces, spaces=st.integers(0, WORD_CHARS_MAX))
 @settings(deadline=None, max_examples=50)
 def test_a_long_word_is_found_wherever_it_is(letter: str, before: str, after: str, spaces: int) -> None:
@@ -126,6 +128,7 @@ def test_a_long_word_is_found_wherever_it_is(letter: str, before: str, after: st
         " " * 10_000,
         "the fox\n" * 1_000,
         "no_spaces(here,but=words);" * 500,
+        "e\u0301t\u0301e\u0301, " * 500,
         "\u4e2d\u6587\u6ca1\u6709\u7a7a\u683c\uff0c" * 500,
         "a" * (WORD_CHARS_MAX // 2 - 1),
     ],

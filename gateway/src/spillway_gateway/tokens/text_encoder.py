@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 import re
+import unicodedata
 
 import fastokens
 import tokenizers
@@ -30,7 +31,7 @@ os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 WORD_CHARS_MAX = 512  # a longer one goes to tokenizers; one of that length takes fastokens 55 us, and 1 us again
 _PART_CHARS = WORD_CHARS_MAX // 2  # a longer word fills one such part of its text
-_word_edge_in = re.compile(r"(?<=\w)\W|(?<=\W)\w").search
+_edges_in = re.compile(r"(?<=[^\W_])\W|(?<=\W)[^\W_]").finditer  # "_" is a letter to some tokenizers, not to others
 CHECK_INTERVAL_TEXTS = 1_024  # adds 3 % to the cost of new text
 _PROBES = (
     "",
@@ -129,6 +130,12 @@ def has_long_word(text: str) -> bool:
     """Whether it may hold a word of WORD_CHARS_MAX characters. Of spaces it does not matter how many there are."""
     for begin in range(0, len(text) - _PART_CHARS + 1, _PART_CHARS):
         end = begin + _PART_CHARS
-        if text.find(" ", begin, end) < 0 and _word_edge_in(text, begin, end) is None:
+        if text.find(" ", begin, end) < 0 and not _has_edge(text, begin, end):
             return True
     return False
+
+
+def _has_edge(text: str, begin: int, end: int) -> bool:
+    """Whether a word ends there for every tokenizer. For some, marks such as accents and Thai vowels continue one."""
+    pairs = (text[match.start() - 1 : match.end()] for match in _edges_in(text, begin, end))
+    return any(not unicodedata.category(char).startswith("M") for pair in pairs for char in pair if not char.isalnum())
