@@ -33,6 +33,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from spillway_connector.engine.window_stores import Window, last_end_tokens
+
 try:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -130,8 +132,8 @@ class Group:
         window, segment = self._window_chunks, alignment_tokens // self.spec.block_size
         begin = 0
         if last:
-            end_tokens = (tokens - 1) // alignment_tokens * alignment_tokens
-            begin = max(0, end_tokens // self.spec.block_size - window - 1)
+            end_tokens = last_end_tokens(tokens, alignment_tokens)
+            begin = max(0, Window.of(self.spec, 0, self.spec.block_size).first_chunk(end_tokens))
         # vLLM leaves out what lies within a chunk of full attention, but for the window before its end.
         return sum(chunk % segment >= segment - window for chunk in range(begin, blocks))
 

@@ -139,7 +139,7 @@ def bursts(
     question_tokens: int = 400,
     answer_tokens: int = 64,
 ) -> Trace:
-    """Agents that each send many calls within a tenth of a second, behind a prefix that nobody has asked before."""
+    """Agents that each send many calls within a tenth of a second, behind a common prefix that is new."""
     rng = random.Random(seed)
     starts = _poisson(rng, per_second)
     made = []

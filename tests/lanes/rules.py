@@ -182,6 +182,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/test_transports.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/test_window_stores.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/v030": ("0.30", "0.32", "0.33"),
+    "connector/tests/engine/v030/test_windows.py": ("0.32", "0.33"),
     "tests/engine_lives": ("0.32", "0.33"),
     "tests/generations": ("0.30", "0.32"),
     "tests/node_tier/test_schedules.py": ("0.32",),

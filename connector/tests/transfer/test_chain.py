@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from spillway_connector.errors import RefusedReason, TierRefused
+from spillway_connector.errors import RefusedReason, TierPartlyAsked, TierRefused
 from spillway_connector.limits import BreakerPolicy
 from spillway_connector.plan.load_cost import JointGate, LoadGate, LoadPolicy, RateMeter
 from spillway_connector.plan.prefix_memo import ChangeLog
@@ -486,6 +486,25 @@ def test_a_demotion_that_the_tier_below_refuses_is_counted_there(rig: Rig, opera
     rig.demote()
     above, below = rig.chain.members
     assert failures_of(below) == {(operation.value, "permission"): 1} and not failures_of(above)
+
+
+def test_lookups_below_that_a_bound_of_requests_cuts_end_no_demotion(rig: Rig) -> None:
+    """They are counted, and are no failures of the tier below: two of those would open its breaker."""
+    partly = FailingTier(
+        rig.memory(rig.below), lambda: TierPartlyAsked([False], "one was not asked for"), {Operation.LOOKUP}
+    )
+    rig.start(below=partly)
+    rig.store([0])
+    below, failures = rig.chain.members[1], LIMITS.breaker.failures_to_open
+    for _ in range(failures):
+        rig.clock.advance(2 * IDLE_SECONDS)
+        rig.demote()
+    assert dict(below.counters.shed) == {(Operation.LOOKUP, RefusedReason.QUEUE_AGE): failures}
+    assert below.breaker_of(Operation.STORE).would_allow()
+    partly.failing = False
+    rig.clock.advance(2 * IDLE_SECONDS)
+
+    assert rig.demote()[DemotionOutcome.STORED] == 1
 
 
 def test_a_demotion_that_the_tier_above_does_not_give_is_counted_there_unless_it_has_gone(rig: Rig) -> None:

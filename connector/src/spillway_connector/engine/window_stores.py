@@ -1,11 +1,17 @@
 """Which chunks of a sliding window are stored: those that a prefix can end with.
 
-A load brings of full attention every chunk of the prefix, and of a window its last ones alone. A prefix ends where a
-prompt ends (it comes again, or its conversation goes on), in the answer behind it, at a mark up to which a client
-retains it or lets it be stored, or where another prompt parts from it. All but the last are known when the prompt is
-computed. The last is known when that other prompt comes: it finds the chunks of full attention up to there, and no
-window. It then computes these tokens, and stores the window that ends there for the next one. So of the chunks of a
-window amid a prompt, which are as many as those of full attention, only those are stored with which a prefix has ended.
+To load a prefix, vLLM needs every chunk of full attention and only the last chunks of each window. So a chunk in the
+middle of a prompt, of which a window has as many as full attention, is read only if a prefix ends soon after it.
+Prefixes end
+
+- at the end of a prompt, which is sent again or continued by its conversation;
+- in the answer to it;
+- at a mark up to which the client retains the prompt or allows it to be stored;
+- at the point where a later prompt differs from an earlier one.
+
+The first three are known when the prompt is computed. The fourth is known when the later prompt arrives: the tier has
+the chunks of full attention up to that point, but not those of the window. That prompt is computed, and its window at
+that point is stored for the prompts that follow.
 """
 
 from __future__ import annotations
@@ -24,19 +30,42 @@ _LEFT_OUT = 0  # vLLM's scheduler half does not store a block with this id
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """A KV group. chunks: at most so many before the end of a prefix are read."""
+class Window:
+    """A KV group with a sliding window.
+
+    Args:
+        group: Its index.
+        chunk_tokens: Tokens of a chunk.
+        chunks: How many chunks before the end of a prefix are read at most.
+    """
 
     group: int
     chunk_tokens: int
     chunks: int
 
+    @classmethod
+    def of(cls, spec: SlidingWindowSpec, group: int, chunk_tokens: int) -> Window:
+        # vLLM 0.32 keeps a few tokens more for drafts of several modules. One chunk more than that is read for a
+        # draft's layers, and if a prefix ends within a chunk.
+        kept_tokens = spec.sliding_window + int(getattr(spec, "extra_retained_tokens", 0))
+        return cls(group, chunk_tokens, -(-kept_tokens // chunk_tokens) + 1)
+
+    def first_chunk(self, end_tokens: int) -> int:
+        """The first chunk that is read for a prefix of so many tokens; below 0 if all of them are."""
+        return end_tokens // self.chunk_tokens - self.chunks
+
+
+def last_end_tokens(prompt_tokens: int, whole_chunk_tokens: int) -> int:
+    """The longest prefix of a prompt that can be loaded when the prompt is sent again: vLLM computes at least its last
+    token, and prefixes end with a chunk of full attention."""
+    return (prompt_tokens - 1) // whole_chunk_tokens * whole_chunk_tokens
+
 
 class WindowStores:
-    """For models of windows beside full attention. Scheduler thread."""
+    """Chooses the chunks for models that have windows and full attention. Used on the scheduler's thread."""
 
     def __init__(
-        self, windows: Sequence[_Window], whole_group: int, whole_chunk_tokens: int, blocks_per_chunk: int
+        self, windows: Sequence[Window], whole_group: int, whole_chunk_tokens: int, blocks_per_chunk: int
     ) -> None:
         self._windows = windows
         self._whole_group = whole_group
@@ -50,17 +79,14 @@ class WindowStores:
         """Make it for these KV groups.
 
         Returns:
-            None if every chunk is stored: without full attention nothing shows where prompts part, and recurrent states
-            are there for a few ends of prefixes alone.
+            None if every chunk is stored. Without full attention, nothing shows at which point prompts differ; with
+            recurrent states, vLLM keeps states for only a few ends of prefixes.
         """
-        windows: list[_Window] = []
+        windows: list[Window] = []
         whole: list[int] = []
         for group, (spec, tokens) in enumerate(zip(specs, chunk_tokens, strict=True)):
             if isinstance(spec, SlidingWindowSpec):
-                # vLLM 0.32 keeps a few tokens more for drafts of several modules. One chunk more than that is read for
-                # a draft's layers, and if a prefix ends within a chunk.
-                kept_tokens = spec.sliding_window + int(getattr(spec, "extra_retained_tokens", 0))
-                windows.append(_Window(group, tokens, -(-kept_tokens // tokens) + 1))
+                windows.append(Window.of(spec, group, tokens))
             elif isinstance(spec, FullAttentionSpec):
                 whole.append(group)
             else:
@@ -71,7 +97,7 @@ class WindowStores:
         return cls(windows, coarsest, chunk_tokens[coarsest], blocks_per_chunk)
 
     def leave_out(self, requests: Iterable[RequestFields | None], manager: TieringManager) -> None:
-        """Before vLLM's scheduler half chooses what a step's requests store: leave out what no prefix ends with."""
+        """Leave out the chunks that no prefix ends with, before vLLM's scheduler half chooses what a step stores."""
         resident = manager.primary_tier.resident
         for request in requests:
             if request is not None:
@@ -83,11 +109,10 @@ class WindowStores:
             keys = request.group_states[self._whole_group].offload_keys
             found = next((index for index, key in enumerate(keys) if key not in resident), len(keys))
             request.window_ends = (found * whole_tokens, *_marks(request))
-        # At least the prompt's last token is computed when it comes again.
-        end_tokens = (request.req.num_prompt_tokens - 1) // whole_tokens * whole_tokens
+        end_tokens = last_end_tokens(request.req.num_prompt_tokens, whole_tokens)
         for window in self._windows:
             state = request.group_states[window.group]
-            last = end_tokens // window.chunk_tokens - window.chunks
+            last = window.first_chunk(end_tokens)
             ends = [end // whole_tokens * whole_tokens // window.chunk_tokens for end in request.window_ends]
             blocks = state.block_ids
             for chunk in range(request.first_own_chunk(state), min(last, len(blocks) // per_chunk)):
@@ -96,7 +121,7 @@ class WindowStores:
 
 
 def _marks(request: RequestFields) -> Iterable[int]:
-    """Tokens up to which the request's client retains its prompt, or lets it be stored."""
+    """The numbers of tokens up to which the client retains its prompt or allows it to be stored."""
     if (bound := request.max_offload_tokens) is not None:
         yield bound
     context = request.req_context

@@ -30,7 +30,7 @@ class Borrow(Protocol):
 
 
 class Owned:
-    """Memory that nobody takes back, as a borrow."""
+    """A borrow of memory that its owner never takes back."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory

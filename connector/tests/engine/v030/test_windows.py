@@ -1,4 +1,4 @@
-"""Which rule chooses the chunks of windows that are stored: the connector's, or vLLM's own since 0.32."""
+"""Which rule chooses the chunks of windows that are stored: the connector's, or vLLM's own, which 0.32 has."""
 
 from __future__ import annotations
 
@@ -52,15 +52,11 @@ def test_one_rule_chooses_the_chunks_of_windows(
     of_the_connector: bool,
 ) -> None:
     half = scheduler_half(manager, groups, retention_interval=given)
-    if not hasattr(half.config, "retention_interval"):
-        pytest.skip("vLLM 0.30 leaves no chunk out")
     assert half.config.retention_interval == of_vllm
     assert (half.window_stores is not None) == of_the_connector
 
 
 def test_a_window_is_as_long_as_drafts_of_several_modules_need() -> None:
-    if not hasattr(WINDOW, "extra_retained_tokens"):
-        pytest.skip("vLLM 0.30 keeps no more tokens for them")
     longer = dataclasses.replace(WINDOW, extra_retained_tokens=2)
     stores = WindowStores.of([FULL, longer], [BLOCK_TOKENS, BLOCK_TOKENS], 1)
     assert stores is not None

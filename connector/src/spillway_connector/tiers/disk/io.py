@@ -62,6 +62,19 @@ def tier_error(error: OSError, doing: str) -> TierError:
     return TierRefused(_REFUSALS.get(error.errno or 0, RefusedReason.OTHER), sentence)
 
 
+@contextmanager
+def preparing(root: Path) -> Iterator[None]:
+    """Raise a tier error for whatever keeps a store's directory from being made or opened."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise TierRefused(
+            RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
+        ) from error
+    except OSError as error:
+        raise tier_error(error, f"path: {root}: preparing the directory") from error
+
+
 def supports_direct(directory: Path, depth: int = 1) -> bool:
     """Whether files in ``directory`` take O_DIRECT with page-aligned buffers: tried, because the kernel has no query.
 

@@ -1,5 +1,5 @@
-"""Where the pods of a replica meet, as in vLLM: once. A leader serves when all ranks have come; nobody joins later, and
-a rank that is lost then is not missed."""
+"""The rendezvous of a replica's pods, as in vLLM. The leader serves once all ranks have joined. After that no rank can
+join, and the leader does not notice the loss of one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,14 @@ from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.files.quota import TenantQuotas
 from spillway_connector.tiers.disk.files.space import DOCUMENT_PREFIX, Space
 from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, PARTIAL_DEPTH, frame_path
-from spillway_connector.tiers.disk.io import FRAME_LINKS, TRANSFERS_AT_ONCE, FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.disk.io import (
+    FRAME_LINKS,
+    TRANSFERS_AT_ONCE,
+    FrameFiles,
+    preparing,
+    supports_direct,
+    tier_error,
+)
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import PARTIAL_NAME, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.store_mark import StoreMark
@@ -265,19 +272,13 @@ class FileTier:
                 self._quotas.close()
 
     def _prepare(self) -> None:
-        try:
+        with preparing(self._root):
             make_root(self._root)
             make_folders(self._partial, 2)
             self._document.ensure(lambda: self._partial / f"{DOCUMENT_PREFIX}{self._unique()}", PARTIAL_DEPTH)
             self._ages.share()
             self._mark.share()
             self._files.direct = supports_direct(self._partial, PARTIAL_DEPTH)
-        except FileExistsError as error:
-            raise TierRefused(
-                RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
-            ) from error
-        except OSError as error:
-            raise tier_error(error, f"path: {self._root}: preparing the directory") from error
         self._prepared = True
         self._maintenance.start()
 

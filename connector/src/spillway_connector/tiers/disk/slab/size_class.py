@@ -21,7 +21,7 @@ from spillway_connector.namespace import Namespace
 from spillway_connector.own_files import make_folders, unlink_own
 from spillway_connector.tiers.disk.clock import AgeClock
 from spillway_connector.tiers.disk.file_lock import FileLock
-from spillway_connector.tiers.disk.io import FrameFiles, supports_direct, tier_error
+from spillway_connector.tiers.disk.io import FrameFiles, preparing, supports_direct, tier_error
 from spillway_connector.tiers.disk.page_cache import supports_page_cache
 from spillway_connector.tiers.disk.root import DOCUMENT_NAME, SLAB_FOLDER, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.slab.chunks import Chunks, chunks_on_disk, clear_foreign_chunks
@@ -190,7 +190,7 @@ class OpenSizeClass:
         """Make or open everything; a found index is checked and repaired."""
         if self._closed:
             raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
-        try:
+        with preparing(self._root):
             make_root(self._root)
             make_folders(self._folder, 2)
             make_folders(self._root / SLAB_FOLDER / WRITERS_FOLDER, 2)
@@ -207,12 +207,6 @@ class OpenSizeClass:
                 self._files.page_cache = caches and supports_page_cache(self._folder, SIZE_CLASS_DEPTH)
                 size_class = self._open_chunks(self._open_or_rebuild())
                 self._repair(size_class)
-        except FileExistsError as error:
-            raise TierRefused(
-                RefusedReason.OTHER, f"path: {error.filename} is a file; give a directory or remove it"
-            ) from error
-        except OSError as error:
-            raise tier_error(error, f"path: {self._root}: preparing the directory") from error
         self._size_class, self._read_only_until = size_class, -math.inf
         self._close_dropped_chunks(size_class)
         return size_class
