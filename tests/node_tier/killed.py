@@ -39,8 +39,15 @@ def join(folder: Path) -> tuple[NodeRegion, NodeRows]:
     return region, tier
 
 
-def work(folder: Path, seed: int, count: Callable[[], None]) -> int:
-    """Store and load until killed. Returns WRONG if a load got another chunk's bytes."""
+def work(folder: Path, seed: int, count: Callable[[], None], count_loaded: Callable[[int], None]) -> int:
+    """Store and load until killed. Returns WRONG if a load got another chunk's bytes.
+
+    Args:
+        folder: The region's.
+        seed: Of the choices.
+        count: Called after each round.
+        count_loaded: Called with the number of chunks that were loaded and compared.
+    """
     chosen = random.Random(seed)
     keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * ROWS)]
     region, tier = join(folder)
@@ -75,6 +82,7 @@ def work(folder: Path, seed: int, count: Callable[[], None]) -> int:
                 copied = [bytes(view[row * ROW_BYTES : (row + 1) * ROW_BYTES]) for row in spec.block_ids.tolist()]
                 if not checks.still_held(copy_id) or copied != [content(key) for key in ready]:
                     return WRONG
+                count_loaded(len(ready))
             tier.complete_load(ready, CONTEXT)
         if chosen.random() < 0.02:
             tier.reset_cache()
@@ -83,12 +91,13 @@ def work(folder: Path, seed: int, count: Callable[[], None]) -> int:
 
 
 def run(folder: Path, kills: int, processes: int, seed: int = 0) -> int:
-    """Kill and start `kills` engines. Returns how many rows hold a chunk at the end.
+    """Kill and start `kills` engines. Returns how many chunks they loaded and compared.
 
     Raises AssertionError when bytes were wrong or a row stays claimed.
     """
     chosen = random.Random(seed)
-    counts = memoryview(mmap.mmap(-1, 8 * (kills + processes))).cast("Q")
+    counts = memoryview(mmap.mmap(-1, 8 * (kills + processes))).cast("Q")  # rounds of each engine
+    loaded = memoryview(mmap.mmap(-1, 8 * (kills + processes))).cast("Q")  # chunks that each has compared
     running: list[tuple[int, int]] = []  # (process, its place in counts)
 
     def start(number: int) -> None:
@@ -102,7 +111,10 @@ def run(folder: Path, kills: int, processes: int, seed: int = 0) -> int:
             def count() -> None:
                 counts[number] += 1
 
-            status = work(folder, seed + number, count)
+            def count_loaded(chunks: int) -> None:
+                loaded[number] += chunks
+
+            status = work(folder, seed + number, count, count_loaded)
         finally:
             os._exit(status)
 
@@ -130,10 +142,11 @@ def run(folder: Path, kills: int, processes: int, seed: int = 0) -> int:
     finally:
         while running:
             kill(0)
-    return _rest(folder)
+    _require_right_rows(folder)
+    return sum(loaded)
 
 
-def _rest(folder: Path) -> int:
+def _require_right_rows(folder: Path) -> None:
     region, tier = join(folder)
     deadline = time.monotonic() + _WAIT_SECONDS
     while region.index.count()[WRITING]:
@@ -147,6 +160,4 @@ def _rest(folder: Path) -> int:
         if entry.state == READY:
             assert bytes(view[row * ROW_BYTES : (row + 1) * ROW_BYTES]) == content(entry.key)
     view.release()
-    ready = region.index.count()[READY]
     tier.shutdown()
-    return ready

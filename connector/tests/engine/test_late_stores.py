@@ -72,12 +72,7 @@ class Rig:
             self.pool.free_blocks([block for _, block in reversed(held)])
             return
         for key, block in zip(missing, self.pool.get_new_blocks(len(missing)), strict=True):
-            if hasattr(block, "set_block_hash"):  # since 0.30
-                block.set_block_hash(key, 16)
-            else:
-                block.block_hash = key
-            self.pool.cached_block_hash_to_block.insert(key, block)
-            self.memory[block.block_id] = key
+            self.place(key, block)
             held.append((key, block))
         self.running.append(held)
         self.late.found_on_device(keys[: CHUNKS - len(missing)], CONTEXT)
@@ -86,6 +81,15 @@ class Rig:
             self.manager.complete_store(written.keys_to_store, CONTEXT)
             for key, row in zip(written.keys_to_store, self.tier.rows_of(written.keys_to_store), strict=True):
                 self.rows[row] = key
+
+    def place(self, key: OffloadKey, block: KVCacheBlock) -> None:
+        """The block holds this chunk from now on."""
+        if hasattr(block, "set_block_hash"):  # since 0.30
+            block.set_block_hash(key, 16)
+        else:
+            block.block_hash = key
+        self.pool.cached_block_hash_to_block.insert(key, block)
+        self.memory[block.block_id] = key
 
     def end(self, request: int) -> None:
         held = self.running.pop(request)
@@ -240,6 +244,29 @@ def test_a_block_that_is_taken_before_its_copy_has_begun_counts_as_lost_and_wide
     assert samples is not None and gone
     assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == len(gone)
     assert not gone & rig.late._owed.keys() and rig.late._window.blocks > before
+
+
+def test_two_blocks_of_one_chunk_that_are_taken_together_lose_it_once(region: HostRegion):
+    """Requests that compute the same prefix at the same time leave the device two blocks of each of its chunks."""
+    rig = Rig(region)
+    for prompt in (0, 1):
+        rig.begin(prompt)
+    owed = list(rig.late._owed)
+    blocks = rig.pool.get_new_blocks(len(owed))
+    for key, block in zip(owed, blocks, strict=True):
+        rig.place(key, block)
+    rig.pool.free_blocks(blocks)
+    while rig.running:
+        rig.end(0)
+    assert owed
+
+    rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+
+    samples = rig.manager.take_samples()
+    assert samples is not None
+    lost = len(owed) - len(rig.late._to_hold)
+    assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == lost
+    assert len(rig.late._owed) == len(rig.late._to_hold)
 
 
 def test_a_chunk_that_the_device_does_not_hold_under_its_key_is_stored_at_once(region: HostRegion):

@@ -108,11 +108,12 @@ class LateStores:
         replace_on(device, "get_new_blocks", get_new_blocks)
 
     def _owed_at_head(self, count: int) -> list[OffloadKey]:
-        """The chunks, on the device alone, of the next blocks that vLLM takes."""
+        """The chunks, on the device alone, of the next blocks that vLLM takes. Several of these blocks hold the same
+        chunk if requests computed it at the same time."""
         if not self._owed or self._device is None:
             return []
         keys = (cast(OffloadKey, block.block_hash) for block in islice(_free_blocks(self._device), count))
-        return [key for key in keys if key is not None and key in self._owed]
+        return list(dict.fromkeys(key for key in keys if key is not None and key in self._owed))
 
     def _forget(self, missed: Sequence[OffloadKey]) -> None:
         """Their blocks were taken before a copy had begun; another block may hold the same chunk."""
