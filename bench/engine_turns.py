@@ -72,13 +72,26 @@ class Turn:
 
 
 @contextmanager
-def engines_in_turn(commands: Mapping[str, Sequence[str]], folder: Path) -> Iterator[dict[str, Turn]]:
-    """Started one after the other, since each measures the free memory at its start. Logs are <folder>/<name>.log."""
+def engines_in_turn(
+    commands: Mapping[str, Sequence[str]], folder: Path, *, at_once: bool = False
+) -> Iterator[dict[str, Turn]]:
+    """Started one after the other, since each measures the free memory at its start. Logs are <folder>/<name>.log.
+    at_once: engines that are given the size of their KV start together, each with compiled code of its own."""
     with ExitStack() as stack:
         engines: dict[str, Turn] = {}
         for name, command in commands.items():
-            engines[name] = Turn(name, command, stack.enter_context((folder / f"{name}.log").open("w")))
+            log = stack.enter_context(log_of(folder, name).open("w"))
+            variables = {"VLLM_CACHE_ROOT": str(folder / f"{name}-compiled")} if at_once else {}
+            engines[name] = Turn(name, command, log, variables)
             stack.callback(engines[name].close)
-            engines[name].wait_ready()
+            if not at_once:
+                engines[name].wait_ready()
+        for name, engine in engines.items():
+            if at_once:
+                engine.wait_ready()
             print(f"{name}: ready", flush=True)
         yield engines
+
+
+def log_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.log"

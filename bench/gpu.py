@@ -42,6 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spillway_settings.wire import SESSION_ID, SESSION_MEMBER
+
 BLOCK_TOKENS = 128
 LENGTHS = (2048, 8192, 32_000)
 DEVICE_BLOCKS = 640
@@ -188,21 +190,27 @@ class Engine:
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - started, sum(output.num_cached_tokens or 0 for output in outputs)
 
-    def ask_timed(self, prompts: Sequence[list[int]], answer_tokens: int) -> tuple[list[float], float, int]:
+    def ask_timed(
+        self, prompts: Sequence[list[int]], answer_tokens: int, sessions: Sequence[str] = ()
+    ) -> tuple[list[float], float, int]:
         """(seconds from the first submission to each first token, to the last answer, tokens found in a cache)"""
         started = time.perf_counter()
-        answers = self.answers(prompts, answer_tokens)
+        answers = self.answers(prompts, answer_tokens, sessions)
         total = time.perf_counter() - started
         return [one.first_token_seconds for one in answers], total, sum(one.cached_tokens for one in answers)
 
-    def answers(self, prompts: Sequence[list[int]], answer_tokens: int) -> list[Answer]:
-        """What is answered to prompts that are submitted at once, in their order."""
+    def answers(self, prompts: Sequence[list[int]], answer_tokens: int, sessions: Sequence[str] = ()) -> list[Answer]:
+        """What is answered to prompts that are submitted at once, in their order. sessions: that they name, if any."""
         sampling = self._sampling(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        samplings = [sampling] * len(prompts)
+        for at, session in enumerate(sessions):
+            samplings[at] = named = sampling.clone()
+            named.extra_args = {"kv_transfer_params": {SESSION_MEMBER: {SESSION_ID: session}}}
         engine, first, done = self._llm.llm_engine, {}, {}
         self._asked += len(prompts)
         names = [f"{self._asked} {number}" for number in range(len(prompts))]
         started = time.perf_counter()
-        for name, prompt in zip(names, prompts, strict=True):
+        for name, prompt, sampling in zip(names, prompts, samplings, strict=True):
             engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():

@@ -1,8 +1,8 @@
 """What it brings and costs to keep the KV of answers, on one CUDA device: a chat's next turn, and decoding.
 
-    python bench/gpu_chat_turns.py [--measure first decode turns] [--configurations off prompts generated nvme]
+    python bench/gpu_chat_turns.py [--measure first decode turns] [--configurations off prompts generated auto nvme]
                                    [--conversations 5] [--turns 8] [--tokens 300]
-                                   [--rounds 8] [--requests 32] [--answer 1024]
+                                   [--rounds 8] [--seconds S] [--requests 32] [--answer 1024] [--first-turns 4]
                                    [--eager] [--add] [--small]
 
 bench/chat_turns.py with vLLM's offline engine and a Qwen3-8B-shaped model with dummy weights, bf16, blocks of 128
@@ -12,6 +12,7 @@ idle; token ids in, token ids out. The first group is
     off             no connector
     prompts         a CPU tier for the KV of prompts alone (generated_tokens: off)
     generated       for that of answers as well
+    auto            as the engine decides (generated_tokens: auto)
 
 and then, by itself,
 
@@ -27,7 +28,11 @@ first: rounds of FIRST_PROMPTS unseen prompts of --tokens tokens, one after the 
 has left to store is stored beside the next one. The time to the first token, within a round by its median.
 
 decode: rounds of --requests unseen prompts of less than a block at once, --answer tokens each, by the first group.
-Tokens per second of a round are compared within it; medians over rounds with a 95 % bootstrap interval.
+Tokens per second from the median first token on are compared within a round; medians over rounds with a 95 % bootstrap
+interval. In the first --first-turns rounds and the one that warms up each request begins a session. The requests of
+each later round go on in those of the one before, and do not hold its answers, as if the chat template had left them
+out. So `auto` has two rows: while it keeps the KV of answers, and once it has given that up. Between them it stores
+what was computed before; that round counts in neither.
 
 Compiled and with CUDA graphs, as vLLM's defaults are, unless --eager. --add: to what the last run measured of other
 configurations, which it replaces where both have it. --small: a tiny model on any platform, to check that it runs; its
@@ -45,12 +50,13 @@ import random
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import gpu
-from engine_turns import Turn, answer_rounds, engines_in_turn
+from engine_turns import Turn, answer_rounds, engines_in_turn, log_of
 from gpu_no_hit import MODEL
 from paired_rounds import ROUNDS_LEAST, ordered, paired_ratio
 
@@ -58,11 +64,14 @@ from spillway_connector.testing.models import TINY_LLAMA
 
 # Engines that are up at the same time; the phase of bench/gpu.py whose connector each one has.
 GROUPS = (
-    {"off": "none", "prompts": "spillway-cpu", "generated": "spillway-cpu"},
+    {"off": "none", "prompts": "spillway-cpu", "generated": "spillway-cpu", "auto": "spillway-cpu"},
     {"nvme": "spillway-nvme-auto"},
 )
+GENERATED_TOKENS = {"prompts": "off", "generated": "on", "auto": "auto", "nvme": "on"}
 CONFIGURATIONS = tuple(name for group in GROUPS for name in group)
 DECODED = tuple(GROUPS[0])
+AUTO_KEEPS, AUTO_GAVE_UP = "auto_keeps", "auto_gave_up"
+DECODE_ROWS = (*DECODED[:-1], AUTO_KEEPS, AUTO_GAVE_UP)
 MEASURES = ("first", "decode", "turns")
 SMALL_MODEL = {
     **TINY_LLAMA,
@@ -72,8 +81,11 @@ SMALL_MODEL = {
     "torch_dtype": "float32",
 }
 FIRST_PROMPTS = 6  # of a round of `first`
-PROMPT_TOKENS = 100  # of a request of `decode`: less than a block, so that no prompt is stored
-MEMORY_SHARE = 0.3  # of the device for each engine: 16.4 GB of weights, 5.5 of KV blocks
+# Tokens of a prompt of `decode`: less than a block, so that none is stored; unequal, so that blocks fill in any step.
+PROMPT_TOKENS = (28, 124)
+MEMORY_SHARE = 0.22  # of the device for each engine: 16.4 GB of weights, 5.5 of KV blocks
+BLOCK_BYTES = 2 * 2 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"] * gpu.BLOCK_TOKENS
+GIVEN_UP = "so the KV of answers is not kept"  # the connector's own words (engine/chunk_uses.py)
 LOAD_SHARE = 3 / 4  # of the CPU tier that one request's loads from a shared tier may take
 SPARE_BLOCKS = 4
 FOLDER = Path("build/bench/gpu_chat_turns").absolute()
@@ -81,7 +93,8 @@ OUTPUT = Path("build/bench/gpu_chat_turns.json")
 ROUNDS = Path("build/bench/gpu_chat_turns_rounds.json")
 Report = dict[str, float | int | str]
 # By measure and configuration. turns: by turn and conversation (prompt tokens, cached tokens, seconds to the first
-# token); decode: tokens per second by round; first: seconds to the first token of each prompt, by round.
+# token); decode: tokens per second by round; given_up: whether `auto` kept no answers by the end of each of these;
+# first: seconds to the first token of each prompt, by round.
 Measured = dict[str, dict[str, list[Any]]]
 
 
@@ -91,7 +104,7 @@ class Sizes:
     def __init__(self, name: str, given: argparse.Namespace) -> None:
         self.conversation = _blocks(2 * given.turns * given.tokens)
         behind_small_tier = name in GROUPS[1]
-        decoded = given.requests * _blocks(PROMPT_TOKENS + given.answer)
+        decoded = given.requests * _blocks(PROMPT_TOKENS[1] + given.answer)
         self.device = SPARE_BLOCKS + (self.conversation if behind_small_tier else max(self.conversation, decoded))
         if behind_small_tier:
             self.cpu = math.ceil(self.conversation / LOAD_SHARE)
@@ -110,7 +123,7 @@ def transfer_config(name: str, sizes: Sizes) -> dict[str, Any] | None:
     if config is not None:
         extra = config["kv_connector_extra_config"]
         del extra["cpu_bytes_to_use"]
-        extra |= {"num_cpu_blocks": sizes.cpu, "generated_tokens": "off" if name == "prompts" else "on"}
+        extra |= {"num_cpu_blocks": sizes.cpu, "generated_tokens": GENERATED_TOKENS[name]}
     return config
 
 
@@ -132,7 +145,9 @@ class Served:
         if given.small:
             self._engine = gpu.Engine("none", FOLDER / name, SMALL_MODEL, **settings, dtype="float32")
         else:
-            self._engine = gpu.Engine("none", FOLDER / name, MODEL, **settings, gpu_memory_utilization=MEMORY_SHARE)
+            # Not measured at the start, since other engines start at the same time.
+            settings |= {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_memory_bytes": sizes.device * BLOCK_BYTES}
+            self._engine = gpu.Engine("none", FOLDER / name, MODEL, **settings)
         self._nvme = FOLDER / name / "nvme" if name in GROUPS[1] else None
         self._conversations: list[list[int]] = [[] for _ in range(given.conversations)]
         self._filled = 0
@@ -143,7 +158,7 @@ class Served:
             return json.dumps(self._turn(int(number[0])))
         if what == "first":
             return json.dumps(self._first(line))
-        return json.dumps(self._decode(line) if what == "decode" else self._warm_up())
+        return json.dumps(self._decode(int(number[0])) if what == "decode" else self._warm_up())
 
     def _prompt(self, name: str, tokens: int) -> list[int]:
         return [token % self._vocabulary for token in gpu.make_prompt(name, tokens)]
@@ -187,13 +202,15 @@ class Served:
         self._engine.settle()
         return seconds
 
-    def _decode(self, name: str) -> float:
-        """Tokens per second of a round."""
-        prompts = [self._prompt(f"{name} {number}", PROMPT_TOKENS) for number in range(self._given.requests)]
-        seconds, cached = self._engine.ask_all(prompts, self._given.answer)
+    def _decode(self, number: int) -> float:
+        """Tokens per second of a round, once half of its requests have their first token."""
+        chance, requests, answer = random.Random(number), self._given.requests, self._given.answer
+        prompts = [self._prompt(f"decode {number} {at}", chance.randint(*PROMPT_TOKENS)) for at in range(requests)]
+        sessions = [f"{min(number, self._given.first_turns - 1)} {at}" for at in range(requests)]
+        first, seconds, cached = self._engine.ask_timed(prompts, answer, sessions)
         _require_unseen(cached)
-        self._engine.settle()
-        return self._given.requests * self._given.answer / seconds
+        self._engine.tick()
+        return requests * (answer - 1) / (seconds - statistics.median(first))
 
 
 def _require_unseen(cached_tokens: int) -> None:
@@ -204,10 +221,11 @@ def _require_unseen(cached_tokens: int) -> None:
 def serve(name: str, given: argparse.Namespace) -> None:
     """Runs in a separate process: one round for each line of the input."""
     os.environ.update(gpu.ENVIRONMENT, **({"VLLM_CPU_KVCACHE_SPACE": "1"} if given.small else {}))
+    os.environ.update(VLLM_LOGGING_LEVEL="INFO", VLLM_LOGGING_STREAM="ext://sys.stderr")  # it says what auto decides
     answer_rounds(Served(name, given).round)
 
 
-def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> Measured:
+def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> None:
     measured: Measured = json.loads(ROUNDS.read_text()) if given.add else {}
     for group in GROUPS:
         names = [name for name in group if name in given.configurations]
@@ -215,18 +233,20 @@ def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> Measured
         if not names or not measures:
             continue
         commands = {name: [__file__, *own_arguments, "--serve", name] for name in names}
-        with engines_in_turn(commands, FOLDER) as engines:
-            for engine in engines.values():
-                engine.round("warm-up")
+        with engines_in_turn(commands, FOLDER, at_once=True) as engines:
+            if set(measures) != {"decode"}:  # whose first round warms up
+                for engine in engines.values():
+                    engine.round("warm-up")
             for one in measures:
                 STEPS[one](engines, given, measured.setdefault(one, {}))
-                write(measured, given)
-    return measured
 
 
 def rounds_in_turn(engines: dict[str, Turn], given: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
     """What each engine answers to a round, by its name, without the first one, which warms up."""
+    end = time.monotonic() + given.seconds
     for number in range(-1, max(given.rounds, ROUNDS_LEAST)):
+        if time.monotonic() > end:
+            return
         names = ordered(list(engines), number + 2)
         answers = {name: json.loads(engines[name].round(f"{what} {number}")) for name in names}
         if number >= 0:
@@ -243,11 +263,14 @@ def measure_first(engines: dict[str, Turn], given: argparse.Namespace, measured:
 
 def measure_decode(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
     measured |= {name: [] for name in engines}
+    given_up: list[bool] = []
     for speeds in rounds_in_turn(engines, given, "decode"):
         for name in engines:
             measured[name].append(speeds[name])
-        print(", ".join(f"{name} {speeds[name]:.1f}" for name in engines), "tokens/s", flush=True)
-        write({"decode": measured}, given)
+        given_up.append("auto" in engines and GIVEN_UP in log_of(FOLDER, "auto").read_text())
+        shown = ", ".join(f"{name} {speeds[name]:.1f}" for name in engines)
+        print(f"{shown} tokens/s{'; auto keeps no answers' if given_up[-1] else ''}", flush=True)
+        write({"decode": measured, "given_up": {"auto": given_up}}, given)
 
 
 def measure_turns(engines: dict[str, Turn], given: argparse.Namespace, measured: dict[str, list[Any]]) -> None:
@@ -276,7 +299,7 @@ def report_of(measured: Measured, given: argparse.Namespace) -> Report:
     if first := measured.get("first"):
         report |= _first_report(first, given)
     if decoded := measured.get("decode"):
-        report |= _decode_report(decoded, given)
+        report |= _decode_report(decoded, measured.get("given_up", {}).get("auto", []), given)
     if turns := measured.get("turns"):
         report |= _turns_report(turns, given)
     return report
@@ -301,21 +324,30 @@ def _first_report(first: dict[str, list[list[float]]], given: argparse.Namespace
     return report
 
 
-def _decode_report(speeds: dict[str, list[float]], given: argparse.Namespace) -> Report:
+def _decode_report(speeds: dict[str, list[float]], given_up: Sequence[bool], given: argparse.Namespace) -> Report:
     report: Report = {"decode_requests_count": given.requests, "decode_answer_tokens": given.answer}
     rounds = min(len(values) for values in speeds.values())  # a run that was cut off has fewer of some
     report["decode_rounds_count"] = rounds
-    for name, values in speeds.items():
-        if not rounds:
-            continue
-        report[f"{name}_decode_tokens_per_second"] = round(statistics.median(values), 1)
-        for base in ("off", "prompts"):
-            if base == name or base not in speeds or (name, base) == ("off", "prompts"):
-                continue
-            ratio = paired_ratio(values[:rounds], speeds[base][:rounds], random.Random(0))
+    for row, (name, numbers) in _rows_of(speeds, rounds, given_up).items():
+        of = {each: [values[number] for number in numbers] for each, values in speeds.items()}
+        report[f"{row}_decode_rounds_count"] = len(numbers)
+        report[f"{row}_decode_tokens_per_second"] = round(statistics.median(of[name]), 1)
+        for base in (base for base in DECODED[: DECODED.index(name)] if base in of):
+            ratio = paired_ratio(of[name], of[base], random.Random(0))
             for end, value in (("", ratio.median), ("_low", ratio.low), ("_high", ratio.high)):
-                report[f"{name}_decode_ratio_to_{base}{end}"] = round(value, 4)
+                report[f"{row}_decode_ratio_to_{base}{end}"] = round(value, 4)
     return report
+
+
+def _rows_of(
+    speeds: dict[str, list[float]], rounds: int, given_up: Sequence[bool]
+) -> dict[str, tuple[str, Sequence[int]]]:
+    """By row of the table: its configuration and rounds."""
+    rows = {name: (name, range(rounds)) for name in speeds if name != "auto"}
+    if "auto" in speeds:
+        decided = list(given_up).index(True) if True in given_up else rounds
+        rows |= {AUTO_KEEPS: ("auto", range(min(decided, rounds))), AUTO_GAVE_UP: ("auto", range(decided + 1, rounds))}
+    return {row: (name, numbers) for row, (name, numbers) in rows.items() if numbers}
 
 
 def _turns_report(turns: dict[str, list[list[tuple[int, int, float]]]], given: argparse.Namespace) -> Report:
@@ -359,15 +391,15 @@ def render(report: Report) -> str:
             f"{report['decode_requests_count']} requests at once, {report['decode_answer_tokens']} tokens each, "
             f"{report['decode_rounds_count']} rounds"
         )
-        for name in DECODED:
-            if (key := f"{name}_decode_tokens_per_second") not in report:
+        for row in DECODE_ROWS:
+            if (key := f"{row}_decode_tokens_per_second") not in report:
                 continue
-            cells = ""
-            for base in ("off", "prompts"):
-                if (ratio := f"{name}_decode_ratio_to_{base}") in report:
+            cells = f" in {report[f'{row}_decode_rounds_count']} rounds"
+            for base in DECODED:
+                if (ratio := f"{row}_decode_ratio_to_{base}") in report:
                     median, low, high = (float(report[f"{ratio}{end}"]) for end in ("", "_low", "_high"))
                     cells += f"   {median:.4f} of {base} ({low:.4f} to {high:.4f})"
-            lines.append(f"{name:10}{float(report[key]):>10.1f} tokens/s{cells}")
+            lines.append(f"{row:13}{float(report[key]):>10.1f} tokens/s{cells}")
     if "turns_tokens" in report:
         names = [name for name in CONFIGURATIONS if f"{name}_turn_1_cached_share" in report]
         lines += [
@@ -400,8 +432,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=300, help="new ones of a turn, and of its answer (default 300)")
     parser.add_argument("--rounds", type=int, default=8, help="of `first` and `decode` (default 8)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no round of these begins")
     parser.add_argument("--requests", type=int, default=32, help="at once, of `decode` (default 32)")
     parser.add_argument("--answer", type=int, default=1024, help="tokens of an answer of `decode` (default 1024)")
+    parser.add_argument("--first-turns", type=int, default=4, help="rounds of `decode` that begin sessions (default 4)")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs")
     parser.add_argument("--add", action="store_true", help="to what the last run measured of other configurations")
     parser.add_argument("--small", action="store_true", help="a small model and load, to check that it runs")
@@ -415,11 +449,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.add:
         ROUNDS.unlink(missing_ok=True)
     try:
-        measured = measure(given, sys.argv[1:] if arguments is None else arguments)
+        measure(given, sys.argv[1:] if arguments is None else arguments)
     finally:
         for name in CONFIGURATIONS:
             shutil.rmtree(FOLDER / name, ignore_errors=True)
-    print(f"\n{render(report_of(measured, given))}")
+    print(f"\n{render(report_of(json.loads(ROUNDS.read_text()), given))}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from gpu import BLOCK_TOKENS
 from gpu_chat_turns import CONFIGURATIONS, GROUPS, Sizes, render, report_of, rounds_in_turn, transfer_config
 
 GIVEN = argparse.Namespace(eager=False, conversations=2, turns=2, tokens=300, rounds=6, requests=4, answer=1024)
+GIVEN.seconds = math.inf
 
 
 def turns_of(cached: list[list[int]], seconds: list[list[float]]) -> list[list[tuple[int, int, float]]]:
@@ -39,7 +41,7 @@ def test_configurations_differ_in_what_they_keep() -> None:
         config = transfer_config(name, Sizes(name, GIVEN))
         assert config is not None
         extra[name] = config["kv_connector_extra_config"]
-    assert [extra[name]["generated_tokens"] for name in extra] == ["off", "on", "on"]
+    assert [extra[name]["generated_tokens"] for name in extra] == ["off", "on", "auto", "on"]
     assert [name for name in extra if "secondary_tiers" in extra[name]] == ["nvme"]
     assert "prefill_tokens_per_second" not in extra["nvme"]
 
@@ -70,6 +72,32 @@ def test_speeds_are_compared_within_rounds_that_all_have() -> None:
     assert report["generated_decode_ratio_to_prompts"] == round(0.98 / 0.99, 4)
     assert "off_decode_ratio_to_prompts" not in report
     assert "0.9800 of off (0.9800 to 0.9800)" in render(report)
+
+
+def test_what_auto_decides_parts_its_rounds() -> None:
+    measured = {
+        "decode": {"prompts": [100.0] * 6, "generated": [97.0] * 6, "auto": [97.0, 97.0, 90.0, 101.0, 99.0, 101.0]},
+        "given_up": {"auto": [False, False, True, True, True, True]},
+    }
+    report = report_of(measured, GIVEN)
+    assert (report["auto_keeps_decode_rounds_count"], report["auto_gave_up_decode_rounds_count"]) == (2, 3)
+    assert report["auto_keeps_decode_ratio_to_prompts"] == 0.97
+    assert report["auto_gave_up_decode_ratio_to_prompts"] == 1.01
+    assert report["auto_gave_up_decode_ratio_to_generated"] == round(101 / 97, 4)
+    assert "1.0100 of prompts (0.9900 to 1.0100)" in render(report)
+
+
+def test_auto_that_decides_nothing_has_one_row() -> None:
+    report = report_of(
+        {"decode": {"prompts": [100.0] * 6, "auto": [98.0] * 6}, "given_up": {"auto": [False] * 6}}, GIVEN
+    )
+    assert report["auto_keeps_decode_rounds_count"] == 6
+    assert "auto_gave_up" not in render(report)
+
+
+def test_no_round_begins_after_the_time_is_over() -> None:
+    given = argparse.Namespace(rounds=6, seconds=-1.0)
+    assert not list(rounds_in_turn({"off": Echo()}, given, "decode"))
 
 
 def test_first_tokens_are_compared_within_rounds_of_engines_in_turn() -> None:

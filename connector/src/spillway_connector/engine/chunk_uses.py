@@ -44,8 +44,9 @@ class ChunkUses:
         if answers is None or answers.keeps is not now:
             return now
         logger.info(
-            "generated_tokens: auto: %.0f %% of answers are sent back as they were, so the KV of answers is %s",
+            "generated_tokens: auto: %.0f %% of %d answers are sent back as they were, so the KV of answers is %s",
             100 * (answers.sent_back_share or 0.0),
+            answers.counted,
             "kept" if answers.keeps else "not kept",
         )
         return not now

@@ -35,19 +35,19 @@ class _Answer:
 
 
 class AnswerReuse:
-    """The answers of one engine. keeps: whether the KV of answers is worth keeping."""
+    """The answers of one engine. keeps: whether the KV of answers is worth keeping. counted: answers that decide so."""
 
     def __init__(self) -> None:
         self.keeps = True
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()  # by chunk, the oldest first
         self._newest: dict[Hashable, bytes] = {}  # by session
-        self._counted = 0
+        self.counted = 0
         self._sent_back = 0
 
     @property
     def sent_back_share(self) -> float | None:
         """The share of the answers that count; None until there are COUNTED_MIN."""
-        return self._sent_back / self._counted if self._counted >= COUNTED_MIN else None
+        return self._sent_back / self.counted if self.counted >= COUNTED_MIN else None
 
     def requested(self, keys: Sequence[bytes], session: Hashable | None) -> None:
         """A new request's prompt has these chunks."""
@@ -57,7 +57,7 @@ class AnswerReuse:
                 if answer is not None and not answer.sent_back:
                     answer.sent_back = True
                     self._count(answer)
-                    self._sent_back = min(self._sent_back + 1, self._counted)
+                    self._sent_back = min(self._sent_back + 1, self.counted)
         newest = self._newest.pop(session, None) if session is not None else None
         if newest is not None:
             self._count(self._answers[newest])
@@ -85,9 +85,9 @@ class AnswerReuse:
         if answer.counted:
             return
         answer.counted = True
-        self._counted += 1
-        if self._counted >= COUNTED_MAX:
-            self._counted //= 2
+        self.counted += 1
+        if self.counted >= COUNTED_MAX:
+            self.counted //= 2
             self._sent_back //= 2
 
     def _decide(self) -> None:
