@@ -6,9 +6,8 @@
         [--gateway-set KEY=VALUE ...] [--killed-requests 200 --killed-seconds 240 [--gpus 2]]
 
 The engines start once and share one NVMe tier, or with `--store node` one CPU tier; roles and decisions are settings of
-the gateway. Systems: `plain`, no
-roles; `always` and `auto`, one half of the engines prefill and the other one decode; `auto_both`, one half both and the
-other one decode, so that all engines take whole requests. In turns, for each system:
+the gateway. Systems: `plain`, no roles; `always` and `auto`, one half of the engines prefill and the other one decode;
+`auto_both`, one half both and the other one decode, so that all engines take whole requests. In turns, for each system:
 
 1. Quiet: conversations of two turns, one after the other. First tokens of both turns, the hand-over, and which share of
    the first turn (its answer too) is cached in the second one: at the client, and on the prefill engines.

@@ -1,7 +1,9 @@
 """Requests of two legs while engines of either side are killed: all are answered, and as a computed prompt is.
 
 The gateway is in the mode `always`. Half of the engines at most are away at a time. Each side loses one after the
-other, at a random moment of a request's time: SIGKILL to the engine with all its processes, and a new start.
+other, at a random moment of a request's time: SIGKILL to the engine with all its processes, and a new start. No request
+loses two engines, since the gateway then takes it for one that ends engines and refuses it: a kill waits until all
+requests that were there at the last one are answered.
 Afterwards an engine computes each prompt under a salt that no other request has. Answers have to be the same up to
 rounding (spillway_engine.near_ties); beside it each one is compared with the answer to another prompt, which shows that
 this comparison finds differences.
@@ -97,10 +99,15 @@ async def killed(
 
 
 class _Asked:
-    """Tells waiters that a request was sent, or that all were answered."""
+    """The requests that were sent. Tells waiters that a request was sent, or that all were answered.
+
+    one_dies: is held from the moment a kill is planned until no request is left that the killed engine may have had.
+    """
 
     def __init__(self) -> None:
         self.all_answered = False
+        self.one_dies = asyncio.Lock()
+        self.tasks: list[asyncio.Task[Choice | str]] = []
         self._next = asyncio.Event()
 
     def tell(self) -> None:
@@ -111,6 +118,11 @@ class _Asked:
         if not self.all_answered:
             await self._next.wait()
 
+    async def answered(self) -> None:
+        """Returns when all requests that were sent before are answered."""
+        if self.tasks:
+            await asyncio.wait(tuple(self.tasks))
+
 
 async def _kill(
     engines: Engines, numbers: Sequence[int], away: asyncio.Semaphore, asked: _Asked, delay: Callable[[], float]
@@ -120,12 +132,14 @@ async def _kill(
     for number in itertools.cycle(numbers):
         name = f"engine-{number}"
         async with away:
-            await asked.wait()
-            if asked.all_answered:
-                break
-            await asyncio.sleep(delay())
-            processes.kill(name)
-            kills += 1
+            async with asked.one_dies:
+                await asked.wait()
+                if asked.all_answered:
+                    break
+                await asyncio.sleep(delay())
+                processes.kill(name)
+                kills += 1
+                await asked.answered()
             await asyncio.to_thread(processes.wait, name)
             engines.start(number)
             await asyncio.to_thread(processes.wait_ready, {name: f"{engines.urls[number]}/ready"})
@@ -139,15 +153,14 @@ async def _ask_all(
 ) -> list[Choice | str]:
     """The choice of each answer, or its error."""
     async with asyncio.TaskGroup() as group:
-        asking = []
         for prompt in prompts:
-            asking.append(group.create_task(_ask(http, url, prompt)))
-            if len(asking) % TOGETHER == 0:
+            asked.tasks.append(group.create_task(_ask(http, url, prompt)))
+            if len(asked.tasks) % TOGETHER == 0:
                 asked.tell()
                 await asyncio.sleep(TOGETHER * seconds / len(prompts))
     asked.all_answered = True
     asked.tell()
-    return [task.result() for task in asking]
+    return [task.result() for task in asked.tasks]
 
 
 async def _references(http: aiohttp.ClientSession, url: str, prompts: Sequence[list[int]]) -> list[Choice]:
