@@ -23,8 +23,8 @@ import uvicorn
 from spillway_gateway.app import Gateway
 from spillway_gateway.background import supervised
 from spillway_gateway.client.connection import ClientConnection, DrainingState
+from spillway_gateway.listeners.accepting import Listener, TlsListener
 from spillway_gateway.listeners.certificate import Certificate
-from spillway_gateway.listeners.tls import TlsListener
 from spillway_gateway.ops.server import OperationsServer
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,6 @@ class GatewayServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=LISTEN_BACKLOG,
                 timeout_graceful_shutdown=int(shutdown.drain_timeout_seconds + AFTER_DRAIN_SECONDS + KEEP_ALIVE_SECONDS)
                 + 1,
             )
@@ -163,25 +162,22 @@ class GatewayServer(uvicorn.Server):
                 await self._operations.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._listen(sockets)
-        if self.started:
-            self._on_listening()
-
-    async def _listen(self, sockets: list[socket.socket] | None) -> None:
-        if self.certificate is None:
-            await super().startup(sockets)
-            return
         await super().startup([])
 
         def new_connection() -> ClientConnection:
             return ClientConnection(self.config, self.server_state, self.lifespan.state)
 
+        table = self.server_state.open_connections
         for listener in sockets or []:
-            accepting = TlsListener(
-                listener, self.certificate.context, self.server_state.open_connections, new_connection
+            accepting = (
+                Listener(listener, new_connection)
+                if self.certificate is None
+                else TlsListener(listener, new_connection, self.certificate.context, table)
             )
             accepting.start()
             self.servers.append(cast(asyncio.Server, accepting))
+        if self.started:
+            self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
         self.server_state.open_connections.tick(asyncio.get_running_loop().time())

@@ -1,18 +1,26 @@
-"""TLS clients that connect at once: their handshakes begin a few in each event loop iteration."""
+"""Clients that connect at once: some are accepted in each event loop iteration, and few TLS handshakes begin."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import ssl
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+import uvloop
+
 from spillway_gateway.client.open_connections import REQUESTS_PER_ITERATION as PER_ITERATION
+from spillway_gateway.listeners.accepting import ACCEPTED_AT_ONCE
 from spillway_gateway.testing.certificates import make_pair
+from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 
+LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.SelectorEventLoop, uvloop.Loop]
 CLIENTS = 4 * PER_ITERATION + 3
 
 
@@ -56,3 +64,34 @@ async def test_handshakes_that_begin_at_once_are_computed_a_few_at_a_time(start_
         await until(lambda: not len(table))
 
     assert max(computed) <= PER_ITERATION
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=lambda factory: factory.__module__.partition(".")[0])
+def test_clients_that_connect_at_once_are_accepted_in_few_iterations(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Else the last one waits for as many iterations as there are clients, however long streams make each."""
+    clients_count = 4 * ACCEPTED_AT_ONCE + 3
+
+    async def accept_all() -> list[int]:
+        async with AsyncExitStack() as stack:
+            engine = FakeEngine()
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            running = await stack.enter_async_context(running_gateway(gateway_config([engine])))
+            table = running.gateway.open_connections
+            before = len(table)
+            address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+            for _ in range(clients_count):  # the loop runs no iteration meanwhile
+                stack.enter_context(closing(socket.create_connection(address)))
+            accepted = [before]
+            while accepted[-1] < before + clients_count:
+                await asyncio.sleep(0)
+                accepted.append(len(table))
+        return [after - earlier for earlier, after in pairwise(accepted) if after != earlier]
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        steps = runner.run(accept_all())
+
+    assert max(steps) <= ACCEPTED_AT_ONCE
+    assert len(steps) <= 2 * (clients_count // ACCEPTED_AT_ONCE + 1)

@@ -1,5 +1,11 @@
-"""TLS on the main listener. A client counts from its accept on. A client that never completes its handshake holds a
-connection like any other, and the event loops' own servers report a connection only after its handshake."""
+"""Accepts clients on the main listener, in place of the event loops' own servers.
+
+uvloop's server accepts one connection in each event loop iteration. While streams make iterations long, the last of a
+thousand new clients waits for a thousand of them. asyncio's accepts all that wait in one. Here it is a bounded number.
+
+With TLS a client counts from its accept on: one that never completes its handshake holds a connection like any other,
+and the event loops' servers report a connection only after its handshake.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,9 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+
+from typing_extensions import override
 
 from spillway_gateway.client.bounded_connection import BoundedConnection
 from spillway_gateway.client.open_connections import OpenConnections
@@ -18,23 +26,16 @@ ACCEPTED_AT_ONCE = 64
 PAUSE_SECONDS = 1.0  # if the process has no free file descriptor
 
 
-class TlsListener:
-    """Accepts on `listener` from start() to close(), in place of uvicorn's asyncio.Server."""
+class Listener:
+    """Accepts on `listener` from start() to close()."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        context: ssl.SSLContext,
-        open_connections: OpenConnections,
-        new_connection: Callable[[], BoundedConnection],
-    ) -> None:
+    def __init__(self, listener: socket.socket, new_connection: Callable[[], BoundedConnection]) -> None:
         self._listener = listener
-        self._context = context
-        self._open = open_connections
         self._new_connection = new_connection
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
+        self._beginning: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         if not self._closed:
@@ -65,11 +66,46 @@ class TlsListener:
                 self._pause = self._loop.call_later(PAUSE_SECONDS, self.start)
                 return
             accepted.setblocking(False)
-            handshake = _Handshake()
-            if self._open.admit(handshake, address[0]):
-                handshake.task = self._loop.create_task(self._handshake(handshake, accepted))
-            else:
-                accepted.close()
+            self._take(accepted, address[0])
+
+    def _take(self, accepted: socket.socket, address: str) -> None:
+        """Serve a client."""
+        self._begin(self._serve(accepted))
+
+    def _begin(self, serving: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(serving)
+        self._beginning.add(task)  # else nothing holds it
+        task.add_done_callback(self._beginning.discard)
+        return task
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._new_connection, accepted)
+        except (OSError, asyncio.CancelledError):
+            accepted.close()
+
+
+class TlsListener(Listener):
+    """Counts a client before its handshake."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        new_connection: Callable[[], BoundedConnection],
+        context: ssl.SSLContext,
+        open_connections: OpenConnections,
+    ) -> None:
+        super().__init__(listener, new_connection)
+        self._context = context
+        self._open = open_connections
+
+    @override
+    def _take(self, accepted: socket.socket, address: str) -> None:
+        handshake = _Handshake()
+        if self._open.admit(handshake, address):
+            handshake.task = self._begin(self._handshake(handshake, accepted))
+        else:
+            accepted.close()
 
     async def _handshake(self, handshake: _Handshake, accepted: socket.socket) -> None:
         def connection() -> BoundedConnection:
