@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from spillway_connector.engine.window_stores import Window, last_end_tokens
+from spillway_connector.engine.features.window_stores import Window, last_end_tokens
 
 try:
     from vllm.v1.kv_cache_layout import KVCacheLayout

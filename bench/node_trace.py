@@ -12,7 +12,7 @@ from typing import cast
 import retention
 
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.testing.generation import make_cpu_tier, make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number

@@ -56,8 +56,8 @@ from traces.synthetic import agents
 from vllm.v1.kv_offload.base import OffloadKey
 
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import CpuTier
-from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.plan.sessions import SessionFollower, SessionHint, SessionUse, session_tag

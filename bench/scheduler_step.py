@@ -65,9 +65,9 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine import open_shared_tier
-from spillway_connector.engine.cpu_tier import CpuTier
-from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.shared_tiers import open_shared_tier
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter

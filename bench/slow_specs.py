@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.kv_offload.tiering.fs import manager as upstream
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from spillway_connector.engine import open_shared_tier
+from spillway_connector.engine.shared_tiers import open_shared_tier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.testing.faults import Throttle, ThrottledTier
 from spillway_connector.transfer.stats import Operation

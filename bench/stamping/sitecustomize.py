@@ -45,8 +45,8 @@ STAMPED: Mapping[str, Sequence[tuple[str, str, Wanted]]] = {
         ("Worker.execute_model", "forward", _with_tokens(1)),
         ("Worker.execute_model", "worker step", _always),
     ],
-    "spillway_connector.engine.scheduler": [("SchedulerHalf._due_pieces", "piece sent", _something)],
-    "spillway_connector.engine.worker": [("WorkerHalf._start_piece", "piece begun", _always)],
+    "spillway_connector.engine.scheduler.half": [("SchedulerHalf._due_pieces", "piece sent", _something)],
+    "spillway_connector.engine.worker.half": [("WorkerHalf._start_piece", "piece begun", _always)],
     "spillway_connector.transfer.lookups": [("TierLookups._answer_to", "lookup", _always)],
     "spillway_connector.transfer.shared_tier": [
         ("SharedTier.submit_load", "load submitted", _always),

@@ -13,7 +13,7 @@ from spillway_simulator.model.request import EngineRequest, Sequence
 
 
 class FairEngine(SimulatedEngine):
-    """An engine that leaves a flood's prompts out of others' steps, as the connector's vLLM (engine/fair_steps.py)."""
+    """An engine that leaves a flood's prompts out of others' steps, as vLLM with engine/features/fair_steps.py."""
 
     def __init__(
         self, name: str, shape: EngineShape, rates: EngineRates, *shared: Any, fair_steps: bool = True

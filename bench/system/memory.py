@@ -11,8 +11,8 @@ from typing import Any, cast
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier import Duplicates, LruRows
-from spillway_connector.engine.tenancy import UNKNOWN_REQUEST, TenantContext
+from spillway_connector.engine.cpu_tier.tier import Duplicates, LruRows
+from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.sessions import SessionHint

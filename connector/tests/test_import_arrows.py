@@ -22,7 +22,22 @@ TIERS = frozenset({"tiers", "tiers.disk", "tiers.disk.files", "tiers.disk.slab"}
     "tiers.s3",
 }
 DEVICE = frozenset({"device", "device.cuda", "device.npu"})
-ENGINE = BOTTOM | TIERS | DEVICE | {"node", "transfer", "vllm", "torch"}
+SHARED = BOTTOM | TIERS | {"transfer", "vllm"}
+ENGINE = SHARED | DEVICE | {"node", "torch"}
+REQUESTS = frozenset({"engine.ipc", "engine.namespace", "engine.patches", "engine.requests"})
+ROOMS = (
+    REQUESTS
+    | {"engine.generation", "engine.engine_logging", "engine.layouts", "engine.shared_tiers"}
+    | {
+        "engine.cpu_tier",
+        "engine.node_tier",
+        "engine.manager",
+        "engine.features",
+        "engine.scheduler",
+        "engine.worker",
+    }
+)
+GENERATION = ROOMS | {"engine.spec_base", "engine.connector_base"}
 # A room is a root module or a folder, without what is named here below it. A room may always import itself. "vllm" and
 # "torch" stand for these packages.
 ALLOWED: Mapping[str, Set[str]] = {
@@ -52,16 +67,35 @@ ALLOWED: Mapping[str, Set[str]] = {
     "device.cuda": BOTTOM | {"device", "torch"},
     "device.npu": BOTTOM | {"device"},
     "device.npu_probe": BOTTOM | {"device", "device.npu"},  # a command: python -m spillway_connector.device.npu_probe
-    # What every generation of vLLM has in common; then one room a generation, and the doors that choose one.
-    "engine": ENGINE,
-    "engine.v023": ENGINE | {"engine"},
-    "engine.v030": ENGINE | {"engine"},
-    "engine.stock": (ENGINE - DEVICE) | {"engine", "engine.v030"},  # the tiers inside vLLM's own tiering
-    "engine.connector": frozenset({"engine", "engine.v023", "engine.v030", "vllm"}),
-    "engine.spec": frozenset({"engine", "engine.v023", "engine.v030"}),
+    # The rooms of the engine. First what both processes use, then the scheduler's, then the worker's.
+    "engine": frozenset(),  # the package's own __init__
+    "engine.generation": BOTTOM | {"vllm"},
+    "engine.engine_logging": frozenset({"vllm"}),
+    "engine.patches": BOTTOM | {"engine.generation", "vllm"},
+    "engine.ipc": BOTTOM | {"tiers", "vllm", "torch"},
+    "engine.layouts": BOTTOM | {"device", "vllm", "torch"},
+    "engine.namespace": BOTTOM | {"engine.patches", "vllm", "torch"},
+    "engine.requests": BOTTOM | {"tiers", "engine.patches", "engine.namespace", "vllm"},
+    "engine.shared_tiers": SHARED | {"engine.ipc", "engine.requests"},
+    "engine.cpu_tier": BOTTOM | {"device", "transfer", "engine.requests", "vllm"},
+    "engine.node_tier": BOTTOM | {"node", "transfer", "engine.cpu_tier", "vllm"},
+    "engine.manager": BOTTOM | {"transfer", "engine.shared_tiers", "engine.cpu_tier", "vllm"} | REQUESTS,
+    "engine.features": BOTTOM | {"engine.manager", "vllm"} | REQUESTS,
+    "engine.scheduler": BOTTOM | {"engine.shared_tiers", "engine.manager", "engine.features", "vllm"} | REQUESTS,
+    "engine.worker": BOTTOM | DEVICE | {"engine.ipc", "engine.namespace", "vllm"},
+    # What joins the rooms, completed by one room a generation; then the doors that choose one.
+    "engine.spec_base": ENGINE | ROOMS - {"engine.features", "engine.scheduler"},
+    "engine.connector_base": ENGINE | ROOMS | {"engine.spec_base"},
+    "engine.v023": ENGINE | GENERATION,
+    "engine.v030": ENGINE | GENERATION,
+    # The tiers inside vLLM's own tiering, without Spillway's connector.
+    "engine.stock": SHARED
+    | {"engine.ipc", "engine.namespace", "engine.requests", "engine.shared_tiers", "engine.v030"},
+    "engine.connector": frozenset({"engine.generation", "engine.v023", "engine.v030", "vllm"}),
+    "engine.spec": frozenset({"engine.generation", "engine.v023", "engine.v030"}),
     # For tests and benchmarks: no other room imports it.
     "testing": BOTTOM | TIERS | DEVICE | {"transfer"},
-    "testing.generation": BOTTOM | {"engine", "engine.v023", "engine.v030", "vllm"},
+    "testing.generation": BOTTOM | GENERATION | {"engine.v023", "engine.v030", "vllm"},
 }
 FOREIGN = ("vllm", "torch")
 
@@ -166,10 +200,16 @@ def test_every_room_of_the_table_is_there() -> None:
         ("device.npu.transport", "from spillway_connector.device.npu_probe import main"),
         ("device.npu.copier", "from spillway_connector.device.cuda import driver"),
         ("engine.v023.spec", "from spillway_connector.testing.clock import SteppedClock"),
-        ("engine.weights", "from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler"),
+        ("engine.namespace.weights", "from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler"),
         ("engine.v023.worker", "from spillway_connector.engine.spec import SpillwayOffloadingSpec"),
         ("engine.v030.worker", "from spillway_connector.engine.v023.worker import SpillwayConnectorWorker"),
         ("engine.spec", "from spillway_connector.kitchen import sink"),
+        ("engine.worker.copy_jobs", "from spillway_connector.engine.scheduler.half import SchedulerHalf"),
+        ("engine.scheduler.half", "from spillway_connector.engine.worker.half import WorkerHalf"),
+        ("engine.features.ahead", "from spillway_connector.engine.scheduler.half import SchedulerHalf"),
+        ("engine.manager.tiering", "from ..features.late_stores import LateStores"),
+        ("engine.cpu_tier.tier", "from spillway_connector.engine.manager.tiering import TieringManager"),
+        ("engine.stock.tiers", "from spillway_connector.device.host_region import HostRegion"),
         ("kitchen.sink", ""),
     ],
 )
@@ -183,7 +223,10 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
         ("config", "from spillway_connector.plan.copy_table import CopyTable"),
         ("transfer.jobs", "from spillway_connector import errors\nfrom spillway_connector.tiers.tier import Tier"),
         ("tiers.redis.client.pool", "from .connection import Connection\nimport json\nfrom ...tier import Tier"),
-        ("engine.weights", "import torch\nfrom vllm.config import VllmConfig\nfrom ..device.cuda import driver"),
+        (
+            "engine.spec_base",
+            "import torch\nfrom vllm.config import VllmConfig\nfrom ..device.cuda import driver",
+        ),
         ("engine.connector", "from spillway_connector.engine.v023.connector import SpillwayConnector"),
     ],
 )

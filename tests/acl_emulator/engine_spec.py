@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from acl_emulator.control import Emulator
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
-from spillway_connector.engine.transports import OpenTransport
+from spillway_connector.engine.worker.transports import OpenTransport
 from spillway_connector.plan.copies import CopyLayout
 
 

@@ -21,11 +21,11 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.npu.copier import NpuCopier
-from spillway_connector.engine import namespace_fields
-from spillway_connector.engine.config_fields import ENVIRONMENT_PREFIX_OF_PLUGINS
 from spillway_connector.engine.generation import Generation, generation, require
-from spillway_connector.engine.transports import open_transport, transport_name
+from spillway_connector.engine.namespace import fields as namespace_fields
+from spillway_connector.engine.namespace.config_fields import ENVIRONMENT_PREFIX_OF_PLUGINS
 from spillway_connector.engine.v023.seams import SEAMS
+from spillway_connector.engine.worker.transports import open_transport, transport_name
 from spillway_connector.native_keys import BATCH_MEMCPY_VARIABLE
 from spillway_engine.ascend_versions import CANN_OF_VLLM_ASCEND, read_ascend_versions
 

@@ -45,8 +45,8 @@ from engine_lives.manual_copies import ManualCopier
 from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.generation import Generation, generation
-from spillway_connector.engine.prefix_tier import SharedTierBase
-from spillway_connector.engine.resets import blocks_in_use
+from spillway_connector.engine.scheduler.resets import blocks_in_use
+from spillway_connector.engine.shared_tiers.prefix_tier import SharedTierBase
 from spillway_connector.plan.load_cost import RateMeter
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.plan.step_shares import Party, Step, StepShares

@@ -10,7 +10,7 @@ from spillway_connector.device.copier import CopyResult, Direction
 from spillway_connector.device.cpu import copy_spans
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
-from spillway_connector.engine.transports import OpenTransport
+from spillway_connector.engine.worker.transports import OpenTransport
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyPlan
 

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.engine.generation import Generation, generation
-from spillway_connector.engine.prefix_tier import PrefixTier, TierJobResult
+from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.transfer.lookups import Answers, Lookup

@@ -8,7 +8,7 @@ import random
 
 from engine_lives.engine import BLOCK_TOKENS, Engine
 from spillway_connector.device.copier import Direction
-from spillway_connector.engine.resets import blocks_in_use
+from spillway_connector.engine.scheduler.resets import blocks_in_use
 
 BLOCKS = 4
 

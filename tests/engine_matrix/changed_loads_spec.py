@@ -8,7 +8,7 @@ from dataclasses import replace
 from spillway_connector.device.copier import Copier, Direction
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
-from spillway_connector.engine.transports import OpenTransport
+from spillway_connector.engine.worker.transports import OpenTransport
 
 
 class ChangedLoadsSpec(SpillwayOffloadingSpec):

@@ -18,8 +18,8 @@ def met_loads() -> Iterator[Callable[[], int]]:
     The engine goes on once what it asked for is there: a machine that computes a tiny model sooner than it reads a file
     would meet nothing.
     """
-    from spillway_connector.engine.meetings import Meeting, Meetings
-    from spillway_connector.engine.prefix_lookup import PrefixLookupManager
+    from spillway_connector.engine.features.meetings import Meeting, Meetings
+    from spillway_connector.engine.manager.prefix_lookup import PrefixLookupManager
     from spillway_connector.plan.load_cost import LoadGate
     from spillway_connector.plan.meeting import Rates
 

@@ -23,14 +23,14 @@ _ENGINE = "connector/tests/engine"
 # Column -> the tests that stand for it on a vLLM whose engine does not run here. Of the columns that are left out only
 # engines can show anything.
 CONTRACTS = {
-    "CPU tier": (_LIVES, f"{_ENGINE}/test_cpu_tier.py"),
+    "CPU tier": (_LIVES, f"{_ENGINE}/cpu_tier/test_tier.py"),
     "NVMe": (_LIVES, "tests/stock_tiers"),
     "Redis": ("tests/stock_tiers",),
-    "early load": (_LIVES, f"{_ENGINE}/test_early_loads.py"),
+    "early load": (_LIVES, f"{_ENGINE}/manager/test_early_loads.py"),
     "failed load": (_LIVES,),
-    "computed while loading": (_LIVES, f"{_ENGINE}/test_meetings.py"),
+    "computed while loading": (_LIVES, f"{_ENGINE}/features/test_meetings.py"),
     "several KV groups": (_LIVES,),
-    "LoRA": (f"{_ENGINE}/test_adapters.py",),
-    "reset": (_LIVES, f"{_ENGINE}/test_resets.py"),
-    "events": (f"{_ENGINE}/test_shared_tier_events.py", f"{_ENGINE}/test_cpu_tier.py"),
+    "LoRA": (f"{_ENGINE}/namespace/test_adapters.py",),
+    "reset": (_LIVES, f"{_ENGINE}/scheduler/test_resets.py"),
+    "events": (f"{_ENGINE}/shared_tiers/test_events.py", f"{_ENGINE}/cpu_tier/test_tier.py"),
 }

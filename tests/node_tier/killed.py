@@ -13,8 +13,8 @@ from pathlib import Path
 from blake3 import blake3
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from spillway_connector.engine.node_rows import NodeRows
-from spillway_connector.engine.row_checks import NodeRowsSpec, RowChecks
+from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChecks
+from spillway_connector.engine.node_tier.rows import NodeRows
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.node_index import READY, WRITING

@@ -19,8 +19,8 @@ import numpy as np
 from blake3 import blake3
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from spillway_connector.engine.node_rows import NodeRows
-from spillway_connector.engine.row_checks import NodeRowsSpec, RowChecks
+from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChecks
+from spillway_connector.engine.node_tier.rows import NodeRows
 from spillway_connector.errors import DeviceCopyError, TierTimeout
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.foreign_rows import FLOOR_KEPT_MS

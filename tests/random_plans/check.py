@@ -13,8 +13,8 @@ from random_plans.layouts import Caches, random_caches
 from spillway_connector.device.copier import CopyResult, Direction
 from spillway_connector.device.cpu import copy_spans
 from spillway_connector.device.stream_copier import split_at
-from spillway_connector.engine.copy_layout import copy_layout
 from spillway_connector.engine.generation import Generation, generation
+from spillway_connector.engine.layouts.copy_layout import copy_layout
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.geometry import ChunkGeometry
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-from spillway_connector.engine.kv_parts import PlacedKVCaches
+from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 
 KINDS = ("one-tensor", "keys-and-values", "latent", "quantised", "groups", "states", "padded")
 

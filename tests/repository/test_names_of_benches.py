@@ -84,13 +84,13 @@ def test_every_name_of_the_product_that_a_bench_uses_exists(path: str):
 
 def test_names_that_are_gone_are_found_wherever_they_are_used():
     source = """
-from spillway_connector.engine import prefix_tier as tiers
+from spillway_connector.engine.shared_tiers import prefix_tier as tiers
 from spillway_connector.nowhere import thing
 from spillway_settings.wire import HAND_OVER_MEMBER, gone
 tiers.gate_of, tiers.absent
 with patch.object(tiers, "lost", 1):
     pass
 """
-    prefix_tier = "spillway_connector.engine.prefix_tier"
+    prefix_tier = "spillway_connector.engine.shared_tiers.prefix_tier"
     expected = ["spillway_connector.nowhere", "spillway_settings.wire.gone"]
     assert sorted(missing_names(source)) == sorted([*expected, f"{prefix_tier}.absent", f"{prefix_tier}.lost"])

@@ -13,7 +13,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from spillway_connector.engine.namespace_fields import namespace_facts
+from spillway_connector.engine.namespace.fields import namespace_facts
 from spillway_connector.engine.stock import namespace
 from spillway_connector.engine.stock.engine_objects import EngineObjects, engine_objects
 from spillway_connector.engine.stock.namespace import row_facts, stock_namespace

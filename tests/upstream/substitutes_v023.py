@@ -15,9 +15,8 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import HostCopier
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.copy_jobs import Sides
-from spillway_connector.engine.copy_layout import copy_layout
-from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.layouts.copy_layout import copy_layout
 from spillway_connector.engine.v023 import connector
 from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, make_cpu_tier
 from spillway_connector.engine.v023.handlers import CopyHandler
@@ -26,6 +25,7 @@ from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
+from spillway_connector.engine.worker.copy_jobs import Sides
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.generation import patch_vllm

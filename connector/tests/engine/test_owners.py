@@ -17,9 +17,9 @@ OWNERS = {"manager", "_manager", "memo", "primary_tier"}
 AT_START = {
     ("connector_base.py", "half.manager.answers"),
     ("connector_base.py", "half.manager.process_settings"),
-    ("scheduler.py", "self.manager.loads_begin_early"),
-    ("scheduler.py", "manager.late_stores"),
-    ("scheduler.py", "manager.primary_tier.duplicates"),
+    ("scheduler/half.py", "self.manager.loads_begin_early"),
+    ("scheduler/half.py", "manager.late_stores"),
+    ("scheduler/half.py", "manager.primary_tier.duplicates"),
 }
 
 

@@ -13,10 +13,10 @@ from spillway_connector import metrics
 from spillway_connector.device.cpu import HostCopier
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine import spec_base
-from spillway_connector.engine.kv_layout import write_layout
-from spillway_connector.engine.samples import Samples, sample_key
+from spillway_connector.engine.ipc.samples import Samples, sample_key
+from spillway_connector.engine.layouts.kv_layout import write_layout
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
-from spillway_connector.engine.transports import OpenTransport
+from spillway_connector.engine.worker.transports import OpenTransport
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.memory import mapped_bytes

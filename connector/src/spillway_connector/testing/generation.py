@@ -12,8 +12,8 @@ from typing import Any
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from spillway_connector.engine.generation import Generation, generation
-from spillway_connector.engine.patching import Needed, apply
-from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.engine.manager.tiering import TieringManager
+from spillway_connector.engine.patches.patching import Needed, apply
 
 __all__ = [
     "RequestState",
@@ -28,8 +28,8 @@ __all__ = [
 
 match generation():
     case Generation.V023:
+        from spillway_connector.engine.patches.v023 import PATCHES
         from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
-        from spillway_connector.engine.v023.patches import PATCHES
         from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
         from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
         from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
@@ -41,8 +41,8 @@ match generation():
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
+        from spillway_connector.engine.patches.v030 import PATCHES  # type: ignore[no-redef]
         from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier  # type: ignore[no-redef]
-        from spillway_connector.engine.v030.patches import PATCHES  # type: ignore[no-redef]
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,
             SpillwayConnectorScheduler,

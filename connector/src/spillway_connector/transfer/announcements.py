@@ -3,8 +3,8 @@ holds.
 
 A chunk is announced once, by the engine that stores it, when the store begins: an engine without requests takes no step
 and could not announce its end. A store that fails is taken back. Chunks of a request that another engine goes on with
-are announced when their stores have ended, for which the engine steps on (engine/scheduler.py): a load that comes too
-early would find none of them. Removals are seen lazily, whoever made them (another engine's eviction, a quota, a
+are announced when their stores have ended, for which the engine steps on (engine/scheduler/half.py): a load that comes
+too early would find none of them. Removals are seen lazily, whoever made them (another engine's eviction, a quota, a
 server's maxmemory, a purge): a lookup or load that misses announces the first chunk that is gone, where a prefix ends.
 The engine whose lookup finds a chunk announces it, at most once in REPEAT_SECONDS. So a gateway that has just started,
 or has missed events, learns which chunks are in use.

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import copy_spans
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.copy_layout import copy_layout
+from spillway_connector.engine.layouts.copy_layout import copy_layout
 from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.errors import ConfigError
 from spillway_connector.plan.copies import plan_copies

@@ -10,10 +10,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from spillway_connector.engine.copy_jobs import CopyJobs, EndedCopy
-from spillway_connector.engine.kv_parts import PlacedKVCaches
-from spillway_connector.engine.messages import StepLoad
+from spillway_connector.engine.ipc.messages import StepLoad
+from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.engine.v023.layerwise import LayerwiseLoads, segments_of_layers, why_not_within_steps
+from spillway_connector.engine.worker.copy_jobs import CopyJobs, EndedCopy
 from spillway_connector.errors import DeviceCopyError
 
 EAGER = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.NONE)

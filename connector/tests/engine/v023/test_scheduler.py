@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
 
 BLOCKS, BLOCK_TOKENS = 4, 16

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import ReqContext
 
 from spillway_connector import metrics
-from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.testing.models import write_tiny_llama
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 6

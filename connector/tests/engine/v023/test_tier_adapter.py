@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.base import JobMetadata
 
 from spillway_connector.config import parse_tier
-from spillway_connector.engine.open_tier import open_tier
-from spillway_connector.engine.tenancy import TenantContext
+from spillway_connector.engine.requests.tenancy import TenantContext
+from spillway_connector.engine.shared_tiers.open_tier import open_tier
 from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.errors import ConfigError

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.prefix_tier import TierJobResult
+from spillway_connector.engine.shared_tiers.prefix_tier import TierJobResult
 from spillway_connector.engine.v023.cpu_tier import LruCpuTier
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.testing.clock import SteppedClock

@@ -14,10 +14,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import TransferResult
 
 from spillway_connector import metrics
-from spillway_connector.engine.kv_parts import PlacedKVCaches
-from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
-from spillway_connector.engine.process_settings import ProcessSettings
-from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.ipc.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.ipc.process_settings import ProcessSettings
+from spillway_connector.engine.ipc.samples import sample_key
+from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.engine.v023.handlers import StepHandler
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 

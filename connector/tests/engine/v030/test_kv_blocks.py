@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from spillway_connector.engine.kv_parts import PlacedKVCaches
+from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.engine.v030.kv_blocks import block_bytes, place_kv_caches
 from spillway_connector.errors import ConfigError
 

@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.features.window_stores import WindowStores
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
-from spillway_connector.engine.window_stores import WindowStores
 from spillway_connector.testing.generation import make_cpu_tier, scheduler_half
 
 ROWS, ROW_BYTES, BLOCK_TOKENS = 8, 4096, 16

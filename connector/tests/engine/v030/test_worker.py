@@ -14,9 +14,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector import metrics
 from spillway_connector.device.npu.acl_batch import BATCH
-from spillway_connector.engine.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
-from spillway_connector.engine.process_settings import ProcessSettings
-from spillway_connector.engine.samples import sample_key
+from spillway_connector.engine.ipc.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.ipc.process_settings import ProcessSettings
+from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.engine.v030.connector import SpillwayConnector
 from spillway_connector.engine.v030.offload_worker import StepWorker
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker

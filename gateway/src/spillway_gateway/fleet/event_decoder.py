@@ -249,7 +249,7 @@ def tier_of(medium: object, ownership: object = None) -> Tier:
 
 
 def store_of(medium: object) -> str | None:
-    """The store that a medium of Spillway's connector names (engine/shared_tier_events.py); others name none."""
+    """The store that a medium of Spillway's connector names (engine/shared_tiers/events.py); others name none."""
     return medium if isinstance(medium, str) and names_a_store(medium) else None
 
 

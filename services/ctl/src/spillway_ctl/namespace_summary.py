@@ -1,6 +1,6 @@
 """A namespace document in words: whose KV it is and how it lies there. Pure.
 
-The document is what the connector's engine/namespace_fields.py writes; other versions may hold more or less, so what is
+The document is what the connector's engine/namespace/fields.py writes; other versions may hold more or less, so what is
 missing is left out, and a document of another kind is shown as it is.
 """
 

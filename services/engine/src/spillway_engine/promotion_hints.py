@@ -6,9 +6,9 @@
     -> 404 {"outcome": "off"}                        this engine promotes nothing ahead
 
 The caller sends the engine's own API key if there is one. The hint goes to EngineCore over vLLM's own line for
-utilities, where the scheduler half of the connector hashes the tokens and takes it (connector, engine/hints.py). An
-engine with data parallel ranks has one EngineCore each, and the header X-Data-Parallel-Rank says for which the hint
-is: the one that will get the request.
+utilities, where the scheduler half of the connector hashes the tokens and takes it (connector,
+engine/features/hints.py). An engine with data parallel ranks has one EngineCore each, and the header
+X-Data-Parallel-Rank says for which the hint is: the one that will get the request.
 """
 
 from __future__ import annotations

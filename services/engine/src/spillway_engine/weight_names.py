@@ -7,7 +7,7 @@
     POST {"version": null}            it has the weights that it was started with again
 
 The caller sends the engine's own API key if there is one. The name goes to every data parallel rank's EngineCore
-(connector, engine/weights.py); one that has it already does nothing, so a call that failed can be repeated.
+(connector, engine/namespace/weights.py); one that has it already does nothing, so a call that failed can be repeated.
 """
 
 from __future__ import annotations

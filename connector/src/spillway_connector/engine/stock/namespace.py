@@ -2,9 +2,9 @@
 
 The rows are vLLM's: how its worker fills them follows from its version, the spec's class, the resolved layout of the KV
 caches, the groups and the sizes in the OffloadingConfig. Spillway's own worker writes down how its caches lie in memory
-(engine/kv_layout.py); vLLM's does not, so everything its choice follows from counts here, installed kernel packages
-included, and a fact that is not known is an error. Engines with Spillway's connector fill rows differently: what stands
-in the field "layout" keeps the two apart whatever else is equal.
+(engine/layouts/kv_layout.py); vLLM's does not, so everything its choice follows from counts here, installed kernel
+packages included, and a fact that is not known is an error. Engines with Spillway's connector fill rows differently:
+what stands in the field "layout" keeps the two apart whatever else is equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from spillway_connector.engine.namespace_fields import (
+from spillway_connector.engine.namespace.fields import (
     json_value,
     namespace_facts,
     require_shareable_hashes,

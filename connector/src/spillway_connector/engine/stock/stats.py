@@ -5,8 +5,8 @@ from __future__ import annotations
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
-from spillway_connector.engine.samples import Samples
-from spillway_connector.engine.tier_stats import REPORTED, TierReport
+from spillway_connector.engine.ipc.samples import Samples
+from spillway_connector.engine.shared_tiers.tier_stats import REPORTED, TierReport
 from spillway_connector.engine.v030.stats import connector_stats, metric_definitions
 
 

@@ -34,12 +34,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from spillway_connector.config import S3TierConfig, TierConfig, parse_tier
-from spillway_connector.engine.open_tier import open_tier
+from spillway_connector.engine.requests.tenancy import tenant_of
+from spillway_connector.engine.shared_tiers.open_tier import open_tier
+from spillway_connector.engine.shared_tiers.tier_stats import TierReport
 from spillway_connector.engine.stock.engine_objects import EngineObjects, engine_objects
 from spillway_connector.engine.stock.namespace import stock_namespace
 from spillway_connector.engine.stock.stats import take_stats, tier_metric_definitions
-from spillway_connector.engine.tenancy import tenant_of
-from spillway_connector.engine.tier_stats import TierReport
 from spillway_connector.engine.v030.tier_adapter import remote_store_source
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import Namespace

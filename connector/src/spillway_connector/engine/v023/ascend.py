@@ -1,8 +1,8 @@
 """vLLM-Ascend's KV layouts as the rest of the connector wants them: blocks of bytes at a base and a stride.
 
 vLLM 0.23 expects one tensor a layer that begins where its storage begins. vLLM-Ascend (0.23) has several
-(engine/kv_parts.py), and hybrid models whose attention layer (K slice, then V slice) and Mamba layer (states) share one
-raw tensor. So every part is taken by its own address, stride and shape, never by its storage.
+(engine/layouts/kv_parts.py), and hybrid models whose attention layer (K slice, then V slice) and Mamba layer (states)
+share one raw tensor. So every part is taken by its own address, stride and shape, never by its storage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
 
-from spillway_connector.engine.kv_parts import (
+from spillway_connector.engine.layouts.kv_parts import (
     LayerCache,
     PlacedKVCaches,
     as_bytes,

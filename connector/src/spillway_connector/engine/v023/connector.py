@@ -16,10 +16,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
-from spillway_connector.engine.patching import Needed, apply
+from spillway_connector.engine.patches.patching import Needed, apply
+from spillway_connector.engine.patches.v023 import PATCHES
 from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
-from spillway_connector.engine.v023.patches import PATCHES
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.seams import SEAMS

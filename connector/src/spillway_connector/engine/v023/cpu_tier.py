@@ -11,8 +11,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
 from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.cpu_tier import ArcRows, CpuTier, LruRows
-from spillway_connector.engine.node_rows import NodeRows
+from spillway_connector.engine.cpu_tier.tier import ArcRows, CpuTier, LruRows
+from spillway_connector.engine.node_tier.rows import NodeRows
 from spillway_connector.node.region import NodeRegion
 
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from spillway_connector.device.copier import Copier, Direction
-from spillway_connector.engine.row_checks import RowChecks
+from spillway_connector.engine.node_tier.row_checks import RowChecks
 from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
 from spillway_connector.plan.layer_groups import LayerGroups
 

@@ -18,10 +18,10 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.engine.copy_jobs import CopyJobs
-from spillway_connector.engine.kv_parts import PlacedKVCaches
-from spillway_connector.engine.messages import StepLoad
+from spillway_connector.engine.ipc.messages import StepLoad
+from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.engine.v023.handlers import CopyHandler
+from spillway_connector.engine.worker.copy_jobs import CopyJobs
 
 logger = logging.getLogger(__name__)
 

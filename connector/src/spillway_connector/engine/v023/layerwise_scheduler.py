@@ -20,10 +20,10 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.early_loads import PendingRows
-from spillway_connector.engine.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata, StepLoad
-from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.resets import ResetJob
+from spillway_connector.engine.ipc.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata, StepLoad
+from spillway_connector.engine.manager.early_loads import PendingRows
+from spillway_connector.engine.requests.state import RequestFields
+from spillway_connector.engine.scheduler.resets import ResetJob
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.plan.load_cost import LoadPolicy, RateMeter
 from spillway_connector.plan.step_loads import OTHERS_WAIT_MS_MAX, load_within_step, whole_blocks_before_last_token

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from vllm.v1.core.sched.interface import PauseState
 
-from spillway_connector.engine.own_connector import own_connector
+from spillway_connector.engine.patches.own_connector import own_connector
 
 logger = logging.getLogger(__name__)
 

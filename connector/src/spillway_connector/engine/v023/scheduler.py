@@ -15,9 +15,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
-from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.requests.state import RequestFields
+from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.scheduler.meeting_half import MeetingSchedulerHalf
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 

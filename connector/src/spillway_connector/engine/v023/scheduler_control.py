@@ -10,7 +10,7 @@ from typing_extensions import override
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from spillway_connector.engine.meetings import SchedulerControl
+from spillway_connector.engine.features.meetings import SchedulerControl
 
 
 class SchedulerControlV023(SchedulerControl):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spillway_connector.engine.generation import WAITING_QUEUES, Methods, Seams
-from spillway_connector.engine.patching import patched_methods
-from spillway_connector.engine.v023.patches import PATCHES
+from spillway_connector.engine.patches.patching import patched_methods
+from spillway_connector.engine.patches.v023 import PATCHES
 
 SEAMS = Seams(
     names={

@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 from spillway_connector.config import TIER_TYPES
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.cpu_tier import CpuTier
-from spillway_connector.engine.equal_ranks import ranks_hold_the_same
+from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
 from spillway_connector.engine.v023.handlers import CopyHandler

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
 
 from spillway_connector import metrics
-from spillway_connector.engine.samples import SAMPLES_KEY, SampledStats, metric_of
+from spillway_connector.engine.ipc.samples import SAMPLES_KEY, SampledStats, metric_of
 from spillway_connector.metrics import Kind
 
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobMetadata
 
-from spillway_connector.engine.prefix_tier import ChunkOwner, SharedTierBase
+from spillway_connector.engine.shared_tiers.prefix_tier import ChunkOwner, SharedTierBase
 from spillway_connector.transfer.lookups import Lookup
 
 _ANSWER = {Lookup.HIT: True, Lookup.MISS: False, Lookup.PENDING: None}

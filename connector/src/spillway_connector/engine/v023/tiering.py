@@ -9,8 +9,8 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobMetadata, SecondaryTierManager
 
-from spillway_connector.engine.prefix_lookup import ChunkState
-from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.engine.manager.prefix_lookup import ChunkState
+from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.v023.stats import SpillwayStats
 
 _ANSWER = {ChunkState.READY: True, ChunkState.COMING: None, ChunkState.LOOKING: None, ChunkState.ABSENT: False}

@@ -15,14 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
-from spillway_connector.engine.copy_jobs import Sides, Submit
-from spillway_connector.engine.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
-from spillway_connector.engine.transports import device_state
+from spillway_connector.engine.ipc.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.engine.v023.handlers import StepHandler
 from spillway_connector.engine.v023.layerwise import LayerwiseLoads
 from spillway_connector.engine.v023.stats import SpillwayStats
-from spillway_connector.engine.worker import WorkerHalf, ended_copy
+from spillway_connector.engine.worker.copy_jobs import Sides, Submit
+from spillway_connector.engine.worker.half import WorkerHalf, ended_copy
+from spillway_connector.engine.worker.transports import device_state
 
 logger = logging.getLogger(__name__)
 

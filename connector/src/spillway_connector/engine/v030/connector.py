@@ -17,10 +17,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
-from spillway_connector.engine.equal_ranks import ranks_hold_the_same
-from spillway_connector.engine.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.patching import Needed, apply
-from spillway_connector.engine.v030.patches import PATCHES
+from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
+from spillway_connector.engine.patches.patching import Needed, apply
+from spillway_connector.engine.patches.v030 import PATCHES
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v030.scheduler_control import SchedulerControlV030
 from spillway_connector.engine.v030.seams import SEAMS

@@ -18,7 +18,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
 
-from spillway_connector.engine.kv_parts import (
+from spillway_connector.engine.layouts.kv_parts import (
     LayerCache,
     Part,
     PlacedKVCaches,

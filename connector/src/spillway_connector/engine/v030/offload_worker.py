@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from spillway_connector.device.copier import Copier, CopyResult
-from spillway_connector.engine.row_checks import RowChecks
+from spillway_connector.engine.node_tier.row_checks import RowChecks
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
 

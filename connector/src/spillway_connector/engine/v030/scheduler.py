@@ -35,11 +35,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from spillway_connector.engine.meeting_scheduler import MeetingSchedulerHalf
-from spillway_connector.engine.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.request_state import RequestFields
-from spillway_connector.engine.shared_tier_events import shared_tier_events
-from spillway_connector.engine.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.requests.state import RequestFields
+from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.scheduler.meeting_half import MeetingSchedulerHalf
+from spillway_connector.engine.shared_tiers.events import shared_tier_events
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 

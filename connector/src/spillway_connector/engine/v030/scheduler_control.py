@@ -11,8 +11,8 @@ from typing_extensions import override
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from spillway_connector.engine.meetings import SchedulerControl
-from spillway_connector.engine.patching import replaced_on
+from spillway_connector.engine.features.meetings import SchedulerControl
+from spillway_connector.engine.patches.patching import replaced_on
 
 
 class SchedulerControlV030(SchedulerControl):

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.cpu_tier import CpuTier
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier
 from spillway_connector.engine.v030.offload_worker import CopyWorker

@@ -6,7 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
 from spillway_connector import metrics
-from spillway_connector.engine.samples import Samples, metric_of
+from spillway_connector.engine.ipc.samples import Samples, metric_of
 from spillway_connector.metrics import Kind
 
 _METADATA: dict[Kind, type[OffloadingMetricMetadata]] = {

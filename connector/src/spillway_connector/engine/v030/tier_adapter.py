@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.config import TIER_TYPES
-from spillway_connector.engine.prefix_tier import ChunkOwner, SharedTierBase
+from spillway_connector.engine.shared_tiers.prefix_tier import ChunkOwner, SharedTierBase
 from spillway_connector.errors import ConfigError
 from spillway_connector.transfer.lookups import Lookup
 

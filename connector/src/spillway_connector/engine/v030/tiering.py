@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent, OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 
-from spillway_connector.engine.prefix_lookup import ChunkState, Promotion
-from spillway_connector.engine.samples import Samples
-from spillway_connector.engine.tiering import TieringManager
+from spillway_connector.engine.ipc.samples import Samples
+from spillway_connector.engine.manager.prefix_lookup import ChunkState, Promotion
+from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.v030.stats import connector_stats
 
 

@@ -18,12 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_o
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 
-from spillway_connector.engine.copy_jobs import CopyJobs, Received, Sides, Submit
-from spillway_connector.engine.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.transports import device_state
+from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v030.kv_blocks import place_kv_caches
 from spillway_connector.engine.v030.offload_worker import StepWorker
-from spillway_connector.engine.worker import WorkerHalf, ended_copy
+from spillway_connector.engine.worker.copy_jobs import CopyJobs, Received, Sides, Submit
+from spillway_connector.engine.worker.half import WorkerHalf, ended_copy
+from spillway_connector.engine.worker.transports import device_state
 
 
 class SpillwayConnectorWorker(WorkerHalf):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spillway_connector.config import parse_tier
-from spillway_connector.engine.open_shared_tier import open_shared_tier
+from spillway_connector.engine.shared_tiers.open_shared_tier import open_shared_tier
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of
 from spillway_connector.tiers.s3.place import S3Place

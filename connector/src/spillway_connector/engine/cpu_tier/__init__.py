@@ -1,0 +1,1 @@
+"""Which chunk is in which row of the CPU tier, and which may be evicted."""

@@ -1,0 +1,1 @@
+"""What a setting switches on in the scheduler half, an object each."""

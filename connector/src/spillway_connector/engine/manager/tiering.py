@@ -1,0 +1,498 @@
+"""Jobs between the CPU tier and the shared tiers: promotions, stores, resets, and the statistics of both."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from spillway_connector import metrics
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.ipc.process_settings import ProcessSettings
+from spillway_connector.engine.ipc.samples import Samples
+from spillway_connector.engine.manager.early_loads import PendingRows
+from spillway_connector.engine.manager.prefix_lookup import PrefixLookupManager, Promotion
+from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
+from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, SharedTierBase, TierJobResult
+from spillway_connector.namespace import Namespace
+from spillway_connector.plan.ahead import AheadOutcome
+from spillway_connector.plan.answers import AnswerReuse
+from spillway_connector.plan.meeting import MeetingOutcome
+from spillway_connector.transfer.announcements import Announcement
+from spillway_settings.wire import NODE_STORE
+
+
+class TierJob(Protocol):
+    """Chunks on their way between the CPU tier and a shared tier, as each generation's tiers take them."""
+
+    job_id: int
+    keys: Collection[OffloadKey]
+    is_promotion: bool  # from the shared tier to the CPU tier; else the other way
+    req_context: ReqContext
+
+
+class Postponing(Protocol):
+    """See engine/features/late_stores.py."""
+
+    def postpones(self, keys: Collection[OffloadKey], context: ReqContext, /) -> bool: ...
+
+
+class TieringManager(PrefixLookupManager):
+    """vLLM's OffloadingManager over a CPU tier and shared tiers; lookups are PrefixLookupManager's.
+
+    Every chunk that the CPU tier receives from the device is stored in every shared tier. The steps are those of vLLM's
+    own tiering manager; beyond it, a promotion keeps its good chunks when others fail, a failed device copy never
+    becomes a hit, a reset leaves no row pending, and chunks of a promotion can be used before its job ends.
+
+    EngineCore process, scheduler thread; no method blocks.
+    """
+
+    process_settings: ProcessSettings | None = None  # of this process, to be reported; set by the connector
+    late_stores: Postponing | None = None
+    answers: AnswerReuse | None = None  # if the storing of generated tokens follows them
+
+    def __init__(
+        self,
+        primary_tier: CpuTier,
+        secondary_tiers: list[SecondaryTierManager],
+        num_rows: int,
+        config: ConnectorConfig,
+        *,
+        chunk_tokens: int,
+        chunk_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            primary_tier,
+            secondary_tiers,
+            num_rows,
+            config,
+            chunk_tokens=chunk_tokens,
+            chunk_bytes=chunk_bytes,
+            clock=clock,
+        )
+        self._num_rows = num_rows
+        self._transfer_jobs: dict[int, TierJob] = {}  # under way
+        self._last_job_id = -1
+        # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
+        self._request_level_tiers: dict[str, list[SecondaryTierManager]] = {}
+        self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
+        self._reported_state: tuple[int, float | None, int] | None = None
+        self._reported_rows = -1
+        self._reported_retained = -1
+        self._reported_joined: bool | None = None
+        self._reported_held = 0
+        self._reported_answers: tuple[bool, float | None] | None = None
+        self._reported_kept = -1
+        self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
+        self._resets = {"done": 0, "refused": 0}
+        self._ahead = dict.fromkeys(AheadOutcome, 0)
+        self._meetings = dict.fromkeys(MeetingOutcome, 0)
+        self._late = {"stored": 0, "lost": 0}
+        self.settled_chunks = self._reported_settled = 0
+        self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
+        self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
+        self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
+
+    def settings(self) -> dict[str, object]:
+        """What this manager obeys, by name."""
+        return {
+            "cpu_blocks": self._num_rows,
+            "chunk_tokens": self._chunk_tokens,
+            "shared_tiers": ",".join(_names_of(tier) for tier in self.secondary_tiers) or "none",
+        }
+
+    def count_request(self, keys: Sequence[OffloadKey]) -> None:
+        """Record the chunks of a new request, once: a full shared tier admits what is requested repeatedly."""
+        for tier in self._shared_tiers:
+            tier.count_request(keys)
+
+    def use_chunks(
+        self, keys: Sequence[OffloadKey], prompt: Sequence[OffloadKey], chunk_tokens: int, req_context: ReqContext
+    ) -> None:
+        """The request uses these chunks, those of its prompt first.
+
+        What it says of its session counts for them in the shared tiers, and what it asks to retain is held from now on.
+        """
+        if session_of_context(req_context) is not None:
+            for tier in self._shared_tiers:
+                tier.use_session(keys, req_context)
+        if isinstance(req_context, TenantContext) and (retention := req_context.retention) is not None:
+            for tokens, seconds in retention.marks:
+                held = prompt if tokens is None else prompt[: -(-tokens // chunk_tokens)]
+                self.primary_tier.hold(req_context.tenant, retention.share, seconds, held)
+                for tier in self._shared_tiers:
+                    tier.retain(req_context, retention.share, seconds, held)
+            self._unreported = True
+
+    @property
+    def introduced(self) -> bool:
+        """Whether it was announced from which stores that others share this engine loads."""
+        news = self.primary_tier.news
+        return (news is None or news.introduced) and all(tier.introduced for tier in self._shared_tiers)
+
+    def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
+        """(tier type, announcement) of all tiers that others share. Called once per engine step."""
+        for announcement in self.primary_tier.take_announcements():
+            yield NODE_STORE, announcement
+        for tier in self._shared_tiers:
+            yield from tier.take_announcements()
+
+    @abstractmethod
+    def _make_job(
+        self, job_id: int, keys: Collection[OffloadKey], rows: Sequence[int], is_promotion: bool, context: ReqContext
+    ) -> TierJob: ...
+
+    def _begin_job(
+        self, keys: Collection[OffloadKey], rows: Sequence[int], is_promotion: bool, context: ReqContext
+    ) -> Any:  # this generation's class of jobs
+        self._last_job_id += 1
+        job = self._make_job(self._last_job_id, keys, rows, is_promotion, context)
+        self._transfer_jobs[job.job_id] = job
+        return job
+
+    @override
+    def _submit_promotion(self, tier: SecondaryTierManager, promotion: Promotion) -> None:
+        tier.submit_load(self._begin_job(promotion.keys, promotion.rows, True, promotion.context))
+
+    def _submit_store(self, tier: SecondaryTierManager, keys: Collection[OffloadKey], context: ReqContext) -> None:
+        """The rows stay pinned until the tier has reported the job."""
+        pinned = self.primary_tier.prepare_read(keys, context)
+        if pinned is None:  # another engine of the node has taken one of the rows meanwhile
+            return
+        assert isinstance(pinned, CPULoadStoreSpec)
+        tier.submit_store(self._begin_job(keys, pinned.block_ids.tolist(), False, context))
+
+    def weights_changed(self) -> None:
+        """The shared tiers hold KV of other weights from now on, so they rest. So does what is known of answers."""
+        if self.answers is not None:
+            self.answers = AnswerReuse()
+        self.primary_tier.weights_changed()
+        for tier in self.secondary_tiers:
+            if isinstance(tier, PrefixTier):
+                tier.weights_changed()
+
+    def use_namespace(self, namespace: Namespace) -> None:
+        """The weights that changed have a name: use the shared tiers again. Raises ConfigError; others then rest."""
+        for tier in self.secondary_tiers:
+            if isinstance(tier, PrefixTier):
+                tier.use_namespace(namespace)
+
+    @override
+    def _process_finished_jobs(self) -> None:
+        self.primary_tier.sync()
+        computed = self.prefill_rate.per_second
+        if computed is not None and self._bounds.rows_in_flight:
+            for shared in self._shared_tiers:
+                shared.give_up_behind(self._chunk_tokens / computed, self._nobody_waits)
+        with self.primary_tier.together():
+            for tier in self.secondary_tiers:
+                for result in tier.get_finished_jobs():
+                    self._complete(tier, result)
+            if self.loads_begin_early and self._prefix_tier is not None and self._bounds.rows_in_flight:
+                for job_id, arrived in self._prefix_tier.take_arrived():
+                    if job_id not in self._reset_rows:
+                        self._complete_early(job_id, arrived)
+
+    def _nobody_waits(self, job_id: int) -> bool:
+        """Whether the request is computed while it is loaded."""
+        return not self.may_probe(self._transfer_jobs[job_id].req_context.req_id)
+
+    def _complete_early(self, job_id: int, arrived: list[OffloadKey]) -> None:
+        """Complete chunks of a promotion whose job goes on with the others."""
+        job = self._transfer_jobs[job_id]
+        completed = set(arrived)
+        job.keys = [key for key in job.keys if key not in completed]
+        self._early_chunks[job_id] = self._early_chunks.get(job_id, 0) + len(arrived)
+        self._bounds.rows_in_flight -= len(arrived)
+        self.primary_tier.complete_write(arrived, job.req_context, True)
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Upstream's contract (rows, pinned), except that not all chunks need be ready: then PendingRows, unpinned."""
+        self._maybe_process_finished_jobs()
+        if self.loads_begin_early and not self.primary_tier.ready.issuperset(keys):
+            return PendingRows(list(keys))
+        return self.primary_tier.prepare_load(keys, req_context)
+
+    def _complete(self, tier: SecondaryTierManager, result: JobResult) -> None:
+        job = self._transfer_jobs.pop(result.job_id)
+        reset_rows = self._reset_rows.pop(result.job_id, None)
+        if reset_rows is not None:
+            self.primary_tier.release(reset_rows)
+        if not job.is_promotion:
+            if reset_rows is None:
+                self.primary_tier.complete_read(job.keys, job.req_context)
+            return
+        self._bounds.rows_in_flight -= len(job.keys)
+        arrived: Collection[OffloadKey] = job.keys
+        lost: Collection[OffloadKey] = ()
+        if not result.success:
+            # Since 0.30 a tier of vLLM's names the chunks that were loaded nevertheless.
+            good = set(getattr(result, "successful_keys", None) or ())
+            arrived, lost = [key for key in job.keys if key in good], [key for key in job.keys if key not in good]
+        if isinstance(result, TierJobResult):
+            if result.failed_keys:
+                arrived = [key for key in job.keys if key not in result.failed_keys]
+                lost = [key for key in job.keys if key in result.failed_keys]
+            chunks = len(arrived) + self._early_chunks.pop(result.job_id, 0)
+            gate, now = self._gates[tier], self._clock()
+            if result.behind is not None:
+                gate.given_up(*result.behind, now)
+            else:
+                gate.load_rate.add(chunks * self._chunk_bytes, result.seconds, now)
+                if not self.may_probe(job.req_context.req_id):
+                    gate.measured(now)
+            self._unreported = True
+        promoted = tier.take_promoted(result.job_id) if isinstance(tier, SharedTierBase) else ()
+        if reset_rows is not None:
+            return
+        if arrived:
+            self.primary_tier.complete_write(arrived, job.req_context, True)
+        if lost:
+            self.primary_tier.complete_write(lost, job.req_context, False)
+        if promoted and (upward := [key for key in promoted if key in self.primary_tier.ready]):
+            self._submit_store(tier, cast(list[OffloadKey], upward), job.req_context)
+
+    @override
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.primary_tier.touch(keys, req_context)
+        for tier in self.secondary_tiers:
+            tier.touch(keys, req_context)
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.primary_tier.complete_load(keys, req_context)
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """vLLM's contract. Finished jobs are taken in first: they make rows evictable."""
+        # This look counts for the present step alone. vLLM's manager counts it as the next step's: a job that ends in
+        # between would be seen one step late.
+        if not self._processed_jobs_this_step:
+            self._process_finished_jobs()
+        if (
+            self.late_stores is not None
+            and req_context.req_id not in self._request_level_tiers
+            and self.late_stores.postpones(keys, req_context)
+        ):
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        written = self.primary_tier.prepare_store(keys, req_context)
+        if written is not None and self._request_level_tiers:
+            self._store_existing(keys, set(written.keys_to_store), req_context)
+        return written
+
+    def _store_existing(self, keys: Collection[OffloadKey], new: set[OffloadKey], req_context: ReqContext) -> None:
+        """Chunks that are in the CPU tier already go to the tiers that want all chunks of a request."""
+        ready = self.primary_tier.ready
+        existing = [key for key in keys if key not in new and key in ready]
+        for tier in self._request_level_tiers.get(req_context.req_id, ()) if existing else ():
+            self._submit_store(tier, existing, req_context)
+
+    def fail_store(self, keys: Collection[OffloadKey]) -> None:
+        """The device copy of these chunks failed: their next complete_store frees their rows."""
+        self._failed_stores.update(keys)
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """vLLM's contract, except that chunks given to :meth:`fail_store` count as failed."""
+        self.end_lookups()
+        failed = self._failed_stores.intersection(keys)
+        if failed:
+            self._failed_stores -= failed
+            self.primary_tier.complete_store(failed, req_context, False)
+            keys = [key for key in keys if key not in failed]
+        if not keys:
+            return
+        self.primary_tier.complete_store(keys, req_context, success)
+        if self.secondary_tiers and not self.primary_tier.ready.issuperset(keys):
+            keys = [key for key in keys if key in self.primary_tier.ready]  # rows of the node could not be published
+        if success and keys and req_context is not UNKNOWN_REQUEST:  # else it was offered when it was stored first
+            for tier in self.secondary_tiers:
+                self._submit_store(tier, keys, req_context)
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._bounds.waits.pop(req_context.req_id, None)
+        self.primary_tier.on_new_request(req_context)
+        for shared in self._shared_tiers:
+            shared.begin_request(req_context)
+        answer = RequestOffloadingContext()
+        if len(self._shared_tiers) < len(self.secondary_tiers):  # Spillway's tiers add nothing to it
+            for tier in self.secondary_tiers:
+                wish = tier.on_new_request(req_context)
+                if wish.policy is OffloadPolicy.REQUEST_LEVEL:
+                    self._request_level_tiers.setdefault(req_context.req_id, []).append(tier)
+                    answer = wish
+        return answer
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._bounds.waits.pop(req_context.req_id, None)
+        self.primary_tier.on_request_finished(req_context)
+        self._unreported |= session_of_context(req_context) is not None
+        for shared in self._shared_tiers:
+            shared.end_request(req_context)
+        for tier in self.secondary_tiers:
+            tier.on_request_finished(req_context)
+        self._request_level_tiers.pop(req_context.req_id, None)
+
+    @override
+    def shutdown(self) -> None:
+        for tier in self.secondary_tiers:
+            tier.shutdown()
+        self.primary_tier.shutdown()
+
+    @override
+    def reset_cache(self) -> None:
+        """Drop all chunks of the CPU tier. Jobs of the shared tiers go on; their rows are released when they end."""
+        self._flush_promotions()
+        self._process_finished_jobs()
+        for job_id, job in self._transfer_jobs.items():
+            if job_id not in self._reset_rows:
+                self._reset_rows[job_id] = self.primary_tier.rows_of(job.keys)
+        self._failed_stores.clear()
+        self._bounds.waits.clear()
+        self.end_lookups()
+        self.primary_tier.reset_cache()
+        self._resets["done"] += 1
+        self._unreported = True
+
+    def count_refused_reset(self) -> None:
+        self._resets["refused"] += 1
+        self._unreported = True
+
+    def count_ahead(self, outcome: AheadOutcome, chunks: int) -> None:
+        """Chunks promoted ahead of their request's turn, and what became of them."""
+        if chunks:
+            self._ahead[outcome] += chunks
+            self._unreported = True
+
+    def stores_under_way(self) -> int:
+        """Chunks on their way to shared tiers."""
+        return sum(len(job.keys) for job in self._transfer_jobs.values() if not job.is_promotion)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._chunk_bytes
+
+    @property
+    def cpu_rows(self) -> int:
+        return self._num_rows
+
+    def count_settled(self, chunks: int) -> None:
+        """Chunks that were stored although the device kept them, because the engine had no work."""
+        self.settled_chunks += chunks
+        self._unreported = True
+
+    def count_late_stores(self, stored: int, lost: int) -> None:
+        """Chunks to be stored when the device was about to give them up; lost: it gave them up before the end."""
+        self._late["stored"] += stored
+        self._late["lost"] += lost
+        self._unreported = True
+
+    def count_meeting(self, outcome: MeetingOutcome) -> None:
+        """A prompt that is computed while its end is loaded, and what became of it."""
+        self._meetings[outcome] += 1
+        self._unreported = True
+
+    def take_samples(self) -> Samples | None:
+        """What happened since the last call; None if nothing did. Called once per engine step."""
+        kept = len(self.primary_tier.waiting.kept)
+        changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at, kept
+        if (
+            changed == self._reported_state
+            and not self._unreported
+            and not any(tier.report.has_updates() for tier in self._shared_tiers)
+        ):
+            return None
+        self._reported_state, self._unreported = changed, False
+        stats = Samples()
+        used = self.primary_tier.used_rows()
+        if used != self._reported_rows:
+            self._reported_rows = used
+            stats.add(metrics.CPU_TIER_BLOCKS, used, "used")
+            stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
+        joined = self.primary_tier.is_joined
+        if joined is False or joined is not self._reported_joined:  # statistics may be lost: a warning is repeated
+            self._reported_joined = joined
+            stats.add(metrics.CPU_TIER_JOINED, int(bool(joined)))
+        if (retained := self.primary_tier.retained_rows()) != self._reported_retained:
+            self._reported_retained = retained
+            stats.add(metrics.CPU_TIER_BLOCKS, retained, "retained")
+        if (held := self.primary_tier.held_rows()) != self._reported_held:
+            self._reported_held = held
+            stats.add(metrics.HELD_BLOCKS, held)
+        if self.answers is not None:
+            answers = self.answers.keeps, self.answers.sent_back_share
+            if answers != self._reported_answers:
+                self._reported_answers = answers
+                stats.add(metrics.ANSWERS_KEPT, int(answers[0]))
+                if answers[1] is not None:
+                    stats.add(metrics.ANSWERS_SENT_BACK, answers[1])
+        if kept != self._reported_kept:
+            self._reported_kept = kept
+            stats.add(metrics.CPU_TIER_BLOCKS, kept, "waiting")
+        if ended := self.primary_tier.take_ended_sessions():
+            stats.add(metrics.CPU_TIER_SESSIONS_ENDED, ended)
+        if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
+            self._reported_rates[""] = rate
+            stats.add(metrics.PREFILL_RATE, rate)
+        if self.process_settings is not None:
+            self.process_settings.add_to(stats)
+        for outcome, count in self._resets.items():
+            if count:
+                stats.add(metrics.CPU_TIER_RESETS, count, outcome)
+                self._resets[outcome] = 0
+        for ahead, chunks in self._ahead.items():
+            if chunks:
+                stats.add(metrics.PROMOTED_AHEAD, chunks, ahead.value)
+                self._ahead[ahead] = 0
+        for meeting, count in self._meetings.items():
+            if count:
+                stats.add(metrics.MEETINGS, count, meeting.value)
+                self._meetings[meeting] = 0
+        for outcome, count in self._late.items():
+            if count:
+                stats.add(metrics.LATE_STORES, count, outcome)
+                self._late[outcome] = 0
+        if (settled := self.settled_chunks - self._reported_settled) > 0:
+            self._reported_settled = self.settled_chunks
+            stats.add(metrics.SETTLED, settled)
+        for shared in self._shared_tiers:
+            shared.report.add_to(stats)
+        for tier, gate in self._gates.items():
+            for name, load_rate, pays in gate.readings(tier.tier_type, self.prefill_rate):
+                if load_rate is not None and load_rate != self._reported_rates.get(name):
+                    self._reported_rates[name] = load_rate
+                    stats.add(metrics.TIER_LOAD_RATE, load_rate, name)
+                stats.add(metrics.TIER_LOADS_PAY, float(pays), name)  # each time, as statistics may be lost
+        for shared in self._shared_tiers:
+            for name, count in shared.take_not_worth():
+                self._not_worth[name] = self._not_worth.get(name, 0) + count
+        for tier_type, count in self._not_worth.items():
+            if count:
+                stats.add(metrics.TIER_NOT_WORTH, count, tier_type)
+                self._not_worth[tier_type] = 0
+        for (tier_type, reason), count in self._misses.items():
+            stats.add(metrics.TIER_MISSES, count, tier_type, reason.value)
+        self._misses.clear()
+        return stats
+
+
+def _names_of(tier: SecondaryTierManager) -> str:
+    return tier.names if isinstance(tier, SharedTierBase) else tier.tier_type

@@ -1,0 +1,1 @@
+"""The CPU tier in rows that the engines of a node share."""

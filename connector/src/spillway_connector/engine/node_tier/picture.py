@@ -1,0 +1,303 @@
+"""An engine's picture of the rows that the engines of a node share.
+
+It is brought up to date by what others changed at the start of each step, and before each change of this engine's own,
+under the lock of the index. An engine that cannot have the lock leaves the rows, and comes back when it can.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from blake3 import blake3
+from typing_extensions import override
+from vllm.v1.kv_offload.base import OffloadKey
+
+from spillway_connector.engine.cpu_tier.tier import LruRows
+from spillway_connector.errors import TierTimeout
+from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan.foreign_rows import ForeignRows
+from spillway_connector.plan.holds import Holds
+from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex
+from spillway_connector.transfer.announcements import Announcement, Announcements
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_SECONDS = 0.4  # between two looks for engines that were killed
+_REJOIN_SECONDS = 5.0  # between two attempts of an engine that has left, which wait for nothing
+STORE_ID_BYTES = 8
+
+
+class NodePicture(LruRows):
+    """What this engine knows of the rows, and how it changes them. EngineCore process, scheduler thread."""
+
+    def __init__(
+        self,
+        region: NodeRegion,
+        namespace: bytes,
+        *,
+        floor_share: float = 0.0,
+        enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Join the engines of the node.
+
+        Args:
+            region: The rows.
+            namespace: 16 bytes; engines share chunks if theirs are equal.
+            floor_share: The part of all rows that each namespace keeps when this one wants rows.
+            enable_events: Whether what changes is announced.
+            clock: In seconds, the same for all engines of the node.
+
+        Raises:
+            HostMemoryError: The region cannot be joined.
+        """
+        super().__init__(region.num_rows, region.memory, enable_events=enable_events, clock=clock)
+        self._node, self._index = region, region.index
+        self._holds = Holds(region.num_rows, self._hold_ended)
+        self._namespace = namespace
+        # Each row's stamp as this picture shows it, and the time of use that gives its chunk its place in the order.
+        # Both are read one by one and as arrays.
+        self._seen_array, used = np.zeros((2, region.num_rows), np.uint64)
+        self._seen, self._used_ms = self._seen_array.data, used.data
+        self._segments = self._index.new_segments()
+        self._version = -1
+        self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
+        self._foreign = ForeignRows(namespace, region.num_rows, floor_share)  # and those of before a reset
+        self._mine: set[OffloadKey] = set()  # being written by this engine
+        self._unpublished: dict[OffloadKey, int] = {}  # written by this engine, with their rows
+        self._publishes_later = False
+        self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
+        self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
+        self._oldest_generation = 0  # what was claimed before it was dropped by a reset
+        self._left: str | None = None
+        self._may_rejoin = True  # as long as its weights and files are those of the namespace and the node
+        self._sweep_at = 0.0
+        self._engines: frozenset[int] = frozenset()
+        self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
+        self.news = Announcements(clock) if enable_events else None
+        self._any_held = False  # by any engine, at this engine's last change
+        self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
+        self._place = region.join(self._now_ms())
+        self.sync()
+        if self.news is not None:
+            self.news.storing(self.ready)  # whoever has computed them may have ended
+        logger.info(
+            "Spillway: the CPU tier of this node is %s, shared by %d engines; %d of its %d chunks are this namespace's",
+            *(region.path, self._index.engines(), len(self._rows), self._num_rows),
+        )
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    @override
+    def sync(self) -> None:
+        if self._left is not None:
+            self._try_to_rejoin()
+            return
+        if (now := self._clock()) >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_SECONDS
+            self._change(self._sweep, followed=False)
+            before, self._engines = self._engines, self._index.numbers()
+            if before != self._engines:  # each engine's clients hold shares of its part of the rows
+                self._holds.resize(self._num_rows // max(1, len(self._engines)), now)
+            if self.news is not None and before - self._engines:  # whoever has swept them
+                self.news.others_ended()
+        if self._index.version != self._version and self._left is None:
+            self._look()
+
+    def _sweep(self, index: NodeIndex) -> None:
+        self._node.require_files()
+        index.sweep(self._node.lease.is_held, self._place, self._now_ms())
+
+    def _look(self) -> None:
+        self._version = self._index.version
+        rows = self._index.changed_rows(self._seen_array, self._segments)
+        if len(rows) > 1:  # the most recently used last
+            rows.sort(key=self._index.used_ms.__getitem__)
+        found: list[tuple[int, OffloadKey, bool]] = []
+        gone: list[OffloadKey] = []
+        come: list[OffloadKey] = []
+        changed: list[OffloadKey] = []
+        for row in rows:  # what has left first: a chunk may have changed its row
+            entry, key, is_ready = self._index.entry(row), None, False
+            generation = self._seen[row] >> STATE_BITS
+            self._foreign.discard(row)
+            if entry is None:  # it is changing now: looked at again with the next change
+                self._seen[row] = NO_STAMP
+            else:
+                self._seen[row] = entry.stamp
+                is_ready = entry.state == READY
+                if entry.state != FREE and entry.namespace == self._namespace:
+                    key = OffloadKey(entry.key) if entry.generation > self._oldest_generation else None
+                elif entry.state != FREE:
+                    self._is_mixed = True
+            is_same = entry is not None and entry.generation == generation
+            if (before := self._chunk_in.get(row)) is not None and (before != key or not is_same):
+                if before in self.ready:
+                    gone.append(before)
+                changed.append(before)
+                self._drop(row, before)
+            if key is not None:
+                found.append((row, key, is_ready))
+            elif is_ready and entry is not None:
+                self._foreign.add(row, entry.namespace)
+        for row, key, is_ready in found:
+            if self._rows.setdefault(key, row) != row:  # a second one
+                if is_ready:
+                    self._foreign.add(row, self._namespace)
+                continue
+            if row not in self._chunk_in:
+                self._chunk_in[row] = key
+                self._used_ms[row] = self._index.used_ms[row]
+                if self._holds:
+                    self._show_holds([key])
+            if is_ready and key not in self.ready:
+                self.ready.add(key)
+                come.append(key)
+            changed.append(key)
+        super()._announce(gone, removed=True)
+        super()._announce(come, removed=False)
+        if self.news is not None and (gone or come):
+            (self.news.removed if self._is_mixed else self.news.lost)(gone)
+            self.news.gained(come)
+        if changed:
+            self.changed_chunks.add(changed)
+
+    @override
+    def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
+        """What this engine has changed itself."""
+        super()._announce(changed := list(keys), removed)
+        if self.news is not None:
+            (self.news.removed if removed else self.news.storing)(changed)
+
+    @override
+    def take_announcements(self) -> Iterable[Announcement]:
+        return () if self.news is None else self.news.take(self._store_id, self._left is None)
+
+    def _drop(self, row: int, key: OffloadKey) -> None:
+        del self._chunk_in[row], self._rows[key]
+        if self._holds:
+            self._index.hold([row], self._place, 0)
+        self.ready.discard(key)
+        self._mine.discard(key)
+        self._retention.forget([key])
+
+    def _change(self, change: Callable[[NodeIndex], object], *, followed: bool = True) -> bool:
+        """Make a change under the lock, with a picture that is up to date. followed: the change brings the picture up
+        to date itself. False: it was not made, and the tier is left."""
+        if self._left is not None:
+            return False
+        try:
+            index = self._node.change()
+            try:
+                if index.version != self._version:
+                    self._look()
+                self._publish(index)
+                change(index)
+                if followed:
+                    self._version = index.version
+                index.end()
+            finally:
+                self._node.changed()
+        except (OSError, TierTimeout) as error:
+            self._leave(str(error), isinstance(error, FileNotFoundError))
+            return False
+        except Exception:
+            if self._node.is_whole:
+                raise
+            self._leave(f"a file in {self._node.path} was cut or overwritten", is_gone=True)
+            return False
+        return True
+
+    def _show_holds(self, keys: Iterable[OffloadKey]) -> None:
+        """Show every engine until when this one holds these resident chunks."""
+        for key in keys:
+            self._index.hold([self._rows[key]], self._place, math.ceil(self._holds.held_until(key)))
+
+    def _hold_ended(self, key: OffloadKey) -> None:
+        if (row := self._rows.get(key)) is not None:
+            self._index.hold([row], self._place, 0)
+
+    def _took(self, rows: Iterable[int]) -> None:
+        """This engine has changed these rows itself, and its picture with them."""
+        seen, stamps = self._seen, self._index.stamps
+        for row in rows:
+            seen[row] = stamps[row]
+
+    def _publish(self, index: NodeIndex) -> None:
+        if self._unpublished:
+            rows, self._unpublished = list(self._unpublished.values()), {}
+            index.publish(rows)
+            self._took(rows)
+
+    @override
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        was_later, self._publishes_later = self._publishes_later, True
+        try:
+            yield
+        finally:
+            self._publishes_later = was_later
+            if self._unpublished and not was_later:
+                self._change(lambda _: None)
+
+    def _leave(self, why: str, is_gone: bool = False) -> None:
+        self._may_rejoin &= not is_gone  # the ranks map the old files
+        logger.error(
+            "Spillway: this engine leaves the CPU tier of its node and serves without one until %s: %s",
+            *("it can be used again" if self._may_rejoin else "it is restarted", why),
+        )
+        self._left = why
+        self._sweep_at = self._clock() + _REJOIN_SECONDS
+        idle = self.ready.difference(self._readers)
+        super()._announce(idle, removed=True)
+        for key in idle:
+            self._drop(self._rows[key], key)
+        self._foreign.clear()
+        self.changed_chunks.add_all()
+
+    def _try_to_rejoin(self) -> None:
+        """Use the rows again, if the lock can be had at once and the files are those that this engine's processes map.
+        What it still reads or writes has its pins and claims; other claims are released, all else is seen anew."""
+        if not self._may_rejoin or self._clock() < self._sweep_at:
+            return
+        self._sweep_at = self._clock() + _REJOIN_SECONDS
+        try:
+            with self._node.changing(0.0) as index:
+                self._node.require_files()
+                self._publish(index)
+                writing = self._reset_writes.union(self.rows_of(self._mine))
+                ended = [row for row in index.written_by(self._place) if row not in writing]
+                index.free(ended)
+                used = list(self._chunk_in)
+                seen = self._seen_array[used]
+                self._seen_array[:] = NO_STAMP
+                self._seen_array[used] = seen
+                self._segments = index.new_segments()
+                self._look()
+        except FileNotFoundError as error:
+            return self._leave(str(error), is_gone=True)
+        except (OSError, TierTimeout):
+            return
+        logger.warning("Spillway: this engine uses the CPU tier of its node again")
+        self._left = None
+        self.changed_chunks.add_all()
+
+    @property
+    @override
+    def is_joined(self) -> bool:
+        return self._left is None
+
+    @override
+    def weights_changed(self) -> None:
+        """The other engines' chunks are those of the old weights, and no other engine could use this engine's."""
+        self._may_rejoin = False
+        self._index.end_holds(self._place)
+        if self._left is None:
+            self._leave("the weights of its model change")

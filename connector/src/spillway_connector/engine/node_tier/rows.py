@@ -1,0 +1,321 @@
+"""The CPU tier in rows that the engines of a node share.
+
+Each engine keeps the same state as for a private tier: a dict of chunks in the order of their use, the set of ready
+chunks, sessions, and what clients asked to retain. It is a picture of the shared index, brought up to date by what
+others changed at the start of each step, so a look-up costs what it costs in a private tier. Whatever is then done with
+a row is decided by the index, under its lock: who may write to it, who reads it, what it holds. The picture may be
+late, the index never is.
+
+A picture that was late is seen when rows are pinned for a load. That load is sent to the ranks nevertheless, with words
+that no row has, so they refuse it as they refuse any copy that cannot be made, and the request computes its chunks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import takewhile
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
+
+from spillway_connector.engine.cpu_tier.tier import LruRows
+from spillway_connector.engine.node_tier.picture import NodePicture
+from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec
+from spillway_connector.plan.node_index import NO_STAMP, NodeIndex
+
+
+class NodeRows(NodePicture):
+    """LruRows over a region of the node. EngineCore process, scheduler thread.
+
+    What sessions and waiting requests say of chunks decides which of them leave for this engine's own chunks. Other
+    engines know the chunks' last use, and until when clients of any engine asked to retain them.
+    """
+
+    # -- counts
+
+    @override
+    def used_rows(self) -> int:
+        return self._num_rows - self._index.free_rows
+
+    @override
+    def free_rows(self) -> int:
+        return self._index.free_rows if self._left is None else 0
+
+    # -- holds
+
+    @override
+    def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
+        super().hold(tenant, share, seconds, keys)
+        if self._left is None:
+            self._show_holds(key for key in keys if key in self._rows)
+
+    @override
+    def _held_of(self, keys: Collection[OffloadKey], now: float) -> set[OffloadKey]:
+        if not self._any_held:
+            return set()
+        index, rows = self._index, self._rows
+        return {key for key in keys if index.is_held(rows[key], now)}
+
+    # -- stores
+
+    @override
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        super().touch(keys, req_context)
+        rows = [row for row in map(self._rows.get, keys) if row is not None]
+        if rows and self._left is None:
+            now_ms = self._now_ms()
+            self._index.use(rows, now_ms)
+            for row in rows:
+                self._used_ms[row] = now_ms
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output: PrepareStoreOutput | None = None
+
+        def claim(index: NodeIndex) -> None:
+            nonlocal output
+            self._any_held = index.any_held(self._clock())
+            if self._foreign and len(keys) > index.free_rows:
+                wanted = sum(key not in self._rows for key in keys)
+                self._make_foreign_room(index, wanted - index.free_rows)
+            output = super(NodeRows, self).prepare_store(keys, req_context)
+            if output is None or not output.keys_to_store:
+                return
+            stored = list(output.keys_to_store)
+            rows = self.rows_of(stored)
+            now_ms = self._now_ms()
+            index.claim(rows, self._namespace, stored, self._place, now_ms)
+            self._took(rows)
+            self._chunk_in.update(zip(rows, stored, strict=True))
+            for row in rows:
+                self._used_ms[row] = now_ms
+            self._mine.update(stored)
+            if self._holds:
+                self._show_holds(stored)
+
+        return output if self._change(claim) else None
+
+    @override
+    def _allocate(self, count: int) -> list[int]:
+        """Called with the lock; the rows of what was just evicted are in _free_list."""
+        found, self._free_list = self._free_list, []
+        for row in found:
+            del self._chunk_in[row]
+        if len(found) < count:
+            found += self._index.take_free(count - len(found))
+        assert len(found) == count, f"{count} rows were to be free, {len(found)} are"
+        return found
+
+    def _make_foreign_room(self, index: NodeIndex, count: int) -> None:
+        """Free rows that this picture does not show: those used before its oldest chunk, and others while it is short
+        of evictable chunks or below its floor, what is held last. Other namespaces keep theirs."""
+        if count <= 0:
+            return
+        now, any_held = self._clock(), self._any_held
+        oldest_first = self._foreign.oldest_first(index.used_ms_array, self._now_ms())
+        is_above_floor = len(self._rows) >= self._foreign.floor_rows
+        has_enough = is_above_floor and len(self.ready) - len(self._readers) >= count
+        if has_enough:
+            oldest = next((self._used_ms[row] for key, row in self._rows.items() if key in self.ready), 0)
+            oldest_first = list(takewhile(lambda row: index.used_ms[row] <= oldest, oldest_first))
+        chosen: list[int] = []
+        held: list[int] = []
+        for row in oldest_first:
+            if len(chosen) == count:
+                break
+            if not index.is_pinned(row):
+                (held if any_held and index.is_held(row, now) else chosen).append(row)
+        if not has_enough:
+            chosen += held[: count - len(chosen)]
+        if chosen:
+            index.free(chosen)
+            self._took(chosen)
+            for row in chosen:
+                self._foreign.discard(row)
+
+    @override
+    def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
+        if count > 0:
+            self._follow_others(count)
+        return super()._evict(count, protected, req_context)
+
+    def _follow_others(self, count: int) -> None:
+        """The oldest chunks that others have used since become the youngest, until `count` may leave before them."""
+        used_ms, seen_ms, ready, waiting = self._index.used_ms, self._used_ms, self.ready, self.waiting.kept
+        now, any_held = self._clock(), self._any_held
+        newer: list[int] = []
+        for key, row in self._rows.items():
+            if used_ms[row] > seen_ms[row]:
+                newer.append(row)
+            elif key in ready and key not in waiting and not (any_held and self._index.is_held(row, now)):
+                count -= 1
+                if not count:
+                    break
+        for row in sorted(newer, key=used_ms.__getitem__):
+            self._rows.move_to_end(self._chunk_in[row])
+            seen_ms[row] = used_ms[row]
+
+    @override
+    def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
+        return super()._all_may_leave(batch, kept) and not self._index.any_pinned(self.rows_of(batch))
+
+    @override
+    def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
+        return super()._may_leave(key, kept) and not self._index.is_pinned(self._rows[key])
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        mine = [key for key in keys if key in self._mine]
+        rows = self.rows_of(mine)
+
+        def publish(index: NodeIndex) -> None:
+            (index.publish if success else index.free)(rows)
+            self._took(rows)
+
+        if not mine:
+            return
+        if success and self._publishes_later and self._left is None:
+            self._unpublished.update(zip(mine, rows, strict=True))
+            done = True
+        else:
+            done = self._change(publish)
+        self._mine.difference_update(mine)
+        if not (done and success):
+            for row in rows:
+                self._chunk_in.pop(row, None)
+        super().complete_store(mine, req_context, done and success)
+        self._free_list.clear()
+
+    # -- loads
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        ordered = list(keys)
+        spec = self._pin(ordered, req_context)
+        if spec is None:  # some of them have just left, or all: the load is refused as a whole
+            self._unpinned.update(ordered)
+            nothing = [0] * len(ordered)
+            return NodeRowsSpec(nothing, [NO_STAMP] * len(ordered), nothing)
+        return spec
+
+    @override
+    def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
+        """For a store to a shared tier. None: some of the chunks have left, and nothing is pinned."""
+        if self._left is None and self._unpublished.keys() >= set(keys):  # no other engine may touch them yet
+            self._index.pin(self.rows_of(keys), self._place)
+            return super().prepare_load(keys, req_context)
+        return self._pin(list(keys), req_context)
+
+    def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> NodeRowsSpec | None:
+        spec: NodeRowsSpec | None = None
+
+        def pin(index: NodeIndex) -> None:
+            nonlocal spec
+            rows = self.rows_of(keys)
+            if self.ready.issuperset(keys) and index.are_ready(rows):
+                index.pin(rows, self._place)
+                spec = NodeRowsSpec(rows, [index.stamps[row] for row in rows], index.checks(rows))
+
+        if not self._change(pin) or spec is None:
+            return None
+        super().prepare_load(keys, req_context)
+        return spec
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        pinned = keys
+        if self._unpinned:
+            # If two loads of one chunk were answered differently, the load that ends first counts as the refused one:
+            # the other's pin stays.
+            pinned = []
+            for key in keys:
+                if self._unpinned[key] > 0:
+                    self._unpinned[key] -= 1
+                else:
+                    pinned.append(key)
+            self._unpinned += Counter()  # without those at 0
+        super().complete_load(pinned, req_context)
+        readers, rows = self._readers, self._rows
+        self._index.unpin([rows[key] for key in pinned if key not in readers and key in rows], self._place)
+        if self._left is not None:
+            for key in self.ready.intersection(pinned).difference(self._readers):
+                self._drop(self._rows[key], key)
+
+    # -- resets
+
+    @override
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Without those of chunks that left before they could be pinned."""
+        return [row for row in map(self._rows.get, keys) if row is not None]
+
+    @override
+    def _rows_in_use(self) -> Counter[int]:
+        in_use = Counter(self.rows_of(self._mine))
+        in_use.update({self._rows[key]: count for key, count in self._readers.items() if key in self._rows})
+        for key, count in self._unpinned.items():
+            # Their jobs release the row of such a chunk too, if another job uses it. If none does, it is not this
+            # engine's: another one may write to it at once.
+            if (row := self._rows.get(key)) is not None and row in in_use:
+                in_use[row] += count
+        return in_use
+
+    @override
+    def reset_cache(self) -> None:
+        """Drop the chunks of this namespace from the node, but for those that other engines read or write: this engine
+        takes those for gone."""
+        freed: list[OffloadKey] = []
+
+        def free(index: NodeIndex) -> None:
+            idle = self.rows_of(key for key in self.ready if key not in self._readers)
+            rows = [row for row in idle if not index.is_pinned(row)]
+            index.free(rows)
+            self._took(rows)
+            freed.extend(self._chunk_in[row] for row in rows)
+            self._oldest_generation = index.generation
+
+        if not self._change(free):
+            self._oldest_generation = self._index.generation
+        LruRows._announce(self, self.ready.difference(freed), removed=True)  # gone for this engine alone
+        self.ready.intersection_update(freed)  # whose removal is announced
+        self._reset_writes.update(self.rows_of(self._mine))
+        self._index.end_holds(self._place)
+        super().reset_cache()
+        self._free_list.clear()
+
+    @override
+    def _drop_all(self) -> int:
+        super()._drop_all()
+        self._chunk_in.clear()
+        self._mine.clear()
+        self._unpinned.clear()
+        self._foreign.clear()  # what other engines still use will be among them
+        self._seen_array[:] = NO_STAMP
+        self._segments = self._index.new_segments()
+        self._version = -1
+        return 0
+
+    @override
+    def release(self, rows: Iterable[int]) -> None:
+        ended: list[int] = []
+        for row in rows:
+            if row not in self.quarantine:  # of a load that was refused
+                continue
+            self.quarantine[row] -= 1
+            if not self.quarantine[row]:
+                del self.quarantine[row]
+                ended.append(row)
+        if not ended:
+            return
+        self._index.unpin(ended, self._place)
+        written = self._reset_writes.intersection(ended)
+        if written:
+            self._reset_writes -= written
+            self._change(lambda index: index.free(list(written)), followed=False)
+
+    @override
+    def shutdown(self) -> None:
+        """What is under way is released when the last process of this engine has ended."""
+        self._view.release()
+        self._node.close()

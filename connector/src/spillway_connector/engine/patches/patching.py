@@ -1,0 +1,152 @@
+"""Replacing functions of vLLM at run time: what a patch says of itself, and the one place that applies it.
+
+A patch changes a function for all engines of this process, so what takes the function's place asks the engine at hand
+for Spillway's connector and otherwise does what vLLM does. `common.py` and the module of a generation beside this one
+list every patch. No other module assigns a function to something of vLLM's;
+connector/tests/engine/patches/test_patching.py holds that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from spillway_connector.engine.generation import Methods, own_class, unsupported
+
+_MARK = "_spillway_patches"  # on what takes a function's place: the names of the patches in it
+_applied: dict[str, Patch] = {}
+
+
+class Needed(Enum):
+    """Which processes need a patch."""
+
+    ENGINE_CORE = "every EngineCore"
+    COMPUTE_WHILE_LOADING = "EngineCore, compute_while_loading: on"
+    FAIR_STEPS = "EngineCore, fair_steps: on"
+    LAYERWISE_LOADS = "EngineCore, layerwise_loads: on"
+    LORA_WORKER = "workers with LoRA"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One function of vLLM that is replaced or added.
+
+    Attributes:
+        name: What `spillway doctor` shows.
+        module: vLLM's module.
+        cls: The class in it; empty if the function belongs to the module.
+        function: The function's name.
+        parameters: Those that vLLM declares; None if the function is added.
+        replacement: `module:function` of what takes vLLM's function and returns the one that takes its place; a path,
+            so that the lists import nothing of vLLM. None if the function is replaced on single objects, by
+            `replace_on`.
+        needed_by: Which processes need it.
+        reason: What goes wrong without it.
+        until: What vLLM must have before the patch can go.
+        upstream: vLLM's issue or pull request; empty if none is known.
+    """
+
+    name: str
+    module: str
+    cls: str = ""
+    function: str
+    parameters: Sequence[str] | None
+    replacement: str | None
+    needed_by: Needed = Needed.ENGINE_CORE
+    reason: str
+    until: str
+    upstream: str = ""
+
+    @property
+    def target(self) -> str:
+        return f"{self.cls or self.module.rpartition('.')[2]}.{self.function}"
+
+    def owner(self) -> Any:
+        """The class or module that holds the function."""
+        return own_class(self.module, self.cls) if self.cls else importlib.import_module(self.module)
+
+    def is_in_force(self) -> bool:
+        return self.name in _patches_in(getattr(self.owner(), self.function, None))
+
+
+def apply(patches: Iterable[Patch], needs: Collection[Needed]) -> None:
+    """Put the patches in force in this process. Those that already are stay as they are.
+
+    Args:
+        patches: The generation's list.
+        needs: What this process needs.
+
+    Raises:
+        UnsupportedEngine: vLLM's function takes other parameters, or a function that is to be added exists.
+    """
+    for patch in patches:
+        if patch.replacement is None or patch.needed_by not in needs or patch.is_in_force():
+            continue
+        owner = patch.owner()
+        original = getattr(owner, patch.function, None)
+        _check(patch, original)
+        module, _, name = patch.replacement.partition(":")
+        replacement = getattr(importlib.import_module(module), name)(original)
+        if original is not None:
+            functools.update_wrapper(replacement, original)
+        setattr(replacement, _MARK, (*_patches_in(original), patch.name))
+        setattr(owner, patch.function, replacement)
+        _applied[patch.name] = patch
+
+
+def in_force() -> str:
+    """The names of the patches in force in this process, in the order in which they were applied, or `none`."""
+    return " ".join(name for name, patch in _applied.items() if patch.is_in_force()) or "none"
+
+
+def replace_on(thing: object, function: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of one object of vLLM's, which lives as long as its engine.
+
+    Args:
+        thing: The object.
+        function: The name of its method.
+        replacement: What is called instead; it is not given the object.
+    """
+    setattr(thing, function, replacement)
+
+
+@contextmanager
+def replaced_on(thing: object, function: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Call `replace_on`, and undo it when the context is left."""
+    replace_on(thing, function, replacement)
+    try:
+        yield
+    finally:
+        delattr(thing, function)
+
+
+def patched_methods(patches: Iterable[Patch]) -> tuple[Methods, ...]:
+    """What the patches rely on, for the seams of a generation."""
+    return tuple(
+        Methods(patch.module, patch.cls, {patch.function: patch.parameters})
+        for patch in patches
+        if patch.cls and patch.parameters is not None
+    )
+
+
+def _check(patch: Patch, original: Any) -> None:
+    if patch.parameters is None:
+        if original is not None:
+            raise unsupported(f"{patch.target} exists, which Spillway adds")
+        return
+    if original is None:
+        raise unsupported(f"{patch.target} is missing")
+    found = list(inspect.signature(original).parameters)
+    if found != list(patch.parameters):
+        raise unsupported(f"{patch.target} takes {found}, not {list(patch.parameters)}")
+
+
+def _patches_in(function: Any) -> tuple[str, ...]:
+    names: tuple[str, ...] = getattr(function, _MARK, ())
+    return names

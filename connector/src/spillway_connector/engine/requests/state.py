@@ -1,0 +1,91 @@
+"""What the scheduler half keeps for one request: its chunk keys, its LoRA adapter and the last lookup's answer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+from spillway_connector.engine.namespace.adapters import AdapterInstance, FirstLoad
+from spillway_connector.plan.prefix_memo import PrefixAnswer
+
+
+class TierState(NamedTuple):
+    """The state of the shared tier on which an answer rests."""
+
+    passes: bool  # loading beats recomputing, or this request probes the tier
+    open: bool  # the tier accepts lookups
+
+
+Prefix = PrefixAnswer[OffloadKey, TierState]
+
+
+class RequestFields(RequestOffloadState):
+    """Upstream's state of a request, with keys that carry the adapter's identity.
+
+    Upstream derives a chunk's key from vLLM's block hash alone, in a loop over all blocks; this class appends only the
+    new keys, and the keys of a LoRA request end with the digest of the adapter's files. Scheduler thread.
+    """
+
+    arrived_at = float("-inf")  # seconds of the queue order's clock
+    touched_at = float("-inf")  # time.monotonic seconds
+    counted_keys: Sequence[int] | None = None  # of each KV group, by manager.count_request
+    prefix: Prefix | None = None  # the last answer, of models with one KV group
+    max_load_tokens: int | None = None  # of the request, if this vLLM has such a bound
+    has_adapter = False  # LoRA
+    adapter: AdapterInstance | None = None
+    identified = True  # the adapter's digest is known, and the keys are complete
+    is_stale = False  # it may hold or hit KV of weights that are gone
+    is_unsound = False  # vLLM may compute its KV wrongly
+    window_ends: tuple[int, ...] | None = None  # tokens, see features/window_stores.py; None before its first step
+    _offload_tokens_max: int | None = None
+    _first_load: FirstLoad | None = None
+
+    @property
+    def max_offload_tokens(self) -> int | None:
+        """None: no limit. Nothing is stored for a request whose adapter's digest is not known, nor of KV that is not
+        what the weights of its key give."""
+        return self._offload_tokens_max if self.identified and not (self.is_stale or self.is_unsound) else 0
+
+    @max_offload_tokens.setter
+    def max_offload_tokens(self, tokens: int | None) -> None:
+        self._offload_tokens_max = tokens
+
+    def chunk_hashes(self) -> Sequence[bytes]:
+        """Hashes of the request's blocks that are equal on all engines with these adapter weights, reloaded or not."""
+        if self.adapter is None or not self.adapter.number:
+            return cast(Sequence[bytes], self.req.block_hashes)
+        if self._first_load is None:
+            self._first_load = FirstLoad(self.req)
+        self._first_load.update_block_hashes()
+        return self._first_load.block_hashes
+
+    @abstractmethod
+    def _hashes_per_chunk(self, group_config: Any) -> int: ...
+
+    @abstractmethod
+    def first_own_chunk(self, group_state: Any) -> int:
+        """The first chunk of a KV group that the request neither found nor has stored."""
+
+    @override
+    def update_offload_keys(self) -> None:
+        """Upstream's contract: append the keys of blocks whose hashes are new."""
+        adapter_key = b""
+        if self.has_adapter:
+            key = None if self.adapter is None else self.adapter.key
+            self.identified = key is not None
+            if key is None:
+                return
+            adapter_key = key
+        hashes = self.chunk_hashes()
+        for config, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+            factor = self._hashes_per_chunk(config)
+            begin = factor * len(state.offload_keys) + factor - 1
+            if begin < len(hashes):
+                group = make_offload_key(adapter_key, config.group_idx)
+                wanted = hashes[begin::factor] if begin or factor > 1 else hashes
+                state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])

@@ -1,0 +1,1 @@
+"""The scheduler half of the connector, in vLLM's EngineCore process."""

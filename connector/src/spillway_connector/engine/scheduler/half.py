@@ -1,0 +1,500 @@
+"""The scheduler half of the connector: vLLM's, except that it handles failed jobs and never waits without a bound.
+
+vLLM's class has the same duties in every generation, but its names differ. Each generation's room completes this class.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, cast
+
+from typing_extensions import override
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from spillway_connector.engine.features.ahead import AheadPromotions
+from spillway_connector.engine.features.fair_steps import FairSteps
+from spillway_connector.engine.features.late_stores import LateStores
+from spillway_connector.engine.features.queue_order import QueueOrder
+from spillway_connector.engine.features.window_stores import WindowStores
+from spillway_connector.engine.ipc.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.manager.early_loads import EarlyLoad, PendingRows
+from spillway_connector.engine.namespace.adapters import AdapterRegistry, adapter_of
+from spillway_connector.engine.requests.state import RequestFields
+from spillway_connector.engine.requests.tenancy import hands_over, session_of
+from spillway_connector.engine.requests.transfer_params import accepted
+from spillway_connector.engine.scheduler.chunk_uses import ChunkUses
+from spillway_connector.engine.scheduler.resets import ResettableHalf
+from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, StepsWithoutRequests, Unsettled
+from spillway_connector.engine.scheduler.suspect_stores import fail_stores, has_replaced_adapter, holds_any
+from spillway_connector.engine.scheduler.waiting import WaitingRequests
+from spillway_connector.engine.scheduler.written_blocks import written_blocks
+from spillway_connector.engine.shared_tiers.events import shared_tier_events
+from spillway_connector.plan.conversations import Conversations
+from spillway_connector.plan.leaving import LeavingWindow
+from spillway_connector.plan.load_cost import PrefillTimer
+from spillway_connector.plan.sessions import SessionHint
+
+logger = logging.getLogger(__name__)
+
+_TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
+
+
+class SchedulerHalf(ResettableHalf):
+    """Overrides upstream's scheduler half. EngineCore process, scheduler thread; no method blocks.
+
+    Every override keeps the contract of vLLM's KVConnectorBase_V1 unless its docstring names a difference.
+    """
+
+    stores_adapters_alone = False  # nothing of requests without a LoRA adapter
+
+    def _begin(
+        self,
+        *,
+        specs: list[KVCacheSpec],
+        chunk_tokens: list[int],
+        blocks_per_chunk: int,
+        one_prefix: bool,
+        loading: set[OffloadKey] | None,
+    ) -> None:
+        """Complete the construction after vLLM's constructor.
+
+        Args:
+            specs: Of a layer of each KV group.
+            chunk_tokens: The tokens of a chunk, by KV group.
+            blocks_per_chunk: The device blocks of a chunk.
+            one_prefix: Whether one lookup of a prefix answers for the model: attention reads all of its one KV group.
+            loading: vLLM's set of chunks that are being loaded to the device; None without a prefix cache there.
+        """
+        self._chunk_tokens = chunk_tokens[0]
+        self._largest_chunk_tokens = max(chunk_tokens)
+        self._block_tokens = chunk_tokens[0] // blocks_per_chunk
+        self._one_prefix = one_prefix
+        self._being_loaded = loading
+        self._begin_resets(has_device_cache=loading is not None)
+        self._failed_jobs: set[int] = set()  # failed on some rank, not yet reported by all
+        self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
+        self._prefill_timer = PrefillTimer(self.manager.prefill_rate)
+        self._early_loads: dict[int, EarlyLoad] = {}
+        self._loaded: set[str] = set()  # requests whose load has ended and that do not run yet
+        self._gridlock = False
+        self.adapters = AdapterRegistry()
+        self._conversations = Conversations()
+        self._uses = ChunkUses(self.manager, chunk_tokens)
+        self._hash_bytes = 0  # of vLLM's block hashes, once there is one
+        self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
+        self.waiting = WaitingRequests(self.manager)
+        self.queue_order: QueueOrder | None = None
+        self.fair_steps: FairSteps | None = None
+        self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk)
+        self.orders_queue = one_prefix
+        self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
+        self._without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
+        rows_max = self.manager.ahead_rows_max if one_prefix else 0
+        self.late_stores: LateStores | None = None
+        # The device is asked by a chunk's key, which is a block's hash then.
+        self.may_store_late = one_prefix and blocks_per_chunk == 1 and loading is not None
+        self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
+
+    def begin_late_stores(self, tokens_per_step: int) -> None:
+        """Store the device's blocks only when they are about to be evicted, once the CPU tier is full.
+
+        The caller checks :attr:`may_store_late`. A step computes at most `tokens_per_step`.
+        """
+        manager, window = self.manager, LeavingWindow(-(-tokens_per_step // self._block_tokens))
+        late = LateStores(manager, window, ranks=self.config.num_workers, shared=bool(manager.secondary_tiers))
+        self.late_stores = manager.late_stores = manager.primary_tier.duplicates = late
+
+    def settle(self, seconds: float) -> Unsettled:
+        """Let the engine step without requests for so long, while anything is left (engine/scheduler/settling.py)."""
+        return self._without_requests.settle(seconds)
+
+    def introduce(self) -> None:
+        """Let the engine step without requests until it has announced the stores that it loads from."""
+        self._without_requests.introduce()
+
+    @property
+    def steps_without_requests(self) -> bool:
+        """Whether the engine is to step though it has no request."""
+        return self._without_requests.wanted
+
+    def _copying_chunks(self) -> int:
+        stores = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
+        return stores + (0 if self.late_stores is None else self.late_stores.copying)
+
+    def _chunks_alone(self) -> int:
+        return 0 if self.late_stores is None else self.late_stores.alone
+
+    def known_state(self, request_id: str) -> RequestFields | None:
+        """Return the state of a request that vLLM has announced and that has not ended, or None."""
+        status = self._req_status.get(request_id)
+        return status if isinstance(status, RequestFields) else None
+
+    @abstractmethod
+    def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
+        """Make the state of a new request, of this generation's class, and announce the request to the manager."""
+
+    @abstractmethod
+    def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Answer for a request that asked to skip the prefix cache."""
+
+    @abstractmethod
+    def _ask(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
+    ) -> tuple[int | None, bool]:
+        """Return vLLM's answer, which calls `_lookup`."""
+
+    @abstractmethod
+    def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
+        """Run vLLM's search over the KV groups, which asks the manager about each."""
+
+    @abstractmethod
+    def _touch_chunks(self, req_status: RequestFields) -> None:
+        """Mark the request's chunks as recently used."""
+
+    @abstractmethod
+    def _store_job(self, request_id: str, device: LoadStoreSpec, rows: LoadStoreSpec) -> Any:
+        """Make the metadata of a store."""
+
+    @abstractmethod
+    def _load_of(self, job_id: int) -> tuple[LoadStoreSpec, LoadStoreSpec]:
+        """Return source and destination of a load of this step."""
+
+    @override
+    def on_new_request(self, request: Request) -> None:
+        given, request.kv_transfer_params = request.kv_transfer_params, accepted(request.kv_transfer_params)
+        session = session_of(request.kv_transfer_params) or self._conversations.session_of(request.block_hashes)
+        status = self._state_of(request, session)
+        if isinstance(given, dict):
+            request.kv_transfer_params = given  # what other connectors of this engine read
+        if getattr(request, "lora_request", None) is not None:
+            status.has_adapter, status.identified, status.adapter = True, False, adapter_of(request)
+        elif self.stores_adapters_alone:
+            status.is_unsound = True
+        status.is_stale = self._device_is_stale
+        if self.queue_order is not None:
+            status.arrived_at = self.queue_order.clock()
+        if self.fair_steps is not None:
+            self.fair_steps.came(status)
+        self._req_status[request.request_id] = status
+        if not self._hash_bytes and request.block_hashes:
+            self._hash_bytes = len(request.block_hashes[0])
+        self.ahead.add(request.request_id, status)
+        self.waiting.add(request.request_id, status)
+
+    def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
+        """Take a hint (engine/features/hints.py). Its request is in no queue, and may never come."""
+        self.ahead.expect(self._state_of(request, session_of(request.kv_transfer_params)), hashing_seconds)
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """Upstream's contract: (tokens that can be loaded behind those computed, or None: ask again; asynchronously).
+
+        Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
+        unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
+        """
+        if request.request_id in self.ahead.waiting:
+            self.ahead.turn_came(cast(RequestFields, self._req_status[request.request_id]))
+        if request.skip_reading_prefix_cache:
+            # It needs a forward pass over the whole prompt (`prompt_logprobs`, pooling over all tokens). vLLM skips the
+            # device's prefix cache for it, but asks the connector nevertheless.
+            return self._unread(request, num_computed_tokens)
+        if self._gridlock:
+            # vLLM asks about requests without computed tokens: a load of this one, if any, failed as a whole.
+            self._loaded.discard(request.request_id)
+            return None, False  # requests that hold their blocks already go first
+        status = cast(RequestFields, self._req_status[request.request_id])
+        status.num_locally_computed_tokens = num_computed_tokens
+        if status.has_adapter and (status.adapter is None or status.adapter.key is None):
+            return 0, False  # without the adapter's digest there are no keys
+        prefix = status.prefix
+        if prefix is not None and (matched := prefix.matched) is not None and max_num_new_tokens is None:
+            manager = self.manager
+            memo, step = manager.memo, manager.step or manager.begin_step()
+            if (
+                # Most of the time one comparison: is_current's first two, without the call.
+                (
+                    (prefix.stamp == memo.stamp and step.now < prefix.valid_until)
+                    or memo.is_current(prefix, request.request_id, step)
+                )
+                and prefix.computed_tokens == num_computed_tokens
+                and prefix.total_tokens == request.num_tokens
+                and (not self._being_loaded or matched[0] is None)
+            ):
+                if prefix.chunks and step.now - status.touched_at >= _TOUCH_SECONDS:
+                    self._touch(status)
+                return matched
+        if request.request_id in self._recompute_only:
+            return 0, False
+        if status.transfer_jobs:
+            # A preempted request is scheduled again while its stores still read its old blocks; upstream asserts that
+            # a request never has a load and a store at once. The flush of its preemption ends the stores this step.
+            return None, False
+        if prefix is not None:
+            prefix.matched = None
+        answer = self._ask(request, num_computed_tokens, max_num_new_tokens)
+        if status.counted_keys is None:
+            self._uses.begin(status)
+            self._follow_answers()
+        return answer
+
+    def _follow_answers(self) -> None:
+        prompt_only = self._uses.prompt_only(self.config.offload_prompt_only)
+        if prompt_only is not self.config.offload_prompt_only:
+            self.config = self.config._replace(offload_prompt_only=prompt_only)
+
+    @override
+    def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
+        """Upstream's contract: tokens that can be loaded behind those computed; None: ask again.
+
+        Models with one KV group need one lookup of a prefix; with several, upstream's search over the groups calls
+        `_maximal_prefix_lookup` for each.
+        """
+        if self._only_last_chunk_missing(req_status):
+            return 0
+        assert isinstance(req_status, RequestFields)
+        if not self._one_prefix or max_num_new_tokens is not None or req_status.max_load_tokens is not None:
+            return self._look_up_groups(req_status, max_num_new_tokens)
+        computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
+        chunk_tokens = self._chunk_tokens
+        all_keys = req_status.group_states[0].offload_keys
+        limit = min(total, len(all_keys) * chunk_tokens)
+        if limit - computed < chunk_tokens:
+            return 0
+        first = computed // chunk_tokens
+        manager, prefix = self.manager, req_status.prefix
+        step = manager.step or manager.begin_step()
+        if (
+            prefix is None
+            or prefix.computed_tokens != computed
+            or prefix.total_tokens != total
+            or not manager.memo.is_current(prefix, req_status.req_context.req_id, step)
+        ):
+            prefix = manager.find_prefix(all_keys[first : -(-limit // chunk_tokens)], req_status.req_context, step)
+            req_status.prefix, prefix.computed_tokens, prefix.total_tokens = prefix, computed, total
+        chunks = prefix.chunks
+        if chunks is None and manager.loads_begin_early and manager.may_begin_load(prefix):
+            chunks = prefix.expected
+        if not chunks:
+            prefix.matched = chunks, False
+            return chunks
+        found = min(limit, (first + chunks) * chunk_tokens) - computed
+        if found < chunk_tokens:
+            prefix.matched = prefix.chunks and 0, False
+            return prefix.chunks and 0
+        prefix.matched = found, True  # unless another request is loading some of it
+        if self._being_loaded and not self._being_loaded.isdisjoint(prefix.keys[:chunks]):
+            return None  # another request is loading some of them: its device blocks can soon be shared
+        return found
+
+    def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
+        """Whether the device's prefix cache holds all of the prompt but its last block, which it never covers whole.
+
+        To load that block costs an engine step, and often a wait until it has been stored."""
+        computed = req_status.num_locally_computed_tokens
+        return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
+
+    def _touch(self, req_status: RequestOffloadState) -> None:
+        """Mark the request's chunks as recently used, at most once per _TOUCH_SECONDS."""
+        assert isinstance(req_status, RequestFields)
+        now = self.manager.step_time
+        if now - req_status.touched_at >= _TOUCH_SECONDS:
+            req_status.touched_at = now
+            self._touch_chunks(req_status)
+
+    @override
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Upstream's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
+        prefix = cast(RequestFields, self._req_status[request.request_id]).prefix
+        if prefix is not None:
+            prefix.matched = None
+        written, self._current_batch_allocated_block_ids = self._current_batch_allocated_block_ids, set()
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._one_prefix:  # the blocks before those that it loads, or computes, are only read
+            found = self._req_status[request.request_id].num_locally_computed_tokens // self._block_tokens
+            own = blocks.blocks[self.config.kv_group_configs[0].group_idx][found:]
+            written.update(block.block_id for block in own)
+        else:
+            written |= self._current_batch_allocated_block_ids
+        self._current_batch_allocated_block_ids = written
+        self.waiting.leave(request.request_id)
+        if not num_external_tokens:
+            return
+        job_id = next(reversed(self._current_batch_load_jobs))
+        rows, device = self._load_of(job_id)
+        if isinstance(rows, PendingRows):
+            assert isinstance(device, GPULoadStoreSpec)
+            del self._current_batch_load_jobs[job_id]
+            self._jobs[job_id].keys = set()  # nothing is pinned for it yet
+            self._early_loads[job_id] = EarlyLoad(
+                self._req_status[request.request_id].req_context,
+                rows.keys,
+                device.block_ids.tolist(),
+                device.block_indices[0],
+            )
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._prefill_timer.begin_step(scheduler_output.total_num_scheduled_tokens, time.monotonic())
+        self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
+        # Head-of-line blocking: vLLM stops at the first waiting request that finds no free blocks. When requests behind
+        # it hold all blocks, loaded and ready to run, and nothing computes or copies, none of them would be scheduled.
+        self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
+        self.ahead.end_step()
+        self.waiting.end_step(scheduler_output.preempted_req_ids or (), self._req_status)
+        if self.late_stores is not None:
+            for new in scheduler_output.scheduled_new_reqs:
+                status = self._req_status[new.req_id]
+                found = status.group_states[0].offload_keys[: new.num_computed_tokens // self._chunk_tokens]
+                self.late_stores.found_on_device(found, status.req_context)
+        metadata = super().build_connector_meta(scheduler_output)
+        if self.late_stores is not None:
+            assert isinstance(metadata, OffloadingConnectorMetadata)
+            running = len(scheduler_output.num_scheduled_tokens)
+            room = self._without_requests.room()
+            for store in self.late_stores.due(self._generate_job_id, running=running, settling=room):
+                device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
+                metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
+        pieces = self._due_pieces() if self._early_loads else []
+        if not pieces:
+            return metadata
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
+
+    @override
+    def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Upstream's contract, except that only stores of blocks that this step writes to are flushed."""
+        narrow = self._one_prefix and bool(self._block_id_to_pending_jobs)
+        loaded = set(self._current_batch_allocated_block_ids) if narrow else set()
+        super()._update_req_states(scheduler_output)
+        if narrow:
+            written = written_blocks(scheduler_output, self.config.kv_group_configs[0].group_idx, self._block_tokens)
+            self._current_batch_allocated_block_ids = loaded | written
+        if self.window_stores is not None:
+            self.window_stores.leave_out(map(self.known_state, scheduler_output.num_scheduled_tokens), self.manager)
+
+    def _due_pieces(self) -> list[LoadPiece]:
+        cpu_tier = self.manager.primary_tier
+        pieces: list[LoadPiece] = []
+        for job_id, load in list(self._early_loads.items()):
+            due = load.due(cpu_tier.ready, cpu_tier.resident)
+            if due is None:
+                continue
+            job = self._jobs.get(job_id)  # None: dropped by a reset, while the workers still have it
+            transfer_spec: tuple[LoadStoreSpec, LoadStoreSpec] | None = None
+            if due.ready and job is not None:
+                keys = [load.keys[position] for position in due.ready]
+                rows = cpu_tier.prepare_load(keys, load.context)
+                job.keys.update(keys)
+                blocks = [load.blocks[position] for position in due.ready]
+                transfer_spec = rows, GPULoadStoreSpec(blocks, [len(blocks)], [load.first_block + due.ready[0]])
+            lost_blocks = [load.blocks[position] for position in due.lost]
+            piece_id = self._generate_job_id()
+            pieces.append(LoadPiece(job_id, piece_id, load.context.req_id, transfer_spec, due.last, lost_blocks))
+            if job is None and due.last:
+                del self._early_loads[job_id]
+        return pieces
+
+    @override
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Upstream's contract, but a failed store is not published, and a failed load's request never loads again."""
+        self._prefill_timer.end_step(time.monotonic())
+        if invalid := connector_output.invalid_block_ids:
+            fail_stores(self, holds_any(invalid))
+            if self.late_stores is not None:
+                self.late_stores.lose_all()
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, SpillwayWorkerMetadata):
+            if self.late_stores is not None:
+                self.late_stores.ended(meta.completed_jobs, meta.failed_jobs)
+            if meta.adapters:
+                self.adapters.loaded_by_workers(meta.adapters)
+                self.fail_stores_of_replaced_adapters()
+            if self._reset_jobs:
+                self._end_reset_jobs(meta.completed_jobs)
+            self._failed_jobs |= meta.failed_jobs
+            for job_id, count in meta.completed_jobs.items():
+                status = self._jobs.get(job_id)
+                if (
+                    status is not None
+                    and not status.is_store
+                    and status.pending_count <= count
+                    and not self._req_status[status.req_id].req.is_finished()
+                ):
+                    self._loaded.add(status.req_id)
+                if job_id not in self._failed_jobs or (status is not None and status.pending_count > count):
+                    continue
+                self._failed_jobs.discard(job_id)
+                if status is None:
+                    continue  # dropped by a reset
+                if status.is_store:
+                    # Upstream completes every store as successful, so the manager is informed first.
+                    self.manager.fail_store(status.keys)
+                else:
+                    request_state = self._req_status.get(status.req_id)
+                    if request_state is not None and not request_state.req.is_finished():
+                        self._recompute_only.add(status.req_id)
+                        prefix = cast(RequestFields, request_state).prefix
+                        if prefix is not None:
+                            prefix.matched = None
+        with self.manager.primary_tier.together():
+            super().update_connector_output(connector_output)
+        if self._early_loads and isinstance(meta, SpillwayWorkerMetadata):
+            for job_id in meta.completed_jobs:
+                if job_id in self._early_loads and job_id not in self._jobs:
+                    load = self._early_loads.pop(job_id)
+                    if self._being_loaded:
+                        self._being_loaded.difference_update(load.keys)
+
+    @override
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._recompute_only.discard(request.request_id)
+        self._loaded.discard(request.request_id)
+        self.ahead.ended(request.request_id)
+        self.waiting.leave(request.request_id)
+        if self.late_stores is not None and request.request_id in self._req_status:
+            self.late_stores.ending(self._req_status[request.request_id].group_states[0].offload_keys)
+        status = self._req_status.get(request.request_id)
+        if status is not None and hands_over(status.req_context):
+            self.settle(HAND_OVER_SECONDS)
+        if self._early_loads and status is not None:
+            for job_id in status.transfer_jobs & self._early_loads.keys():
+                self._early_loads[job_id].abandon(needed=False)
+        if isinstance(status, RequestFields) and status.counted_keys is not None:
+            self._uses.end(status, prompt_only=self.config.offload_prompt_only)
+            self._follow_answers()
+        return super().request_finished(request)
+
+    def fail_stores_of_replaced_adapters(self) -> None:
+        """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""
+        fail_stores(self, has_replaced_adapter)
+
+    @override
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Upstream's contract, but keys are cut to vLLM's block hashes, and what engines share is announced too."""
+        for event in super().take_events():
+            if isinstance(event, BlockStored | BlockRemoved):
+                event.block_hashes = [
+                    one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes
+                ]
+            if self.manager.primary_tier.news is None:
+                yield event
+        yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)
+
+    @override
+    def shutdown(self) -> None:
+        self.adapters.close()
+        super().shutdown()

@@ -1,0 +1,29 @@
+"""Stores under way whose chunks were computed with something that is not what their keys say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from spillway_connector.engine.requests.state import RequestFields
+
+IsSuspect = Callable[[RequestFields], bool]
+
+
+def fail_stores(half: Any, is_suspect: IsSuspect) -> None:
+    """Fail the stores of the scheduler half's suspect requests: none of what they store is published."""
+    for job in half._jobs.values():
+        if job.is_store and is_suspect(half._req_status[job.req_id]):
+            half.manager.fail_store(job.keys)
+
+
+def has_replaced_adapter(request: RequestFields) -> bool:
+    """Other weights were loaded under its adapter's id."""
+    return request.adapter is not None and not request.adapter.current
+
+
+def holds_any(blocks: AbstractSet[int]) -> IsSuspect:
+    """Device blocks that their load did not fill. With another connector's (vLLM's MultiConnector) that is known only
+    after the step that reads them; a load of ours has no store beside it."""
+    return lambda request: any(not blocks.isdisjoint(state.block_ids) for state in request.group_states)

@@ -1,0 +1,83 @@
+"""The worker half of all generations: submits each copy once, and turns every failure into a recompute.
+
+What a generation's interfaces call things differs (where a job has its two sides, how a copy is submitted and its end
+reported); its room completes the class.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
+
+from spillway_connector.engine.ipc.messages import LoadPiece, SpillwayConnectorMetadata
+from spillway_connector.engine.ipc.process_settings import ProcessSettings
+from spillway_connector.engine.ipc.samples import Samples
+from spillway_connector.engine.namespace.adapters import AdapterLoads
+from spillway_connector.engine.worker.copy_jobs import CopyJobs, EndedCopy, Sides, Submit
+
+
+class WorkerHalf(OffloadingConnectorWorker):
+    """Overrides upstream's worker half. Each rank's process, model-runner thread.
+
+    Upstream asserts that every submit and every copy succeeds, and a failed assert ends the engine.
+    """
+
+    def _begin(self, lora_config: Any) -> None:
+        """The rest of the constructor, after the constructor of vLLM's class."""
+        self._jobs = CopyJobs(self._store)
+        self._adapter_loads = AdapterLoads(lora_config)
+
+    def _take_samples(self) -> Samples:
+        """What is to be counted since the last call, and now and then the settings of this process."""
+        samples = self._jobs.take_samples()
+        settings: ProcessSettings | None = getattr(self.spec, "process_settings", None)
+        if settings is not None:
+            settings.add_to(samples)
+        return samples
+
+    @abstractmethod
+    def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:
+        """(source, destination) of a job in the metadata."""
+
+    @abstractmethod
+    def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
+        """Submit one copy of them all; False if the transport refused it, and nothing moves."""
+
+    @abstractmethod
+    def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit: ...
+
+    def _start_loads(self, metadata: OffloadingConnectorMetadata) -> None:
+        # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
+        load_jobs, metadata.load_jobs = metadata.load_jobs, {}
+        for job_id, job in load_jobs.items():
+            host, device = self._sides_of(job)
+            assert isinstance(device, GPULoadStoreSpec)
+            self._jobs.start_load(job_id, job.req_id, device.block_ids, self._load(job_id, host, device))
+        if isinstance(metadata, SpillwayConnectorMetadata):
+            pieces, metadata.pieces = metadata.pieces, []
+            for piece in pieces:
+                self._start_piece(piece)
+
+    def _start_piece(self, piece: LoadPiece) -> None:
+        copy = None
+        if piece.transfer_spec is not None:
+            host, device = piece.transfer_spec
+            assert isinstance(device, GPULoadStoreSpec)
+            copy = device.block_ids, self._load(piece.piece_id, host, device)
+        self._jobs.start_piece(
+            piece.piece_id, piece.job_id, piece.request_id, copy, last=piece.last, lost_blocks=piece.lost_blocks
+        )
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Device blocks whose load failed since the last call; call after get_finished, in the same step."""
+        return self._jobs.take_invalid_blocks()
+
+
+def ended_copy(result: Any) -> EndedCopy:
+    """result: vLLM's TransferResult."""
+    return EndedCopy(result.job_id, bool(result.success), result.transfer_size, result.transfer_time)

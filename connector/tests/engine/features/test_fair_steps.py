@@ -1,0 +1,201 @@
+"""What vLLM's scheduler is shown in a step that belongs to one party, and that it is as it was behind it.
+
+The scheduler here has vLLM's own queues and requests; `plan` stands for its `schedule`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import Request, RequestStatus
+
+from spillway_connector.engine.features.fair_steps import FairSteps
+from spillway_connector.engine.requests.tenancy import TenantContext
+from spillway_connector.plan.sessions import SessionHint
+from spillway_connector.plan.step_shares import FLOOD_STEP_TOKENS, FLOOD_STEPS
+from spillway_connector.testing.clock import SteppedClock
+
+STEP_TOKENS, BLOCK_TOKENS, PROMPT = 1000, 16, 3000
+BLOCKED = (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+OTHER_QUEUES = ("skipped_waiting", "kv_holding_waiting")  # of 0.23; of later versions
+
+
+class Rig:
+    def __init__(self, other_queue: str = OTHER_QUEUES[0]) -> None:
+        self.clock = SteppedClock()
+        self.states: dict[str, Any] = {}
+        self.steps = FairSteps(self.states.get, STEP_TOKENS, self.clock)
+        self.scheduler: Any = SimpleNamespace(
+            running=[],
+            waiting=FCFSRequestQueue(),
+            max_num_scheduled_tokens=STEP_TOKENS,
+            num_spec_tokens=0,
+            block_size=BLOCK_TOKENS,
+        )
+        setattr(self.scheduler, other_queue, FCFSRequestQueue())
+        self.other_queue = getattr(self.scheduler, other_queue)
+        self.shown: list[str] = []
+        self.bound = 0
+
+    def request(self, name: str, session: str, computed: int = 0) -> Request:
+        made = Request(name, [1] * PROMPT, SamplingParams(), None)
+        made.num_computed_tokens = computed
+        hint = SessionHint(session.encode())
+        self.states[name] = SimpleNamespace(req_context=TenantContext(req_id=name, session=hint))
+        self.steps.came(self.states[name])
+        return made
+
+    def runs(self, name: str, session: str, computed: int) -> Request:
+        request = self.request(name, session, computed)
+        request.status = RequestStatus.RUNNING
+        self.scheduler.running.append(request)
+        return request
+
+    def waits(self, name: str, session: str) -> Request:
+        request = self.request(name, session)
+        self.scheduler.waiting.add_request(request)
+        return request
+
+    def flood(self) -> None:
+        """The session `flood` has taken more than its part, beside the session `user`."""
+        self.steps._shares.came(self.party("user"), self.clock())
+        self.steps._shares.computed({self.party("flood"): FLOOD_STEPS * STEP_TOKENS + 1}, self.clock())
+
+    def party(self, session: str) -> Any:
+        name = f"of {session}"
+        self.request(name, session)
+        return self.steps._party_of(SimpleNamespace(request_id=name))  # type: ignore[arg-type]
+
+    def step(self, computes: int = 1) -> list[str]:
+        """Returns what vLLM is shown; it computes so many tokens of each."""
+
+        def plan() -> Any:
+            scheduler = self.scheduler
+            running = [each for each in scheduler.running if each.next_decode_eligible_step == 0]
+            shown = [*running, *self.other_queue, *scheduler.waiting]
+            self.shown = [each.request_id for each in shown]
+            self.bound = scheduler.max_num_scheduled_tokens
+            tokens = Counter({name: computes for name in self.shown})
+            return SimpleNamespace(num_scheduled_tokens=tokens, total_num_scheduled_tokens=tokens.total())
+
+        self.steps.schedule(self.scheduler, plan)
+        assert all(each.next_decode_eligible_step == 0 for each in self.scheduler.running)
+        assert self.scheduler.max_num_scheduled_tokens == STEP_TOKENS
+        return self.shown
+
+
+def test_a_session_alone_has_vllms_steps() -> None:
+    rig = Rig()
+    rig.runs("a", "flood", computed=500)
+    rig.waits("b", "flood")
+    assert rig.step() == ["a", "b"] and rig.bound == STEP_TOKENS
+
+
+def test_a_step_of_the_user_leaves_the_floods_prompts_out_and_no_request_that_decodes() -> None:
+    rig = Rig()
+    rig.flood()
+    rig.runs("begun", "flood", computed=500)
+    rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.waits("next", "flood")
+    rig.waits("asked", "user")
+
+    assert rig.step() == ["decodes", "asked"]
+    assert rig.bound == STEP_TOKENS
+    assert [each.request_id for each in rig.scheduler.waiting] == ["asked", "next"]
+
+
+def test_a_step_of_the_flood_has_few_tokens_besides_those_that_decode() -> None:
+    rig = Rig()
+    rig.flood()
+    rig.runs("begun", "flood", computed=500)
+    for number in range(10):
+        rig.runs(f"decodes {number}", "user", computed=PROMPT - 1)
+
+    assert rig.step()[0] == "begun"
+    assert rig.bound == 10 + FLOOD_STEP_TOKENS
+
+
+def test_a_short_step_has_room_for_a_block_and_for_drafts() -> None:
+    rig = Rig()
+    rig.scheduler.block_size, rig.scheduler.num_spec_tokens = 512, 2
+    rig.flood()
+    rig.runs("begun", "flood", computed=500)
+    rig.runs("decodes", "user", computed=PROMPT - 1)
+    rig.step()
+    assert rig.bound == 3 + 512
+
+
+@pytest.mark.parametrize("other_queue", OTHER_QUEUES)
+def test_what_waits_in_vllms_other_queue_is_left_out_too_and_keeps_its_order(other_queue: str) -> None:
+    rig = Rig(other_queue)
+    rig.flood()
+    for name in ("loads", "loads too"):
+        loads = rig.request(name, "flood")
+        loads.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        rig.other_queue.add_request(loads)
+    for name in ("first", "second"):
+        rig.waits(name, "flood")
+    rig.waits("asked", "user")
+
+    assert rig.step() == ["asked"]
+    assert [each.request_id for each in rig.other_queue] == ["loads", "loads too"]
+    assert [each.request_id for each in rig.scheduler.waiting] == ["asked", "first", "second"]
+
+
+@pytest.mark.parametrize("status", BLOCKED)
+def test_a_user_who_is_not_ready_keeps_no_step_from_the_flood_and_is_in_each(status: RequestStatus) -> None:
+    """Only among the requests that it plans does vLLM look whether a load or a grammar is done."""
+    rig = Rig()
+    rig.flood()
+    rig.runs("begun", "flood", computed=500)
+    loading = rig.request("loading", "user")
+    loading.status = status
+    rig.other_queue.add_request(loading)
+
+    assert rig.step() == ["begun", "loading"]
+    assert rig.bound == FLOOD_STEP_TOKENS
+
+
+def test_a_step_that_computes_nothing_of_the_user_is_followed_by_one_of_the_flood() -> None:
+    rig = Rig()
+    rig.flood()
+    rig.waits("next", "flood")
+    rig.waits("asked", "user")
+
+    assert rig.step(computes=0) == ["asked"]
+    assert rig.step(computes=0) == ["next"]
+    assert sorted(rig.step()) == ["asked", "next"] and rig.bound == STEP_TOKENS
+
+
+def test_a_step_that_fails_leaves_the_scheduler_as_it_was() -> None:
+    rig = Rig()
+    rig.flood()
+    begun = rig.runs("begun", "flood", computed=500)
+    rig.waits("asked", "user")
+
+    def plan() -> Any:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        rig.steps.schedule(rig.scheduler, plan)
+    assert begun.next_decode_eligible_step == 0
+    assert rig.scheduler.max_num_scheduled_tokens == STEP_TOKENS
+
+
+def test_a_mark_that_another_rule_sets_within_the_step_stays() -> None:
+    rig = Rig()
+    rig.flood()
+    begun = rig.runs("begun", "flood", computed=500)
+    rig.waits("asked", "user")
+
+    def plan() -> Any:
+        begun.next_decode_eligible_step = 7
+        return SimpleNamespace(num_scheduled_tokens={"asked": 1}, total_num_scheduled_tokens=1)
+
+    rig.steps.schedule(rig.scheduler, plan)
+    assert begun.next_decode_eligible_step == 7

@@ -1,0 +1,371 @@
+"""Late stores on vLLM's own block pool and our CPU tier: every byte is right, nothing is forgotten, nothing leaks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from spillway_connector import metrics
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.features import late_stores
+from spillway_connector.engine.features.late_stores import LateStore, LateStores
+from spillway_connector.engine.ipc.samples import sample_key
+from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext
+from spillway_connector.plan.leaving import LeavingWindow
+from spillway_connector.plan.sessions import SessionHint
+from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier
+
+ROWS, BLOCKS, CHUNKS = 6, 13, 4  # a request has so many chunks; 12 blocks can be used
+CONTEXT = ReqContext(req_id="r")
+
+
+def keys_of(prompt: int) -> list[OffloadKey]:
+    """Prompts share their first chunk."""
+    return [OffloadKey(bytes([0 if at == 0 else 1 + prompt, at]) * 18) for at in range(CHUNKS)]
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    region = HostRegion(region_path(f"test-late-stores-{os.getpid()}"), ROWS, 4096)
+    region.unlink_name()
+    yield region
+    region.cleanup()
+
+
+class Rig:
+    """What vLLM and the scheduler half do with both tiers, and memory that holds keys instead of KV."""
+
+    def __init__(self, region: HostRegion, per_step: int = CHUNKS) -> None:
+        self.tier = make_cpu_tier(ROWS, region, "lru", enable_events=True)
+        config = ConnectorConfig(num_cpu_blocks=ROWS)
+        self.manager = SpillwayTieringManager(self.tier, [], ROWS, config, chunk_tokens=16, chunk_bytes=4096)
+        self.late = LateStores(self.manager, LeavingWindow(per_step), ranks=1, shared=True)
+        self.manager.late_stores = self.tier.duplicates = self.late
+        self.pool = BlockPool(BLOCKS, True, 16)
+        self.late.bind(self.pool)
+        self.memory: dict[int, OffloadKey] = {}  # by device block
+        self.rows: dict[int, OffloadKey | None] = {}
+        self.running: list[list[tuple[OffloadKey, KVCacheBlock]]] = []
+        self.jobs: list[LateStore] = []
+        self._ids = count()
+
+    def begin(self, prompt: int) -> None:
+        """A request that finds what the device has of its prefix and computes the rest, within one step."""
+        keys, held = keys_of(prompt), []
+        for key in keys:
+            block = self.pool.cached_block_hash_to_block.get_one_block(key)
+            if block is None:
+                break
+            self.pool.touch([block])
+            held.append((key, block))
+        missing = keys[len(held) :]
+        if len(missing) > self.pool.get_num_free_blocks():
+            self.pool.free_blocks([block for _, block in reversed(held)])
+            return
+        for key, block in zip(missing, self.pool.get_new_blocks(len(missing)), strict=True):
+            self.place(key, block)
+            held.append((key, block))
+        self.running.append(held)
+        self.late.found_on_device(keys[: CHUNKS - len(missing)], CONTEXT)
+        written = self.manager.prepare_store(missing, CONTEXT) if missing else None
+        if written is not None and written.keys_to_store:  # eager
+            self.manager.complete_store(written.keys_to_store, CONTEXT)
+            for key, row in zip(written.keys_to_store, self.tier.rows_of(written.keys_to_store), strict=True):
+                self.rows[row] = key
+
+    def place(self, key: OffloadKey, block: KVCacheBlock) -> None:
+        """The block holds this chunk from now on."""
+        if hasattr(block, "set_block_hash"):  # since 0.30
+            block.set_block_hash(key, 16)
+        else:
+            block.block_hash = key
+        self.pool.cached_block_hash_to_block.insert(key, block)
+        self.memory[block.block_id] = key
+
+    def end(self, request: int) -> None:
+        held = self.running.pop(request)
+        self.late.ending([key for key, _ in held])
+        self.pool.free_blocks([block for _, block in reversed(held)])
+
+    def step(self) -> None:
+        self.jobs += self.late.due(lambda: next(self._ids), running=max(1, len(self.running)))
+
+    def copy(self, failed: bool = False) -> None:
+        """The oldest job reads what its blocks hold now, and is reported."""
+        job = self.jobs.pop(0)
+        for block, row in zip(job.blocks, job.rows.block_ids.tolist(), strict=True):
+            self.rows[row] = None if failed else self.memory.get(block)
+        self.late.ended({job.job_id: 1}, {job.job_id} if failed else set())
+
+    def on_device(self) -> set[OffloadKey]:
+        return {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
+
+    def require_right(self) -> None:
+        ready = list(self.tier.ready)
+        for key, row in zip(ready, self.tier.rows_of(ready), strict=True):
+            assert self.rows[row] == key, "a row holds something else than its key says"
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.integers(0, 5)),
+        st.tuples(st.just("end"), st.integers(0, 3)),
+        st.tuples(st.sampled_from(["step", "copy", "fail"]), st.just(0)),
+        st.tuples(st.sampled_from(["reset", "doubt"]), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(actions)
+def test_published_rows_are_right_and_every_block_is_returned(region: HostRegion, plan: list[tuple[str, int]]):
+    rig, doubted = Rig(region), False
+    for action, number in plan:
+        if action == "begin":
+            rig.begin(number)
+        elif action == "end" and number < len(rig.running):
+            rig.end(number)
+        elif action == "step":
+            rig.step()
+        elif action in ("copy", "fail") and rig.jobs:
+            rig.copy(failed=action == "fail")
+        elif action == "doubt":
+            rig.late.lose_all()
+        elif action == "reset" and not rig.running:
+            rig.late.device_resetting()
+            assert rig.pool.reset_prefix_cache(), "late stores hold blocks of a device that is being reset"
+            rig.late.device_was_reset()
+        rig.require_right()
+        if action in ("fail", "doubt"):
+            doubted = True  # what was not published is not stored again
+        forgotten = rig.on_device() - rig.late._owed.keys() - set(rig.tier.resident)
+        assert doubted or not forgotten, "the device holds chunks that no one will store"
+
+    while rig.running:
+        rig.end(0)
+    rig.step()
+    while rig.jobs:
+        rig.copy()
+    rig.require_right()
+    assert not rig.late.under_way and rig.pool.get_num_free_blocks() == BLOCKS - 1
+    assert rig.tier.ready == set(rig.tier.resident)
+
+
+def test_both_tiers_hold_different_chunks_once_the_cpu_tier_is_full(region: HostRegion):
+    """With eager stores the device holds all of the CPU tier's chunks, and no more than twelve are kept."""
+    rig = Rig(region, per_step=1)
+    for prompt in range(6):
+        rig.begin(prompt)
+        rig.step()
+        rig.end(0)
+        rig.step()
+        while rig.jobs:
+            rig.copy()
+
+    together = rig.on_device() | rig.tier.ready
+    assert len(together) >= BLOCKS, sorted(map(bytes.hex, together))  # more than the device has alone
+    assert {key for prompt in (5, 4, 3) for key in keys_of(prompt)} <= together
+
+
+def test_what_the_device_keeps_leaves_first_and_comes_back_when_it_is_given_up(region: HostRegion):
+    rig = Rig(region, per_step=1)
+    rig.begin(0)
+    rig.begin(1)  # 7 chunks: the tier's 6 rows are eager's as far as they reach
+    full = set(rig.tier.ready)
+    rig.late.found_on_device(keys_of(0), CONTEXT)
+
+    written = rig.tier.prepare_store([OffloadKey(b"new!" * 9)], CONTEXT)
+
+    assert written is not None and set(written.evicted_keys) <= set(keys_of(0)) & full
+    assert set(written.evicted_keys) <= rig.on_device()
+    rig.tier.complete_store(written.keys_to_store, CONTEXT, False)
+    while rig.running:
+        rig.end(0)
+    for prompt in range(2, 5):  # so that the device gives it up
+        rig.begin(prompt)
+        rig.step()
+        while rig.jobs:
+            rig.copy()
+        rig.end(0)
+    assert set(written.evicted_keys) <= rig.tier.ready | rig.on_device()
+
+
+def test_a_block_that_is_taken_before_its_copy_has_ended_is_never_published(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(late_stores, "_HELD_SHARE_MAX", 0.0)
+    rig = Rig(region, per_step=4)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    while rig.running:
+        rig.end(0)
+    rig.step()
+    owed = set(rig.late._owed)
+    taken = rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+    not_begun = owed - rig.late._owed.keys()
+    for block in taken:
+        rig.memory[block.block_id] = OffloadKey(b"else" * 9)
+    unheld = [block for job in rig.jobs for block in job.blocks if block in {one.block_id for one in taken}]
+    assert unheld
+
+    while rig.jobs:
+        rig.copy()
+
+    rig.require_right()
+    samples = rig.manager.take_samples()
+    assert samples is not None
+    assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == len(unheld) + len(not_begun)
+
+
+def test_a_block_that_is_taken_before_its_copy_has_begun_counts_as_lost_and_widens_the_window(region: HostRegion):
+    rig = Rig(region, per_step=1)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    while rig.running:
+        rig.end(0)
+    owed = set(rig.late._owed)
+    before = rig.late._window.blocks
+    assert owed
+
+    rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+
+    gone = owed - rig.on_device()
+    samples = rig.manager.take_samples()
+    assert samples is not None and gone
+    assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == len(gone)
+    assert not gone & rig.late._owed.keys() and rig.late._window.blocks > before
+
+
+def test_two_blocks_of_one_chunk_that_are_taken_together_lose_it_once(region: HostRegion):
+    """Requests that compute the same prefix at the same time leave the device two blocks of each of its chunks."""
+    rig = Rig(region)
+    for prompt in (0, 1):
+        rig.begin(prompt)
+    owed = list(rig.late._owed)
+    blocks = rig.pool.get_new_blocks(len(owed))
+    for key, block in zip(owed, blocks, strict=True):
+        rig.place(key, block)
+    rig.pool.free_blocks(blocks)
+    while rig.running:
+        rig.end(0)
+    assert owed
+
+    rig.pool.get_new_blocks(rig.pool.get_num_free_blocks())
+
+    samples = rig.manager.take_samples()
+    assert samples is not None
+    lost = len(owed) - len(rig.late._to_hold)
+    assert samples.samples()[sample_key(metrics.LATE_STORES, "lost")] == lost
+    assert len(rig.late._owed) == len(rig.late._to_hold)
+
+
+def test_a_chunk_that_the_device_does_not_hold_under_its_key_is_stored_at_once(region: HostRegion):
+    """Those of LoRA adapters, for example: the device's hash does not name the adapter's files."""
+    rig = Rig(region)
+    rig.begin(0)
+    rig.begin(1)
+    adapters = [OffloadKey(b"adapter" * 7)]
+
+    written = rig.manager.prepare_store(adapters, CONTEXT)
+
+    assert written is not None and list(written.keys_to_store) == adapters
+
+
+def _in_session(name: str) -> TenantContext:
+    return TenantContext(req_id=name, session=SessionHint(name.encode()))
+
+
+@pytest.mark.parametrize(("second", "stored"), [("another", True), ("one", False)])
+def test_a_chunk_of_two_sessions_is_stored_at_once(region: HostRegion, second: str, stored: bool):
+    rig = Rig(region)
+    for prompt in range(2):  # fills the CPU tier
+        rig.begin(prompt)
+    keys = keys_of(2)
+    rig.begin(2)
+    alone = [key for key in keys if key in rig.late._alone]
+    assert alone, "the prompt was stored when it was computed"
+    for key in alone:
+        rig.late._owed[key] = _in_session("one")
+
+    rig.late.found_on_device(keys, _in_session(second))
+    rig.step()
+    while rig.jobs:
+        rig.copy()
+
+    assert all((key in rig.tier.ready) is stored for key in alone)
+    rig.require_right()
+
+
+def test_an_engine_without_requests_begins_no_copy_of_what_stays_on_its_device(region: HostRegion):
+    rig = Rig(region)
+    for prompt in range(3):
+        rig.begin(prompt)
+        rig.end(0)
+    while rig.late._to_hold or rig.jobs:
+        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0)
+        while rig.jobs:
+            rig.copy()
+    assert rig.late._owed, "the device alone holds something"
+
+    assert not list(rig.late.due(lambda: next(rig._ids), running=0))
+    assert list(rig.late.due(lambda: next(rig._ids), running=1)), "which a busy one copies before it leaves"
+
+
+def test_without_a_shared_tier_nothing_is_stored_early(region: HostRegion):
+    rig = Rig(region)
+    rig.late._shared = False
+    for prompt in range(3):
+        rig.begin(prompt)
+        rig.end(0)
+    assert not rig.late.alone and rig.late._owed, "what the device alone holds waits until it leaves"
+
+
+def test_an_engine_without_work_stores_what_its_device_alone_holds_and_ends(region: HostRegion):
+    rig = Rig(region)
+    for prompt in range(3):
+        rig.begin(prompt)
+        rig.end(0)
+    alone = rig.late.alone
+    for prompt in (1, 2):
+        rig.late._owed.update(dict.fromkeys(rig.late._alone.keys() & {*keys_of(prompt)}, _in_session(str(prompt))))
+    latest_first = [key for prompt in (2, 1) for key in keys_of(prompt) if key in rig.late._alone]
+    assert len(latest_first) == alone > 1
+    copied: list[OffloadKey] = []
+    for _ in range(alone):
+        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+        assert len(rig.jobs) == 1 and len(rig.jobs[0].blocks) == 1, "more is on its way than there is room for"
+        copied += [rig.memory[block] for block in rig.jobs[0].blocks]
+        rig.copy()
+    rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+
+    assert not rig.jobs and not rig.late.alone
+    assert copied == latest_first, "not the last used prefix first, from its head on"
+    assert rig.manager.settled_chunks == alone
+    rig.require_right()
+
+
+@pytest.mark.parametrize(("context", "offered"), [(CONTEXT, 1), (UNKNOWN_REQUEST, 0)])
+def test_chunks_of_an_unknown_request_are_offered_to_no_shared_tier(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, context: ReqContext, offered: int
+):
+    rig = Rig(region)
+    stores: list[object] = []
+    monkeypatch.setattr(rig.manager, "secondary_tiers", [object()])
+    monkeypatch.setattr(rig.manager, "_submit_store", lambda *store: stores.append(store))
+    monkeypatch.setattr(rig.manager, "_process_finished_jobs", lambda: None)
+    keys = keys_of(0)
+    rig.manager.prepare_store(keys, context)
+    rig.manager.complete_store(keys, context)
+
+    assert len(stores) == offered
+    assert rig.tier.ready.issuperset(keys)

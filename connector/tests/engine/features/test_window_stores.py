@@ -1,0 +1,119 @@
+"""Which chunks of windows are left out, beside every prefix that a later prompt may have in common."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+
+from spillway_connector.engine.features.window_stores import WindowStores
+from spillway_connector.engine.requests.tenancy import TenantContext
+from spillway_connector.plan.holds import RetentionHint
+
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+STATES = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.bfloat16,))
+
+
+def full(block_tokens: int = 16) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_tokens, **HEADS)
+
+
+def window(tokens: int, block_tokens: int = 16) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block_tokens, sliding_window=tokens, **HEADS)
+
+
+def kept(
+    specs: list[KVCacheSpec],
+    prompt_tokens: int,
+    *,
+    parts_at: int = 0,
+    found_tokens: int = 0,
+    blocks_per_chunk: int = 1,
+    more_tokens: int = 0,
+    mark: int | None = None,
+    bound: int | None = None,
+) -> list[list[int]]:
+    """The chunks of each group that a request with an answer of `more_tokens` stores in one step."""
+    chunk_tokens = [spec.block_size * blocks_per_chunk for spec in specs]
+    stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk)
+    assert stores is not None
+    states = [
+        SimpleNamespace(
+            offload_keys=[(group, chunk) for chunk in range((prompt_tokens + more_tokens) // tokens)],
+            block_ids=[1] * ((prompt_tokens + more_tokens) // tokens * blocks_per_chunk),
+            found=found_tokens // tokens,
+        )
+        for group, tokens in enumerate(chunk_tokens)
+    ]
+    request: Any = SimpleNamespace(
+        req=SimpleNamespace(num_prompt_tokens=prompt_tokens),
+        group_states=states,
+        window_ends=None,
+        max_offload_tokens=bound,
+        req_context=TenantContext("request", retention=None if mark is None else RetentionHint(((mark, 60.0),), 0.5)),
+        first_own_chunk=lambda state: state.found,
+    )
+    whole = next(group for group, spec in enumerate(specs) if type(spec) is FullAttentionSpec)
+    resident = {(whole, chunk) for chunk in range(parts_at // chunk_tokens[whole])}
+    manager: Any = SimpleNamespace(primary_tier=SimpleNamespace(resident=resident))
+    stores.leave_out([request, None], manager)
+    return [
+        [chunk for chunk, ids in enumerate(zip(*[iter(state.block_ids)] * blocks_per_chunk, strict=True)) if all(ids)]
+        for state in states
+    ]
+
+
+def test_of_a_window_the_end_of_the_prompt_and_the_answer_are_stored() -> None:
+    whole, of_window = kept([full(), window(32)], 20 * 16, more_tokens=4 * 16)
+    assert whole == list(range(24))
+    # The prompt comes again: 19 chunks are found, for which a window of 2 and one more are stored.
+    assert of_window == list(range(16, 24))
+
+
+def test_a_prompt_that_parts_from_another_one_leaves_a_window_there() -> None:
+    assert kept([full(), window(32)], 20 * 16, parts_at=10 * 16)[1] == [7, 8, 9, 16, 17, 18, 19]
+
+
+def test_a_prompt_that_a_client_retains_in_part_leaves_a_window_at_the_mark() -> None:
+    assert kept([full(), window(32)], 20 * 16, mark=10 * 16 + 5)[1] == [7, 8, 9, 16, 17, 18, 19]
+
+
+def test_a_prompt_of_which_a_client_lets_a_part_be_stored_leaves_a_window_at_that_bound() -> None:
+    assert kept([full(), window(32)], 20 * 16, bound=10 * 16 + 5)[1] == [7, 8, 9, 16, 17, 18, 19]
+
+
+def test_what_the_request_found_is_not_touched() -> None:
+    assert kept([full(), window(32)], 20 * 16, found_tokens=5 * 16)[1] == [*range(5), 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize("specs", [[full()], [window(32)], [window(32), window(64)], [full(), window(32), STATES]])
+def test_models_in_which_every_chunk_is_stored(specs: list[KVCacheSpec]) -> None:
+    assert WindowStores.of(specs, [16] * len(specs), 1) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 400),
+    st.lists(st.tuples(st.integers(1, 100), st.sampled_from((4, 8, 16))), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(0, 400),
+    st.integers(0, 60),
+)
+def test_every_prefix_that_is_expected_is_found_whole(
+    prompt_tokens: int, windows: list[tuple[int, int]], blocks_per_chunk: int, parts_at: int, more_tokens: int
+) -> None:
+    specs: list[KVCacheSpec] = [full(), *(window(tokens, block_tokens) for tokens, block_tokens in windows)]
+    whole_tokens = 16 * blocks_per_chunk
+    parts_at = min(parts_at, prompt_tokens) // whole_tokens * whole_tokens
+    stored = kept(specs, prompt_tokens, parts_at=parts_at, blocks_per_chunk=blocks_per_chunk, more_tokens=more_tokens)
+    ends = {parts_at, *range((prompt_tokens - 1) // whole_tokens * whole_tokens, prompt_tokens + more_tokens, 16)}
+    for end_tokens in {end // whole_tokens * whole_tokens for end in ends}:
+        for chunks, (tokens, block_tokens) in zip(stored[1:], windows, strict=True):
+            chunk_tokens = block_tokens * blocks_per_chunk
+            first = max(0, (end_tokens - tokens) // chunk_tokens - 1)  # a draft's layers read one more
+            assert set(range(first, end_tokens // chunk_tokens)) <= set(chunks), end_tokens

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
+
+_COMMON: dict[str, Any] = {"block_size": 128, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+LATENT, HEADS = MLAAttentionSpec(**_COMMON), FullAttentionSpec(**_COMMON)
+EACH = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs={"layer 0": LATENT, "layer 1": LATENT})
+MIXED = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs={"layer 0": LATENT, "drafter": HEADS})
+
+
+def held_by(
+    groups: list[KVCacheSpec],
+    *,
+    use_mla: bool = True,
+    tensor: int = 8,
+    pipeline: int = 1,
+    context: int = 1,
+    decode: int = 1,
+) -> bool:
+    parallel = SimpleNamespace(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        world_size=tensor * pipeline * context,
+        decode_context_parallel_size=decode,
+    )
+    config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(use_mla=use_mla))
+    caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group) for group in groups])
+    return ranks_hold_the_same(config, caches)
+
+
+@pytest.mark.parametrize("groups", [[LATENT], [LATENT, LATENT], [EACH]])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_latents_are_the_same_on_all_ranks_of_a_stage(groups, pipeline):
+    assert held_by(groups, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("groups", "split"),
+    [
+        ([HEADS], {"use_mla": False}),
+        ([LATENT, HEADS], {}),
+        ([MIXED], {}),
+        ([LATENT], {"tensor": 1}),
+        ([LATENT], {"tensor": 1, "pipeline": 2}),
+        ([LATENT], {"context": 2}),
+        ([LATENT], {"decode": 2}),
+    ],
+)
+def test_what_ranks_have_of_their_own_is_stored_by_rank(groups, split):
+    assert not held_by(groups, **split)

@@ -1,0 +1,60 @@
+"""What the processes of a pipeline agree on: the workers with each other, the scheduler's process from the rows.
+
+That the workers' exchange works is seen with two of them, in tests/engine_matrix.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.layouts.kv_layout import write_layout
+from spillway_connector.engine.layouts.stages import StageFacts, agree, joined
+from spillway_connector.errors import ConfigError
+
+FIRST, LAST = StageFacts(4096, ranks_hold_the_same=True), StageFacts(8192, ranks_hold_the_same=True)
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    opened = HostRegion(region_path(f"test-stages-{os.getpid()}"), 2, 8192)
+    yield opened
+    opened.cleanup()
+
+
+def test_without_a_pipeline_nothing_is_asked(tmp_path: Path) -> None:
+    assert agree(FIRST, 1, tmp_path / "none") is FIRST
+
+
+def test_the_largest_stage_decides_and_one_with_heads_of_its_own() -> None:
+    assert joined([FIRST, LAST]) == LAST
+    assert joined([LAST, StageFacts(100, ranks_hold_the_same=False)]) == StageFacts(8192, ranks_hold_the_same=False)
+
+
+@pytest.mark.parametrize("layers", [3, 3000])  # a description, and a digest where it does not fit
+def test_the_scheduler_hears_what_the_workers_agreed_on(region: HostRegion, layers: int) -> None:
+    rows = region.create_kv_memoryview().cast("B")
+    write_layout(rows, 0, 4096, {"layers": ["a layer"] * layers}, LAST.as_layout())
+    rows.release()
+    assert agree(FIRST, 2, region.path) == LAST
+
+
+def test_a_scheduler_without_workers_on_its_machine_says_so(tmp_path: Path, region: HostRegion) -> None:
+    with pytest.raises(ConfigError, match="a replica must run on one machine"):
+        agree(FIRST, 2, tmp_path / "none")
+    with pytest.raises(ConfigError, match="a replica must run on one machine"):
+        agree(FIRST, 2, region.path)  # rows without a description
+
+
+def test_what_others_put_in_the_place_of_the_rows_is_neither_read_nor_waited_for(
+    tmp_path: Path, region: HostRegion
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(region.path)
+    for name in ("fifo", "link"):
+        with pytest.raises(ConfigError, match="not a file of this store"):
+            agree(FIRST, 2, tmp_path / name)

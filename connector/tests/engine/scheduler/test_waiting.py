@@ -1,0 +1,192 @@
+"""What waiting requests need stays in the CPU tier until they have blocks: the real scheduler half and manager."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.request import RequestStatus
+
+from spillway_connector import metrics
+from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.ipc.samples import sample_key
+from spillway_connector.plan.waiting import SECONDS_MAX
+from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+
+BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 16
+OTHERS = ReqContext(req_id="others")
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.clock = SteppedClock()
+        self.region = HostRegion(region_path(f"test-waiting-{os.getpid()}"), ROWS, 4096)
+        self.region.unlink_name()
+        self.tier = make_cpu_tier(ROWS, self.region, "lru", enable_events=False)
+        self.manager = SpillwayTieringManager(
+            self.tier,
+            [],
+            ROWS,
+            ConnectorConfig.parse({"num_cpu_blocks": ROWS}),
+            chunk_tokens=BLOCK_TOKENS,
+            chunk_bytes=4096,
+            clock=self.clock,
+        )
+        attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        self.half = scheduler_half(self.manager, [attention])
+
+    def arrive(self, name: str, salt: str | None = None, *, priority: int = 0, skips: bool = False) -> SimpleNamespace:
+        request = SimpleNamespace(
+            request_id=name,
+            kv_transfer_params=None,
+            cache_salt=salt,
+            block_hashes=hashes(name),
+            num_tokens=BLOCK_TOKENS * BLOCKS + 1,
+            num_prompt_tokens=BLOCK_TOKENS * BLOCKS + 1,
+            num_computed_tokens=0,
+            skip_reading_prefix_cache=skips,
+            kv_hints=None,
+            priority=priority,
+            status=RequestStatus.WAITING,
+            is_finished=lambda: False,
+        )
+        self.half.on_new_request(request)
+        return request
+
+    def store(self, *names: str) -> None:
+        """Have the CPU tier hold the prefixes of these requests, the last one used last."""
+        for name in names:
+            stored = self.tier.prepare_store(keys(name), OTHERS)
+            assert stored is not None
+            self.tier.complete_store(stored.keys_to_store, OTHERS)
+
+    def step(self, preempted: tuple[str, ...] = ()) -> None:
+        self.half.build_connector_meta(step_output(preempted=preempted))
+
+    def kept(self) -> set[str]:
+        """Whose chunks are kept, all of them."""
+        kept = self.tier.waiting.kept
+        return {name for name in "abcdef" if kept >= set(keys(name))}
+
+
+def hashes(name: str) -> list[bytes]:
+    return [name.encode().ljust(31, b".") + bytes([number]) for number in range(BLOCKS)]
+
+
+def keys(name: str) -> list[bytes]:
+    return [make_offload_key(one, 0) for one in hashes(name)]
+
+
+def blocks() -> KVCacheBlocks:
+    return KVCacheBlocks(([KVCacheBlock(number) for number in range(1, BLOCKS + 2)],))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    opened = Rig()
+    opened.store("a", "b", "c", "d")
+    yield opened
+    opened.region.cleanup()
+
+
+def test_what_waits_in_the_queue_is_there_at_its_turn_although_it_was_used_longest_ago(rig):
+    rig.arrive("a")
+    rig.step()
+    rig.store("e", "f")
+
+    assert rig.tier.ready == {key for name in "adef" for key in keys(name)}
+
+
+def test_a_request_whose_turn_is_at_once_keeps_nothing(rig):
+    request = rig.arrive("a")
+    rig.half.get_num_new_matched_tokens(request, 0)
+    rig.half.update_state_after_alloc(request, blocks(), 0)
+    rig.step()
+
+    assert not rig.kept()
+
+
+def test_the_head_of_the_queue_keeps_its_chunks_until_it_has_blocks(rig):
+    request = rig.arrive("a")
+    rig.half.get_num_new_matched_tokens(request, 0)
+    rig.step()
+    assert rig.kept() == {"a"}
+
+    rig.half.update_state_after_alloc(request, blocks(), BLOCKS * BLOCK_TOKENS)
+    assert not rig.kept()
+    assert rig.tier._readers, "from then on its load pins them"
+
+
+def test_a_request_that_ends_in_the_queue_keeps_nothing(rig):
+    request = rig.arrive("a")
+    rig.step()
+    request.status, request.is_finished = RequestStatus.FINISHED_ABORTED, lambda: True
+    rig.half.request_finished(request)
+
+    assert not rig.kept()
+
+
+def test_nobody_keeps_chunks_for_longer_than_the_bound(rig):
+    rig.arrive("a")
+    rig.step()
+    rig.clock.advance(SECONDS_MAX)
+    rig.step()
+
+    assert not rig.kept()
+
+
+def test_those_whose_turn_comes_first_keep_theirs(rig):
+    for name in "abc":
+        rig.arrive(name)
+    rig.step()
+    assert rig.kept() == {"a", "b"}, "half of the tier"
+
+    rig.arrive("d", priority=-1)
+    rig.step()
+    assert rig.kept() == {"d", "a"}
+
+
+def test_a_preempted_request_goes_first(rig):
+    preempted = rig.arrive("c")
+    rig.half.get_num_new_matched_tokens(preempted, 0)
+    rig.half.update_state_after_alloc(preempted, blocks(), 0)
+    rig.arrive("a")
+    rig.arrive("b")
+    rig.step()
+    preempted.status = RequestStatus.PREEMPTED
+    rig.step(preempted=("c",))
+
+    assert rig.kept() == {"c", "a"}
+
+
+def test_a_request_that_reads_no_cache_keeps_nothing(rig):
+    rig.arrive("a", skips=True)
+    rig.step()
+
+    assert not rig.kept()
+
+
+def test_a_reset_leaves_nothing_kept(rig):
+    rig.arrive("a")
+    rig.step()
+    rig.half.reset_cache()
+
+    assert not rig.tier.waiting.kept
+
+
+def test_the_kept_chunks_are_reported(rig):
+    rig.arrive("a")
+    rig.step()
+    samples = rig.manager.take_samples()
+
+    assert samples is not None
+    assert samples.samples()[sample_key(metrics.CPU_TIER_BLOCKS, "waiting")] == BLOCKS
