@@ -295,7 +295,7 @@ class Gateway:
                 tasks.append(asyncio.create_task(supervised(self.follower.run, "configuration file")))
             if self.config.listen.picker_port is not None:
                 tasks.append(asyncio.create_task(supervised(self.objectives.run, "InferenceObjectives")))
-                from spillway_gateway.picker.server import picking  # noqa: PLC0415 - gRPC is 25 MB, needed only here
+                from spillway_gateway.picker.server import picking  # noqa: PLC0415 - needed only here
 
                 picker = picking(self.config.listen, self.app, self.open_connections, self.lifecycle)
                 self.picker_port = await stack.enter_async_context(picker)

@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.config.settings import TlsConfig
 from spillway_gateway.errors import ConfigError
-from spillway_gateway.listeners.certificate import Certificate
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 

@@ -240,20 +240,23 @@ async def test_the_picker_has_the_main_listeners_certificate_and_its_successor(
         (tmp_path / "tls.key").write_bytes(key)
         return certificate
 
-    async def state(trusted: bytes, port: int | None) -> int:
+    async def serving(trusted: bytes, port: int | None) -> bool:
         options = [("grpc.ssl_target_name_override", "127.0.0.1")]
         credentials = grpc.ssl_channel_credentials(trusted)
         async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
-        return int(answer.status)
+            try:
+                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+            except grpc.aio.AioRpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     first = renew()
-    tls = {"certFile": str(tmp_path / "tls.crt"), "keyFile": str(tmp_path / "tls.key")}
-    document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0, "tls": tls})
-    async with running_gateway(document) as running:
+    files = {"certFile": str(tmp_path / "tls.crt"), "keyFile": str(tmp_path / "tls.key")}
+    listen = {"port": 0, "pickerPort": 0, "tls": {**files, "reloadSeconds": 0.05}}
+    async with running_gateway(gateway_config([await start_engine()], listen=listen)) as running:
         port = running.gateway.picker_port
-        assert await state(first, port) == health_pb2.HealthCheckResponse.SERVING
+        assert await serving(first, port)
         second = renew()
-        assert await state(second, port) == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.aio.AioRpcError):
-            await state(first, port)
+        while not await serving(second, port):
+            pass  # until the files are read again
+        assert not await serving(first, port)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.picker import mutations
-from spillway_gateway.picker.messages import APPEND, HttpHeaders, ProcessingRequest
+from spillway_gateway.picker.messages import APPEND, HttpHeaders, ProcessingRequest, ProcessingResponse
 from spillway_gateway.upstream.forward import Headers, request_head
 
 NAMES = st.sampled_from([b"accept", b"authorization", b"x-a", b"x-b", b"x-spillway-route", b"connection", b"host"])
@@ -33,7 +33,7 @@ def applied(given: Headers, mutation: Any) -> dict[bytes, list[bytes]]:
 def test_the_engine_gets_the_head_that_the_gateway_would_send(headers: Headers, path: bytes) -> None:
     given = [(b":method", b"POST"), (b":path", b"/v1/completions"), (b":authority", b"chat"), *headers]
     head = request_head(path, b"engine:8000", headers, 7, b"id-1")
-    answer = mutations.request_to_engine(given, head, "10.0.0.1:8000")
+    answer = ProcessingResponse.FromString(mutations.request_to_engine(given, head, "10.0.0.1:8000"))
     found = applied(given, answer.request_headers.response.header_mutation)
     wanted: dict[bytes, list[bytes]] = {}
     for line in head.rstrip(b"\r\n").split(b"\r\n")[1:]:
@@ -53,14 +53,15 @@ def test_the_engine_gets_the_head_that_the_gateway_would_send(headers: Headers, 
 @given(st.binary(max_size=200_000), st.booleans())
 def test_pieces_are_the_body_in_order_and_one_is_the_last(body: bytes, last: bool) -> None:
     pieces = [
-        each.response_body.response.body_mutation.streamed_response
+        ProcessingResponse.FromString(each).response_body.response.body_mutation.streamed_response
         for each in mutations.reply_body_pieces(body, last=last)
     ]
     assert b"".join(piece.body for piece in pieces) == body
     assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [last]
     assert all(len(piece.body) < 64 * 1024 for piece in pieces)
     request = [
-        each.request_body.response.body_mutation.streamed_response for each in mutations.request_body_pieces(body)
+        ProcessingResponse.FromString(each).request_body.response.body_mutation.streamed_response
+        for each in mutations.request_body_pieces(body)
     ]
     assert b"".join(piece.body for piece in request) == body and request[-1].end_of_stream
 

@@ -23,8 +23,8 @@ import uvicorn
 from spillway_gateway.app import Gateway
 from spillway_gateway.background import supervised
 from spillway_gateway.client.connection import ClientConnection, DrainingState
+from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.listeners.accepting import Listener, TlsListener
-from spillway_gateway.listeners.certificate import Certificate
 from spillway_gateway.ops.server import OperationsServer
 
 logger = logging.getLogger(__name__)

@@ -2,5 +2,6 @@
 request, over external processing, and carries request and reply itself.
 
 `processed_request.py` makes of one stream of messages a client and a connection, so that everything else of the gateway
-(keys, limits, index, prices, sessions, usage, audit) is the same as for its own clients.
+(keys, limits, index, prices, sessions, usage, audit) is the same as for its own clients. `frames.py`, `grpc_call.py`
+and `grpc_connection.py` are gRPC over HTTP/2, and know nothing of proxies.
 """

@@ -1,8 +1,8 @@
-"""The messages of Envoy's external processing, as far as the picker reads and writes them.
+"""The messages of Envoy's external processing and of gRPC's health protocol, as far as the picker has them.
 
-Names and numbers of fields are those of ``envoy/service/ext_proc/v3/external_processor.proto`` and the files that it
-imports; enums are numbers. The package with all of Envoy's messages (xds-protos) cannot be used: it brings older files
-of OpenTelemetry's messages, which replace those that the exporter of traces needs.
+Names and numbers of fields are those of ``envoy/service/ext_proc/v3/external_processor.proto``, the files that it
+imports, and ``grpc/health/v1/health.proto``; enums are numbers. The package with all of Envoy's messages (xds-protos)
+cannot be used: it brings older files of OpenTelemetry's messages, which replace those that the trace exporter needs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+HEALTH_SERVICE = "grpc.health.v1.Health"
+SERVING, NOT_SERVING = 1, 2  # HealthCheckResponse.ServingStatus
 APPEND, OVERWRITE = 0, 2  # HeaderValueOption.HeaderAppendAction: APPEND_IF_EXISTS_OR_ADD, OVERWRITE_IF_EXISTS_OR_ADD
 
 _PACKAGE = "spillway.picker"
@@ -65,6 +67,8 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "immediate_response": (7, "ImmediateResponse|"),
         "dynamic_metadata": (8, _STRUCT),
     },
+    "HealthCheckRequest": {"service": (1, "text")},
+    "HealthCheckResponse": {"status": (1, "int")},
 }
 
 
@@ -104,6 +108,8 @@ BodyResponse: Any = _CLASS["BodyResponse"]
 CommonResponse: Any = _CLASS["CommonResponse"]
 HeaderMutation: Any = _CLASS["HeaderMutation"]
 HeadersResponse: Any = _CLASS["HeadersResponse"]
+HealthCheckRequest: Any = _CLASS["HealthCheckRequest"]
+HealthCheckResponse: Any = _CLASS["HealthCheckResponse"]
 HeaderValue: Any = _CLASS["HeaderValue"]
 HeaderValueOption: Any = _CLASS["HeaderValueOption"]
 HttpHeaders: Any = _CLASS["HttpHeaders"]

@@ -14,8 +14,6 @@ from google.protobuf.struct_pb2 import Struct
 from spillway_gateway.picker.messages import (
     APPEND,
     OVERWRITE,
-    BodyMutation,
-    BodyResponse,
     CommonResponse,
     HeaderMutation,
     HeadersResponse,
@@ -24,7 +22,6 @@ from spillway_gateway.picker.messages import (
     HttpStatus,
     ImmediateResponse,
     ProcessingResponse,
-    StreamedBodyResponse,
 )
 from spillway_gateway.upstream.forward import Body, Headers, header
 
@@ -68,8 +65,8 @@ def subset_of(request: Any) -> frozenset[str] | None:
     return frozenset(each.strip() for each in listed if each.strip())
 
 
-def request_to_engine(given: Headers, head: bytes, destination: str) -> Any:
-    """The request's headers as the engine is to get them.
+def request_to_engine(given: Headers, head: bytes, destination: str) -> bytes:
+    """The message with the request's headers as the engine is to get them.
 
     Args:
         given: the headers of the request, with pseudo-headers.
@@ -89,50 +86,70 @@ def request_to_engine(given: Headers, head: bytes, destination: str) -> Any:
     kept = [pair for pair in given if not pair[0].startswith(b":")]
     metadata = Struct()
     metadata.get_or_create_struct(DESTINATION_NAMESPACE)[DESTINATION_HEADER] = destination
-    return ProcessingResponse(
+    answer = ProcessingResponse(
         request_headers=HeadersResponse(
             response=CommonResponse(header_mutation=_mutation(kept, wanted), clear_route_cache=True)
         ),
         dynamic_metadata=metadata,
     )
+    return _serialized(answer)
 
 
-def reply_to_client(given: Headers, status: int, headers: Headers) -> Any:
-    """The reply's headers as the client is to get them. given: those of the engine's reply, with pseudo-headers."""
+def reply_to_client(given: Headers, status: int, headers: Headers) -> bytes:
+    """The message with the reply's headers as the client is to get them.
+
+    Args:
+        given: the headers of the engine's reply, with pseudo-headers.
+        status: of the reply.
+        headers: as the gateway would send them.
+    """
     wanted = [pair for pair in headers if pair[0] not in _OF_THE_CONNECTION]
     if header(given, b":status") != b"%d" % status:
         wanted.append((b":status", b"%d" % status))
     kept = [pair for pair in given if not pair[0].startswith(b":")]
-    return ProcessingResponse(
-        response_headers=HeadersResponse(response=CommonResponse(header_mutation=_mutation(kept, wanted)))
-    )
+    mutation = CommonResponse(header_mutation=_mutation(kept, wanted))
+    return _serialized(ProcessingResponse(response_headers=HeadersResponse(response=mutation)))
 
 
-def immediate(status: int, headers: Headers, body: bytes) -> Any:
-    """An answer of the gateway itself: the proxy asks no engine."""
+def immediate(status: int, headers: Headers, body: bytes) -> bytes:
+    """The message with an answer of the gateway itself: the proxy asks no engine."""
     wanted = [pair for pair in headers if pair[0] not in _OF_THE_CONNECTION]
-    return ProcessingResponse(
-        immediate_response=ImmediateResponse(status=HttpStatus(code=status), headers=_mutation([], wanted), body=body)
-    )
+    answer = ImmediateResponse(status=HttpStatus(code=status), headers=_mutation([], wanted), body=body)
+    return _serialized(ProcessingResponse(immediate_response=answer))
 
 
-def request_body_pieces(body: Body) -> Iterator[Any]:
-    """The whole body, in pieces that the proxy takes."""
+def request_body_pieces(body: Body) -> Iterator[bytes]:
+    """Messages with the whole body, in pieces that the proxy takes."""
+    for piece, last in _pieces(body):
+        answer = ProcessingResponse()
+        _fill(answer.request_body, piece, last=last)
+        yield _serialized(answer)
+
+
+def reply_body_pieces(body: bytes, *, last: bool) -> Iterator[bytes]:
+    """Messages with a part of the reply's body; the last one ends the reply if this is its last part."""
+    for piece, ends in _pieces(body):
+        answer = ProcessingResponse()
+        _fill(answer.response_body, piece, last=last and ends)
+        yield _serialized(answer)
+
+
+def _pieces(body: Body) -> Iterator[tuple[bytes, bool]]:
+    """Piece, and whether it is the last."""
     for at in range(0, max(1, len(body)), _PIECE_BYTES):
-        last = at + _PIECE_BYTES >= len(body)
-        yield ProcessingResponse(request_body=_piece(bytes(body[at : at + _PIECE_BYTES]), last=last))
+        yield bytes(body[at : at + _PIECE_BYTES]), at + _PIECE_BYTES >= len(body)
 
 
-def reply_body_pieces(body: bytes, *, last: bool) -> Iterator[Any]:
-    """A part of the reply's body; the last piece ends the reply if this is its last part."""
-    for at in range(0, max(1, len(body)), _PIECE_BYTES):
-        ends = last and at + _PIECE_BYTES >= len(body)
-        yield ProcessingResponse(response_body=_piece(body[at : at + _PIECE_BYTES], last=ends))
+def _fill(answer: Any, body: bytes, *, last: bool) -> None:
+    """In its place: a message that is given to another one is copied, with its body."""
+    streamed = answer.response.body_mutation.streamed_response
+    streamed.body = body
+    streamed.end_of_stream = last
 
 
-def _piece(body: bytes, *, last: bool) -> Any:
-    streamed = StreamedBodyResponse(body=body, end_of_stream=last)
-    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+def _serialized(answer: Any) -> bytes:
+    serialized: bytes = answer.SerializeToString()
+    return serialized
 
 
 def _mutation(given: Headers, wanted: Headers) -> Any:

@@ -31,7 +31,10 @@ class Proxy(Protocol):
     async def read(self) -> Any:
         """The proxy's next message; None after the last one."""
 
-    async def write(self, message: Any) -> None: ...
+    def take(self) -> Any:
+        """The proxy's next message if it is here; None otherwise."""
+
+    async def write(self, message: bytes) -> None: ...
 
 
 class ProcessedRequest:
@@ -89,11 +92,13 @@ class ProcessedRequest:
     # -- ASGI --------------------------------------------------------------------------------------------------------
 
     async def receive(self) -> Message:
-        """The next part of the request's body."""
+        """What is here of the request's body, at least its next part."""
         if self._lost:
             return {"type": "http.disconnect"}
-        part = b""
-        if not self._read:
+        parts: list[bytes] = []
+        while not self._read and (message := self._proxy.take()) is not None:
+            self._take_part(message, parts)
+        if not self._read and not parts:
             try:
                 async with asyncio.timeout(self._body_seconds):
                     message = await self._proxy.read()
@@ -102,11 +107,15 @@ class ProcessedRequest:
                 return {"type": "http.request", "body": b"", "more_body": True}
             if message is None:
                 return {"type": "http.disconnect"}
-            if message.WhichOneof("kind") == "request_body":
-                part, self._read = message.request_body.body, message.request_body.end_of_stream
-            else:  # trailers
-                self._read = True
-        return {"type": "http.request", "body": part, "more_body": not self._read}
+            self._take_part(message, parts)
+        return {"type": "http.request", "body": b"".join(parts), "more_body": not self._read}
+
+    def _take_part(self, message: Any, parts: list[bytes]) -> None:
+        if message.WhichOneof("kind") == "request_body":
+            parts.append(message.request_body.body)
+            self._read = message.request_body.end_of_stream
+        else:  # trailers
+            self._read = True
 
     async def send(self, message: Message) -> None:
         """A message of the reply. Those after its end, or after the proxy has ended the stream, are dropped."""
@@ -129,7 +138,7 @@ class ProcessedRequest:
         for piece in mutations.reply_body_pieces(body, last=self._answered and not engine.trailers):
             await self._proxy.write(piece)
         if self._answered and engine.trailers:
-            await self._proxy.write(ProcessingResponse(response_trailers=TrailersResponse()))
+            await self._proxy.write(ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString())
 
     # -- the client --------------------------------------------------------------------------------------------------
 
@@ -242,7 +251,7 @@ class EngineSide:
             await self._proxy.write(piece)
         while (message := await self._next()).WhichOneof("kind") != "response_headers":
             if message.WhichOneof("kind") == "request_trailers":
-                await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()))
+                await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString())
         given = mutations.headers_of(message.response_headers)
         status = header(given, b":status") or b""
         if not status.isdigit() or not 200 <= int(status) < 600:

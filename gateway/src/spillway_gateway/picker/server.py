@@ -1,4 +1,4 @@
-"""The gRPC server of the endpoint picker: external processing, and the health service that proxies ask."""
+"""The endpoint picker's listener: external processing, and the health service that proxies ask."""
 
 from __future__ import annotations
 
@@ -6,25 +6,34 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, MutableMapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
-import grpc
-from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
 
+from spillway_gateway.background import supervised
 from spillway_gateway.client.open_connections import OpenConnections
+from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.config.settings import ListenConfig
 from spillway_gateway.errors import ConfigError
 from spillway_gateway.lifecycle import Lifecycle
-from spillway_gateway.picker.messages import SERVICE, ProcessingRequest, ProcessingResponse
+from spillway_gateway.picker.grpc_call import Call, CallFailed, Status
+from spillway_gateway.picker.grpc_connection import GrpcConnection
+from spillway_gateway.picker.messages import (
+    HEALTH_SERVICE,
+    NOT_SERVING,
+    SERVICE,
+    SERVING,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+)
 from spillway_gateway.picker.processed_request import ProcessedRequest
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 LIVENESS, READINESS = "liveness", "readiness"
-END_SECONDS = 5.0  # for the last messages of streams whose requests have ended
+END_SECONDS = 5.0  # for the last messages of calls whose requests have ended
+WATCH_SECONDS = 1.0
 
 
 class Application(Protocol):
@@ -33,50 +42,55 @@ class Application(Protocol):
     def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> Coroutine[Any, Any, None]: ...
 
 
-class _Stream:
-    """The stream of one request, over gRPC."""
+class _Proxy:
+    """The messages of one request."""
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.write = call.write
 
     async def read(self) -> Any:
-        message = await self._context.read()
-        return None if message is aio.EOF else message
+        message = await self._call.read()
+        return None if message is None else _parsed(ProcessingRequest, message)
 
-    async def write(self, message: Any) -> None:
-        await self._context.write(message)
+    def take(self) -> Any:
+        message = self._call.take()
+        return None if message is None else _parsed(ProcessingRequest, message)
+
+
+def _parsed(kind: Any, message: bytes) -> Any:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise CallFailed(Status.INVALID_ARGUMENT, f"a message cannot be parsed: {error}") from error
 
 
 class EndpointPicker:
-    """Serves each stream as a request of the gateway's application."""
+    """Serves each call as a request of the gateway's application."""
 
     def __init__(self, application: Application, open_connections: OpenConnections) -> None:
         self._application = application
         self._open_connections = open_connections
 
-    async def process(self, request_iterator: object, context: Any) -> None:
-        stream = _Stream(context)
-        opening = await stream.read()
+    async def process(self, call: Call) -> None:
+        proxy = _Proxy(call)
+        opening = await proxy.read()
         if opening is None or opening.WhichOneof("kind") != "request_headers":
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
+            raise CallFailed(
+                Status.INVALID_ARGUMENT,
                 "the first message has to hold the request's headers: set request_header_mode: SEND",
             )
-            return
-        request = ProcessedRequest(stream, opening, self._open_connections)
-        serving = asyncio.create_task(self._application(request.scope(), request.receive, request.send))
+        request = ProcessedRequest(proxy, opening, self._open_connections)
+        call.on_end = request.disconnect  # the client left, or the engine broke off
         try:
-            await asyncio.shield(serving)
-        except asyncio.CancelledError:  # the proxy ended the stream: the client left, or the engine broke off
-            request.disconnect()
-            await asyncio.wait([serving], timeout=END_SECONDS)
-            serving.cancel()
-            raise
+            if call.ended:
+                request.disconnect()
+            await self._application(request.scope(), request.receive, request.send)
         finally:
             request.release_body_bytes()
 
 
-class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class _Health:
     """Whether the gateway takes requests, by the standard protocol; `liveness`: whether it runs.
 
     The names of the services are those of the Inference Extension's protocol (proposal 004, "Health Checking").
@@ -85,23 +99,29 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", SERVICE, READINESS, LIVENESS):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"the services are {SERVICE}, {READINESS} and {LIVENESS}")
-        states = health_pb2.HealthCheckResponse
-        closed = self._lifecycle.draining and request.service != LIVENESS
-        return states(status=states.NOT_SERVING if closed else states.SERVING)
+    async def check(self, call: Call) -> None:
+        await call.write(self._answer(await _service(call)))
 
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: Any
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        last = None
-        while True:
-            answer = await self.Check(request, context)
+    async def watch(self, call: Call) -> None:
+        service, last = await _service(call), b""
+        while not call.ended:
+            answer = self._answer(service)
             if answer != last:
                 last = answer
-                yield answer
-            await asyncio.sleep(1.0)
+                await call.write(answer)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def _answer(self, service: str) -> bytes:
+        if service not in ("", SERVICE, READINESS, LIVENESS):
+            raise CallFailed(Status.NOT_FOUND, f"the services are {SERVICE}, {READINESS} and {LIVENESS}")
+        closed = self._lifecycle.draining and service != LIVENESS
+        answer: bytes = HealthCheckResponse(status=NOT_SERVING if closed else SERVING).SerializeToString()
+        return answer
+
+
+async def _service(call: Call) -> str:
+    service: str = _parsed(HealthCheckRequest, await call.read() or b"").service
+    return service
 
 
 @asynccontextmanager
@@ -110,55 +130,35 @@ async def picking(
 ) -> AsyncIterator[int]:
     """Serve proxies on listen.picker_port; yields the port. Raises ConfigError if it cannot listen, or for an unusable
     certificate."""
-    server = aio.server(options=[("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.so_reuseport", 0)])
-    process = grpc.stream_stream_rpc_method_handler(
-        EndpointPicker(application, open_connections).process,
-        request_deserializer=ProcessingRequest.FromString,
-        response_serializer=ProcessingResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Process": process})])
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(lifecycle), server)
-    address = f"[{listen.host}]" if ":" in listen.host else listen.host
-    address = f"{address}:{listen.picker_port}"
+    health = _Health(lifecycle)
+    methods = {
+        f"/{SERVICE}/Process".encode(): EndpointPicker(application, open_connections).process,
+        f"/{HEALTH_SERVICE}/Check".encode(): health.check,
+        f"/{HEALTH_SERVICE}/Watch".encode(): health.watch,
+    }
+    connections: set[GrpcConnection] = set()
+    certificate = Certificate(listen.tls, "h2") if listen.tls is not None else None
     try:
-        if listen.tls is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, _credentials(listen))
-    except RuntimeError as error:
+        server = await asyncio.get_running_loop().create_server(
+            lambda: GrpcConnection(methods, connections),
+            listen.host,
+            listen.picker_port,
+            ssl=certificate.context if certificate is not None else None,
+        )
+    except OSError as error:
         raise ConfigError(
-            f"listen.pickerPort: cannot listen on {address}; stop what uses it or change it ({error})"
+            f"listen.pickerPort: cannot listen on {listen.host}:{listen.picker_port}; stop what uses it or change it "
+            f"({error})"
         ) from error
-    await server.start()
-    logger.info("endpoint picker on %s://%s", "grpcs" if listen.tls else "grpc", address)
+    following: asyncio.Task[None] | None = None
+    if certificate is not None:
+        following = asyncio.create_task(supervised(certificate.follow, "endpoint picker's certificate"))
+    port: int = server.sockets[0].getsockname()[1]
+    logger.info("endpoint picker on %s://%s:%d", "grpcs" if listen.tls else "grpc", listen.host, port)
     try:
         yield port
     finally:
-        await server.stop(END_SECONDS)
-
-
-def _credentials(listen: ListenConfig) -> grpc.ServerCredentials:
-    """The main listener's certificate, which is read again for each handshake after its files changed."""
-    tls = listen.tls
-    assert tls is not None
-    files = Path(tls.key_file), Path(tls.cert_file)
-    seen = read = _pair(*files)
-
-    def newer() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal seen
-        try:
-            found = _pair(*files)
-        except OSError:
-            return None  # the one before stays in use
-        if found == seen:
-            return None
-        seen = found
-        return grpc.ssl_server_certificate_configuration([found])
-
-    return grpc.dynamic_ssl_server_credentials(
-        grpc.ssl_server_certificate_configuration([read]), newer, require_client_authentication=False
-    )
-
-
-def _pair(key_file: Path, cert_file: Path) -> tuple[bytes, bytes]:
-    return key_file.read_bytes(), cert_file.read_bytes()
+        server.close()
+        if following is not None:
+            following.cancel()
+        await asyncio.gather(*(connection.close(END_SECONDS) for connection in list(connections)))

@@ -23,9 +23,9 @@ from spillway_gateway import interpreter
 from spillway_gateway.api.application import http_error
 from spillway_gateway.app import Gateway
 from spillway_gateway.background import supervised
+from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.errors import ConfigError
-from spillway_gateway.listeners.certificate import Certificate
 from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS, KEEP_ALIVE_SECONDS, PortInUse, bind, reserve
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.ops.server import OperationsServer

@@ -1,4 +1,4 @@
-"""The main listener's certificate, reloaded when its files change. Open connections keep the one they began with."""
+"""A listener's certificate, reloaded when its files change. Open connections keep the one they began with."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 class Certificate:
-    """context: for the listener; handshakes use the certificate loaded last. Raises ConfigError for unusable files."""
+    """context: for the listener; handshakes use the certificate loaded last. Raises ConfigError for unusable files.
 
-    def __init__(self, config: TlsConfig) -> None:
+    Args:
+        config: the files.
+        protocol: that clients speak over TLS, by ALPN's name.
+    """
+
+    def __init__(self, config: TlsConfig, protocol: str = "http/1.1") -> None:
         self._config = config
+        self._protocol = protocol
         self._seen = self._state()
-        self.context = self._load(_server_context())
+        self.context = self._load(self._new_context())
         self.reloads_total = 0
 
     async def follow(self) -> None:
@@ -35,7 +41,7 @@ class Certificate:
         if state == self._seen:
             return
         try:
-            self._load(_server_context())  # a throw-away context: a failed load may set half a pair
+            self._load(self._new_context())  # a throw-away context: a failed load may set half a pair
         except ConfigError as error:
             logger.error("%s; the certificate loaded before stays in use", error)
             return
@@ -43,6 +49,12 @@ class Certificate:
         self._seen = state
         self.reloads_total += 1
         logger.info("listen.tls.certFile %s: read again", self._config.cert_file)
+
+    def _new_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols([self._protocol])
+        return context
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         config = self._config
@@ -57,13 +69,6 @@ class Certificate:
 
     def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_file_state(Path(path)) for path in (self._config.cert_file, self._config.key_file))
-
-
-def _server_context() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    return context
 
 
 def _no_password() -> str:

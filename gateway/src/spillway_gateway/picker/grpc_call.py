@@ -1,0 +1,182 @@
+"""One gRPC call: messages both ways over one HTTP/2 stream."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+CALL_WINDOW_BYTES = 256 * 1024
+END_SECONDS = 5.0  # for a call to end after its client has ended it
+_PREFIX = struct.Struct(">BI")  # compressed or not, bytes of the message
+
+
+class Status(IntEnum):
+    """gRPC's, as far as they are used here."""
+
+    OK = 0
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    UNAVAILABLE = 14
+
+
+class CallFailed(Exception):
+    """Ends a call with this status."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Connection(Protocol):
+    """What a call needs of its connection."""
+
+    def send(self, call: Call) -> None:
+        """As much of what the call has unsent as the windows take."""
+
+    def open_window(self, call: Call, more_bytes: int) -> None: ...
+
+
+class Call:
+    """A handler reads and writes messages; its return ends the call with OK.
+
+    Attributes:
+        number: of the HTTP/2 stream.
+        ended: by the client, or with the connection.
+        half_closed: the client sends no more.
+        unsent: bytes that wait for the connection's or the call's window.
+        window_in: bytes that the client may send.
+        window_out: bytes that may be sent.
+        on_end: called once the client has ended the call.
+    """
+
+    def __init__(self, connection: Connection, number: int, window_out: int) -> None:
+        self._connection = connection
+        self.number = number
+        self.ended = False
+        self.half_closed = False
+        self.head_sent = False
+        self.unsent: deque[memoryview] = deque()
+        self.window_in = CALL_WINDOW_BYTES
+        self.window_out = window_out
+        self.on_end: Callable[[], None] = lambda: None
+        self.task: asyncio.Task[None] | None = None
+        self._messages: deque[bytes] = deque()
+        self._partial = bytearray()
+        self._failure: CallFailed | None = None
+        self._held_bytes = 0  # of unread messages
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+
+    # -- for the handler ---------------------------------------------------------------------------------------------
+
+    async def read(self) -> bytes | None:
+        """The next message; None after the last, or once the call has ended. Raises CallFailed."""
+        while True:
+            message = self.take()
+            if message is not None:
+                return message
+            if self._failure is not None:
+                raise self._failure
+            if self.ended or self.half_closed:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+
+    def take(self) -> bytes | None:
+        """The next message if it is here."""
+        if not self._messages:
+            return None
+        message = self._messages.popleft()
+        self._held_bytes -= _PREFIX.size + len(message)
+        self._give_back()
+        return message
+
+    async def write(self, message: bytes) -> None:
+        """Send a message, and wait until its last byte has left. Does nothing once the call has ended."""
+        if self.ended:
+            return
+        self.unsent.append(memoryview(_PREFIX.pack(0, len(message)) + message))
+        self._connection.send(self)
+        while self.unsent and not self.ended:
+            if self._writer is None:
+                self._writer = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._writer)
+
+    # -- for the connection ------------------------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> None:
+        """Bytes of the client."""
+        if self._failure is None:
+            self._partial += data
+            self._cut()
+        self._give_back()
+
+    def _cut(self) -> None:
+        at = 0
+        while len(self._partial) >= at + _PREFIX.size:
+            compressed, message_bytes = _PREFIX.unpack_from(self._partial, at)
+            if compressed:
+                self._fail(Status.UNIMPLEMENTED, "messages are taken uncompressed")
+                return
+            if message_bytes > MESSAGE_BYTES_MAX:
+                self._fail(Status.RESOURCE_EXHAUSTED, f"a message has more than {MESSAGE_BYTES_MAX} bytes")
+                return
+            end = at + _PREFIX.size + message_bytes
+            if len(self._partial) < end:
+                break
+            with memoryview(self._partial) as view:
+                self._messages.append(bytes(view[at + _PREFIX.size : end]))
+            self._held_bytes += end - at
+            at = end
+        if at:
+            del self._partial[:at]
+            self._wake()
+
+    def _fail(self, status: Status, message: str) -> None:
+        self._partial.clear()
+        self._failure = CallFailed(status, message)
+        self._wake()
+
+    def _give_back(self) -> None:
+        """Unread messages keep their bytes of the window. What is here of a message that is not yet whole does not,
+        as it may be longer than the window."""
+        due = CALL_WINDOW_BYTES - self.window_in - self._held_bytes
+        if due >= CALL_WINDOW_BYTES // 2 and not self.ended and not self.half_closed:
+            self.window_in += due
+            self._connection.open_window(self, due)
+
+    def close_input(self) -> None:
+        """The client sends no more."""
+        self.half_closed = True
+        self._wake()
+
+    def end(self) -> None:
+        """The client has ended the call, or the connection is lost."""
+        self.ended = True
+        self.unsent.clear()
+        self._messages.clear()
+        self._partial.clear()
+        self._wake()
+        self.sent()
+        self.on_end()
+        if self.task is not None:
+            asyncio.get_running_loop().call_later(END_SECONDS, self.task.cancel)
+
+    def sent(self) -> None:
+        """Nothing is unsent any more."""
+        if self._writer is not None:
+            self._writer.set_result(None)
+            self._writer = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

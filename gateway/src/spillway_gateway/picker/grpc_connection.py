@@ -1,0 +1,375 @@
+"""A server's connection of gRPC over HTTP/2, for calls whose messages stream both ways.
+
+The server of grpcio hands each message from threads of its own to the event loop, and the h2 package makes several
+objects of each frame: both take more CPU time than the rest of the endpoint picker (docs/benchmarks/gateway.md).
+
+The connection's window opens as bytes arrive, so a call whose messages nobody reads holds up no other call. Each call
+has a window of its own, which opens as its messages are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, cast
+from urllib.parse import quote
+
+from spillway_gateway.picker.frames import (
+    BLOCK_BYTES_MAX,
+    FRAME_BYTES_MAX,
+    WINDOW_BYTES,
+    WINDOW_BYTES_MAX,
+    Code,
+    ConnectionFault,
+    Flag,
+    Frame,
+    FrameReader,
+    HeaderBlocks,
+    Kind,
+    Setting,
+    StreamFault,
+    frame,
+    frame_head,
+    goaway_frame,
+    header_block,
+    number_in,
+    reset_frame,
+    settings_frame,
+    settings_of,
+    unpadded,
+    well_formed,
+    window_frame,
+)
+from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, Call, CallFailed, Status
+from spillway_gateway.write_coalescing import WriteCoalescer
+
+logger = logging.getLogger(__name__)
+
+CALLS_MAX = 4096  # of a connection; proxies open another for more
+CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024
+_HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+_HEAD_BLOCK = header_block(_HEAD)
+_UNSUPPORTED_BLOCK = header_block([(b":status", b"415")])
+_OK_BLOCK = header_block([(b"grpc-status", b"0")])
+
+Handler = Callable[[Call], Coroutine[Any, Any, None]]
+
+
+class GrpcConnection(asyncio.Protocol):
+    """A client's connection.
+
+    Args:
+        methods: path -> what serves a call of it.
+        connections: those open; this one is among them while it is.
+    """
+
+    def __init__(self, methods: Mapping[bytes, Handler], connections: set[GrpcConnection]) -> None:
+        self._methods = methods
+        self._connections = connections
+        self._reader = FrameReader()
+        self._blocks = HeaderBlocks()
+        self._calls: dict[int, Call] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # also of calls that clients have ended, while they end
+        self._highest = 0  # number of a stream
+        self._settings_due = True  # before any other frame
+        self._window_in = CONNECTION_WINDOW_BYTES
+        self._window_out = WINDOW_BYTES
+        self._call_window_out = WINDOW_BYTES
+        self._frame_bytes = FRAME_BYTES_MAX
+        self._out: list[bytes | memoryview] = []
+        self._writable = True
+        self._going_away = False
+        self._handlers: dict[int, Callable[[Frame], None]] = {
+            Kind.DATA: self._data,
+            Kind.HEADERS: self._headers,
+            Kind.PRIORITY: self._priority,
+            Kind.RST_STREAM: self._reset,
+            Kind.SETTINGS: self._settings,
+            Kind.PUSH_PROMISE: self._unexpected,
+            Kind.PING: self._ping,
+            Kind.GOAWAY: self._goaway,
+            Kind.WINDOW_UPDATE: self._window_update,
+            Kind.CONTINUATION: self._headers,
+        }
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio
+        self._coalescer = WriteCoalescer.of_running_loop()
+        self._connections.add(self)
+        settings = {
+            Setting.MAX_CONCURRENT_STREAMS: CALLS_MAX,
+            Setting.INITIAL_WINDOW_SIZE: CALL_WINDOW_BYTES,
+            Setting.MAX_HEADER_LIST_SIZE: BLOCK_BYTES_MAX,
+        }
+        self._write(settings_frame(settings), window_frame(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES))
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        try:
+            for each in self._reader.read(data):
+                try:
+                    self._handle(each)
+                except StreamFault as fault:
+                    self._write(reset_frame(fault.number, fault.code))
+                    self._drop(fault.number)
+        except ConnectionFault as fault:
+            logger.warning("a client of the endpoint picker broke a rule of HTTP/2 and is disconnected: %s", fault)
+            self._write(goaway_frame(self._highest, fault.code))
+            self._flush()
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        for number in list(self._calls):
+            self._drop(number)
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly. Nothing of it is read either, as each of its frames may need an answer."""
+        self._writable = False
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._transport.resume_reading()
+        self._send_all()
+
+    # -- frames of the client ----------------------------------------------------------------------------------------
+
+    def _handle(self, each: Frame) -> None:
+        if self._settings_due and each.kind != Kind.SETTINGS:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        if (each.kind == Kind.CONTINUATION) != bool(self._blocks.open_number) or (
+            self._blocks.open_number and each.number != self._blocks.open_number
+        ):
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a header block is not continued as it has to be")
+        handler = self._handlers.get(each.kind)
+        if handler is not None:  # frames of extensions are ignored
+            handler(each)
+
+    def _data(self, each: Frame) -> None:
+        self._check_begun(each)
+        size = len(each.payload)
+        self._window_in -= size
+        if self._window_in < 0:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
+        if self._window_in < CONNECTION_WINDOW_BYTES // 2:
+            self._write(window_frame(0, CONNECTION_WINDOW_BYTES - self._window_in))
+            self._window_in = CONNECTION_WINDOW_BYTES
+        data = unpadded(each)
+        call = self._calls.get(each.number)
+        if call is None or call.half_closed:
+            raise StreamFault(each.number, Code.STREAM_CLOSED)
+        call.window_in -= size
+        if call.window_in < 0:
+            raise StreamFault(each.number, Code.FLOW_CONTROL_ERROR)
+        if each.flags & Flag.END_STREAM:
+            call.half_closed = True
+        call.feed(data)
+        if call.half_closed:
+            call.close_input()
+
+    def _headers(self, each: Frame) -> None:
+        if not each.number % 2:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "HEADERS of a stream that no client has")
+        block = self._blocks.add(each)
+        if block is None:
+            return
+        first, headers = block
+        ends = bool(first.flags & Flag.END_STREAM)
+        if first.number > self._highest:
+            self._highest = first.number
+            self._begin(first.number, headers, ends=ends)
+            return
+        call = self._calls.get(first.number)
+        if call is None or call.half_closed:
+            raise StreamFault(first.number, Code.STREAM_CLOSED)
+        if not ends:
+            raise StreamFault(first.number, Code.PROTOCOL_ERROR)
+        call.close_input()  # by trailers
+
+    def _priority(self, each: Frame) -> None:
+        """Checked, and ignored."""
+        if not each.number:
+            self._unexpected(each)
+        if len(each.payload) != 5:
+            raise StreamFault(each.number, Code.FRAME_SIZE_ERROR)
+
+    def _reset(self, each: Frame) -> None:
+        number_in(each)
+        self._check_begun(each)
+        self._drop(each.number)
+
+    def _settings(self, each: Frame) -> None:
+        if each.number:
+            self._unexpected(each)
+        if each.flags & Flag.ACK:
+            if each.payload:
+                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "an acknowledgement has a payload")
+            return
+        self._settings_due = False
+        for name, value in settings_of(each.payload):
+            if name == Setting.INITIAL_WINDOW_SIZE:
+                change, self._call_window_out = value - self._call_window_out, value
+                for call in self._calls.values():
+                    call.window_out += change
+                    if call.window_out > WINDOW_BYTES_MAX:
+                        raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
+            elif name == Setting.MAX_FRAME_SIZE:
+                self._frame_bytes = value
+        self._write(frame(Kind.SETTINGS, Flag.ACK, 0))
+        self._send_all()
+
+    def _unexpected(self, each: Frame) -> None:
+        raise ConnectionFault(Code.PROTOCOL_ERROR, f"a frame of type {each.kind} for stream {each.number}")
+
+    def _ping(self, each: Frame) -> None:
+        if each.number:
+            self._unexpected(each)
+        if len(each.payload) != 8:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a PING of a wrong length")
+        if not each.flags & Flag.ACK:
+            self._write(frame(Kind.PING, Flag.ACK, 0, each.payload))
+
+    def _goaway(self, each: Frame) -> None:
+        """The client opens no more calls, and closes the connection after those that run."""
+        if each.number:
+            self._unexpected(each)
+
+    def _window_update(self, each: Frame) -> None:
+        more_bytes = number_in(each)
+        if not each.number:
+            self._window_out += more_bytes
+            if not more_bytes:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a WINDOW_UPDATE of 0")
+            if self._window_out > WINDOW_BYTES_MAX:
+                raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window is too large")
+            self._send_all()
+            return
+        self._check_begun(each)
+        if not more_bytes:
+            raise StreamFault(each.number, Code.PROTOCOL_ERROR)
+        call = self._calls.get(each.number)
+        if call is None:  # it may have ended while the frame was under way
+            return
+        call.window_out += more_bytes
+        if call.window_out > WINDOW_BYTES_MAX:
+            raise StreamFault(each.number, Code.FLOW_CONTROL_ERROR)
+        self.send(call)
+
+    def _check_begun(self, each: Frame) -> None:
+        if not each.number % 2 or each.number > self._highest:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, f"a frame of type {each.kind} for a stream that has not begun")
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, number: int, headers: list[tuple[bytes, bytes]], *, ends: bool) -> None:
+        if self._going_away or len(self._tasks) >= CALLS_MAX:
+            raise StreamFault(number, Code.REFUSED_STREAM)
+        if not well_formed(headers):
+            raise StreamFault(number, Code.PROTOCOL_ERROR)
+        call = self._calls[number] = Call(self, number, self._call_window_out)
+        call.half_closed = ends
+        given = dict(headers)
+        handler = self._methods.get(given[b":path"])
+        if given[b":method"] != b"POST" or not given.get(b"content-type", b"").startswith(b"application/grpc"):
+            self._finish(call, _UNSUPPORTED_BLOCK)
+        elif handler is None:
+            self._finish(call, _trailers(call, Status.UNIMPLEMENTED, "there is no such method"))
+        else:
+            call.task = asyncio.get_running_loop().create_task(self._serve(call, handler))
+            self._tasks.add(call.task)
+            call.task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, call: Call, handler: Handler) -> None:
+        status, message = Status.UNAVAILABLE, "the gateway ends"  # if this task is cancelled
+        try:
+            await handler(call)
+            status, message = Status.OK, ""
+        except CallFailed as failure:
+            status, message = failure.status, failure.message
+        except Exception:
+            logger.exception("a call of the endpoint picker failed")
+            status, message = Status.UNKNOWN, "internal error"
+        finally:
+            self._finish(call, _trailers(call, status, message))
+
+    def _finish(self, call: Call, block: bytes) -> None:
+        """With the headers that end it."""
+        if call.ended:
+            return
+        self._calls.pop(call.number, None)
+        self._write(frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, call.number, block))
+        if not call.half_closed:  # what the client still sends is not needed
+            self._write(reset_frame(call.number, Code.NO_ERROR))
+
+    def _drop(self, number: int) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None:
+            call.end()
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def open_window(self, call: Call, more_bytes: int) -> None:
+        self._write(window_frame(call.number, more_bytes))
+
+    def send(self, call: Call) -> None:
+        """As much of what the call has unsent as the windows take."""
+        unsent = call.unsent
+        if not unsent or not self._writable:
+            return
+        if not call.head_sent:
+            call.head_sent = True
+            self._write(frame(Kind.HEADERS, Flag.END_HEADERS, call.number, _HEAD_BLOCK))
+        while unsent and (window := min(call.window_out, self._window_out)) > 0:
+            message = unsent.popleft()
+            size = min(len(message), window, self._frame_bytes)
+            if size < len(message):
+                unsent.appendleft(message[size:])
+            call.window_out -= size
+            self._window_out -= size
+            self._write(frame_head(Kind.DATA, 0, call.number, size), message[:size])
+        if not unsent:
+            call.sent()
+
+    def _send_all(self) -> None:
+        for call in list(self._calls.values()):
+            self.send(call)
+
+    def _write(self, *parts: bytes | memoryview) -> None:
+        if not self._out:
+            self._coalescer.defer(self._flush)
+        self._out += parts
+
+    def _flush(self) -> None:
+        parts, self._out = self._out, []
+        if parts and not self._transport.is_closing():
+            self._transport.writelines(parts)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def close(self, seconds: float) -> None:
+        """Take no more calls, give those that run some time, and close."""
+        self._going_away = True
+        self._write(goaway_frame(self._highest, Code.NO_ERROR))
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=seconds)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=seconds)
+        self._flush()
+        self._transport.close()
+
+
+def _trailers(call: Call, status: Status, message: str) -> bytes:
+    if call.head_sent and not status:
+        return _OK_BLOCK
+    headers = [] if call.head_sent else list(_HEAD)
+    headers.append((b"grpc-status", b"%d" % status))
+    if message:
+        headers.append((b"grpc-message", quote(message, safe=" ,.;:'()-_/").encode()))
+    return header_block(headers)

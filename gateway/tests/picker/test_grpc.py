@@ -1,0 +1,455 @@
+"""gRPC over HTTP/2 as the endpoint picker speaks it, against the h2 package, grpcio's client and bytes of anyone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import h2.config
+import h2.connection
+import h2.events
+import h2.settings
+import pytest
+import uvloop
+from hpack import Encoder
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spillway_gateway.picker import grpc_connection
+from spillway_gateway.picker.frames import FRAME_BYTES_MAX, PREFACE, WINDOW_BYTES_MAX, Code, Flag, Kind, frame
+from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, MESSAGE_BYTES_MAX, Call, CallFailed, Status
+from spillway_gateway.picker.grpc_connection import CONNECTION_WINDOW_BYTES, GrpcConnection
+from spillway_gateway.testing.running import until
+
+REQUEST = [
+    (":method", "POST"),
+    (":scheme", "http"),
+    (":path", "/test.Service/Echo"),
+    (":authority", "picker"),
+    ("te", "trailers"),
+    ("content-type", "application/grpc"),
+]
+
+
+async def echo(call: Call) -> None:
+    while (message := await call.read()) is not None:
+        await call.write(message)
+
+
+async def hold(call: Call) -> None:
+    await asyncio.Event().wait()
+
+
+async def fail(call: Call) -> None:
+    raise ZeroDivisionError
+
+
+METHODS = {b"/test.Service/Echo": echo, b"/test.Service/Hold": hold, b"/test.Service/Fail": fail}
+
+
+class Wire(asyncio.Transport):
+    """A connection's transport, whose bytes a test takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.reading = True
+        self.closed = False
+
+    def writelines(self, list_of_data: Any) -> None:
+        for part in list_of_data:
+            self.written += part
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Peer:
+    """A client of one connection in memory, by the h2 package."""
+
+    def __init__(self, **initial: int) -> None:
+        self.wire = Wire()
+        self.connection = GrpcConnection(METHODS, set())
+        self.http = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="ascii"))
+        values = {getattr(h2.settings.SettingCodes, name): value for name, value in initial.items()}
+        self.http.local_settings = h2.settings.Settings(client=True, initial_values=values)
+        self.http.max_inbound_frame_size = initial.get("MAX_FRAME_SIZE", FRAME_BYTES_MAX)
+        self.messages: dict[int, bytearray] = {}  # stream -> bytes of its messages
+        self.trailers: dict[int, dict[str, str]] = {}
+        self.resets: dict[int, int] = {}
+
+    async def connect(self) -> Peer:
+        self.connection.connection_made(self.wire)
+        self.http.initiate_connection()
+        await self.exchange()
+        return self
+
+    def call(self, number: int, path: str = "/test.Service/Echo", **changed: str) -> None:
+        headers = dict(REQUEST) | {":path": path} | {name.replace("_", "-"): text for name, text in changed.items()}
+        self.http.send_headers(number, list(headers.items()))
+
+    async def exchange(self, cut: Callable[[bytes], Iterator[bytes]] = lambda data: iter([data])) -> None:
+        """Until neither side has anything more to say."""
+        while True:
+            for piece in cut(self.http.data_to_send()):
+                self.connection.data_received(piece)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            if not self.wire.written:
+                return
+            data = bytes(self.wire.written)
+            self.wire.written.clear()
+            for event in self.http.receive_data(data):
+                self._take(event)
+
+    def _take(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.DataReceived):
+            self.messages.setdefault(event.stream_id, bytearray()).extend(event.data)
+            self.http.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        elif isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
+            found = {str(name): str(value) for name, value in event.headers}
+            if "grpc-status" in found or found.get(":status") != "200":
+                self.trailers[event.stream_id] = found
+        elif isinstance(event, h2.events.StreamReset):
+            self.resets[event.stream_id] = int(event.error_code)
+
+
+def packed(message: bytes) -> bytes:
+    return struct.pack(">BI", 0, len(message)) + message
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+LENGTHS = st.sampled_from([0, 1, 7, 300, 16_379, 16_384, 70_000, 300_000])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(
+        st.lists(st.sampled_from([0, 1, 7, 300, 16_379, 16_384, 70_000, 300_000]), max_size=5), max_size=4
+    ),
+    window=st.sampled_from([1, 1_000, 65_535, 1_000_000]),
+    frame_bytes=st.sampled_from([16_384, 60_000]),
+    seed=st.integers(),
+)
+@example([[300_000]], 1_000, 16_384, 0)
+def test_all_messages_return_whole_whatever_frames_pieces_and_windows(
+    lengths: list[list[int]], window: int, frame_bytes: int, seed: int
+) -> None:
+    """Several calls at once, whose bytes are sent in pieces of any size and in frames that overlap messages."""
+    draw = random.Random(seed)
+    if window == 1:
+        lengths = [[min(length, 300) for length in each] for each in lengths]
+
+    def cut(data: bytes) -> Iterator[bytes]:
+        while data:
+            size = draw.choice([1, 9, 100, 5_000, 200_000, 200_000])
+            yield data[:size]
+            data = data[size:]
+
+    async def test() -> None:
+        peer = await Peer(INITIAL_WINDOW_SIZE=window, MAX_FRAME_SIZE=frame_bytes).connect()
+        sent = {
+            2 * at + 1: b"".join(packed(draw.randbytes(length)) for length in each) for at, each in enumerate(lengths)
+        }
+        left = dict(sent)
+        for number in sent:
+            peer.call(number)
+        while left:
+            number = draw.choice(list(left))
+            room = min(peer.http.local_flow_control_window(number), peer.http.max_outbound_frame_size)
+            size = min(room, draw.choice([1, 5, 6, 1_000, 16_384, 16_384, 16_384]), len(left[number]))
+            padded = draw.choice([None, None, None, 3]) if size + 4 <= room else None
+            last = size == len(left[number])
+            peer.http.send_data(number, left[number][:size], end_stream=last, pad_length=padded)
+            left[number] = left[number][size:]
+            if last:
+                del left[number]
+            if not size or draw.random() < 0.3:
+                await peer.exchange(cut)
+        await peer.exchange(cut)
+        assert {number: bytes(peer.messages.get(number, b"")) for number in sent} == sent
+        assert [peer.trailers[number]["grpc-status"] for number in sent] == ["0"] * len(sent)
+        assert not peer.resets and not peer.wire.closed
+
+    run(test())
+
+
+async def test_a_message_longer_than_its_window_arrives_and_one_longer_than_the_bound_ends_its_call() -> None:
+    peer = await Peer(INITIAL_WINDOW_SIZE=WINDOW_BYTES_MAX).connect()
+    peer.http.increment_flow_control_window(2**30)
+    long = packed(random.Random(1).randbytes(MESSAGE_BYTES_MAX))
+    for number, data in ((1, long), (3, struct.pack(">BI", 0, MESSAGE_BYTES_MAX + 1))):
+        peer.call(number)
+        left = memoryview(data)
+        while left:
+            size = min(len(left), FRAME_BYTES_MAX, peer.http.local_flow_control_window(number))
+            peer.http.send_data(number, bytes(left[:size]))
+            left = left[size:]
+            await peer.exchange()
+    assert peer.messages[1] == long and 1 not in peer.trailers
+    assert peer.trailers[3]["grpc-status"] == str(int(Status.RESOURCE_EXHAUSTED)) and peer.resets == {3: Code.NO_ERROR}
+
+
+async def test_a_call_that_nobody_reads_stops_at_its_window_and_holds_up_no_other() -> None:
+    peer = await Peer().connect()
+    sent, number = 0, 1
+    while sent < 2 * CONNECTION_WINDOW_BYTES:
+        peer.call(number, "/test.Service/Hold")
+        await peer.exchange()
+        message = packed(b"x" * 10_000)
+        while peer.http.local_flow_control_window(number) >= len(message):
+            peer.http.send_data(number, message)
+            sent += len(message)
+            await peer.exchange()
+        assert peer.http.remote_settings.initial_window_size == CALL_WINDOW_BYTES
+        number += 2
+    peer.call(number)
+    peer.http.send_data(number, packed(b"through"), end_stream=True)
+    await peer.exchange()
+    assert bytes(peer.messages[number]) == packed(b"through")
+
+
+@pytest.mark.parametrize(
+    ("changed", "data", "expected"),
+    [
+        ({"path": "/test.Service/None"}, b"", {"grpc-status": "12"}),
+        ({"path": "/test.Service/Fail"}, b"", {"grpc-status": "2"}),
+        ({"content_type": "text/plain"}, b"", {":status": "415"}),
+        ({}, struct.pack(">BI", 1, 0), {"grpc-status": "12"}),
+    ],
+    ids=["no such method", "handler fails", "no gRPC", "compressed"],
+)
+async def test_a_call_that_cannot_be_served_ends_with_a_status(
+    changed: dict[str, str], data: bytes, expected: dict[str, str]
+) -> None:
+    peer = await Peer().connect()
+    peer.call(1, **changed)
+    peer.http.send_data(1, data)
+    await peer.exchange()
+    assert expected.items() <= peer.trailers[1].items()
+    assert peer.resets == {1: Code.NO_ERROR} and not peer.wire.closed
+
+
+BLOCK = Encoder().encode(REQUEST, huffman=False)
+OPENING = PREFACE + frame(Kind.SETTINGS, 0, 0)
+BEGUN = OPENING + frame(Kind.HEADERS, Flag.END_HEADERS, 1, BLOCK)
+ENDED = OPENING + frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, 1, BLOCK)
+
+
+def blocked(*headers: tuple[str, str]) -> bytes:
+    return OPENING + frame(Kind.HEADERS, Flag.END_HEADERS, 1, Encoder().encode(headers, huffman=False))
+
+
+def settings_frame(name: int, value: int) -> bytes:
+    return OPENING + frame(Kind.SETTINGS, 0, 0, struct.pack(">HI", name, value))
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", Code.PROTOCOL_ERROR),
+        (PREFACE + frame(Kind.PING, 0, 0, bytes(8)), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.DATA, 0, 1, b"x"), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.DATA, 0, 0, b"x"), Code.PROTOCOL_ERROR),
+        (BEGUN + frame(Kind.DATA, Flag.PADDED, 1, b"\x05x"), Code.PROTOCOL_ERROR),
+        (BEGUN + frame(Kind.DATA, 0, 1, bytes(FRAME_BYTES_MAX + 1)), Code.FRAME_SIZE_ERROR),
+        (OPENING + frame(Kind.HEADERS, Flag.END_HEADERS, 2, BLOCK), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.HEADERS, Flag.END_HEADERS, 1, b"\xff\xff\xff\xff\xff"), Code.COMPRESSION_ERROR),
+        (OPENING + frame(Kind.HEADERS, 0, 1, BLOCK) + frame(Kind.PING, 0, 0, bytes(8)), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.HEADERS, 0, 1, BLOCK) + frame(Kind.CONTINUATION, 0, 3), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.HEADERS, 0, 1) + 17 * frame(Kind.CONTINUATION, 0, 1), Code.ENHANCE_YOUR_CALM),
+        (OPENING + frame(Kind.CONTINUATION, Flag.END_HEADERS, 1, BLOCK), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.RST_STREAM, 0, 1, bytes(4)), Code.PROTOCOL_ERROR),
+        (BEGUN + frame(Kind.RST_STREAM, 0, 1, bytes(3)), Code.FRAME_SIZE_ERROR),
+        (OPENING + frame(Kind.SETTINGS, 0, 1), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.SETTINGS, 0, 0, b"x"), Code.FRAME_SIZE_ERROR),
+        (OPENING + frame(Kind.SETTINGS, Flag.ACK, 0, b"x"), Code.FRAME_SIZE_ERROR),
+        (settings_frame(2, 2), Code.PROTOCOL_ERROR),
+        (settings_frame(4, 2**31), Code.FLOW_CONTROL_ERROR),
+        (settings_frame(5, 16_383), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.PUSH_PROMISE, 0, 1, bytes(4)), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.PING, 0, 0, bytes(7)), Code.FRAME_SIZE_ERROR),
+        (OPENING + frame(Kind.PING, 0, 1, bytes(8)), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.GOAWAY, 0, 1, bytes(8)), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.PRIORITY, 0, 0, bytes(5)), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.WINDOW_UPDATE, 0, 0, bytes(4)), Code.PROTOCOL_ERROR),
+        (OPENING + frame(Kind.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"), Code.FLOW_CONTROL_ERROR),
+        (OPENING + frame(Kind.WINDOW_UPDATE, 0, 1, b"\0\0\0\1"), Code.PROTOCOL_ERROR),
+    ],
+)
+async def test_bytes_that_break_a_rule_of_the_connection_end_it(sent: bytes, code: Code) -> None:
+    peer = Peer()
+    peer.connection.connection_made(peer.wire)
+    peer.connection.data_received(sent)
+    assert peer.wire.closed
+    assert frames(peer.wire)[-1][::3] == (Kind.GOAWAY, struct.pack(">II", peer.connection._highest, code))
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (BEGUN + frame(Kind.WINDOW_UPDATE, 0, 1, bytes(4)), Code.PROTOCOL_ERROR),
+        (BEGUN + frame(Kind.WINDOW_UPDATE, 0, 1, b"\x7f\xff\xff\xff"), Code.FLOW_CONTROL_ERROR),
+        (BEGUN + frame(Kind.HEADERS, Flag.END_HEADERS, 1, BLOCK), Code.PROTOCOL_ERROR),
+        (BEGUN + frame(Kind.PRIORITY, 0, 1, bytes(4)), Code.FRAME_SIZE_ERROR),
+        (BEGUN + 17 * frame(Kind.DATA, 0, 1, b"\0\0\0\x3f\xfb" + bytes(FRAME_BYTES_MAX - 5)), Code.FLOW_CONTROL_ERROR),
+        (ENDED + frame(Kind.DATA, 0, 1, b"x"), Code.STREAM_CLOSED),
+        (ENDED + frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, 1, BLOCK), Code.STREAM_CLOSED),
+        (blocked(*REQUEST[1:]), Code.PROTOCOL_ERROR),
+        (blocked(*REQUEST[:1], *REQUEST), Code.PROTOCOL_ERROR),
+        (blocked(*REQUEST[4:], *REQUEST[:4]), Code.PROTOCOL_ERROR),
+        (blocked(*REQUEST, ("connection", "close")), Code.PROTOCOL_ERROR),
+        (blocked(*REQUEST[:5], ("X-Upper", "1")), Code.PROTOCOL_ERROR),
+        (blocked(*REQUEST[:4], (":status", "200")), Code.PROTOCOL_ERROR),
+        (blocked(*REQUEST[:4], ("te", "gzip")), Code.PROTOCOL_ERROR),
+    ],
+)
+async def test_bytes_that_break_a_rule_of_a_call_end_that_call_alone(sent: bytes, code: Code) -> None:
+    peer = Peer()
+    peer.connection.connection_made(peer.wire)
+    peer.connection.data_received(sent)
+    await asyncio.sleep(0)
+    assert (Kind.RST_STREAM, 0, 1, struct.pack(">I", code)) in frames(peer.wire)
+    peer.wire.written.clear()
+    echoed = packed(b"still here")
+    peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS, 3, BLOCK))
+    peer.connection.data_received(frame(Kind.DATA, Flag.END_STREAM, 3, echoed))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (Kind.DATA, 0, 3, echoed) in frames(peer.wire) and not peer.wire.closed
+
+
+def frames(wire: Wire) -> list[tuple[int, int, int, bytes]]:
+    """Type, flags, stream, payload."""
+    found, data = [], bytes(wire.written)
+    while data:
+        high, low, kind, flags, number = struct.unpack_from(">HBBBI", data)
+        end = 9 + (high << 8 | low)
+        found.append((kind, flags, number, data[9:end]))
+        data = data[end:]
+    return found
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(
+        st.builds(
+            frame,
+            st.integers(0, 11),
+            st.integers(0, 255),
+            st.integers(0, 5),
+            st.one_of(st.binary(max_size=40), st.just(BLOCK), st.just(packed(b"x" * 30)), st.just(bytes(4))),
+        ),
+        max_size=12,
+    )
+)
+def test_no_frames_raise_and_what_ends_the_connection_is_named(sent: list[bytes]) -> None:
+    async def test() -> None:
+        peer = Peer()
+        peer.connection.connection_made(peer.wire)
+        peer.connection.data_received(OPENING)
+        for each in sent:
+            peer.connection.data_received(each)
+            await asyncio.sleep(0)
+        named = [each for each in frames(peer.wire) if each[0] == Kind.GOAWAY]
+        assert bool(named) == peer.wire.closed
+        peer.connection.connection_lost(None)
+        await asyncio.gather(*peer.connection._tasks)
+        assert not peer.connection._calls
+
+    run(test())
+
+
+async def test_a_client_that_reads_nothing_is_read_no_more_until_it_does() -> None:
+    peer = await Peer().connect()
+    peer.connection.pause_writing()
+    assert not peer.wire.reading
+    peer.call(1)
+    peer.http.send_data(1, packed(b"later"))
+    await peer.exchange()
+    assert 1 not in peer.messages
+    peer.connection.resume_writing()
+    assert peer.wire.reading
+    await peer.exchange()
+    assert bytes(peer.messages[1]) == packed(b"later")
+
+
+async def test_calls_beyond_the_bound_are_refused_and_so_are_all_once_it_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peer = await Peer().connect()
+    monkeypatch.setattr(grpc_connection, "CALLS_MAX", 2)
+    for number in (1, 3, 5):
+        peer.call(number, "/test.Service/Hold")
+    await peer.exchange()
+    assert peer.resets == {5: Code.REFUSED_STREAM}
+    closing = asyncio.create_task(peer.connection.close(0.05))
+    await asyncio.sleep(0)
+    peer.call(7)
+    peer.connection.data_received(peer.http.data_to_send())
+    await closing
+    assert peer.wire.closed
+    ends = [each for each in frames(peer.wire) if each[0] in (Kind.GOAWAY, Kind.RST_STREAM)]
+    assert ends[0] == (Kind.GOAWAY, 0, 0, struct.pack(">II", 5, Code.NO_ERROR))
+    assert (Kind.RST_STREAM, 0, 7, struct.pack(">I", Code.REFUSED_STREAM)) in ends
+
+
+async def test_a_call_whose_client_leaves_is_told_and_then_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spillway_gateway.picker.grpc_call.END_SECONDS", 0.01)
+    peer = await Peer().connect()
+    peer.call(1, "/test.Service/Hold")
+    await peer.exchange()
+    (call,) = peer.connection._calls.values()
+    ended = asyncio.Event()
+    call.on_end = ended.set
+    peer.http.reset_stream(1)
+    await peer.exchange()
+    assert ended.is_set() and not peer.connection._calls
+    await until(lambda: not peer.connection._tasks)
+    await call.write(b"nobody reads this")
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_grpcs_own_client_calls_it_on_both_event_loops(runner: Any) -> None:
+    async def refuse(call: Call) -> None:
+        raise CallFailed(Status.NOT_FOUND, "100 % of \u00e9 are missing")
+
+    async def test() -> None:
+        connections: set[GrpcConnection] = set()
+        methods = {**METHODS, b"/test.Service/Refuse": refuse}
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: GrpcConnection(methods, connections), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            sent = [b"x" * size for size in (0, 5, 3_000_000)]
+            for _ in range(3):
+                call = channel.stream_stream("/test.Service/Echo")()
+                for message in sent:
+                    await call.write(message)
+                    assert await call.read() == message
+                await call.done_writing()
+                assert await call.read() is grpc.aio.EOF and await call.code() is grpc.StatusCode.OK
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary("/test.Service/Refuse")(b"")
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+            assert refused.value.details() == "100 % of \u00e9 are missing"
+        server.close()
+        await asyncio.gather(*(each.close(5) for each in list(connections)))
+
+    runner(test())
