@@ -130,7 +130,9 @@ def test_a_long_word_is_found_wherever_it_is(letter: str, before: str, after: st
         "no_spaces(here,but=words);" * 500,
         "e\u0301t\u0301e\u0301, " * 500,
         "\u4e2d\u6587\u6ca1\u6709\u7a7a\u683c\uff0c" * 500,
-        "a" * (WORD_CHARS_MAX // 2 - 1),
+        '{"key":1,"other_key":[2.5,"three"]},' * 500,
+        ("a." * 100 + "b" * 300) * 50,
+        "a" * (WORD_CHARS_MAX - 1),
     ],
 )
 def test_usual_text_holds_none(text: str) -> None:

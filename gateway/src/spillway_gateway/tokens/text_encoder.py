@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import re
-import unicodedata
+import string
 
 import fastokens
 import tokenizers
@@ -30,8 +30,12 @@ logger = logging.getLogger(__name__)
 os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 WORD_CHARS_MAX = 512  # a longer one goes to tokenizers; one of that length takes fastokens 55 us, and 1 us again
-_PART_CHARS = WORD_CHARS_MAX // 2  # a longer word fills one such part of its text
-_edges_in = re.compile(r"(?<=[^\W_])\W|(?<=\W)[^\W_]").finditer  # "_" is a letter to some tokenizers, not to others
+# Within so many characters after a word's beginning another word has to begin. Fewer than WORD_CHARS_MAX, as for some
+# tokenizers a sign or a space begins the word that follows it.
+_REACH_CHARS = WORD_CHARS_MAX - 32
+# Beside a letter or a digit each of these ends a word for every tokenizer; "_" and accents do so for some only.
+_SIGNS = rf"[\s{re.escape(string.punctuation.replace('_', ''))}\u060c\u0964\u3001-\u3003\u3008-\u3011\uff01\uff0c]"
+_edges = re.compile(rf"(?<=[^\W_]){_SIGNS}|{_SIGNS}(?=[^\W_])")
 CHECK_INTERVAL_TEXTS = 1_024  # adds 3 % to the cost of new text
 _PROBES = (
     "",
@@ -128,14 +132,20 @@ class TextEncoder:
 
 def has_long_word(text: str) -> bool:
     """Whether it may hold a word of WORD_CHARS_MAX characters. Of spaces it does not matter how many there are."""
-    for begin in range(0, len(text) - _PART_CHARS + 1, _PART_CHARS):
-        end = begin + _PART_CHARS
-        if text.find(" ", begin, end) < 0 and not _has_edge(text, begin, end):
-            return True
+    begin, last, find_space = 0, len(text) - WORD_CHARS_MAX, text.rfind
+    while begin <= last:
+        at = find_space(" ", begin + 1, begin + _REACH_CHARS)
+        if at < 0:
+            at = _edge_after(text, begin)
+            if at < 0:
+                return True
+        begin = at
     return False
 
 
-def _has_edge(text: str, begin: int, end: int) -> bool:
-    """Whether a word ends there for every tokenizer. For some, marks such as accents and Thai vowels continue one."""
-    pairs = (text[match.start() - 1 : match.end()] for match in _edges_in(text, begin, end))
-    return any(not unicodedata.category(char).startswith("M") for pair in pairs for char in pair if not char.isalnum())
+def _edge_after(text: str, begin: int) -> int:
+    """A place within _REACH_CHARS after `begin` at which a word ends, rather one that is far; -1: there is none."""
+    middle, end = begin + _REACH_CHARS // 2, begin + _REACH_CHARS
+    if (far := _edges.search(text, middle, end)) is not None:
+        return far.start()
+    return max((match.start() for match in _edges.finditer(text, begin + 1, middle)), default=-1)
