@@ -42,6 +42,7 @@ _RECORD_WORDS = _RECORD.size // 8
 _OWNER_AT, _NAMESPACE_AT = 8, 16  # in a record
 _NO_PINS = bytes(ENGINES_MAX)
 _NO_HOLDS = bytes(4 * ENGINES_MAX)
+_NO_ENGINE_HOLDS = bytes(8 * ENGINES_MAX)
 _SEGMENT_BITS = 10  # rows of which one word says whether any has changed: 1,024
 _HEADER_WORDS = 512
 # In the header, three words for each place: the number of its engine, when it was found dead (ms), and until when it
@@ -104,6 +105,7 @@ class NodeIndex:
         self._hold_array = np.frombuffer(self._holds, np.uint32).reshape(num_rows, ENGINES_MAX)
         engines: U64 = np.frombuffer(header, np.uint64)[_ENGINES_FROM : _ENGINES_FROM + 3 * ENGINES_MAX]
         self._engines = engines.reshape(ENGINES_MAX, 3)
+        self._held_until = self._words[_ENGINES_FROM + 2 : _ENGINES_FROM + 3 * ENGINES_MAX : 3]
 
     @classmethod
     def bytes_of(cls, num_rows: int) -> int:
@@ -158,7 +160,7 @@ class NodeIndex:
         has pinned them."""
         words, states, records, used_ms = self._words, self.stamps, self._records, self.used_ms
         first = generation = words[_GENERATION]
-        any_held = bool(self._engines[:, 2].any())
+        any_held = self._any_holds()
         words[_GENERATION] = generation + len(keys)
         for row, key in zip(rows, keys, strict=True):
             generation += 1
@@ -349,7 +351,10 @@ class NodeIndex:
 
     def any_held(self, now_s: float) -> bool:
         """Whether an engine holds any row. An engine that holds nothing but what has left may be counted, too."""
-        return bool((self._engines[:, 2] > now_s).any())
+        return self._any_holds() and bool((self._engines[:, 2] > now_s).any())
+
+    def _any_holds(self) -> bool:
+        return self._held_until.tobytes() != _NO_ENGINE_HOLDS
 
     def is_held(self, row: int, now_s: float) -> bool:
         """Whether clients of any engine asked to retain what is in the row."""
