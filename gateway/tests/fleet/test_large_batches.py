@@ -20,6 +20,8 @@ from spillway_gateway.fleet.large_batches import PIECE_BLOCKS, PIECE_TOKENS, dec
 from spillway_gateway.fleet.msgpack_walk import STEP_VALUES
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 
+MANY_MEMBERS = {f"member {number}": number for number in range(10_000)}
+
 
 def decode(payload: bytes) -> tuple[EventBatch, int]:
     steps, taken = decode_in_steps(payload), 0
@@ -140,6 +142,7 @@ def test_a_step_decodes_few_bytes_of_events_that_are_short_each(blocks: int) -> 
         ["BlockRemoved", [None] * 100_000, "GPU", 0],
         ["Unknown", [1] * 100_000],
         {"block_hashes": [1] * 100_000},
+        {**stored_fields(20_000, 16, shape="map"), **MANY_MEMBERS},
     ],
 )
 def test_a_long_event_of_no_known_form_is_counted_and_the_others_apply(event: Any) -> None:
@@ -149,6 +152,12 @@ def test_a_long_event_of_no_known_form_is_counted_and_the_others_apply(event: An
 
     assert batch.undecodable == 1
     assert batch.events[0] == batch.events[-1] == decode_batch(msgspec.msgpack.encode([1.0, [removed]])).events[0]
+
+
+@pytest.mark.parametrize("batch", [{"ts": 1.0, "events": [], **MANY_MEMBERS}, [1.0, [], *MANY_MEMBERS]])
+def test_a_batch_of_many_members_is_not_walked(batch: Any) -> None:
+    with pytest.raises(Undecodable, match="members"):
+        decode(msgspec.msgpack.encode(batch))
 
 
 values = st.recursive(

@@ -28,6 +28,7 @@ EVENTS_STEP = 250  # short events between two yields
 STEP_BYTES = 8 * 1024  # of short events between two yields
 PIECE_BLOCKS = 1000  # of a long event
 PIECE_TOKENS = 8192
+MEMBERS_MAX = 64  # of a batch or of one event, read in one step; vLLM's have up to 3 and 13
 
 _LISTS = ("block_hashes", "token_ids", "extra_keys")
 
@@ -37,7 +38,7 @@ def decode_in_steps(payload: bytes) -> Generator[None, None, EventBatch]:
     if len(payload) <= SHORT_BYTES_MAX:
         return decode_batch(payload)
     try:
-        batch = Container(payload, 0)
+        batch = _record(payload, 0)
         members: dict[object, tuple[int, int]] = {}
         for position in range(batch.left // 2 if batch.is_map else batch.left):
             name: object = position
@@ -119,7 +120,7 @@ def _fields(
     payload: bytes, start: int
 ) -> Generator[None, None, tuple[object, dict[str, object], dict[str, Container]]]:
     """An event's tag, its short fields, and its lists by name."""
-    event = Container(payload, start)
+    event = _record(payload, start)
     spans: dict[str, tuple[int, int]] = {}
     if event.is_map:
         for _ in range(event.left // 2):
@@ -136,6 +137,14 @@ def _fields(
     if not all(map(_is_short, short.values())):
         raise NotMsgpack("a long field")
     return tag, {name: decoded(payload[slice(*span)]) for name, span in short.items()}, lists
+
+
+def _record(payload: bytes, start: int) -> Container:
+    """A batch or an event, whose members are read one after another. Raises NotMsgpack if they are too many."""
+    record = Container(payload, start)
+    if record.left > MEMBERS_MAX * (2 if record.is_map else 1):
+        raise NotMsgpack(f"{record.left} members")
+    return record
 
 
 def _is_short(span: tuple[int, int] | None) -> bool:
