@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,10 +9,12 @@ from spillway_gateway.config.settings import EngineConfig, RoutingConfig
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.engine_metrics import (
     LINE_BYTES_MAX,
+    LINES_BYTES_MAX,
+    RANKS_MAX,
     SAMPLES_MAX,
     STEP_BYTES,
     EngineReading,
-    pages_of_ranks,
+    PagesOfRanks,
     read_metrics,
     wanted_lines,
 )
@@ -64,13 +68,13 @@ def test_a_tier_is_declined_if_loads_from_it_pay_in_no_rank() -> None:
         for rank, tier, pays in ((0, b"nvme", 1), (1, b"nvme", 0), (0, b"s3", 0), (1, b"s3", 0), (0, b"other", 0))
     )
     assert read_metrics(page).declined_tiers == {"s3"}
-    ranks = {rank: read_metrics(own).declined_tiers for rank, own in pages_of_ranks(page).items()}
+    ranks = {rank: read_metrics(own).declined_tiers for rank, own in pages_of(page).items()}
     assert ranks == {0: {"s3"}, 1: {"nvme", "s3"}}
     assert read_metrics(PAGE).declined_tiers == frozenset(), "an engine that says nothing loads"
 
 
 def test_each_rank_of_a_page_has_its_own_reading() -> None:
-    readings = {rank: read_metrics(page) for rank, page in pages_of_ranks(PAGE).items()}
+    readings = {rank: read_metrics(page) for rank, page in pages_of(PAGE).items()}
 
     assert readings == {
         0: EngineReading(2, 7, 0.25, 128_000, 10000.5, 100_000, 50_000),
@@ -79,7 +83,7 @@ def test_each_rank_of_a_page_has_its_own_reading() -> None:
 
 
 def test_another_label_that_ends_alike_names_no_rank() -> None:
-    assert pages_of_ranks(b'vllm:num_requests_running{drafter_engine="3"} 1\n') == {}
+    assert not PagesOfRanks(b'vllm:num_requests_running{drafter_engine="3"} 1\n').ranks
 
 
 def test_the_end_of_a_page_counts_without_a_newline() -> None:
@@ -119,6 +123,11 @@ def wanted(page: bytes) -> tuple[bytes, int]:
         taken += 1
 
 
+def pages_of(page: bytes) -> dict[int, bytes]:
+    pages = PagesOfRanks(page)
+    return {rank: pages.of(rank) for rank in pages.ranks}
+
+
 TRAFFIC = b"""spillway_tier_read_bytes_total{tier="nvme"} 5
 spillway_tier_written_bytes_total{tier="nvme"} 7
 """
@@ -131,8 +140,8 @@ def test_what_is_read_of_a_page_is_in_its_wanted_lines(filler: int, ends: bool) 
 
     assert read_metrics(lines) == read_metrics(page)
     assert moved_bytes(lines) == moved_bytes(page)
-    assert {rank: read_metrics(own) for rank, own in pages_of_ranks(lines).items()} == {
-        rank: read_metrics(own) for rank, own in pages_of_ranks(page).items()
+    assert {rank: read_metrics(own) for rank, own in pages_of(lines).items()} == {
+        rank: read_metrics(own) for rank, own in pages_of(page).items()
     }
 
 
@@ -144,10 +153,30 @@ def test_a_page_of_megabytes_is_searched_in_steps_and_its_samples_are_bounded() 
     assert lines.count(b"\n") == SAMPLES_MAX - 1
     assert steps == 2  # no more is looked for
 
+    long = b'vllm:num_requests_waiting{engine="%d",name="' + b"x" * 4_000 + b'"} 1\n'
+    lines, _ = wanted(b"".join(long % number for number in range(1_000)))
+    assert len(lines) < LINES_BYTES_MAX + STEP_BYTES
+
     page = b"vllm:other 1\n" * 300_000
     assert wanted(page) == (b"", -(-len(page) // (STEP_BYTES // 13 * 13)))
     assert wanted(b"vllm:num_requests_waiting " + b"1" * LINE_BYTES_MAX)[0] == b""
     assert wanted(b"x" * (4 << 20))[0] == b""
+
+
+def test_pages_of_many_ranks_are_built_one_at_a_time() -> None:
+    """Each has all samples that belong to no rank."""
+    common = b"vllm:num_requests_waiting 1\n" * 10_000
+    page = common + b"".join(b'vllm:num_requests_running{engine="%d"} 1\n' % rank for rank in range(RANKS_MAX))
+    tracemalloc.start()
+    try:
+        pages = PagesOfRanks(page)
+        longest = max(len(pages.of(rank)) for rank in pages.ranks)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert longest > len(common)
+    assert peak_bytes < 10 * len(page)
 
 
 def test_the_time_between_two_tokens_is_that_of_the_answers_since_the_last_reading() -> None:

@@ -18,6 +18,7 @@ PAGE_BYTES_MAX = 4 * 1024 * 1024
 SAMPLES_MAX = 2048  # of the names that are read; an engine of 64 ranks has about ten for each
 STEP_BYTES = 64 * 1024  # about a millisecond
 LINE_BYTES_MAX = 4096
+LINES_BYTES_MAX = 512 * 1024  # of all samples that are read; 64 ranks have some 200 KB
 RANKS_MAX = 256
 _WANTED = re.compile(
     rb"^(?:vllm:(?:num_requests_(?:waiting|running)|kv_cache_usage_perc|external_prefix_cache_hits_total"
@@ -48,36 +49,49 @@ class EngineReading(NamedTuple):
 
 
 def wanted_lines(page: bytes) -> Generator[None, None, bytes]:
-    """The lines of the page that its readers look for, SAMPLES_MAX at most. A page may have megabytes, so it is
-    searched in steps. Pure."""
+    """The lines of the page that its readers look for, about SAMPLES_MAX or LINES_BYTES_MAX at most. A page may have
+    megabytes, so it is searched in steps. Pure."""
     lines: list[bytes] = []
-    at = 0
-    while at < len(page) and len(lines) < SAMPLES_MAX:
+    at = lines_bytes = 0
+    while at < len(page) and len(lines) < SAMPLES_MAX and lines_bytes < LINES_BYTES_MAX:
         end = page.rfind(b"\n", at, at + STEP_BYTES) + 1
         if not end:  # within a long line, which is none that is looked for
             end = page.find(b"\n", at) + 1 or len(page)
             piece = page[at : at + STEP_BYTES]
         else:
             piece = page[at:end]
-        lines += [line for line in _WANTED.findall(piece) if len(line) <= LINE_BYTES_MAX]
+        found = [line for line in _WANTED.findall(piece) if len(line) <= LINE_BYTES_MAX]
+        lines += found
+        lines_bytes += sum(map(len, found))
         at = end
         yield
     return b"\n".join(lines[:SAMPLES_MAX])
 
 
-def pages_of_ranks(page: bytes) -> dict[int, bytes]:
-    """The page as each data parallel rank would show it, by rank; a sample without a rank is on each of them. vLLM
-    shows gauges of all ranks from its start, so a rank that is absent does not exist. Pure."""
-    common: list[bytes] = []
-    lines: dict[int, list[bytes]] = {}
-    for line in page.split(b"\n"):
-        if not line.startswith(b"#"):
-            rank = _RANK.search(line)
-            if rank is None:
-                common.append(line)
-            elif int(rank[1]) < RANKS_MAX:
-                lines.setdefault(int(rank[1]), []).append(line)
-    return {rank: b"\n".join([*common, *own]) for rank, own in lines.items()}
+class PagesOfRanks:
+    """A page as each data parallel rank would show it; a sample without a rank is on each of them. vLLM shows gauges of
+    all ranks from its start, so a rank that is absent does not exist. One rank's page is built when it is asked for:
+    all of them together may be a hundred times as long as the engine's."""
+
+    def __init__(self, page: bytes) -> None:
+        self._common: list[bytes] = []
+        self._lines: dict[int, list[bytes]] = {}
+        for line in page.split(b"\n"):
+            if not line.startswith(b"#"):
+                rank = _RANK.search(line)
+                if rank is None:
+                    self._common.append(line)
+                elif int(rank[1]) < RANKS_MAX:
+                    self._lines.setdefault(int(rank[1]), []).append(line)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(self._lines)
+
+    def of(self, rank: int) -> bytes:
+        """Empty if the engine does not have the rank."""
+        own = self._lines.get(rank)
+        return b"" if own is None else b"\n".join([*self._common, *own])
 
 
 def read_metrics(page: bytes) -> EngineReading:

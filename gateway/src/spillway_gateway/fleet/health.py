@@ -22,7 +22,7 @@ import msgspec
 
 from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine import Engine, EngineState
-from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, pages_of_ranks, read_metrics, wanted_lines
+from spillway_gateway.fleet.engine_metrics import PAGE_BYTES_MAX, PagesOfRanks, read_metrics, wanted_lines
 from spillway_gateway.fleet.listed_models import (
     MODELS_BYTES_MAX,
     VERSION_BYTES_MAX,
@@ -133,7 +133,7 @@ class HealthPoller:
         engines are replaced by ones with more ranks. An engine without metrics is taken at the configuration's word."""
         ranks = [engine.rank for engine in self._ranks if engine.rank is not None]
         page = await self._metrics_page() if ranks else None
-        known = pages_of_ranks(page) if page is not None else {}
+        known = PagesOfRanks(page).ranks if page is not None else ()
         if not known:
             return {}
         return {rank: f"has {len(known)} data parallel ranks" for rank in ranks if rank not in known}
@@ -150,11 +150,12 @@ class HealthPoller:
             page = await self._metrics_page()
             if page is not None:
                 self._observed_at = asyncio.get_running_loop().time()
-                pages = pages_of_ranks(page) if self._engine.rank is not None else {}
+                pages = PagesOfRanks(page if self._engine.rank is not None else b"")
                 for engine, work in before.items():
-                    own = page if engine.rank is None else pages.get(engine.rank, b"")
+                    own = page if engine.rank is None else pages.of(engine.rank)
                     engine.observed(read_metrics(own), work)
                     engine.traffic.observed(moved_bytes(own), time.monotonic())
+                    await asyncio.sleep(0)  # a page of many ranks is read once for each
             body = await self._optional_page("/v1/models", MODELS_BYTES_MAX)
             known = self._engine.listed
             listed = known if known is not None and known.body == body else read_listed_models(body or b"")

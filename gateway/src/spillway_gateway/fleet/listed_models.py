@@ -14,6 +14,8 @@ from spillway_settings.vllm_salts import OLDEST, Version, version_of
 
 MODELS_BYTES_MAX = 4 * 1024 * 1024  # of the page; a longer one is not read
 VERSION_BYTES_MAX = 4096  # of the page
+CARDS_MAX = 65_536  # beyond them the page is not read: its cards are decoded in one event loop iteration
+BRACES_MAX = 2 * CARDS_MAX  # vLLM's card has one of its own and one of its permission
 LENGTH_MAX = 1 << 30  # tokens; what says more is no limit
 
 
@@ -59,7 +61,9 @@ class ListedModels:
 
 
 def read_listed_models(body: bytes) -> ListedModels | None:
-    """Read the models of the page; None if it has no list."""
+    """Read the models of the page; None if it has no list, or one that is too long."""
+    if body.count(b"{") > BRACES_MAX:
+        return None
     try:
         return ListedModels(body, _cards.decode(body).data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
