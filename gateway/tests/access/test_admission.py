@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_gateway.access.admission import REFUSALS_PER_ITERATION, Admission
+from spillway_gateway.access.admission import (
+    ADMITTING_SECONDS_MAX,
+    CANDIDATES_MAX,
+    REFUSALS_PER_ITERATION,
+    Admission,
+)
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.config.settings import AdmissionConfig
 from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
@@ -283,3 +288,28 @@ async def test_newcomers_without_end_starve_nobody_who_waits() -> None:
     admission.leave("flood")
     await asyncio.wait_for(waiting, 5)
     assert order == ["flood"] and not admission.enter_at_once("new 20")
+
+
+async def test_an_engine_that_has_room_for_many_takes_them_over_iterations_of_the_event_loop() -> None:
+    """Which request is next takes a look-up for each; streams would wait for all of them."""
+    requests, look_seconds = 40, 0.001
+    now, room, looks = [0.0], [0], [0]
+
+    def look() -> int:
+        now[0] += look_seconds
+        looks[-1] += 1
+        return 0
+
+    admission = Admission(AdmissionConfig(), lambda: room[0], clock=lambda: now[0])
+    waiting = [asyncio.create_task(admission.enter("a", Priority.NORMAL, look)) for _ in range(requests)]
+    await asyncio.sleep(0)
+    room[0] = requests
+    admission.wake()
+    admission.wake()  # another engine, before the first one has all of its requests
+    while admission.waiting_requests:
+        looks.append(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*waiting)
+
+    assert admission.admitted_requests == requests
+    assert max(looks) <= CANDIDATES_MAX + ADMITTING_SECONDS_MAX / look_seconds

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_gateway.access import session_turns
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.access.session_turns import OLDEST_EVERY, REQUEST_TOKENS, SESSIONS_MAX, Session, SessionTurns
@@ -135,6 +136,17 @@ def test_sessions_without_end_take_bounded_memory_of_their_tenant_alone() -> Non
 
     assert [turns.tokens_of("a", session) for session in (9, 10)] == [0.0, 5.0]
     assert turns.tokens_of("b", AGENT) == 5.0
+
+
+def test_the_sessions_of_all_tenants_together_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tenant that was served least recently loses its oldest one."""
+    monkeypatch.setattr(session_turns, "ALL_SESSIONS_MAX", 4)
+    turns = SessionTurns(60.0, Clock())
+    for tenant, session in (("a", 1), ("b", 1), ("a", 2), ("b", 2), ("c", 1), ("d", 1), ("e", 1)):
+        turns.charge(tenant, session, 5)
+
+    known = {(tenant, session) for tenant in "abcde" for session in (1, 2) if turns.tokens_of(tenant, session)}
+    assert known == {("b", 2), ("c", 1), ("d", 1), ("e", 1)}
 
 
 async def test_a_request_that_does_not_wait_counts_too() -> None:

@@ -27,6 +27,7 @@ from spillway_settings.queue_order import OVERTAKE_SECONDS, admission_order
 
 NEWCOMERS_PART = 8  # one place beyond so many, for sessions without a request; and one for tenants
 CANDIDATES_MAX = 16  # of one session that are compared: each asks the prefix index
+ADMITTING_SECONDS_MAX = 0.002  # in one iteration of the event loop: an engine may become ready for a thousand requests
 REFUSALS_PER_ITERATION = 16  # of the event loop; thousands may have waited for equally long
 
 
@@ -74,6 +75,7 @@ class Admission:
         }
         self._refusals = Turns(REFUSALS_PER_ITERATION)
         self.turns = SessionTurns(config.session_half_life_seconds, clock)
+        self._goes_on: asyncio.Handle | None = None  # admitting, in the next iteration of the event loop
         self.admitted_requests = 0
         self._admitted: Counter[tuple[str, Session] | str] = Counter()  # by tenant, and by tenant and session
         # Sessions that entered beyond the engines' room, until all of their requests have ended: they take
@@ -181,12 +183,21 @@ class Admission:
 
     def wake(self) -> None:
         """Admit queued requests while there is capacity; also called when an engine becomes ready."""
+        if self._goes_on is None:
+            self._admit_queued()
+
+    def _admit_queued(self) -> None:
+        self._goes_on = None
+        until = self._clock() + ADMITTING_SECONDS_MAX
         while self.waiting_requests and self._has_room():
             tenant, waiting = self._next()
             self.waiting_requests -= 1
             if not waiting.place.done():  # else it gave up in this event loop iteration
                 self._admit(tenant, waiting.session)
                 waiting.place.set_result(None)
+            if self._clock() > until:
+                self._goes_on = asyncio.get_running_loop().call_soon(self._admit_queued)
+                return
 
     def _next(self) -> tuple[str, _Waiting]:
         for tenants in self._waiting.values():  # by priority

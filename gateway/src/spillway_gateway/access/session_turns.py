@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 OLDEST_EVERY = 4
 REQUEST_TOKENS = 256  # that a request counts besides what is computed of its prompt: its answer
 SESSIONS_MAX = 1024  # remembered of one tenant; the least recently served is forgotten, and counts as not served
+ALL_SESSIONS_MAX = 65_536  # of all tenants; beyond, the oldest one of the tenant that was served least recently
 
 Session = int | None  # the hash of its name; None: all requests of the tenant that name none
 
@@ -33,8 +34,9 @@ class SessionTurns:
     def __init__(self, half_life_seconds: float, clock: Callable[[], float]) -> None:
         self._half_life_seconds = half_life_seconds
         self._clock = clock
-        # tenant -> session -> (tokens, when that was true), the least recently served first
-        self._served: dict[str, OrderedDict[Session, tuple[float, float]]] = {}
+        # tenant -> session -> (tokens, when that was true), both the least recently served first
+        self._served: OrderedDict[str, OrderedDict[Session, tuple[float, float]]] = OrderedDict()
+        self._sessions = 0
         self._turns: dict[str, int] = {}  # of each tenant, while several of its sessions wait
 
     def charge(self, tenant: str, session: Session, tokens: int) -> None:
@@ -42,10 +44,22 @@ class SessionTurns:
         if not self._half_life_seconds:
             return
         served = self._served.setdefault(tenant, OrderedDict())
+        self._served.move_to_end(tenant)
+        self._sessions += session not in served
         served[session] = self.tokens_of(tenant, session) + tokens, self._clock()
         served.move_to_end(session)
         if len(served) > SESSIONS_MAX:
-            served.popitem(last=False)
+            self._forget_one(tenant)
+        elif self._sessions > ALL_SESSIONS_MAX:
+            self._forget_one(next(iter(self._served)))
+
+    def _forget_one(self, tenant: str) -> None:
+        served = self._served[tenant]
+        served.popitem(last=False)
+        self._sessions -= 1
+        if not served:
+            del self._served[tenant]
+            self._turns.pop(tenant, None)
 
     def tokens_of(self, tenant: str, session: Session) -> float:
         """What the session got, as it counts now."""
