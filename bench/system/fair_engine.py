@@ -55,10 +55,10 @@ class FairEngine(SimulatedEngine):
         if step is None:
             super()._begin_step(now)
         else:
-            held_running, held_waiting = (
-                [each for each in queue if not each.generated and self._party(each) not in step.parties]
-                for queue in (self._running, self._waiting)
-            )
+            held_running = [
+                each for each in self._running if not each.generated and self._party(each) not in step.parties
+            ]
+            held_waiting = [each for each in self._waiting if not (step.begins and self._party(each) in step.parties)]
             self._running = [each for each in self._running if each not in held_running]
             for each in held_waiting:
                 self._waiting.remove(each)

@@ -243,7 +243,7 @@ class Engine:
             order._plan = counting_plan
             order.clock = lambda: 0.25 * self.figures.steps  # seconds: some requests wait for the bound
         if (fair := self._scheduler_half.fair_steps) is not None:
-            fair._shares = shares = StepShares(BLOCK_TOKENS, BLOCK_TOKENS // 2)
+            fair._shares = shares = StepShares(BLOCK_TOKENS)
             fair._clock = lambda: 0.25 * self.figures.steps
             next_step = shares.next_step
 

@@ -1,4 +1,5 @@
-"""Whose prompts a step computes: none of a flood's while others have some, few otherwise, and no flood starves."""
+"""Whose prompts a step computes: none of a flood's while others have some, a short step's otherwise, and no flood
+starves."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_connector.plan.step_shares import (
-    FLOOD_STEP_TOKENS,
     FLOOD_STEPS,
     LATELY_SECONDS,
+    LEAST_TOKENS,
     PARTIES_MAX,
+    STEP_TIMES,
     STEPS_WITHOUT_FLOOD_MAX,
     Party,
     Step,
@@ -27,6 +29,9 @@ FLOODING = FLOOD_STEPS * STEP_TOKENS + 1
 
 def of(party: Party, tokens: int | None = None) -> Step:
     return Step(frozenset({party}), tokens)
+
+
+FLOOD_ONLY = of(FLOOD, LEAST_TOKENS)  # the first two of a flood's steps measure the least time that one takes
 
 
 def shares_of(*parties: Party) -> StepShares:
@@ -49,14 +54,14 @@ def test_a_prompt_goes_before_those_of_a_flood_which_gets_few_tokens_in_a_step(f
     shares.computed({flood: FLOODING}, 0.0)
 
     assert shares.next_step([flood, USER], 0.0) == of(USER)
-    assert shares.next_step([flood], 0.0) == of(flood, FLOOD_STEP_TOKENS)
+    assert shares.next_step([flood], 0.0) == of(flood, LEAST_TOKENS)
 
 
 def test_what_a_flood_computed_alone_counts_once_another_comes() -> None:
     shares = shares_of(FLOOD)
     shares.computed_alone(2 * FLOODING, 0.0)
     shares.came(USER, 1.0)
-    assert shares.next_step([FLOOD], 1.0) == of(FLOOD, FLOOD_STEP_TOKENS)
+    assert shares.next_step([FLOOD], 1.0) == FLOOD_ONLY
 
 
 def test_those_that_get_about_as_much_have_the_engines_own_steps() -> None:
@@ -78,10 +83,10 @@ def test_of_two_floods_the_one_that_got_less_is_next() -> None:
     shares.computed({FLOOD: FLOODING, other: FLOODING}, 0.0)
     for _ in range(40):
         step = shares.next_step([FLOOD, other], 0.0)
-        assert step is not None and step.tokens == FLOOD_STEP_TOKENS
+        assert step is not None and step.tokens is not None
         (party,) = step.parties
         steps[party] += 1
-        shares.computed({party: FLOOD_STEP_TOKENS}, 0.0)
+        shares.computed({party: step.tokens}, 0.0)
     assert abs(steps[FLOOD] - steps[other]) <= 2
 
 
@@ -111,9 +116,76 @@ def test_a_party_whose_step_computes_nothing_is_passed_over_until_another_has_co
 
     assert shares.next_step([USER, FLOOD], 0.0) == of(USER)
     shares.passed_over({USER})
-    assert shares.next_step([USER, FLOOD], 0.0) == of(FLOOD, FLOOD_STEP_TOKENS)
-    shares.computed({FLOOD: FLOOD_STEP_TOKENS}, 0.0)
+    assert shares.next_step([USER, FLOOD], 0.0) == Step(frozenset({FLOOD}), None, begins=False)
+    shares.computed({FLOOD: 10}, 0.0)
     assert shares.next_step([USER, FLOOD], 0.0) == of(USER)
+
+
+def test_a_flood_gets_the_engines_own_step_after_a_few_without_it() -> None:
+    shares = shares_of(USER, FLOOD)
+    shares.computed({FLOOD: FLOODING}, 0.0)
+    for _ in range(3):
+        for _ in range(STEPS_WITHOUT_FLOOD_MAX):
+            assert shares.next_step([USER, FLOOD], 0.0) == of(USER)
+            shares.computed({USER: 10}, 0.0)
+        assert shares.next_step([USER, FLOOD], 0.0) is None
+
+
+@pytest.mark.parametrize("under_way", [0, 1], ids=["one step at a time", "the next one is planned meanwhile"])
+@pytest.mark.parametrize(
+    ("least_seconds", "free_tokens", "each"), [(0.02, 500, 4e-5), (0.3, 200, 1e-3), (0.012, 0, 2e-5)]
+)
+def test_a_floods_step_takes_little_longer_than_the_least(
+    least_seconds: float, free_tokens: int, each: float, under_way: int
+) -> None:
+    """Tokens up to `free_tokens` cost nothing: they are computed while the weights are read."""
+
+    def seconds_of(tokens: int) -> float:
+        return least_seconds + max(0, tokens - free_tokens) * each
+
+    shares, now = shares_of(USER, FLOOD), 1.0
+    shares.computed({FLOOD: 2 * FLOODING}, now)
+    took: list[float] = []
+    for _ in range(600):
+        shares.came(USER, now)
+        step = shares.next_step([FLOOD], now)
+        assert step is not None and step.tokens is not None
+        shares.computed({FLOOD: step.tokens}, now)
+        took.append(seconds_of(step.tokens))
+        now += took[-1 - under_way] if len(took) > under_way else 0.0
+    settled, goal = took[300:], STEP_TIMES * seconds_of(LEAST_TOKENS)
+    assert max(settled) <= 1.15 * goal
+    assert sum(1 for one in settled if one >= goal / 1.15) > 0.9 * len(settled)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["flood", "both", "user"]), st.floats(0, 10), st.integers(0, 2_000)), max_size=200
+    )
+)
+def test_whatever_steps_take_a_floods_step_has_some_tokens_and_no_more_than_the_engines(
+    steps: list[tuple[str, float, int]],
+) -> None:
+    shares, now = shares_of(USER, FLOOD), 0.0
+    shares.computed({FLOOD: 10**9}, now)
+    for who, seconds, computed in steps:
+        now += seconds
+        shares.came(USER, now)
+        waiting = {"flood": [FLOOD], "both": [FLOOD, USER], "user": [USER]}[who]
+        step = shares.next_step(waiting, now)
+        if step is not None:
+            assert step.parties <= set(waiting)
+            assert step.tokens is None or LEAST_TOKENS <= step.tokens <= STEP_TOKENS
+        shares.computed({waiting[-1]: computed}, now)
+
+
+def test_parties_that_compute_as_much_have_the_engines_own_steps_however_much_that_is() -> None:
+    parties = [Party(b"a", b"%d" % number) for number in range(20)]
+    shares = shares_of(*parties)
+    for number in range(400):
+        now = number * 0.3
+        assert shares.next_step(parties, now) is None
+        shares.computed(dict.fromkeys(parties, STEP_TOKENS), now)
 
 
 def test_a_step_is_the_engines_own_once_nobody_can_compute_anything() -> None:
@@ -139,10 +211,9 @@ def test_no_flood_starves_though_new_parties_come_for_ever(arrivals: list[int]) 
             waiting.append(Party(b"%d" % newest))
             shares.came(waiting[-1], 0.0)
         step = shares.next_step(waiting, 0.0)
-        assert step is not None
-        between = 0 if FLOOD in step.parties else between + 1
+        between = 0 if step is None or FLOOD in step.parties else between + 1
         assert between <= STEPS_WITHOUT_FLOOD_MAX
-        shares.computed(dict.fromkeys(step.parties, 10), 0.0)
+        shares.computed(dict.fromkeys(waiting if step is None else step.parties, 10), 0.0)
         waiting = [FLOOD]
 
 

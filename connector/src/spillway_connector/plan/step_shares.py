@@ -5,11 +5,13 @@ prompt tokens that were computed for it, which count half a half-life later (lea
 Queueing Systems, volume 2, 1976). A tenant floods the engine if it attained several times as much as another that was
 there lately, and more than a few full steps; a session does among those of its tenant.
 
-While others have a prompt to compute, a step computes none of a flood's. What remains of a flood to them is the step
-that is under way when their prompt arrives. So a step of a flood computes few tokens: about as many as cost the least
-that a step takes, which is reading the weights. Decoding goes on in every step.
+While others have a prompt to compute, a step computes none of a flood's, up to a few steps in a row; then one step is
+the engine's own, so that the flood does not starve. While no other has one, what remains of a flood to them is the step
+that is under way when their prompt arrives, and with asynchronous scheduling the next one. So a step of a flood's
+prompts takes about STEP_TIMES as long as one of very few tokens, by what steps were measured to take. If others wait
+for blocks, which no short step gives them, prompts of the flood that have begun get full steps, and no other of them
+begins: it would take the blocks that are freed. Decoding goes on in every step.
 
-After a few steps in a row without a flood's prompts, one step computes some of them, so that the flood does not starve.
 If no party floods the engine, nothing changes.
 
 Pure: no clock, no queue; times are arguments, in seconds.
@@ -18,17 +20,21 @@ Pure: no clock, no queue; times are arguments, in seconds.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
 HALF_LIFE_SECONDS = 60.0
 LATELY_SECONDS = 60.0  # a party that neither came nor had a prompt computed for so long has left
 FLOOD_TIMES = 4.0  # as much as another party: less is the difference between two users
 FLOOD_STEPS = 8  # full steps of prompts within a half-life or so; who takes less disturbs nobody
-# Tokens of a flood's prompts in one step. On one H200 with a model of 14 billion parameters, about 215 cost no more
-# than reading the weights does.
-FLOOD_STEP_TOKENS = 256
+FLOOD_STEP_TOKENS = 256  # of a flood's prompts in one step, until steps were measured
+LEAST_TOKENS = 64  # of a step that measures the least time that a step takes; two in a row of MEASURED_EVERY are such
+MEASURED_EVERY = 32
+LEAST_TIMES_KEPT = 5
+STEP_TIMES = 1.2  # that least time
+CHANGE = 1.05  # of the size of a flood's step, after each one that was measured
 STEPS_WITHOUT_FLOOD_MAX = 3  # in a row, while a flood has a prompt to compute
 PARTIES_MAX = 128  # followed at a time; the one that was served least lately is forgotten, and counts as not served
 
@@ -41,10 +47,19 @@ class Party(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Whose prompts a step computes. tokens: of them, at most; None: as many as the engine's step takes."""
+    """Whose prompts a step computes.
+
+    tokens: of them, at most; None: as many as the engine's step takes.
+    begins: whether prompts that wait may begin; else those that have begun are computed alone.
+    """
 
     parties: frozenset[Party]
     tokens: int | None
+    begins: bool = True
+
+    @property
+    def is_floods(self) -> bool:
+        return self.tokens is not None or not self.begins
 
 
 _Key = TypeVar("_Key")
@@ -77,17 +92,47 @@ class _Attained(Generic[_Key]):
             self._found.popitem(last=False)
 
 
-class StepShares:
-    """What the parties of one engine attained.
+class _FloodSteps:
+    """How many of a flood's tokens a step computes, by what such steps take.
 
-    Args:
-        step_tokens: The most that the engine computes in one step.
-        flood_step_tokens: The most of a flood's prompts among them.
+    The time between two plans is that of one of the two steps before them, since one may be under way while the next
+    one is planned. So it counts if those two were alike.
     """
 
-    def __init__(self, step_tokens: int, flood_step_tokens: int = FLOOD_STEP_TOKENS) -> None:
+    def __init__(self, step_tokens: int) -> None:
+        self._most = float(step_tokens)
+        self._tokens = min(float(FLOOD_STEP_TOKENS), self._most)
+        self._asked = 0  # of the step that is planned; 0: it is no flood's
+        self._last_two = (0, 0)  # asked and computed
+        self._number = 0
+        self._planned_at = 0.0
+        self._least_seconds: deque[float] = deque(maxlen=LEAST_TIMES_KEPT)
+
+    def next(self) -> int:
+        measures = self._number % MEASURED_EVERY < 2
+        self._number += 1
+        self._asked = LEAST_TOKENS if measures else int(self._tokens)
+        return self._asked
+
+    def planned(self, tokens: int, now: float) -> None:
+        """A step is planned with so many prompt tokens."""
+        seconds, (before, last) = now - self._planned_at, self._last_two
+        if before == last == LEAST_TOKENS:
+            self._least_seconds.append(seconds)
+        elif min(before, last) > LEAST_TOKENS and self._least_seconds:
+            short = seconds < STEP_TIMES * median(self._least_seconds)
+            self._tokens = min(self._tokens * CHANGE, self._most) if short else self._tokens / CHANGE
+            self._tokens = max(self._tokens, LEAST_TOKENS + 1.0)
+        self._last_two = last, self._asked if tokens >= 0.75 * self._asked else 0
+        self._asked, self._planned_at = 0, now
+
+
+class StepShares:
+    """What the parties of one engine attained. step_tokens: the most that the engine computes in one step."""
+
+    def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
-        self._flood_step_tokens = flood_step_tokens
+        self._flood_steps = _FloodSteps(step_tokens)
         self._tenants: _Attained[bytes] = _Attained()
         self._parties: _Attained[Party] = _Attained()
         self._steps_without = 0  # a flood, in a row
@@ -115,17 +160,23 @@ class StepShares:
             self._steps_without += 1
             return Step(frozenset(others), None)
         self._steps_without = 0
+        if others:
+            return None
         least = min(flooding, key=lambda each: (self._tenants.of(each.tenant, now), self._parties.of(each, now)))
-        return Step(frozenset({least}), self._flood_step_tokens)
+        if not able.issuperset(waiting):
+            return Step(frozenset({least}), None, begins=False)
+        return Step(frozenset({least}), self._flood_steps.next())
 
     def computed_alone(self, tokens: int, now: float) -> None:
         """A step has computed so many tokens while no more than one party was there lately. Those of its answers may
         be among them: to tell them apart would cost every engine time in each step."""
+        self._flood_steps.planned(tokens, now)
         for party in list(self._parties):
             self._add(party, tokens, now)
 
     def computed(self, tokens: Mapping[Party, int], now: float) -> None:
         """A step has computed so many prompt tokens of each party."""
+        self._flood_steps.planned(sum(tokens.values()), now)
         for party, count in tokens.items():
             if count:
                 self._add(party, count, now)

@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from spillway_connector.engine.features.fair_steps import FairSteps
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.sessions import SessionHint
-from spillway_connector.plan.step_shares import FLOOD_STEP_TOKENS, FLOOD_STEPS
+from spillway_connector.plan.step_shares import FLOOD_STEPS, LEAST_TOKENS
 from spillway_connector.testing.clock import SteppedClock
 
 STEP_TOKENS, BLOCK_TOKENS, PROMPT = 1000, 16, 3000
@@ -117,7 +117,7 @@ def test_a_step_of_the_flood_has_few_tokens_besides_those_that_decode() -> None:
         rig.runs(f"decodes {number}", "user", computed=PROMPT - 1)
 
     assert rig.step()[0] == "begun"
-    assert rig.bound == 10 + FLOOD_STEP_TOKENS
+    assert rig.bound == 10 + LEAST_TOKENS
 
 
 def test_a_short_step_has_room_for_a_block_and_for_drafts() -> None:
@@ -158,18 +158,23 @@ def test_a_user_who_is_not_ready_keeps_no_step_from_the_flood_and_is_in_each(sta
     rig.other_queue.add_request(loading)
 
     assert rig.step() == ["begun", "loading"]
-    assert rig.bound == FLOOD_STEP_TOKENS
+    assert rig.bound == LEAST_TOKENS
 
 
-def test_a_step_that_computes_nothing_of_the_user_is_followed_by_one_of_the_flood() -> None:
+def test_a_step_that_computes_nothing_of_the_user_is_followed_by_one_of_what_the_flood_has_begun() -> None:
     rig = Rig()
     rig.flood()
+    rig.runs("begun", "flood", computed=500)
     rig.waits("next", "flood")
     rig.waits("asked", "user")
+    loading = rig.request("loading", "user")
+    loading.status = BLOCKED[0]
+    rig.other_queue.add_request(loading)
 
-    assert rig.step(computes=0) == ["asked"]
-    assert rig.step(computes=0) == ["next"]
-    assert sorted(rig.step()) == ["asked", "next"] and rig.bound == STEP_TOKENS
+    assert rig.step(computes=0) == ["loading", "asked"]
+    assert rig.step(computes=0) == ["begun", "loading"], "the next prompt would take the blocks that the user waits for"
+    assert rig.bound == STEP_TOKENS
+    assert sorted(rig.step()) == ["asked", "begun", "loading", "next"] and rig.bound == STEP_TOKENS
 
 
 def test_a_step_that_fails_leaves_the_scheduler_as_it_was() -> None:

@@ -76,7 +76,7 @@ class FairSteps:
             queued = {
                 request
                 for request, party in waiting
-                if party not in step.parties and (step.tokens is None or request.status in _READY)
+                if not (step.begins and party in step.parties) and (request.status in _READY or not step.is_floods)
             }
             with _left_out(scheduler, others, queued), _bounded(scheduler, step.tokens):
                 output = plan()
