@@ -6,6 +6,7 @@ import asyncio
 import random
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,10 +20,13 @@ from hpack import Encoder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from spillway_gateway.config.certificate import Certificate
+from spillway_gateway.config.settings import TlsConfig
 from spillway_gateway.picker import grpc_connection
 from spillway_gateway.picker.frames import FRAME_BYTES_MAX, PREFACE, WINDOW_BYTES_MAX, Code, Flag, Kind, frame
 from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, MESSAGE_BYTES_MAX, Call, CallFailed, Status
 from spillway_gateway.picker.grpc_connection import CONNECTION_WINDOW_BYTES, GrpcConnection
+from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.running import until
 
 REQUEST = [
@@ -63,6 +67,9 @@ class Wire(asyncio.Transport):
     def writelines(self, list_of_data: Any) -> None:
         for part in list_of_data:
             self.written += part
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
 
     def pause_reading(self) -> None:
         self.reading = False
@@ -426,30 +433,58 @@ async def test_a_call_whose_client_leaves_is_told_and_then_ended(monkeypatch: py
 
 
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_grpcs_own_client_calls_it_on_both_event_loops(runner: Any) -> None:
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+def test_grpcs_own_client_calls_it_on_both_event_loops(runner: Any, encrypted: bool, tmp_path: Path) -> None:
     async def refuse(call: Call) -> None:
         raise CallFailed(Status.NOT_FOUND, "100 % of \u00e9 are missing")
+
+    pair = make_pair("gateway")
+    files = [tmp_path / "tls.crt", tmp_path / "tls.key"]
+    for file, content in zip(files, pair, strict=True):
+        file.write_bytes(content)
+    context = Certificate(TlsConfig(str(files[0]), str(files[1])), "h2").context if encrypted else None
+
+    def channel(port: int) -> grpc.aio.Channel:
+        address = f"127.0.0.1:{port}"
+        if not encrypted:
+            return grpc.aio.insecure_channel(address)
+        options = [("grpc.ssl_target_name_override", "127.0.0.1")]
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(pair[0]), options)
 
     async def test() -> None:
         connections: set[GrpcConnection] = set()
         methods = {**METHODS, b"/test.Service/Refuse": refuse}
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: GrpcConnection(methods, connections), "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        server = await loop.create_server(lambda: GrpcConnection(methods, connections), "127.0.0.1", 0, ssl=context)
+        async with channel(server.sockets[0].getsockname()[1]) as client:
             sent = [b"x" * size for size in (0, 5, 3_000_000)]
             for _ in range(3):
-                call = channel.stream_stream("/test.Service/Echo")()
+                call = client.stream_stream("/test.Service/Echo")()
                 for message in sent:
                     await call.write(message)
                     assert await call.read() == message
                 await call.done_writing()
                 assert await call.read() is grpc.aio.EOF and await call.code() is grpc.StatusCode.OK
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await channel.unary_unary("/test.Service/Refuse")(b"")
+                await client.unary_unary("/test.Service/Refuse")(b"")
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
             assert refused.value.details() == "100 % of \u00e9 are missing"
         server.close()
         await asyncio.gather(*(each.close(5) for each in list(connections)))
 
     runner(test())
+
+
+async def test_a_window_that_shrinks_below_what_was_sent_stops_a_call_until_it_has_grown_by_that() -> None:
+    peer = await Peer(INITIAL_WINDOW_SIZE=100).connect()
+    peer.call(1)
+    await peer.exchange()
+    peer.connection.data_received(frame(Kind.DATA, 0, 1, packed(bytes(495))))
+    await asyncio.sleep(0)
+    peer.connection.data_received(frame(Kind.SETTINGS, 0, 0, struct.pack(">HI", 4, 40)))
+    for more, expected in ((60, 100), (1, 101), (1_000, 500)):
+        peer.connection.data_received(frame(Kind.WINDOW_UPDATE, 0, 1, struct.pack(">I", more)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        sent = sum(len(payload) for kind, _, _, payload in frames(peer.wire) if kind == Kind.DATA)
+        assert sent == expected

@@ -54,11 +54,12 @@ class Call:
         half_closed: the client sends no more.
         unsent: bytes that wait for the connection's or the call's window.
         window_in: bytes that the client may send.
-        window_out: bytes that may be sent.
+        window_change: what the window for messages to the client has more than its initial size: by updates, less what
+            was sent.
         on_end: called once the client has ended the call.
     """
 
-    def __init__(self, connection: Connection, number: int, window_out: int) -> None:
+    def __init__(self, connection: Connection, number: int) -> None:
         self._connection = connection
         self.number = number
         self.ended = False
@@ -66,7 +67,7 @@ class Call:
         self.head_sent = False
         self.unsent: deque[memoryview] = deque()
         self.window_in = CALL_WINDOW_BYTES
-        self.window_out = window_out
+        self.window_change = 0
         self.on_end: Callable[[], None] = lambda: None
         self.task: asyncio.Task[None] | None = None
         self._messages: deque[bytes] = deque()

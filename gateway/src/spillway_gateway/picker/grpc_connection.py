@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 from urllib.parse import quote
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 CALLS_MAX = 4096  # of a connection; proxies open another for more
 CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024
+UNSENT_BYTES_MAX = 1024 * 1024  # that wait for a connection's socket; calls keep what comes after
 _HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 _HEAD_BLOCK = header_block(_HEAD)
 _UNSUPPORTED_BLOCK = header_block([(b":status", b"415")])
@@ -76,6 +78,7 @@ class GrpcConnection(asyncio.Protocol):
         self._window_in = CONNECTION_WINDOW_BYTES
         self._window_out = WINDOW_BYTES
         self._call_window_out = WINDOW_BYTES
+        self._window_grew = False  # of the connection, or of all calls
         self._frame_bytes = FRAME_BYTES_MAX
         self._out: list[bytes | memoryview] = []
         self._writable = True
@@ -97,6 +100,10 @@ class GrpcConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio
+        self._transport.set_write_buffer_limits(UNSENT_BYTES_MAX)
+        accepted = self._transport.get_extra_info("socket")
+        if accepted is not None:
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a client whose node is gone says nothing
         self._coalescer = WriteCoalescer.of_running_loop()
         self._connections.add(self)
         settings = {
@@ -121,6 +128,9 @@ class GrpcConnection(asyncio.Protocol):
             self._write(goaway_frame(self._highest, fault.code))
             self._flush()
             self._transport.close()
+        if self._window_grew:  # once, however many frames said so
+            self._window_grew = False
+            self._send_all()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
@@ -213,15 +223,11 @@ class GrpcConnection(asyncio.Protocol):
         self._settings_due = False
         for name, value in settings_of(each.payload):
             if name == Setting.INITIAL_WINDOW_SIZE:
-                change, self._call_window_out = value - self._call_window_out, value
-                for call in self._calls.values():
-                    call.window_out += change
-                    if call.window_out > WINDOW_BYTES_MAX:
-                        raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
+                self._call_window_out = value
             elif name == Setting.MAX_FRAME_SIZE:
                 self._frame_bytes = value
         self._write(frame(Kind.SETTINGS, Flag.ACK, 0))
-        self._send_all()
+        self._window_grew = True
 
     def _unexpected(self, each: Frame) -> None:
         raise ConnectionFault(Code.PROTOCOL_ERROR, f"a frame of type {each.kind} for stream {each.number}")
@@ -247,7 +253,7 @@ class GrpcConnection(asyncio.Protocol):
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "a WINDOW_UPDATE of 0")
             if self._window_out > WINDOW_BYTES_MAX:
                 raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window is too large")
-            self._send_all()
+            self._window_grew = True
             return
         self._check_begun(each)
         if not more_bytes:
@@ -255,8 +261,8 @@ class GrpcConnection(asyncio.Protocol):
         call = self._calls.get(each.number)
         if call is None:  # it may have ended while the frame was under way
             return
-        call.window_out += more_bytes
-        if call.window_out > WINDOW_BYTES_MAX:
+        call.window_change += more_bytes
+        if self._call_window_out + call.window_change > WINDOW_BYTES_MAX:
             raise StreamFault(each.number, Code.FLOW_CONTROL_ERROR)
         self.send(call)
 
@@ -271,7 +277,7 @@ class GrpcConnection(asyncio.Protocol):
             raise StreamFault(number, Code.REFUSED_STREAM)
         if not well_formed(headers):
             raise StreamFault(number, Code.PROTOCOL_ERROR)
-        call = self._calls[number] = Call(self, number, self._call_window_out)
+        call = self._calls[number] = Call(self, number)
         call.half_closed = ends
         given = dict(headers)
         handler = self._methods.get(given[b":path"])
@@ -324,12 +330,12 @@ class GrpcConnection(asyncio.Protocol):
         if not call.head_sent:
             call.head_sent = True
             self._write(frame(Kind.HEADERS, Flag.END_HEADERS, call.number, _HEAD_BLOCK))
-        while unsent and (window := min(call.window_out, self._window_out)) > 0:
+        while unsent and (window := min(self._call_window_out + call.window_change, self._window_out)) > 0:
             message = unsent.popleft()
             size = min(len(message), window, self._frame_bytes)
             if size < len(message):
                 unsent.appendleft(message[size:])
-            call.window_out -= size
+            call.window_change -= size
             self._window_out -= size
             self._write(frame_head(Kind.DATA, 0, call.number, size), message[:size])
         if not unsent:
