@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.tests.conftest import StartEngine, auth_files
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.config.settings import ListenConfig
+from spillway_gateway.errors import ConfigError
 from spillway_gateway.picker.mutations import DESTINATION_HEADER
+from spillway_gateway.picker.server import picking
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
 from spillway_gateway.testing.faults import DieInStream, HoldInStream, Status
@@ -229,6 +233,26 @@ async def test_the_health_service_says_when_the_gateway_drains(start_engine: Sta
             await health.Check(health_pb2.HealthCheckRequest(service="other"))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         watch.cancel()
+
+
+@pytest.mark.parametrize(("host", "client"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::", "[::1]")])
+async def test_the_picker_listens_on_both_families_of_addresses(start_engine: StartEngine, host: str, client: str):
+    document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0, "host": host})
+    async with (
+        running_gateway(document) as running,
+        grpc.aio.insecure_channel(f"{client}:{running.gateway.picker_port}") as channel,
+    ):
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_picker_port_in_use_is_named():
+    nothing: Any = None
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"listen.pickerPort: cannot listen on 127.0.0.1:{port}"):
+            async with picking(ListenConfig(picker_port=port), nothing, nothing, nothing):
+                pass
 
 
 async def test_the_picker_has_the_main_listeners_certificate_and_its_successor(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Coroutine, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -138,22 +139,24 @@ async def picking(
     }
     connections: set[GrpcConnection] = set()
     certificate = Certificate(listen.tls, "h2") if listen.tls is not None else None
+    is_v6 = ":" in listen.host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: GrpcConnection(methods, connections),
-            listen.host,
-            listen.picker_port,
-            ssl=certificate.context if certificate is not None else None,
-        )
+        listener = socket.create_server((listen.host, listen.picker_port or 0), family=family, dualstack_ipv6=is_v6)
     except OSError as error:
         raise ConfigError(
             f"listen.pickerPort: cannot listen on {listen.host}:{listen.picker_port}; stop what uses it or change it "
             f"({error})"
         ) from error
+    server = await asyncio.get_running_loop().create_server(
+        lambda: GrpcConnection(methods, connections),
+        sock=listener,
+        ssl=certificate.context if certificate is not None else None,
+    )
     following: asyncio.Task[None] | None = None
     if certificate is not None:
         following = asyncio.create_task(supervised(certificate.follow, "endpoint picker's certificate"))
-    port: int = server.sockets[0].getsockname()[1]
+    port: int = listener.getsockname()[1]
     logger.info("endpoint picker on %s://%s:%d", "grpcs" if listen.tls else "grpc", listen.host, port)
     try:
         yield port
