@@ -7,8 +7,8 @@ Four mock engines are one process (gateway_load/engine.py), and the load generat
 its own clients and Envoy's questions, from one index. The rows: the engines alone, which is the limit of every other
 row; Envoy that spreads over them without asking; the gateway; Envoy that asks the gateway. All get the same chats, of
 which each is sent many times, so that its beginning was seen before. Added times are a row's percentile minus that of
-the engines alone at the same length and number of connections. Envoy has one worker thread. Everything shares this
-machine's cores. About three minutes.
+the engines alone at the same length and number of connections; CPU time is that of the gateway's process for each
+request. Envoy has one worker thread. Everything shares this machine's cores. About three minutes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median, quantiles
 
 import uvloop
 from gateway_load.load_generator import generate_load, requests_of
-from gateway_load.processes import free_ports, mock_engines, running
+from gateway_load.processes import cost, free_ports, mock_engines, running
 from gateway_load.routers import MODEL, routers
 
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
         running(
             spillway, spillway.start(spillway.install(), Path(folder), port, operations, engines), Path(folder), port
-        ),
+        ) as process,
     ):
-        cells = uvloop.run(_measure(given, engines, port, picker))
+        cells = uvloop.run(_measure(given, engines, port, picker, lambda: cost(process).cpu_seconds))
     report = flat(cells)
     print(render(cells, report))
     given.output.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def _numbers(text: str) -> list[int]:
 
 
 async def _measure(
-    given: argparse.Namespace, engines: list[int], gateway: int, picker: int
+    given: argparse.Namespace, engines: list[int], gateway: int, picker: int, cpu_seconds: Callable[[], float]
 ) -> dict[_Cell, list[dict[str, float]]]:
     cells: dict[_Cell, list[dict[str, float]]] = {}
     async with AsyncExitStack() as stack:
@@ -90,7 +90,7 @@ async def _measure(
             for connections in given.connections:
                 for row in sorted(ports, reverse=bool(number % 2)):
                     print(f"round {number + 1}: {tokens} tokens, {connections} connections, {row}", file=sys.stderr)
-                    cell = await _cell(bodies, ports[row], connections, given.seconds)
+                    cell = await _cell(bodies, ports[row], connections, given.seconds, cpu_seconds)
                     cells.setdefault((row, tokens, connections), []).append(cell)
     return cells
 
@@ -111,8 +111,12 @@ def _chat(draw: random.Random, tokens: int) -> bytes:
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he")
 
 
-async def _cell(bodies: list[bytes], ports: Sequence[int], connections: int, seconds: float) -> dict[str, float]:
+async def _cell(
+    bodies: list[bytes], ports: Sequence[int], connections: int, seconds: float, cpu_seconds: Callable[[], float]
+) -> dict[str, float]:
+    """cpu_seconds: of the gateway's process so far."""
     requests: Iterator[bytes] = requests_of(itertools.cycle(bodies), ports[0])
+    used: list[float] = []
     measured = await generate_load(
         ports,
         requests,
@@ -120,14 +124,15 @@ async def _cell(bodies: list[bytes], ports: Sequence[int], connections: int, sec
         concurrent=connections,
         warm_seconds=WARM_SECONDS,
         seconds=seconds,
-        at_start=lambda: None,
-        at_end=lambda: None,
+        at_start=lambda: used.append(cpu_seconds()),
+        at_end=lambda: used.append(cpu_seconds()),
     )
     whole = sorted(measured.whole)
     if measured.failures or len(whole) < 2:
         raise SystemExit(f"{measured.failures} requests failed, {len(whole)} ended: {measured.first_failure}")
     cuts = quantiles(whole, n=100, method="inclusive")
-    return {"p50": median(whole), "p99": cuts[98], "rate": len(whole) / measured.seconds}
+    cpu = (used[1] - used[0]) / len(whole)
+    return {"p50": median(whole), "p99": cuts[98], "rate": len(whole) / measured.seconds, "cpu": cpu}
 
 
 def flat(cells: dict[_Cell, list[dict[str, float]]]) -> dict[str, float]:
@@ -137,6 +142,8 @@ def flat(cells: dict[_Cell, list[dict[str, float]]]) -> dict[str, float]:
     for (row, tokens, connections), figures in middle.items():
         name = f"{row.replace(' ', '_')}_{tokens}_tokens_{connections}_connections"
         report[f"{name}_requests_per_second"] = round(figures["rate"], 1)
+        if row in (GATEWAY, PICKER):
+            report[f"{name}_cpu_milliseconds"] = round(1000 * figures["cpu"], 3)
         limit = middle[ALONE, tokens, connections]
         for key in ("p50", "p99"):
             report[f"{name}_added_{key}_milliseconds"] = round(1000 * (figures[key] - limit[key]), 3)
@@ -144,12 +151,13 @@ def flat(cells: dict[_Cell, list[dict[str, float]]]) -> dict[str, float]:
 
 
 def render(cells: dict[_Cell, list[dict[str, float]]], report: dict[str, float]) -> str:
-    lines = ["| tokens | connections | row | added p50 ms | added p99 ms | requests/s |", "|---|---|---|---|---|---|"]
+    lines = ["| tokens | connections | row | added p50 ms | added p99 ms | requests/s | CPU ms |", "|" + "---|" * 7]
     for row, tokens, connections in sorted(cells, key=lambda cell: (cell[1], cell[2], cell[0])):
         name = f"{row.replace(' ', '_')}_{tokens}_tokens_{connections}_connections"
         added = [report[f"{name}_added_{key}_milliseconds"] for key in ("p50", "p99")]
         rate = report[f"{name}_requests_per_second"]
-        lines.append(f"| {tokens} | {connections} | {row} | {added[0]:.2f} | {added[1]:.2f} | {rate:.0f} |")
+        cpu = report.get(f"{name}_cpu_milliseconds", "")
+        lines.append(f"| {tokens} | {connections} | {row} | {added[0]:.2f} | {added[1]:.2f} | {rate:.0f} | {cpu} |")
     return "\n".join(lines)
 
 
