@@ -1,12 +1,12 @@
 """Bytes of KV that a prompt takes in each tier, beside what its KV groups need. No engine, no device.
 
-    python bench/kv_rows.py [--tokens 32768]
+    python bench/kv_rows.py [--tokens 32768] [--block-tokens 16]
 
-The layers have the shapes of published models. vLLM's own functions make KV groups and device blocks of them. `needed`
-counts the chunks that the prompt's prefix is loaded by: all of full attention, the last window, the last state, without
-padding. `rows_all` and `rows_last` are what the CPU tier takes with windowChunks: all and last, a row for each chunk;
-`payloads_last` is what those chunks hold without the rows' padding. Of states there is one for each step of the
-prefill. One rank, one device block to a chunk.
+The layers have the shapes of published models. vLLM's own functions make KV groups and device blocks of them; chunks
+are counted by the connector's plan/kv_groups.py, as in `spillway plan` and the chart. `needed` counts the chunks that
+the prompt's prefix is loaded by: all of full attention, the last window, the last state, without padding. `rows_all`
+and `rows_last` are what the CPU tier takes with windowChunks: all and last, a row for each chunk; `payloads_last` is
+what those chunks hold without the rows' padding. One rank, one device block to a chunk.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -33,7 +34,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from spillway_connector.engine.features.window_stores import Window, last_end_tokens
+from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.plan.kv_groups import KvGroup, read_chunks, stored_chunks
 
 try:
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -42,7 +44,6 @@ try:
 except ImportError:  # vLLM 0.23
     _LAYOUT = None
 
-STEP_TOKENS = 8192  # of a prefill; a state is kept at the end of each
 Specs = dict[str, KVCacheSpec]
 
 
@@ -59,14 +60,15 @@ def windowed(layers: int, pattern: int, *, heads: int, head_size: int, window: i
     }
 
 
-def qwen3_next() -> Specs:
-    """48 layers, every fourth with attention. vLLM raises the block until a page holds a state."""
-    shapes = ((3, 2 * 16 * 128 + 32 * 128), (32, 128, 128))
-    state: dict[str, Any] = {"shapes": shapes, "dtypes": (torch.bfloat16, torch.float32), "mamba_cache_mode": "align"}
-    state_bytes = MambaSpec(block_size=16, **state).page_size_bytes
+def qwen3_next(block_tokens: int) -> Specs:
+    """48 layers, every fourth with attention. vLLM raises the block until a page holds a state of the model's dtype."""
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 16, 32, 128, 128, 4)
+    dtypes = MambaStateDtypeCalculator.gated_delta_net_state_dtype(torch.bfloat16, "auto", "auto")
+    state: dict[str, Any] = {"shapes": shapes, "dtypes": dtypes, "mamba_cache_mode": "align"}
+    state_bytes = MambaSpec(block_size=block_tokens, **state).page_size_bytes
     of_heads: dict[str, Any] = {"num_kv_heads": 2, "head_size": 256, "dtype": torch.bfloat16}
     token_bytes = FullAttentionSpec(block_size=1, **of_heads).page_size_bytes
-    block_tokens = -(-state_bytes // (16 * token_bytes)) * 16
+    block_tokens *= -(-state_bytes // (block_tokens * token_bytes))
     page_bytes = block_tokens * token_bytes
     return {
         f"layer.{n}": MambaSpec(block_size=block_tokens, page_size_padded=page_bytes, **state)
@@ -76,8 +78,9 @@ def qwen3_next() -> Specs:
     }
 
 
-def deepseek_v4() -> Specs:
-    """43 layers: two with a window alone, the others in turns with one entry for 4 tokens, and an index, or for 128."""
+def deepseek_v4(_block_tokens: int = 256) -> Specs:
+    """43 layers: two with a window alone, the others in turns with one entry for 4 tokens, and an index, or for 128.
+    Their kernels take one size of blocks."""
     aligned: dict[str, Any] = {"num_kv_heads": 1, "alignment": 576}
     latent: dict[str, Any] = {
         **aligned, "head_size": 512, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla",
@@ -107,10 +110,10 @@ def deepseek_v4() -> Specs:
     return specs
 
 
-MODELS: dict[str, Callable[[], Specs]] = {
-    "Gemma 3, tiny": lambda: windowed(6, 3, heads=2, head_size=32, window=96, block_tokens=32),
-    "Gemma 3 27B": lambda: windowed(62, 6, heads=16, head_size=128, window=1024, block_tokens=16),
-    "gpt-oss 20B": lambda: windowed(24, 2, heads=8, head_size=64, window=128, block_tokens=16),
+MODELS: dict[str, Callable[[int], Specs]] = {
+    "Gemma 3, tiny": lambda block: windowed(6, 3, heads=2, head_size=32, window=96, block_tokens=2 * block),
+    "Gemma 3 27B": lambda block: windowed(62, 6, heads=16, head_size=128, window=1024, block_tokens=block),
+    "gpt-oss 20B": lambda block: windowed(24, 2, heads=8, head_size=64, window=128, block_tokens=block),
     "Qwen3-Next 80B": qwen3_next,
     "DeepSeek V4 Flash": deepseek_v4,
 }
@@ -122,32 +125,10 @@ class Group:
     layers: int
     block_bytes: int  # of all its layers, without padding
 
-    def stored_chunks(self, tokens: int, alignment_tokens: int, *, last: bool) -> int:
-        """Count those of a prompt. alignment_tokens: of a chunk of full attention. last: as the connector chooses."""
-        blocks = tokens // self.spec.block_size
-        if isinstance(self.spec, MambaSpec):
-            return -(-tokens // max(STEP_TOKENS, self.spec.block_size))
-        if not isinstance(self.spec, SlidingWindowSpec):
-            return blocks
-        window, segment = self._window_chunks, alignment_tokens // self.spec.block_size
-        begin = 0
-        if last:
-            end_tokens = last_end_tokens(tokens, alignment_tokens)
-            begin = max(0, Window.of(self.spec, 0, self.spec.block_size).first_chunk(end_tokens))
-        # vLLM leaves out what lies within a chunk of full attention, but for the window before its end.
-        return sum(chunk % segment >= segment - window for chunk in range(begin, blocks))
-
-    def needed_chunks(self, tokens: int) -> int:
-        if isinstance(self.spec, MambaSpec):
-            return 1
-        if isinstance(self.spec, SlidingWindowSpec):
-            return min(self._window_chunks, tokens // self.spec.block_size)
-        return tokens // self.spec.block_size
-
     @property
-    def _window_chunks(self) -> int:
-        assert isinstance(self.spec, SlidingWindowSpec)
-        return -(-self.spec.sliding_window // self.spec.block_size)
+    def counted(self) -> KvGroup:
+        window = self.spec.sliding_window if isinstance(self.spec, SlidingWindowSpec) else 0
+        return KvGroup(self.spec.block_size, window, isinstance(self.spec, MambaSpec))
 
 
 def groups_of(specs: Specs) -> tuple[list[Group], int]:
@@ -188,13 +169,15 @@ def _plain_bytes(spec: KVCacheSpec) -> int:
 
 
 def measured(name: str, specs: Specs, tokens: int) -> dict[str, Any]:
-    groups, row_bytes = groups_of(specs)
-    alignment_tokens = max(group.spec.block_size for group in groups)
-    every, last = (
-        [group.stored_chunks(tokens, alignment_tokens, last=last) for group in groups] for last in (False, True)
+    groups, block_bytes = groups_of(specs)
+    row_bytes = ChunkGeometry(block_bytes, blocks_per_chunk=1, num_ranks=1).row_bytes
+    counted = [group.counted for group in groups]
+    every, last = (stored_chunks(counted, tokens, every_window=every) for every in (True, False))
+    sizes = [group.block_bytes for group in groups]
+    needed, payloads = (
+        sum(chunks * size for chunks, size in zip(chosen, sizes, strict=True))
+        for chosen in (read_chunks(counted, tokens), last)
     )
-    needed = sum(group.needed_chunks(tokens) * group.block_bytes for group in groups)
-    payloads = sum(chunks * group.block_bytes for chunks, group in zip(last, groups, strict=True))
     rows_all, rows_last = sum(every) * row_bytes, sum(last) * row_bytes
     return {
         "model": name,
@@ -224,10 +207,11 @@ def measured(name: str, specs: Specs, tokens: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
+    parser.add_argument("--block-tokens", type=int, default=16, help="what vLLM is given as --block-size")
     wanted = parser.parse_args(arguments)
     for name, specs in MODELS.items():
         try:
-            of_model = specs()
+            of_model = specs(wanted.block_tokens)
         except TypeError as error:  # vLLM 0.32 describes compressed layers otherwise
             print(json.dumps({"model": name, "vllm": vllm.__version__, "skipped": str(error)}))
             continue

@@ -29,6 +29,10 @@ def shape_of(preset: str) -> ModelShape:
         max_length=None,
         weight_bytes=known["weightBytes"],
         sliding_layers=known.get("slidingLayers", 0),
+        window_tokens=known.get("slidingWindow", 0),
+        state_layers=known.get("stateLayers", 0),
+        state_bytes=known.get("stateBytes", 0),
+        packed=known.get("packed", ""),
     )
 
 
@@ -137,7 +141,7 @@ def test_models_are_recognised_by_their_path(path, preset):
     rendered = render(values={"engine": values})
     memory = json.loads(rendered.one("ConfigMap", "engine")["data"]["memory.json"])
 
-    assert memory["bytesPerToken"] == shape_of(preset).bytes_per_token("bfloat16")
+    assert memory["bytesPerBlock"] == shape_of(preset).bytes_per_block("bfloat16", 1, 1, 128)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,19 @@ def test_a_row_holds_one_kv_group_of_a_model_with_two_kinds_of_layers():
     memory = json.loads(rendered.one("ConfigMap", "engine")["data"]["memory.json"])
 
     assert (memory["cpuRowBytes"], memory["kvGroups"]) == (32768, 3)
-    assert (memory["cpuTierBytes"], memory["cpuTierTokens"]) == (120 * 32768, 40 * 32)
+    assert memory["cpuTierBytes"] == 120 * 32768
+    assert memory["groups"] == [[1, 0], [2, 0], [0, -1]]  # the window is not known
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v4-flash", "qwen3-next-80b-a3b", "gemma-3-27b"])
+def test_a_shape_with_other_layers_has_none_of_its_presets_groups(preset):
+    shape = {"preset": preset, "layers": 8, "kvHeads": 2, "headDim": 64}
+    engine = {"model": {"path": "a/b", "shape": shape}, "accelerator": {"preset": "cuda"}}
+
+    memory = json.loads(render(values={"engine": engine}).one("ConfigMap", "engine")["data"]["memory.json"])
+
+    assert (memory["bytesPerToken"], memory["cpuRowBytes"]) == (2 * 8 * 2 * 64 * 2, 128 * 2 * 8 * 2 * 64 * 2)
+    assert "groups" not in memory and "kvGroups" not in memory
 
 
 @pytest.mark.parametrize(

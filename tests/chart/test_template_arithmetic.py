@@ -16,6 +16,7 @@ from chart.helm_binaries import helms
 from chart.rendering import CHART, render
 from size_cases import BYTES
 
+from spillway_ctl.planned_tier import PlannedTier
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -85,6 +86,7 @@ class MemoryCase:
             "offload": {
                 "enabled": offload["enabled"],
                 "blocksPerChunk": offload["blocksPerChunk"],
+                "windowChunks": offload["windowChunks"],
                 "sharedTier": self.shared_tier(),
                 **({"nodeTier": {key: node[key] for key in ("bytes", "fallback")}} if node["enabled"] else {}),
                 **sizes,
@@ -141,6 +143,7 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
             **size,
             "enabled": chosen.random() < 0.9,
             "blocksPerChunk": chosen.randrange(1, 17),
+            "windowChunks": chosen.choice(["last", "all"]),
             "nodeTier": {
                 "enabled": chosen.random() < 0.3,
                 "bytes": chosen.choice(["2TiB", "900GB"]),
@@ -179,6 +182,10 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
         max_length=None,
         weight_bytes=shape["weightBytes"],
         sliding_layers=shape.get("slidingLayers", 0),
+        window_tokens=shape.get("slidingWindow", 0),
+        state_layers=shape.get("stateLayers", 0),
+        state_bytes=shape.get("stateBytes", 0),
+        packed=shape.get("packed", ""),
     )
     return MemoryCase(chosen.choice(["npu", "cpu", "cuda"]), engine, model, bounded)
 
@@ -227,12 +234,14 @@ def test_memory_is_the_same_sum(computed: dict[str, Any]) -> None:
             "cpuChunks": budget.cpu_chunks,
             "cpuRowBytes": budget.cpu_row_bytes,
             "cpuTierBytes": budget.cpu_tier_bytes,
-            "cpuTierTokens": budget.cpu_tier_tokens,
             "sharedMemoryNeededBytes": budget.shared_memory_needed_bytes,
-            **({"kvGroups": budget.kv_groups} if budget.kv_groups > 1 else {}),
+            **({"kvGroups": budget.kv_groups} if budget.kv_groups > 1 else {"cpuTierTokens": budget.cpu_tier_tokens}),
             **({"tierIndexBytes": budget.tier_index_bytes} if budget.tier_index_bytes else {}),
             **({"nodeTierBytes": budget.node_tier_bytes} if budget.node_tier_bytes else {}),
         }
+        if budget.kv_groups > 1:
+            tier = PlannedTier.of(figures, case.engine["offload"])
+            assert tier.held_tokens(case.engine["model"]["maxLength"]) == budget.cpu_tier_tokens, case
         if case.platform != "cpu" or figures["deviceBlocks"] == budget.device_blocks:
             # Where they would be more than a quarter of a pod the engine service alone takes fewer device blocks.
             compared += 1

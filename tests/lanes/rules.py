@@ -127,6 +127,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/bench_system/test_simulate.py": ("vllm",),
     "tests/chaos": ("servers",),
     "tests/chart": ("helm",),
+    "tests/chart/test_planned_tiers.py": ("helm", "vllm"),
     "tests/chart/test_processes.py": ("helm", "servers"),
     "tests/chart/test_redis.py": ("helm", "valkey"),
     "tests/cluster": ("cluster",),

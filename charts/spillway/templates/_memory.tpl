@@ -28,6 +28,8 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $_ := set $out $key $value -}}
 {{- if or (eq $key "kvHeads") (eq $key "headDim") -}}{{- $_ = unset $out "latentDim" -}}{{- end -}}
 {{- if eq $key "layers" -}}{{- $_ = unset $out "slidingLayers" -}}{{- end -}}
+{{- if has $key (list "layers" "kvHeads" "headDim" "latentDim") -}}
+{{- $_ = unset $out "stateLayers" -}}{{- $_ = unset $out "packed" -}}{{- end -}}
 {{- end -}}{{- end -}}
 {{- $_ := set $out "slidingLayers" (min (int64 $out.slidingLayers) (int64 $out.layers)) -}}
 {{- include "spillway.rule.shape" (dict "path" .path "engine" .engine "shape" $out) -}}
@@ -62,9 +64,14 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
       smaller kind's, or of the larger's where it is less than half as large again. */ -}}
 {{- $sliding := int64 $shape.slidingLayers -}}{{- $full := sub (int64 $shape.layers) $sliding -}}
 {{- $fewer := min $full $sliding -}}{{- $more := max $full $sliding -}}
+{{- $states := int64 $shape.stateLayers -}}
+{{- if $states -}}{{- $fewer = min $full $states -}}{{- $more = max $full $states -}}{{- end -}}
 {{- $groupLayers := ternary $more $fewer (or (eq $fewer 0) (lt (mul 2 $more) (mul 3 $fewer))) -}}
-{{- $rounding := sub $groupLayers 1 -}}
-{{- $groups := add (div (add $full $rounding) $groupLayers) (div (add $sliding $rounding) $groupLayers) -}}
+{{- $rounding := sub $groupLayers 1 -}}{{- $groups := 0 -}}{{- $whole := 0 -}}{{- $kinds := list -}}
+{{- range $kind := list (list $full 0) (list $sliding (int64 $shape.slidingWindow)) (list $states -1) -}}
+{{- $count := div (add (first .) $rounding) $groupLayers -}}{{- $groups = add $groups $count -}}
+{{- $kinds = append $kinds (list $count (last .)) -}}
+{{- if eq 0 (last . | int) -}}{{- $whole = add $whole $count -}}{{- end -}}{{- end -}}
 {{- /* Of the stage with the most layers: in a row every stage has its room. All ranks of a stage hold the same latents
       (MLA), and a tier holds them once. */ -}}
 {{- $layers := div (add $groupLayers (sub $stages 1)) $stages -}}
@@ -75,7 +82,16 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $rankTokenBytes = mul 2 $layers $heads (add (mul (int64 $shape.headDim) $kvElement) $scale) -}}
 {{- $rowTokenBytes = mul $rankTokenBytes $ranks -}}
 {{- end -}}
+{{- /* vLLM raises the block until a layer's page holds a state; what it packs in its own way is known. */ -}}
 {{- $blockSize := int64 $engine.blockSize -}}
+{{- if $states -}}{{- $pageBytes := mul (div $rankTokenBytes $layers) $blockSize -}}
+{{- $stateBytes := div (int64 $shape.stateBytes) (int64 $engine.tensorParallelSize) -}}
+{{- $blockSize = mul (div (add $stateBytes (sub $pageBytes 1)) $pageBytes) $blockSize -}}{{- end -}}
+{{- $blockBytes := mul $rankTokenBytes $blockSize -}}{{- $rowBlockBytes := mul $rowTokenBytes $blockSize -}}
+{{- with get .names.packedModels (default "" $shape.packed) -}}
+{{- $blockSize = int64 .blockTokens -}}{{- $blockBytes = int64 .blockBytes -}}
+{{- $rowBlockBytes = mul $blockBytes $ranks -}}{{- $groups = len .groups -}}{{- $whole = 1 -}}{{- $kinds = .groups -}}
+{{- end -}}
 
 {{- /* Device cache and weights. On a CPU both are this pod's memory. */ -}}
 {{- $deviceBlocks := int64 $engine.deviceBlocks -}}
@@ -83,7 +99,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $longest := div (add (int64 $engine.model.maxLength) (sub $blockSize 1)) $blockSize -}}
 {{- $deviceBlocks = add1 (mul 4 $longest $groups) -}}
 {{- end -}}
-{{- $deviceBytes := ternary (mul $deviceBlocks $rankTokenBytes $allRanks $blockSize) 0 $onCpu -}}
+{{- $deviceBytes := ternary (mul $deviceBlocks $blockBytes $allRanks) 0 $onCpu -}}
 {{- $coreWeights := include "spillway.bytes" (dict "value" $shape.weightBytes
   "path" (printf "%s.model.shape.weightBytes" $path)) | int64 -}}
 {{- /* Quantised weights stay as the files have them, or become smaller. */ -}}
@@ -99,7 +115,8 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- /* CPU tier: rows of one chunk of one KV group over all ranks, rounded up to a page. */ -}}
 {{- $offload := $engine.offload -}}{{- $tier := $offload.sharedTier -}}
 {{- $chunkTokens := mul $blockSize (int64 $offload.blocksPerChunk) -}}
-{{- $rowBytes := mul (div (add (mul $rowTokenBytes $chunkTokens) 4095) 4096) 4096 -}}{{- $chunks := 0 -}}
+{{- $chunkBytes := mul $rowBlockBytes (int64 $offload.blocksPerChunk) -}}
+{{- $rowBytes := mul (div (add $chunkBytes 4095) 4096) 4096 -}}{{- $chunks := 0 -}}
 {{- if and $offload.enabled $offload.numCpuBlocks -}}{{- $chunks = int64 $offload.numCpuBlocks -}}
 {{- else if and $offload.enabled $offload.cpuBytes -}}
 {{- $chunks = div (include "spillway.bytes" (dict "value" $offload.cpuBytes
@@ -165,16 +182,21 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $arithmetic := printf "%s + %d %% margin = %s" (join " + " $texts) $margin
   (include "spillway.bytesText" $needed) -}}
 
+{{- /* bytesPerToken: what each further token of a prompt adds to a load. groups: number, tokens of the window (-1:
+      states), tokens of a block if it has fewer; `spillway plan` counts by them what a prompt stores. */ -}}
 {{- include "spillway.overlay" (dict "base" .out "over" (dict "dtype" $dtype "kvDtype" $kvDtype
-  "bytesPerToken" (mul $rowTokenBytes $groups) "bytesPerBlock" (mul $rowTokenBytes $groups $blockSize)
+  "bytesPerToken" (div (mul $rowBlockBytes (default $groups $whole)) $blockSize)
+  "bytesPerBlock" (mul $rowBlockBytes $groups)
   "chunkTokens" $chunkTokens "cpuChunks" $chunks "cpuRowBytes" $rowBytes "cpuTierBytes" $tierBytes
-  "cpuTierTokens" (mul (div $chunks $groups) $chunkTokens)
   "sharedMemoryNeededBytes" $sharedNeeded "sharedMemoryBytes" $shared "engineNeedsBytes" $engineNeeds
   "podNeedsBytes" $needed "memoryLimitBytes" $limit "arithmetic" $arithmetic)) -}}
 {{- range $key, $value := dict "deviceBlocks" (list $deviceBlocks 0) "dataParallelRanks" (list $cores 1)
   "kvGroups" (list $groups 1) "tierIndexBytes" (list $indexBytes 0) "nodeTierBytes" (list $nodeBytes 0) -}}
-{{- if gt (first $value) (last $value | int64) -}}{{- $_ := set $.out $key (first $value) -}}{{- end -}}
-{{- end -}}{{- end -}}
+{{- if gt (int64 (first $value)) (last $value | int64) -}}{{- $_ := set $.out $key (first $value) -}}{{- end -}}
+{{- end -}}
+{{- $_ := set .out (eq 1 (int $groups) | ternary "cpuTierTokens" "groups")
+  (eq 1 (int $groups) | ternary (mul $chunks $chunkTokens) $kinds) -}}
+{{- end -}}
 
 {{/* (arguments, onCpu, ranks, cores, weightBytes) -> JSON: processBytes, sharedBytes: the host memory that arguments of
 vLLM ask for, by services/engine/src/spillway_engine/argument_memory.py. Of an argument the last value counts. */}}

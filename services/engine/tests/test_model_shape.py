@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from spillway_connector.plan.kv_groups import KvGroup
 from spillway_engine.errors import ModelShapeError
 from spillway_engine.model_shape import load_model_shape, read_model_shape
 
@@ -49,7 +50,7 @@ DEEPSEEK_V3 = {
     ],
 )
 def test_bytes_per_token_of_known_models(config: dict[str, Any], dtype: str, ranks: int, bytes_per_token: int) -> None:
-    assert read_model_shape(config).bytes_per_token(dtype, ranks) == bytes_per_token
+    assert read_model_shape(config).bytes_per_block(dtype, ranks, 1, 1) == bytes_per_token
 
 
 GPT_OSS_20B = {
@@ -65,6 +66,15 @@ GPT_OSS_20B = {
 GEMMA_3_4B = {
     "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
 }
+QWEN3_NEXT_80B = {
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048,
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+}  # fmt: skip
+DEEPSEEK_V4_FLASH = {
+    "model_type": "deepseek_v4", "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1,
+    "head_dim": 512, "sliding_window": 128,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -89,8 +99,36 @@ def test_layers_of_two_kinds_are_groups_with_a_row_each(
 ) -> None:
     shape = read_model_shape(config)
     assert (shape.group_layers, shape.kv_groups) == (layers, groups)
-    assert shape.bytes_per_token("bfloat16") == bytes_per_token
+    assert shape.bytes_per_block("bfloat16", 1, 1, 1) == bytes_per_token
     assert shape.bytes_per_token_of_rank("bfloat16", 1) * groups == bytes_per_token
+
+
+def test_the_kinds_of_groups_are_read_from_the_file() -> None:
+    window = KvGroup(128, 128)
+    assert read_model_shape(GPT_OSS_20B).groups(128, 1) == (KvGroup(128), window)
+    assert read_model_shape(GPT_OSS_20B).groups(128, 2) == (KvGroup(256), KvGroup(256, 128))
+    assert read_model_shape(GEMMA_3_4B).groups(16, 1) == (KvGroup(16), *[KvGroup(16, 1024)] * 6)
+
+
+@pytest.mark.parametrize(("tensor_ranks", "block_tokens"), [(1, 640), (2, 640), (4, 384)])
+def test_a_block_is_raised_until_it_holds_a_state(tensor_ranks: int, block_tokens: int) -> None:
+    """At four ranks each has a quarter of a state, and one of the two heads."""
+    shape = read_model_shape(QWEN3_NEXT_80B)
+
+    assert (shape.layers, shape.state_layers, shape.state_bytes) == (12, 36, 3 * 8192 * 2 + 32 * 128 * 128 * 2)
+    assert shape.block_tokens("bfloat16", tensor_ranks, 128) == block_tokens
+    assert shape.groups(block_tokens, 1) == (KvGroup(block_tokens), *[KvGroup(block_tokens, has_states=True)] * 3)
+    larger = read_model_shape(QWEN3_NEXT_80B | {"mamba_ssm_dtype": "float32"})
+    assert larger.block_tokens("bfloat16", 1, 16) == 1056
+
+
+def test_a_model_whose_layers_vllm_packs_is_known() -> None:
+    shape = read_model_shape(DEEPSEEK_V4_FLASH)
+
+    assert shape.block_tokens("fp8", 2, 128) == 256
+    assert shape.block_bytes_of_rank("fp8", 2, 1, 128) == 1_039_680
+    assert [group.chunk_tokens for group in shape.groups(256, 1)] == [256, 64, 64, 4, 8]
+    assert read_model_shape(DEEPSEEK_V4_FLASH | {"num_hidden_layers": 61}).packed == ""
 
 
 def test_the_text_part_of_a_multimodal_config_counts() -> None:

@@ -78,6 +78,16 @@ QUANTIZED_EIGHTHS = {
     r"[-_.](awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|w4a)": 3,
 }
 
+# Models whose layers of many sizes vLLM packs into blocks in its own way: tokens of a block of full attention, bytes of
+# a block of any group on one rank, and groups: their number, tokens of their window (0: none) and of a block.
+PACKED_MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v4-flash": {
+        "blockTokens": 256,
+        "blockBytes": 1_039_680,
+        "groups": [[1, 0, 256], [1, 128, 64], [1, 128, 64], [1, 8, 4], [1, 128, 8]],
+    }
+}
+
 _TIER = "offload.sharedTier"
 # The engine service's own settings with the engine's login at Redis: the embedded one has a Secret of its own.
 REDIS_LOGIN = tuple(f"{_TIER}.redis.{key}" for key in ("usernameEnv", "passwordEnv", "passwordFile"))
@@ -107,5 +117,6 @@ def shared_names() -> dict[str, Any]:
         "processPerRank": PROCESS_PER_RANK,
         "liveSections": list(LIVE_SECTIONS),
         "credentials": {"name": CREDENTIAL_NAME, "value": CREDENTIAL_VALUE, "harmless": HARMLESS_VALUE},
+        "packedModels": PACKED_MODELS,
         "modelNames": {"endings": MODEL_NAME_ENDINGS, "eighths": QUANTIZED_EIGHTHS},
     }

@@ -166,6 +166,11 @@ def _row_bytes(engine: EngineReading) -> str | None:
     return None if row is None else str(row)
 
 
+def _block_tokens(engine: EngineReading) -> str | None:
+    tokens = at(engine.config or {}, "memory", "block_tokens")
+    return _plain("blockSize")(engine) if tokens is None else str(tokens)
+
+
 def _chunk_tokens(engine: EngineReading) -> str | None:
     per_chunk, held = engine.setting("offload", "blocksPerChunk"), engine.held("block_tokens", ENGINE_CORE)
     block = next(iter(held.values()), None)
@@ -199,7 +204,7 @@ _SETTINGS = (
     _Setting(
         "block size",
         "block_tokens",
-        _plain("blockSize"),
+        _block_tokens,
         ENGINE_CORE,
         Verdict.WARNING,
         "vLLM chose another one for this model: set blockSize to it, so that memory is computed with it",

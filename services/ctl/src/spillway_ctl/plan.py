@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from spillway_ctl.plan_arithmetic import FirstToken, Rates, break_even_bytes_per_second, first_token
 from spillway_ctl.plan_input import PlannedEngines
+from spillway_ctl.planned_tier import PlannedTier
 from spillway_ctl.quantities import format_bytes
 from spillway_ctl.run import JSON_FORMAT, OK
 
@@ -42,39 +43,64 @@ def _document(group: PlannedEngines, given: Rates, prompts: Sequence[int]) -> di
         rates = replace(rates, prefill_tokens_per_second=group.prefill_tokens_per_second)
     if group.shared_tier == "none":
         rates = replace(rates, tier_read_bytes_per_second=None)
-    memory = group.memory
-    bytes_per_token, chunk_tokens = int(memory["bytesPerToken"]), int(memory["chunkTokens"])
+    tier = PlannedTier.of(group.memory, group.settings["offload"])
+    chunk_tokens = int(group.memory["chunkTokens"])
     prefill = rates.prefill_tokens_per_second
     longest = int(group.settings["model"]["maxLength"])
+    bytes_per_token, node_rows = int(group.memory["bytesPerToken"]), _node_rows(group.memory)
     is_below = group.tier_below == "s3"
     has_bucket = is_below or group.shared_tier == "s3"
-    firsts = [first_token(tokens, bytes_per_token, chunk_tokens, rates) for tokens in prompts if tokens <= longest]
+    fitting = [tokens for tokens in prompts if tokens <= longest]
+    firsts = [
+        first_token(tokens, tier.read_bytes_per_token((tokens - 1) // chunk_tokens * chunk_tokens), chunk_tokens, rates)
+        for tokens in fitting
+    ]
     return {
         "name": group.name,
         "model": group.model,
-        "memory": memory,
+        "memory": group.memory,
         "shared_tier": group.shared_tier,
         "tier_below": group.tier_below,
         "rates": asdict(rates),
+        "cpu_tier_tokens": tier.held_tokens(longest),
         "break_even_bytes_per_second": break_even_bytes_per_second(bytes_per_token, prefill) if prefill else None,
         "first_tokens": [asdict(first) for first in firsts],
-        **({"requests": _requests(prompts, longest, memory, given, is_below)} if has_bucket else {}),
+        **({"node_tier_tokens": tier.held_tokens(longest, node_rows)} if node_rows else {}),
+        **(
+            {"kv_groups": tier.describe_groups(), "prompts": _prompts(tier, fitting)}
+            if tier.number_of_groups > 1
+            else {}
+        ),
+        **({"requests": _requests(fitting, tier, given, is_below)} if has_bucket else {}),
     }
 
 
-def _requests(prompts: Sequence[int], longest: int, memory: dict[str, Any], rates: Rates, is_below: bool) -> list[str]:
+def _prompts(tier: PlannedTier, prompts: Sequence[int]) -> list[dict[str, int]]:
+    """What prompts of these lengths take in the tiers, which is not in proportion to their lengths."""
+    return [
+        {
+            "prompt_tokens": tokens,
+            "stored_bytes_per_token": round(tier.stored_bytes_per_token(tokens)),
+            "read_bytes_per_token": round(tier.read_bytes_per_token(tokens)),
+            "cpu_tier_tokens": tier.held_tokens(tokens),
+        }
+        for tokens in prompts
+    ]
+
+
+def _requests(prompts: Sequence[int], tier: PlannedTier, rates: Rates, is_below: bool) -> list[str]:
     """What prompts of these lengths ask of an object store, and what it costs at the given prices.
 
     is_below: it is the tier below another, which is asked for each chunk before it is copied there.
     """
     found = []
     for tokens in prompts:
-        chunks = tokens // int(memory["chunkTokens"]) * int(memory.get("kvGroups", 1))
-        if tokens > longest or not chunks:
+        chunks, read = tier.stored_chunks(tokens), tier.read_chunks(tokens)
+        if not chunks:
             continue
         put, get = rates.put_price_per_million, rates.get_price_per_million
         stored = None if put is None else chunks * (put + ((get or 0.0) if is_below else 0.0))
-        loaded = None if get is None else 2 * chunks * get
+        loaded = None if get is None else 2 * read * get
         prices = [
             f"{text} {price / 1000:.3g}"
             for text, price in (("stored", stored), ("loaded", loaded))
@@ -82,16 +108,18 @@ def _requests(prompts: Sequence[int], longest: int, memory: dict[str, Any], rate
         ]
         costs = f"; 1,000 prompts cost {', '.join(prices)}" if prices else ""
         first = f"{chunks:,} HEAD and " if is_below else ""
-        found.append(
-            f"{tokens:,} tokens: {first}{chunks:,} PUT stored, {chunks:,} HEAD and {chunks:,} GET loaded{costs}"
-        )
+        found.append(f"{tokens:,} tokens: {first}{chunks:,} PUT stored, {read:,} HEAD and {read:,} GET loaded{costs}")
     return found
 
 
 def _rows(memory: dict[str, Any]) -> str:
-    """A chunk of tokens takes a row of the CPU tier in each KV group."""
+    """Empty if the model has one KV group."""
     groups = int(memory.get("kvGroups", 1))
-    return f"{groups} rows, one for each KV group, of " if groups > 1 else ""
+    return f"rows of {groups} KV groups, each of " if groups > 1 else ""
+
+
+def _node_rows(memory: dict[str, Any]) -> int:
+    return int(memory.get("nodeTierBytes", 0)) // int(memory["cpuRowBytes"])
 
 
 def _lines(document: dict[str, Any]) -> list[str]:
@@ -99,13 +127,15 @@ def _lines(document: dict[str, Any]) -> list[str]:
     what = "rows" if _rows(memory) else "chunks"
     rows = [
         ("a token of KV cache", f"{format_bytes(memory['bytesPerToken'])}{_in_dtype(memory)}"),
+        *([("KV groups", document["kv_groups"])] if "kv_groups" in document else []),
         ("a chunk", f"{memory['chunkTokens']:,} tokens, {_rows(memory)}{format_bytes(memory['cpuRowBytes'])}"),
         (
             "CPU tier of a pod",
             f"{format_bytes(memory['cpuTierBytes'])}: {_ranks(memory)}{memory['cpuChunks']:,} {what}, "
-            f"{memory['cpuTierTokens']:,} tokens{' each' if _ranks(memory) else ''}",
+            f"{document['cpu_tier_tokens']:,} tokens{' each' if _ranks(memory) else ''}",
         ),
-        *_node_tier(memory),
+        *(_prompt_row(each) for each in document.get("prompts", ())),
+        *_node_tier(memory, document.get("node_tier_tokens", 0)),
         ("shared memory of a pod", format_bytes(memory["sharedMemoryBytes"])),
         (
             "memory of a pod",
@@ -161,18 +191,26 @@ def _verdict(rate: float, break_even: float) -> str:
     return speed if rate > break_even else f"{speed}: slower than computing, so it is recomputed"
 
 
-def _node_tier(memory: dict[str, Any]) -> list[tuple[str, str]]:
+def _prompt_row(prompt: dict[str, int]) -> tuple[str, str]:
+    stored, read = (format_bytes(prompt[f"{what}_bytes_per_token"]) for what in ("stored", "read"))
+    return (
+        f"prompts of {prompt['prompt_tokens']:,}",
+        f"{stored} a token are stored, {read} read by a load; the CPU tier holds {prompt['cpu_tier_tokens']:,} tokens",
+    )
+
+
+def _node_tier(memory: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
     """What a node has to have for the tier that its engines share, and for how many of them."""
     node = int(memory.get("nodeTierBytes", 0))
     if not node:
         return []
-    limit, rows = int(memory["memoryLimitBytes"]), node // int(memory["cpuRowBytes"])
+    limit, rows = int(memory["memoryLimitBytes"]), _node_rows(memory)
     each = ", ".join(f"{count} {format_bytes(node + node // 64 + count * limit)}" for count in (1, 4, 8))
     return [
         (
             "CPU tier of a node",
             f"{format_bytes(node)}: {rows:,} {'rows' if _rows(memory) else 'chunks'}, "
-            f"{rows // int(memory.get('kvGroups', 1)) * int(memory['chunkTokens']):,} tokens, for all of its engines",
+            f"{tokens:,} tokens, for all of its engines",
         ),
         ("memory of a node", f"by engines on it: {each}"),
     ]

@@ -1,7 +1,7 @@
 """What an offload setting gains, before it runs: break-even bandwidths and times to the first token. Pure.
 
-- Break-even: loading a prefix beats computing it above `prefill rate x bytes per token` (the sum behind the connector's
-  own decision, plan/load_cost.py, without its fixed costs).
+- Break-even: loading a prefix beats computing it above `prefill rate x bytes per token` that a load reads (the sum
+  behind the connector's own decision, plan/load_cost.py, without its fixed costs).
 - First token, computed: `tokens / prefill rate`. Attention grows with the square of the length, so long prompts take
   longer than this and gain more.
 - First token, loaded: whole chunks come from the tier, the rest is computed; of a prompt at least one token always is,
@@ -35,11 +35,11 @@ class FirstToken:
     shared_tier_seconds: float | None
 
 
-def break_even_bytes_per_second(bytes_per_token: int, prefill_tokens_per_second: float) -> float:
+def break_even_bytes_per_second(bytes_per_token: float, prefill_tokens_per_second: float) -> float:
     return bytes_per_token * prefill_tokens_per_second
 
 
-def first_token(prompt_tokens: int, bytes_per_token: int, chunk_tokens: int, rates: Rates) -> FirstToken:
+def first_token(prompt_tokens: int, bytes_per_token: float, chunk_tokens: int, rates: Rates) -> FirstToken:
     """Estimate the time to the first token on an engine that does nothing else."""
     prefill, copy, read = (
         rates.prefill_tokens_per_second,

@@ -7,10 +7,12 @@ renders generated cases and compares.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.plan.kv_groups import KvGroup, held_tokens, stored_chunks, whole_chunk_tokens, whole_groups
 from spillway_connector.tiers.disk.slab.layout import copies_bytes
 from spillway_engine.argument_memory import argument_memory
 from spillway_engine.machine import Machine
@@ -33,9 +35,9 @@ class MemoryBudget:
 
     dtype: str
     kv_dtype: str  # of the KV cache's elements
-    bytes_per_token: int  # of a replica, in every tier
-    bytes_per_block: int
-    kv_groups: int  # a block of tokens takes one device block, and one row of the CPU tier, in each
+    bytes_per_token: int  # of a replica: what each further token of a prompt adds to a load
+    bytes_per_block: int  # of the device's blocks of all KV groups
+    kv_groups: int  # a block of tokens takes one device block in each, and one row of the CPU tier if it is stored
     data_parallel_ranks: int
     device_blocks: int | None  # of each data parallel rank; None: the engine sizes its own device cache
     device_tokens: int | None  # likewise
@@ -54,6 +56,7 @@ class MemoryBudget:
     memory_limit_source: str
     problems: tuple[str, ...]  # any: refuse to start
     warnings: tuple[str, ...]
+    block_tokens: int = 0  # of a block of full attention: what vLLM makes of blockSize for this model
 
     @property
     def fits(self) -> bool:
@@ -85,10 +88,15 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     kv_dtype = dtype if settings.model.kv_cache_dtype == "auto" else settings.model.kv_cache_dtype
     ranks, stages = settings.ranks, settings.pipeline_parallel_size
     split = settings.tensor_parallel_size, stages
-    groups = shape.kv_groups
-    block_of_rank_bytes = shape.bytes_per_token_of_rank(kv_dtype, *split) * settings.block_size
+    block_tokens = shape.block_tokens(kv_dtype, settings.tensor_parallel_size, settings.block_size)
+    groups = shape.groups(block_tokens, settings.offload.blocks_per_chunk)
+    chunk_tokens = whole_chunk_tokens(groups)
+    longest_tokens = -(-settings.model.max_length // chunk_tokens) * chunk_tokens
+    every_window = settings.offload.window_chunks == "all"
+    longest_rows = sum(stored_chunks(groups, longest_tokens, every_window=every_window))
+    block_of_rank_bytes = shape.block_bytes_of_rank(kv_dtype, *split, settings.block_size)
     block_of_ranks_bytes = block_of_rank_bytes * ranks_here  # on the devices of this pod
-    device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes, groups)
+    device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes, len(groups))
     offload = settings.offload
     geometry = ChunkGeometry(
         block_of_rank_bytes, offload.blocks_per_chunk, ranks, shape.latent_dim is not None, stages=stages
@@ -99,7 +107,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     node = offload.node_tier if offload.enabled else None
     node_bytes = int(node.bytes) if node is not None else 0
     node_chunks = node_bytes // row_bytes
-    tier_tokens = chunks // groups * offload.blocks_per_chunk * settings.block_size
+    tier_tokens = held_tokens(groups, chunks, settings.model.max_length, every_window=every_window)
     on_cpu = machine.platform == "cpu"
     device_bytes = device_blocks * block_of_ranks_bytes * cores if device_blocks is not None else None
     weight_bytes = shape.weight_bytes
@@ -120,12 +128,12 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     return MemoryBudget(
         dtype=dtype,
         kv_dtype=kv_dtype,
-        bytes_per_token=shape.bytes_per_token(kv_dtype, *split),
-        bytes_per_block=shape.bytes_per_token(kv_dtype, *split) * settings.block_size,
-        kv_groups=groups,
+        bytes_per_token=whole_groups(groups) * geometry.payload_bytes // chunk_tokens,
+        bytes_per_block=shape.bytes_per_block(kv_dtype, *split, settings.block_size),
+        kv_groups=len(groups),
         data_parallel_ranks=cores,
         device_blocks=device_blocks,
-        device_tokens=device_blocks // groups * settings.block_size if device_blocks is not None else None,
+        device_tokens=device_blocks // len(groups) * block_tokens if device_blocks is not None else None,
         device_bytes=device_bytes,
         cpu_chunks=chunks,
         cpu_row_bytes=row_bytes,
@@ -149,7 +157,8 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
                 *_tier_bound_problems(settings, row_bytes),
             ]
         ),
-        warnings=tuple(_warnings(settings, node_chunks or chunks, row_bytes, groups)),
+        warnings=tuple(_warnings(settings, groups, node_chunks or chunks, longest_rows, row_bytes)),
+        block_tokens=block_tokens,
     )
 
 
@@ -331,15 +340,17 @@ def _fitting_setting(settings: EngineSettings, chunks: int, row_bytes: int) -> s
     return f"{settings.names.name('offload.cpuBytes')} <= {chunks * row_bytes}"
 
 
-def _warnings(settings: EngineSettings, chunks: int, row_bytes: int, groups: int) -> list[str]:
-    chunk_tokens = settings.offload.blocks_per_chunk * settings.block_size
-    tier_tokens = chunks // groups * chunk_tokens
-    if not settings.offload.enabled or tier_tokens >= settings.model.max_length:
+def _warnings(
+    settings: EngineSettings, groups: Sequence[KvGroup], chunks: int, longest_rows: int, row_bytes: int
+) -> list[str]:
+    if not settings.offload.enabled or chunks >= longest_rows:
         return []
-    needed, setting = -(-settings.model.max_length // chunk_tokens) * groups, "offload.numCpuBlocks"
+    every_window = settings.offload.window_chunks == "all"
+    tier_tokens = held_tokens(groups, chunks, settings.model.max_length, every_window=every_window)
+    needed, setting = longest_rows, "offload.numCpuBlocks"
     if settings.offload.node_tier is not None:
-        needed, setting = needed * row_bytes, "offload.nodeTier.bytes"
-    rows = f"{chunks} chunks of {chunk_tokens}" if groups == 1 else f"{chunks} rows, {groups} for {chunk_tokens} tokens"
+        needed, setting = longest_rows * row_bytes, "offload.nodeTier.bytes"
+    rows = f"{chunks} chunks of {whole_chunk_tokens(groups)}" if len(groups) == 1 else f"{chunks} rows"
     return [
         f"the CPU tier holds {tier_tokens:,} tokens ({rows}), one longest prompt has "
         f"{settings.model.max_length:,}; a prefix longer than the tier is recomputed: "

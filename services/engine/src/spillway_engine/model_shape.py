@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spillway_connector.plan.kv_groups import KvGroup
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.errors import ModelShapeError
+from spillway_settings.shared_names import PACKED_MODELS
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes of an element of the KV cache, by its dtype.
@@ -38,6 +40,8 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     },
     "cohere2": {"sliding_window_pattern": 4},
 }
+# Type and number of layers in config.json -> key of PACKED_MODELS.
+_PACKED = {("deepseek_v4", 43): "deepseek-v4-flash"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 HEAD_SCALE_BYTES = 4  # float32, one for K and one for V of each head and token (vllm/v1/kv_cache_interface.py)
 
@@ -58,6 +62,41 @@ class ModelShape:
     experts: int = 0  # of a layer; 0: a dense model
     quantized: bool = False  # by the checkpoint itself
     sliding_layers: int = 0  # of `layers`: those that see a window of the prompt, where the others see all of it
+    window_tokens: int = 0  # of that window; 0: not known, so every chunk of it counts
+    state_layers: int = 0  # besides `layers`: those with a recurrent state
+    state_bytes: int = 0  # of one such layer, of all tensor parallel ranks together
+    packed: str = ""  # a key of PACKED_MODELS: vLLM packs layers of many sizes into blocks in its own way
+
+    def block_tokens(self, kv_dtype: str, tensor_parallel_size: int, block_size: int) -> int:
+        """Tokens of a block of full attention. vLLM raises it until a layer's page holds a state."""
+        if self.packed:
+            return int(PACKED_MODELS[self.packed]["blockTokens"])
+        if not self.state_layers:
+            return block_size
+        layer_bytes = self._layer_bytes_per_token(kv_dtype, tensor_parallel_size) * block_size
+        return -(-(self.state_bytes // tensor_parallel_size) // layer_bytes) * block_size
+
+    def block_bytes_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int, block_size: int) -> int:
+        """Bytes of a block on one rank, in each KV group."""
+        if self.packed:
+            return int(PACKED_MODELS[self.packed]["blockBytes"])
+        tokens = self.block_tokens(kv_dtype, tensor_parallel_size, block_size)
+        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size, stages) * tokens
+
+    def groups(self, block_tokens: int, blocks_per_chunk: int) -> tuple[KvGroup, ...]:
+        """The KV groups. block_tokens: of a block of full attention."""
+        if self.packed:
+            packed = PACKED_MODELS[self.packed]["groups"]
+            return tuple(
+                KvGroup(tokens * blocks_per_chunk, window) for number, window, tokens in packed for _ in range(number)
+            )
+        chunk_tokens = block_tokens * blocks_per_chunk
+        whole, sliding, states = (-(-layers // self.group_layers) for layers in self._kinds)
+        return (
+            *[KvGroup(chunk_tokens)] * whole,
+            *[KvGroup(chunk_tokens, self.window_tokens)] * sliding,
+            *[KvGroup(chunk_tokens, has_states=True)] * states,
+        )
 
     @property
     def group_layers(self) -> int:
@@ -67,17 +106,17 @@ class ModelShape:
         _get_kv_cache_groups_uniform_page_size): of the smaller kind's, or of the larger's if it is less than half as
         large again.
         """
-        kinds = self._layers_by_kind
+        kinds = [layers for layers in self._kinds if layers]
         return max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds)
 
     @property
     def kv_groups(self) -> int:
-        """Rows of the CPU tier that a chunk of tokens takes: one for each KV group."""
-        return sum(-(-layers // self.group_layers) for layers in self._layers_by_kind)
+        return len(self.groups(1, 1))
 
     @property
-    def _layers_by_kind(self) -> tuple[int, ...]:
-        return tuple(filter(None, (self.layers - self.sliding_layers, self.sliding_layers)))
+    def _kinds(self) -> tuple[int, int, int]:
+        """Layers with full attention, with a window, with states."""
+        return self.layers - self.sliding_layers, self.sliding_layers, self.state_layers
 
     def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int = 1) -> int:
         """KV bytes of one token on one rank, in one KV group. kv_dtype: a key of KV_DTYPE_BYTES.
@@ -86,18 +125,21 @@ class ModelShape:
         several pipeline stages, the one with the most layers counts: no other has more room in a row of the CPU tier.
         """
         layers = -(-self.group_layers // stages)
+        return layers * self._layer_bytes_per_token(kv_dtype, tensor_parallel_size)
+
+    def bytes_per_block(self, kv_dtype: str, tensor_parallel_size: int, stages: int, block_size: int) -> int:
+        """KV bytes of a block of a replica: of all groups and ranks; a latent once for each stage."""
+        copies = tensor_parallel_size if self.latent_dim is None else 1
+        of_rank = self.block_bytes_of_rank(kv_dtype, tensor_parallel_size, stages, block_size)
+        return of_rank * self.kv_groups * copies * stages
+
+    def _layer_bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int) -> int:
         element_bytes = KV_DTYPE_BYTES[kv_dtype]
         if self.latent_dim is not None:
-            return layers * self.latent_dim * element_bytes
+            return self.latent_dim * element_bytes
         heads_of_rank = max(1, self.kv_heads // tensor_parallel_size)
         scale_bytes = HEAD_SCALE_BYTES if kv_dtype.endswith("_per_token_head") else 0
-        return 2 * layers * heads_of_rank * (self.head_dim * element_bytes + scale_bytes)
-
-    def bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int = 1, stages: int = 1) -> int:
-        """KV bytes of one token of a replica, as every tier holds it: of all groups and ranks; a latent once for each
-        stage."""
-        copies = tensor_parallel_size if self.latent_dim is None else 1
-        return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size, stages) * self.kv_groups * copies * stages
+        return 2 * heads_of_rank * (self.head_dim * element_bytes + scale_bytes)
 
 
 def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelShape:
@@ -115,6 +157,7 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
     head_dim = text.get("head_dim") or _needed(text, "hidden_size", "n_embd") // heads
     layer_types = _layer_types(text, layers)
     # Layers with a recurrent state hold no per-token KV.
+    state_layers = sum(kind.startswith("linear") for kind in layer_types)
     kinds = Counter(kind for kind in layer_types if kind.endswith("attention") and not kind.startswith("linear"))
     layers = kinds.total()
     if not layers:
@@ -137,7 +180,24 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         # vLLM puts all layers of other kinds into one group (chunked ones, whose windows it does not free by default),
         # or packs them its own way (compressed ones). A row then holds all layers.
         sliding_layers=kinds[_SLIDING] if set(kinds) == {_FULL, _SLIDING} else 0,
+        window_tokens=int(text.get("sliding_window") or 0),
+        state_layers=state_layers if (state_bytes := _state_bytes(text)) else 0,
+        state_bytes=state_bytes,
+        packed=_PACKED.get((str(text.get("model_type")), layers), ""),
     )
+
+
+def _state_bytes(text: Mapping[str, Any]) -> int:
+    """What a layer with a gated delta rule (Qwen3-Next, Qwen3.5) keeps of its convolution and matrices; else 0."""
+    names = ("key_head_dim", "num_key_heads", "value_head_dim", "num_value_heads", "conv_kernel_dim")
+    sizes = [text.get(f"linear_{name}") for name in names]
+    if not all(isinstance(size, int) for size in sizes):
+        return 0
+    key_dim, keys, value_dim, values, kernel = (int(size) for size in sizes if size is not None)
+    # vLLM keeps both in the model's dtype, unless the file names another for the matrices.
+    matrix_bytes = DTYPE_BYTES.get(str(text.get("mamba_ssm_dtype")), 2)
+    convolution = (kernel - 1) * (2 * keys * key_dim + values * value_dim)
+    return 2 * convolution + matrix_bytes * values * value_dim * key_dim
 
 
 def load_model_shape(model_path: str, names: SettingNames = PLAIN_NAMES) -> ModelShape:

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import TenantContext
+from spillway_connector.plan.kv_groups import chunks_before_end, last_end_tokens
 
 _LEFT_OUT = 0  # vLLM's scheduler half does not store a block with this id
 
@@ -45,20 +46,13 @@ class Window:
 
     @classmethod
     def of(cls, spec: SlidingWindowSpec, group: int, chunk_tokens: int) -> Window:
-        # vLLM 0.32 keeps a few tokens more for drafts of several modules. One chunk more than that is read for a
-        # draft's layers, and if a prefix ends within a chunk.
+        # vLLM 0.32 keeps a few tokens more for drafts of several modules.
         kept_tokens = spec.sliding_window + int(getattr(spec, "extra_retained_tokens", 0))
-        return cls(group, chunk_tokens, -(-kept_tokens // chunk_tokens) + 1)
+        return cls(group, chunk_tokens, chunks_before_end(kept_tokens, chunk_tokens))
 
     def first_chunk(self, end_tokens: int) -> int:
         """The first chunk that is read for a prefix of so many tokens; below 0 if all of them are."""
         return end_tokens // self.chunk_tokens - self.chunks
-
-
-def last_end_tokens(prompt_tokens: int, whole_chunk_tokens: int) -> int:
-    """The longest prefix of a prompt that can be loaded when the prompt is sent again: vLLM computes at least its last
-    token, and prefixes end with a chunk of full attention."""
-    return (prompt_tokens - 1) // whole_chunk_tokens * whole_chunk_tokens
 
 
 class WindowStores:

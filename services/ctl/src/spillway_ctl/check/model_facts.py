@@ -27,8 +27,7 @@ _GIVEN = {
     "dtype": "dtype",
     "weight_bytes": "weightBytes",
 }
-
-
+_DECIDING = ("layers", "kvHeads", "headDim", "latentDim")  # with another one the preset's groups are not the model's
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _ODD_FOLDER = re.compile(r"(/\.\.?(/|$)|\s$)")
 
@@ -92,8 +91,9 @@ def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
             shape[key] = value
             if key in ("kvHeads", "headDim"):
                 shape.pop("latentDim", None)
-            if key == "layers":
-                shape.pop("slidingLayers", None)
+            if key in _DECIDING:
+                for of_preset in ("stateLayers", "packed", *(("slidingLayers",) if key == "layers" else ())):
+                    shape.pop(of_preset, None)
     if shape.get("layers") and shape.get("slidingLayers", 0) > shape["layers"]:
         layers, sliding = shape["layers"], shape.pop("slidingLayers")
         found.append(
@@ -126,6 +126,10 @@ def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
         experts=shape.get("experts", 0),
         quantized=quantized,
         sliding_layers=shape.get("slidingLayers", 0),
+        window_tokens=shape.get("slidingWindow", 0),
+        state_layers=shape.get("stateLayers", 0),
+        state_bytes=shape.get("stateBytes", 0),
+        packed=shape.get("packed", ""),
     )
     return ModelFacts(model_shape, shape.get("heads", 0)), found
 

@@ -56,8 +56,8 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
     ranks = engine.tensor_parallel_size * stages
     # A core that spans pods has these ranks, and their share of its weights, in this pod.
     cores, ranks_here = ranks_of_pod(engine.data_parallel_size, ranks, engine.nodes_per_replica)
-    token_of_rank = shape.bytes_per_token_of_rank(kv_dtype, engine.tensor_parallel_size, stages)
-    block_of_rank = token_of_rank * engine.block_size
+    tensor_ranks = engine.tensor_parallel_size
+    block_of_rank = shape.block_bytes_of_rank(kv_dtype, tensor_ranks, stages, engine.block_size)
     row = ChunkGeometry(
         block_of_rank, offload.blocks_per_chunk, ranks, shape.latent_dim is not None, stages=stages
     ).row_bytes
@@ -136,7 +136,7 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
                     f"{_tier_fitting(tier_key, row, rest // cores)}",
                 )
             )
-    chunk_tokens = engine.block_size * offload.blocks_per_chunk
+    chunk_tokens = shape.block_tokens(kv_dtype, tensor_ranks, engine.block_size) * offload.blocks_per_chunk
     return PodMemory(row, tier, chunk_tokens, needed, limit, shared), found
 
 
