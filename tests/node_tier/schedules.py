@@ -1,4 +1,5 @@
-"""Random schedules of three engines on one region: stores, loads, evictions, resets, failing copies, killed engines.
+"""Random schedules of three engines on one region: stores, loads, evictions, resets, weights that are named, failing
+copies, killed engines.
 
 Each engine is a NodeRows on files of its own opening, as in a process of its own; ranks and shared tiers are played by
 reads and writes of the rows. What is loaded has to be what was stored under that key, by an engine of that namespace,
@@ -101,6 +102,7 @@ class Schedule:
             (self.pass_time, 6),
             (self.haunt, 2),
             (self.reset, 1),
+            (self.rename, 1),
             (self.kill, 1),
             (self.kill_within, 1),
             (self.lock_out, 1),
@@ -226,6 +228,22 @@ class Schedule:
         engine.reset_at = self.serial
         engine.tier.reset_cache()
         self.seen["resets"] += 1
+
+    def rename(self, engine: Engine) -> None:
+        """Its weights change while copies are under way, and get a name, new or of before."""
+        for job in engine.jobs:
+            if job.reset_rows is None:
+                job.reset_rows = engine.tier.rows_of(job.keys)
+        engine.tier.weights_changed()
+        engine.tier.reset_cache()
+        for _ in range(self.random.randint(0, 3)):  # until it has a name, it shares nothing
+            self.random.choice((self.load, self.touch, self.sync, self.end, self.write))(engine)
+            assert not engine.tier.ready and engine.tier.prepare_store(self.some_keys(), CONTEXT) is None
+        engine.namespace = self.random.choice(NAMESPACES)
+        engine.reset_at = 0  # what others stored under this name, also before the reset
+        engine.tier.use_namespace(engine.namespace)
+        self.seen["renamed"] += 1
+        self.seen["found under a name"] += bool(engine.tier.ready)
 
     def kill(self, engine: Engine) -> None:
         written = [row for job in engine.jobs if job.kind == "store" for row in job.rows]

@@ -33,7 +33,7 @@ from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.scheduler.settling import Unsettled
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.worker.half import WorkerHalf
-from spillway_connector.errors import ConfigError
+from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_settings.vllm_salts import why_salts_are_dropped
@@ -165,25 +165,30 @@ class ConnectorBase(OffloadingConnector):
         version = spec.settings.weights_version if isinstance(spec, SpecBase) else None
         if self._version_named != _START:
             version = self._version_named
-        shares = isinstance(spec, SpecBase) and bool(half.manager.secondary_tiers)
-        namespace = self._namespace_of(self._version_named).hex if shares else ""
-        return WeightsNamed(version, half.weights_are_known, namespace)
+        namespace = self._namespace_of(self._version_named)
+        return WeightsNamed(version, half.weights_are_known, "" if namespace is None else namespace.hex)
 
     def name_weights(self, version: str | None, reset_device: Callable[[], bool]) -> str | None:
         """See engine/namespace/weights.py. EngineCore process, scheduler thread, between steps."""
         half, wanted = self._half, _START if version is None else version
         if half.weights_are_known and wanted == self._version_named:
             return None
-        namespace = self._namespace_of(wanted) if half.manager.secondary_tiers else None
-        refused = half.name_weights(namespace, reset_device)
+        refused = half.name_weights(self._namespace_of(wanted), reset_device)
         if refused is None:
             self._version_named = wanted
             half.introduce()
         return refused
 
-    def _namespace_of(self, wanted: str) -> Namespace:
-        assert isinstance(self._spec, SpecBase)
-        return self._spec.namespace_named(None if wanted == _START else wanted)
+    def _namespace_of(self, wanted: str) -> Namespace | None:
+        """None: this engine shares no chunks with others."""
+        spec, manager = self._spec, self._half.manager
+        shares = bool(manager.secondary_tiers) or manager.primary_tier.is_joined is not None
+        if not shares or not isinstance(spec, SpecBase):
+            return None
+        try:
+            return spec.namespace_named(None if wanted == _START else wanted)
+        except WeightsUnknown:
+            return None  # of a node's tier it uses rows that are its own
 
     @contextmanager
     def adapter_loading(self, request: LoRARequest) -> Iterator[None]:

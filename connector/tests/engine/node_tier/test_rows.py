@@ -336,7 +336,7 @@ def test_an_engine_whose_weights_change_neither_reads_nor_writes_the_rows_of_the
     second.prepare_load([key(2)], CONTEXT)
     second.weights_changed()
     second.reset_cache()
-    assert "until it is restarted: the weights" in caplog.text
+    assert "until its weights have a name: the weights" in caplog.text
     assert [looked_up(second, number) for number in (1, 2, 3)] == [MISS, MISS, MISS]
     assert second.prepare_store([key(4)], CONTEXT) is None
     assert second.free_rows() == 0
@@ -371,7 +371,7 @@ def test_an_engine_says_that_it_has_to_be_restarted_if_the_files_were_replaced_w
     tier.sync()
     assert "until it is restarted" in caplog.text
     assert "is another file" in caplog.text
-    assert not tier._may_rejoin
+    assert tier._files_are_gone
 
 
 # -- how a region is opened
@@ -628,6 +628,54 @@ def test_an_engine_whose_weights_changed_does_not_come_back(node: Node):
     second.weights_changed()
     rejoin(node, second)
     assert looked_up(second, 1) is MISS
+
+
+def test_weights_that_have_a_name_are_shared_under_it_and_former_ones_stay_for_others(node: Node):
+    first, second, third = node.engine(), node.engine(), node.engine(THEIRS)
+    store(first, 1)
+    store(third, 2)
+    assert looked_up(second, 1) is HIT
+    second.weights_changed()
+    second.reset_cache()
+    second.use_namespace(THEIRS)
+    assert second.is_joined
+    assert [looked_up(second, number) for number in (1, 2)] == [MISS, HIT]
+    assert looked_up(first, 1) is HIT
+    store(second, 3)
+    assert [looked_up(tier, 3) for tier in (third, first)] == [HIT, MISS]
+    second.weights_changed()
+    second.reset_cache()
+    second.use_namespace(OURS)
+    assert [looked_up(second, number) for number in (1, 2, 3)] == [HIT, MISS, MISS]
+    store(second, 4, 5, 6)  # the oldest of the other name leave
+    assert [looked_up(third, number) for number in (2, 3)] == [MISS, MISS]
+
+
+def test_a_store_under_way_while_the_weights_are_named_leaves_no_row_claimed(node: Node):
+    first, second = node.engine(), node.engine()
+    output = second.prepare_store([key(1)], CONTEXT)
+    assert output is not None
+    rows = second.rows_of([key(1)])
+    second.weights_changed()
+    second.reset_cache()
+    second.use_namespace(THEIRS)
+    assert first._index.count()[WRITING] == 1
+    second.release(rows)
+    assert first._index.count()[WRITING] == 0
+
+
+def test_a_named_engine_announces_what_it_finds_under_the_name_in_another_store(node: Node):
+    first, second = node.engine(THEIRS), node.engine()
+    store(first, 1)
+    store(second, 2)
+    [_, stored] = list(second.take_announcements())
+    second.weights_changed()
+    second.reset_cache()
+    second.use_namespace(THEIRS)
+    left, joined, found = second.take_announcements()
+    assert left.removed and not left.keys and left.store_id == stored.store_id
+    assert not joined.removed and joined.store_id == found.store_id != left.store_id
+    assert [bytes(each) for each in found.keys] == [bytes(key(1))]
 
 
 def test_an_engine_that_joins_announces_what_it_finds_and_one_that_leaves_that_it_loads_no_more(node: Node):

@@ -1,11 +1,9 @@
 """The CPU tier's rows: which chunk is in which row and which may be evicted, for whole prefixes at once.
 
 Upstream's manager keeps one object per row and walks them in Python, several times per request and step. Here a row is
-a number, a pin is an entry of a dict, and "which of these are ready" is one set operation. What it decides (order of
-rows, order of eviction, what is refused) is upstream's LRU, and a test holds the two against each other.
-
-What a generation's interfaces call things differs (answers of a lookup, media of events); its room completes these
-classes.
+a number, a pin an entry of a dict, and "which of these are ready" one set operation. What it decides (order of rows and
+of eviction, refusals) is upstream's LRU, and a test holds the two against each other. The room of a generation of vLLM
+completes these classes: answers of a lookup, media of events.
 """
 
 from __future__ import annotations
@@ -59,13 +57,13 @@ class Duplicates(Protocol):
 class CpuTier(OffloadingManager):
     """What the tiering manager needs beyond vLLM's OffloadingManager.
 
-    ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those
-    that were added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still read
-    or write them, and by how many jobs; a row is reused when the last of these jobs has ended. waiting: what the
-    requests in the queue are about to use, which leaves last. duplicates: chunks that the device holds as well, which
-    leave first; None while everything is stored at once. news: of rows that engines share; None for rows of its own.
+    ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those that were
+    added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still use them, and by
+    how many; a row is reused when the last has ended. waiting: what the requests in the queue are about to use, which
+    leaves last. duplicates: chunks that the device holds too, which leave first; None while all is stored at once.
+    news: of rows that engines share; else None.
 
-    load and store are copies to and from the device, read and write copies to and from shared tiers. prepare_read:
+    load and store are copies to and from the device, read and write those to and from shared tiers; prepare_read is
     None if rows that are shared were given to other chunks meanwhile.
     """
 
@@ -109,9 +107,11 @@ class CpuTier(OffloadingManager):
     def weights_changed(self) -> None:
         """The model's weights change: chunks that this engine shares with others then belong to other weights."""
 
+    def use_namespace(self, namespace: bytes) -> None:
+        """The weights that changed have a name: engines whose namespaces are equal share chunks again."""
+
     def take_announcements(self) -> Iterable[Announcement]:
-        """What to tell of rows that are shared, in place of `take_events`, which then is for vLLM's books alone. Called
-        once per engine step."""
+        """What to tell of shared rows, once per step: `take_events` then is for vLLM's books alone."""
         return ()
 
     @property

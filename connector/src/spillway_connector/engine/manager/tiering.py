@@ -187,7 +187,8 @@ class TieringManager(PrefixLookupManager):
                 tier.weights_changed()
 
     def use_namespace(self, namespace: Namespace) -> None:
-        """The weights that changed have a name: use the shared tiers again. Raises ConfigError; others then rest."""
+        """The weights that changed have a name: share chunks again. Raises ConfigError; others then rest."""
+        self.primary_tier.use_namespace(namespace.digest16)
         for tier in self.secondary_tiers:
             if isinstance(tier, PrefixTier):
                 tier.use_namespace(namespace)

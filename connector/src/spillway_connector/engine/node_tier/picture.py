@@ -69,6 +69,7 @@ class NodePicture(LruRows):
         self._version = -1
         self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
         self._foreign = ForeignRows(namespace, region.num_rows, floor_share)  # and those of before a reset
+        self._floor_share = floor_share
         self._mine: set[OffloadKey] = set()  # being written by this engine
         self._unpublished: dict[OffloadKey, int] = {}  # written by this engine, with their rows
         self._publishes_later = False
@@ -76,10 +77,11 @@ class NodePicture(LruRows):
         self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
         self._oldest_generation = 0  # what was claimed before it was dropped by a reset
         self._left: str | None = None
-        self._may_rejoin = True  # as long as its weights and files are those of the namespace and the node
+        self._files_are_gone = False  # the ranks map files that are not those of the node any more
+        self._weights_changed = False  # and have not been named since
         self._sweep_at = 0.0
         self._engines: frozenset[int] = frozenset()
-        self._store_id = blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
+        self._store_id = self._store_of(namespace)
         self.news = Announcements(clock) if enable_events else None
         self._any_held = False  # by any engine, at this engine's last change
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
@@ -248,10 +250,11 @@ class NodePicture(LruRows):
                 self._change(lambda _: None)
 
     def _leave(self, why: str, is_gone: bool = False) -> None:
-        self._may_rejoin &= not is_gone  # the ranks map the old files
+        self._files_are_gone |= is_gone
+        until = "its weights have a name" if self._weights_changed else "it can be used again"
         logger.error(
             "Spillway: this engine leaves the CPU tier of its node and serves without one until %s: %s",
-            *("it can be used again" if self._may_rejoin else "it is restarted", why),
+            *("it is restarted" if self._files_are_gone else until, why),
         )
         self._left = why
         self._sweep_at = self._clock() + _REJOIN_SECONDS
@@ -265,7 +268,7 @@ class NodePicture(LruRows):
     def _try_to_rejoin(self) -> None:
         """Use the rows again, if the lock can be had at once and the files are those that this engine's processes map.
         What it still reads or writes has its pins and claims; other claims are released, all else is seen anew."""
-        if not self._may_rejoin or self._clock() < self._sweep_at:
+        if self._files_are_gone or self._weights_changed or self._clock() < self._sweep_at:
             return
         self._sweep_at = self._clock() + _REJOIN_SECONDS
         try:
@@ -297,7 +300,26 @@ class NodePicture(LruRows):
     @override
     def weights_changed(self) -> None:
         """The other engines' chunks are those of the old weights, and no other engine could use this engine's."""
-        self._may_rejoin = False
+        self._weights_changed = True
         self._index.end_holds(self._place)
         if self._left is None:
             self._leave("the weights of its model change")
+
+    @override
+    def use_namespace(self, namespace: bytes) -> None:
+        """Those of the former namespace stay for the engines that use them, and leave like any that nobody uses."""
+        assert self._weights_changed, "weights are named after they have changed"
+        self._weights_changed = False
+        self._namespace, self._store_id = namespace, self._store_of(namespace)
+        self._foreign = ForeignRows(namespace, self._num_rows, self._floor_share)
+        self._oldest_generation = 0  # a reset concerned the former weights
+        self._is_mixed = True
+        if self.news is not None:
+            self.news = self.news.successor()
+        self._sweep_at = self._clock()
+        self._try_to_rejoin()
+        if self.news is not None:
+            self.news.storing(self.ready)
+
+    def _store_of(self, namespace: bytes) -> bytes:
+        return blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
