@@ -23,7 +23,7 @@ class AgentLoad:
     of crowd_tokens (least, most) behind the system prompt, or without it if the crowd is cold.
 
     retaining: the first places; they ask to retain their prompts, and think retaining_think_times as long as others.
-    answers_return: as the tokens that were generated.
+    answers_return: as the tokens that were generated. crowd_programs: that the crowd is.
     """
 
     sessions: int = 64
@@ -42,6 +42,7 @@ class AgentLoad:
     retaining: int = 0
     retaining_think_times: float = 10.0
     answers_return: bool = False
+    crowd_programs: int = 1
 
     @property
     def places(self) -> int:
@@ -49,6 +50,9 @@ class AgentLoad:
 
     def is_crowd(self, place: int) -> bool:
         return place >= self.sessions
+
+    def program(self, place: int) -> str:
+        return f"crowd {place % self.crowd_programs}" if self.is_crowd(place) else str(place)
 
     def retains(self, place: int) -> bool:
         return place < self.retaining

@@ -165,8 +165,7 @@ class SystemRun:
         self.in_flight[engine] += 1
         place, load = request.place, self._load
         answer = load.generated(place, request.number, request.turn).ids()
-        program = "crowd" if load.is_crowd(place) else str(place)
-        asked_for = AgentRequest(name, prompt, answer, None, routed.session, program, load.retains(place))
+        asked_for = AgentRequest(name, prompt, answer, None, routed.session, load.program(place), load.retains(place))
         self._time.submit(engine, asked_for)
 
     def _die(self) -> None:

@@ -1,7 +1,7 @@
 """The whole under load, simulated: four engines with tiers, a router, agents in a closed loop. Virtual time.
 
     PYTHONPATH=bench python -m system.simulate [--systems spillway_cpu ...] [--sessions 64] [--seconds 75] [--seed 1]
-        [--crowd 32 [--crowd-tokens 1000 15000] [--cold]] [--kill-at 40 [--back-after 30]]
+        [--crowd 32 [--crowd-programs 1] [--crowd-tokens 1000 15000] [--cold]] [--kill-at 40 [--back-after 30]]
         [--think 1] [--prefill-times 1] [--retaining 8] [--answers-return] [--answer-tokens 64]
 
 Engines keep the times of rates.py. The connector's own rows and order of eviction are the CPU tier, the gateway's own
@@ -20,7 +20,7 @@ fast the engine computes; --prefill-times 4 is one that takes four times as long
 Rows for what agents bring along are run by name, beside spillway_recognised: spillway_named; spillway_retained, with
 --retaining places that ask to retain their prompts and think ten times as long; spillway_answers_off, _on and _auto,
 with and without --answers-return, which sends answers back as they were generated; spillway_fair, with a --crowd, which
-is one program. A crowd and those who retain have a line of their own.
+is --crowd-programs programs. A crowd and those who retain have a line of their own.
 
 Promised: what the gateway expected a request to find; without a gateway, what the engine held when it came.
 Prints tables and writes build/bench/system.json (flat; keys `<system>_<figure>`, at other than 64 sessions
@@ -128,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=75.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--crowd", type=int, default=0, help="places of a tenant that asks without a pause")
+    parser.add_argument("--crowd-programs", type=int, default=AgentLoad().crowd_programs)
     parser.add_argument("--crowd-tokens", nargs=2, type=int, default=AgentLoad().crowd_tokens)
     parser.add_argument("--cold", action="store_true", help="the crowd's prompts share nothing")
     parser.add_argument("--kill-at", type=float, help="second at which the last engine's process dies")
@@ -152,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         crowd=options.crowd,
         crowd_tokens=tuple(options.crowd_tokens),
         crowd_is_cold=options.cold,
+        crowd_programs=options.crowd_programs,
         think_seconds=options.think,
         ramp_seconds=max(AgentLoad().ramp_seconds, options.think),
         retaining=options.retaining,
