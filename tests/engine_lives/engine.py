@@ -44,8 +44,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from engine_lives.manual_copies import ManualCopier
 from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
+from spillway_connector.engine.features.fair_steps import FairSteps
+from spillway_connector.engine.features.feature import feature_of
+from spillway_connector.engine.features.queue_order import QueueOrder
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.scheduler.resets import blocks_in_use
+from spillway_connector.engine.scheduler.waiting import WaitingRequests
 from spillway_connector.engine.shared_tiers.prefix_tier import SharedTierBase
 from spillway_connector.plan.load_cost import RateMeter
 from spillway_connector.plan.meeting import MeetingOutcome
@@ -233,7 +237,7 @@ class Engine:
             manager._gates[tier].load_rate.add(1e15, 1.0, 0.0)
         self.pace(1.0)
         self.meetings: Counter[MeetingOutcome] = Counter()
-        if (order := self._scheduler_half.queue_order) is not None:
+        if (order := feature_of(self._scheduler_half.features, QueueOrder)) is not None:
             plan = order._plan
 
             def counting_plan(candidates: list[Request], now: float) -> None:
@@ -242,7 +246,7 @@ class Engine:
 
             order._plan = counting_plan
             order.clock = lambda: 0.25 * self.figures.steps  # seconds: some requests wait for the bound
-        if (fair := self._scheduler_half.fair_steps) is not None:
+        if (fair := feature_of(self._scheduler_half.features, FairSteps)) is not None:
             fair._shares = shares = StepShares(BLOCK_TOKENS)
             fair._clock = lambda: 0.25 * self.figures.steps
             next_step = shares.next_step
@@ -703,9 +707,10 @@ class Engine:
         for held in (*held_by_scheduler, "_early_loads"):
             assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
         assert not half._recompute_only
-        if (order := half.queue_order) is not None:
+        if (order := feature_of(half.features, QueueOrder)) is not None:
             assert not order._planned and not order._found, "requests that have ended are still in the queue's order"
-        assert not half.waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for nobody"
+        waiting = feature_of(half.features, WaitingRequests)
+        assert not waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for nobody"
         if (late := half.late_stores) is not None:
             left = (late._jobs, late._copied_blocks, late._to_hold, late._held_blocks)
             assert not any(left), f"late stores: {left}"

@@ -18,10 +18,10 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.request import Request
 
 from spillway_connector.engine.engine_logging import join_engine_logging
-from spillway_connector.engine.features.fair_steps import FairSteps, stepping_fairly
+from spillway_connector.engine.features.fair_steps import FairSteps
+from spillway_connector.engine.features.feature import Feature, feature_of
 from spillway_connector.engine.features.hints import HintOutcome
-from spillway_connector.engine.features.meetings import stepping_with_meetings
-from spillway_connector.engine.features.queue_order import QueueOrder, ordering_queue
+from spillway_connector.engine.features.queue_order import QueueOrder
 from spillway_connector.engine.generation import Seams, require
 from spillway_connector.engine.ipc.process_settings import ENGINE_CORE, ProcessSettings
 from spillway_connector.engine.layouts.kv_layout import LayerCache, layout_facts
@@ -44,21 +44,6 @@ logger = logging.getLogger(__name__)
 def filtering_preprocess(preprocess: Any) -> Callable[..., Any]:
     """Wrap EngineCore.preprocess_add_request of engines with Spillway's connector."""
     return filtering_transfer_params(ConnectorBase, preprocess)
-
-
-def ordering_enqueue(enqueue: Any) -> Callable[..., None]:
-    """Wrap Scheduler._enqueue_waiting_request of engines with Spillway's connector."""
-    return ordering_queue(enqueue, ConnectorBase)
-
-
-def fair_schedule(schedule: Any) -> Callable[..., Any]:
-    """Wrap Scheduler.schedule of engines with Spillway's connector."""
-    return stepping_fairly(schedule, ConnectorBase)
-
-
-def meeting_schedule(schedule: Any) -> Callable[..., Any]:
-    """Wrap Scheduler.schedule of engines with Spillway's connector."""
-    return stepping_with_meetings(schedule, ConnectorBase)
 
 
 _START = ""  # no version was named: the weights that the engine was started with
@@ -104,12 +89,12 @@ class ConnectorBase(OffloadingConnector):
             if self._spec.settings.generated_tokens == "auto":
                 half.manager.answers, generated_tokens = AnswerReuse(), "auto"
             if self._spec.settings.queue_order == "prefix" and half.orders_queue:
-                half.queue_order = QueueOrder(half, self._spec.settings.queue_overtake_seconds)
+                half.features.append(QueueOrder(half, self._spec.settings.queue_overtake_seconds))
             if self._spec.settings.window_chunks == "all":
                 half.window_stores = None
             if self._spec.settings.fair_steps == "on":
                 step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-                half.fair_steps = FairSteps(half.known_state, step_tokens)
+                half.features.append(FairSteps(half.known_state, step_tokens))
         cache_config = self._vllm_config.cache_config
         not_shared = self._spec.not_shared if isinstance(self._spec, SpecBase) else None
         node_tier = self._spec.node_tier_use if isinstance(self._spec, SpecBase) else None
@@ -123,8 +108,8 @@ class ConnectorBase(OffloadingConnector):
                 "device_blocks": self._kv_cache_config.num_blocks,
                 "storing": storing,
                 "vllm_patches": in_force(),
-                "queue_order": "arrival" if half.queue_order is None else "prefix",
-                "fair_steps": "off" if half.fair_steps is None else "on",
+                "queue_order": "arrival" if feature_of(half.features, QueueOrder) is None else "prefix",
+                "fair_steps": "off" if feature_of(half.features, FairSteps) is None else "on",
                 "window_chunks": "all" if half.window_stores is None else "last",
                 "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
                 **({} if not_shared is None else {"not_shared": not_shared}),
@@ -154,6 +139,11 @@ class ConnectorBase(OffloadingConnector):
     def _half(self) -> SchedulerHalf:
         assert isinstance(self.connector_scheduler, SchedulerHalf)
         return self.connector_scheduler
+
+    @property
+    def scheduler_features(self) -> list[Feature]:
+        """What the scheduler half tells of its requests (engine/features/feature.py)."""
+        return self._half.features
 
     def weights_changing(self, cause: str) -> None:
         """See engine/namespace/weights.py. EngineCore process, scheduler thread, between steps."""

@@ -15,7 +15,6 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQu
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.features.queue_order import (
     OrderedFCFSQueue,
     OrderedPriorityQueue,
@@ -258,7 +257,7 @@ def test_every_request_leaves_once_and_by_the_rules_whatever_happens(policy: str
 
 @pytest.mark.parametrize("queue", [FCFSRequestQueue, PriorityRequestQueue])
 def test_a_scheduler_without_such_an_order_keeps_its_queue(queue: type[Any]) -> None:
-    enqueue = ordering_queue(Scheduler._enqueue_waiting_request, ConnectorBase)
+    enqueue = ordering_queue(Scheduler._enqueue_waiting_request)
     scheduler = SimpleNamespace(
         waiting=queue(),
         connector=object(),

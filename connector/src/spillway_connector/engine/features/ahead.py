@@ -24,10 +24,13 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Protocol
 
+from typing_extensions import override
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from spillway_connector.engine.features.feature import Feature
 from spillway_connector.engine.features.hints import HintOutcome
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.requests.state import RequestFields
@@ -57,7 +60,7 @@ class _Waiting:
     expires_at: float = math.inf  # of a hint
 
 
-class AheadPromotions:
+class AheadPromotions(Feature):
     """Promotes the prefixes of one engine's waiting requests.
 
     Attributes:
@@ -86,9 +89,11 @@ class AheadPromotions:
         self._hashes_due_at = -math.inf  # when hashes of another hint may be computed
         self._budget = WasteBudget()
 
-    def add(self, request_id: str, status: RequestFields) -> None:
-        """Take a new request, whose turn may be now or much later."""
+    @override
+    def came(self, status: RequestFields) -> None:
+        """Its turn may be now or much later."""
         if self._rows_max:
+            request_id = status.req.request_id
             waiting = _Waiting(status, ReqContext(req_id=f"ahead of {request_id}"))
             self.waiting[request_id] = self._due[request_id] = waiting
 
@@ -147,14 +152,16 @@ class AheadPromotions:
         self._manager.on_request_finished(hint.status.req_context)
         self._hint_rows -= len(hint.promoted)
 
+    @override
     def ended(self, request_id: str) -> None:
-        """Forget a request that has ended. If its turn never came, its promoted chunks count as unused."""
+        """Forget the request. If its turn never came, its promoted chunks count as unused."""
         waiting = self.waiting.pop(request_id, None)
         self._due.pop(request_id, None)
         if waiting is not None:
             self._close(waiting, 0, AheadOutcome.UNUSED)
 
-    def end_step(self) -> None:
+    @override
+    def end_step(self, output: SchedulerOutput) -> None:
         """Promote the next chunks of requests that still wait after this step."""
         if self._hints:
             self._give_up_old_hints()

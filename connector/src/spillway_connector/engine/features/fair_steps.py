@@ -10,19 +10,19 @@ EngineCore process, scheduler thread; no method blocks.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from typing_extensions import override
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.patches.own_connector import is_among_others, own_connector
+from spillway_connector.engine.features.feature import SteeringFeature, steering
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import session_of_context, tenant_of_context
 from spillway_connector.plan.step_shares import Party, StepShares
@@ -34,7 +34,7 @@ _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 logger = logging.getLogger(__name__)
 
 
-class FairSteps:
+class FairSteps(SteeringFeature):
     """The steps of one engine.
 
     Args:
@@ -52,12 +52,12 @@ class FairSteps:
         self._shares = StepShares(step_tokens)
         self._clock = clock
 
-    def came(self, state: RequestFields) -> None:
-        """A request has arrived."""
-        self._shares.came(_party(state), self._clock())
+    @override
+    def came(self, status: RequestFields) -> None:
+        self._shares.came(_party(status), self._clock())
 
+    @override
     def schedule(self, scheduler: Scheduler, plan: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-        """Plan a step. plan: vLLM's `schedule`."""
         now = self._clock()
         if self._shares.alone(now):
             output = plan()
@@ -144,24 +144,4 @@ def _bounded(scheduler: Scheduler, prompt_tokens: int | None) -> Iterator[None]:
         scheduler.max_num_scheduled_tokens = before
 
 
-@runtime_checkable
-class _HasFairSteps(Protocol):
-    fair_steps: FairSteps | None
-
-
-def stepping_fairly(original: Any, connector: type[Any]) -> Callable[..., SchedulerOutput]:
-    """For Scheduler.schedule: an engine with `fair_steps` leaves a flood's prompts out of others' steps."""
-
-    def schedule(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
-        own = own_connector(self, connector)
-        half = None if own is None else own.connector_scheduler
-        plan: Callable[[], SchedulerOutput] = functools.partial(original, self, *arguments, **options)
-        if not isinstance(half, _HasFairSteps) or half.fair_steps is None:
-            return plan()
-        if is_among_others(self):
-            logger.warning("fair_steps: on changes nothing beside another KV connector")
-            half.fair_steps = None
-            return plan()
-        return half.fair_steps.schedule(self, plan)
-
-    return schedule
+stepping_fairly = steering(FairSteps, "fair_steps")

@@ -15,23 +15,22 @@ Each generation of vLLM bounds a step and preempts a request in its own way (Sch
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
+from typing_extensions import override
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request, RequestStatus
 
+from spillway_connector.engine.features.feature import SteeringFeature, steering
 from spillway_connector.engine.manager.tiering import TieringManager
-from spillway_connector.engine.patches.own_connector import is_among_others, own_connector
 from spillway_connector.plan.load_cost import PrefillTimer
 from spillway_connector.plan.meeting import (
     HOLD_SECONDS_MAX,
@@ -108,7 +107,7 @@ class SchedulerControl(ABC):
         """Preempt a running request that has sampled nothing, and put it first in the queue."""
 
 
-class Meetings:
+class Meetings(SteeringFeature):
     """The meetings of one engine. EngineCore process, scheduler thread; no method blocks.
 
     Attributes:
@@ -185,8 +184,9 @@ class Meetings:
         self._manager.count_meeting(MeetingOutcome.PLANNED)
         return True  # its first step must not go too far: `schedule` bounds it
 
-    def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. What is being read for it may still reach the CPU tier."""
+    @override
+    def ended(self, request_id: str) -> None:
+        """Forget the request. What is being read for it may still reach the CPU tier."""
         if request_id in self._meetings:
             self._abandon(request_id)
         self._jumped.pop(request_id, None)
@@ -195,13 +195,14 @@ class Meetings:
         self._candidates.discard(request_id)
         self._manager.allow_probing(request_id)
 
-    def end_all(self) -> None:
-        """Abandon all meetings after a reset of the CPU tier. Their requests are computed to the end."""
+    @override
+    def tier_was_reset(self) -> None:
+        """Abandon all meetings. Their requests are computed to the end."""
         for request_id in list(self._meetings):
             self._abandon(request_id)
 
+    @override
     def admitted(self, request_id: str, loaded_tokens: int) -> None:
-        """Record that vLLM has allocated blocks for so many tokens that the request will load."""
         if (jump := self._jumped.get(request_id)) is not None:
             jump.loaded_tokens = loaded_tokens
 
@@ -211,18 +212,19 @@ class Meetings:
 
     # -- a step
 
-    def schedule(self, scheduler: Scheduler, step: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-        """Advance the meetings, then call `step`, which is vLLM's `schedule`."""
+    @override
+    def schedule(self, scheduler: Scheduler, plan: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+        """Advance the meetings, then plan."""
         self._steered = True
         if not self._meetings and not self._jumped:
-            return step()
+            return plan()
         limits = {meeting.request.request_id: self._steer(scheduler, meeting) for meeting in [*self._meetings.values()]}
         bounds = {request_id: tokens for request_id, tokens in limits.items() if tokens is not None}
         if bounds:
             with self._control.bounded(scheduler, bounds):
-                output = step()
+                output = plan()
         else:
-            output = step()
+            output = plan()
         if self._jumped:
             self._count_computed_as_computed()
         return output
@@ -347,22 +349,4 @@ def _is_in_prefill(request: Request) -> bool:
     return not request.num_output_tokens and not request.num_output_placeholders
 
 
-@runtime_checkable
-class _HasMeetings(Protocol):
-    meetings: Meetings | None
-
-
-def stepping_with_meetings(original: Any, kind: type) -> Callable[..., SchedulerOutput]:
-    """Wrap Scheduler.schedule so that it advances the meetings of a connector of this kind before each step."""
-
-    def schedule(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
-        connector = own_connector(self, kind)
-        half = connector.connector_scheduler if connector is not None else None
-        meetings = half.meetings if isinstance(half, _HasMeetings) else None
-        if meetings is not None and is_among_others(self):
-            logger.warning("compute_while_loading: on changes nothing beside another KV connector")
-            half.meetings = meetings = None
-        step: Callable[[], SchedulerOutput] = functools.partial(original, self, *arguments, **options)
-        return step() if meetings is None else meetings.schedule(self, step)
-
-    return schedule
+stepping_with_meetings = steering(Meetings, "compute_while_loading")

@@ -20,13 +20,14 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
 from typing_extensions import override
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
+from spillway_connector.engine.features.feature import Feature, HasFeatures, feature_of
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.patches.own_connector import own_connector
 from spillway_connector.engine.requests.state import RequestFields
@@ -48,7 +49,7 @@ class _Owner(Protocol):
     def known_state(self, request_id: str) -> RequestFields | None: ...
 
 
-class QueueOrder:
+class QueueOrder(Feature):
     """Which request of a queue is next. For models with one KV group that attention reads whole."""
 
     def __init__(self, owner: _Owner, overtake_seconds: float) -> None:
@@ -60,6 +61,10 @@ class QueueOrder:
         self._found: dict[Request, tuple[int, float]] = {}  # tokens at hand, and until when that is current
         self._planned: deque[Request] = deque()
         self._current_until = -math.inf
+
+    @override
+    def came(self, status: RequestFields) -> None:
+        status.arrived_at = self.clock()
 
     def next_of(self, queue: OrderedQueue) -> Request:
         """The request that vLLM is to consider; the queue has two at least."""
@@ -215,30 +220,24 @@ class OrderedPriorityQueue(OrderedQueue, PriorityRequestQueue):
             heapq.heapify(self._heap)
 
 
-@runtime_checkable
-class _HasOrder(Protocol):
-    queue_order: QueueOrder | None
-
-
 _QUEUES: dict[type[Any], type[Any]] = {FCFSRequestQueue: OrderedFCFSQueue, PriorityRequestQueue: OrderedPriorityQueue}
 
 
-def ordering_queue(original: Any, connector: type[Any]) -> Callable[[Any, Request], None]:
+def ordering_queue(original: Any) -> Callable[[Any, Request], None]:
     """For Scheduler._enqueue_waiting_request: the queue of an engine with such an order has it from its first request
     on. A scheduler whose queue is not vLLM's own keeps it."""
 
     def enqueue_waiting_request(self: Any, request: Request) -> None:
         if type(self.waiting) in _QUEUES:
-            _order_queue(self, connector)
+            _order_queue(self)
         original(self, request)
 
     return enqueue_waiting_request
 
 
-def _order_queue(scheduler: Any, connector: type[Any]) -> None:
-    own = own_connector(scheduler, connector)
-    half = None if own is None else own.connector_scheduler
-    order = half.queue_order if isinstance(half, _HasOrder) else None
+def _order_queue(scheduler: Any) -> None:
+    connector = own_connector(scheduler, HasFeatures)  # type: ignore[type-abstract]
+    order = None if connector is None else feature_of(connector.scheduler_features, QueueOrder)
     if order is not None:
         ordered = _QUEUES[type(scheduler.waiting)](order)
         for request in cast(Iterator[Request], iter(scheduler.waiting)):

@@ -7,11 +7,14 @@ reported once, and a chunk that does not arrive is reported like one whose copy 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, ReqContext
+
+from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.ipc.messages import LoadPiece
 
 _PIECES_WANTED = 8  # smaller pieces would cost a step more than they hide
 
@@ -86,3 +89,65 @@ class EarlyLoad:
             del waiting[self.keys[position]]
         self.closed = last
         return Due(arrived, lost, last)
+
+
+class EarlyLoads:
+    """The early loads under way in one engine, by job. EngineCore process, scheduler thread; no method blocks."""
+
+    def __init__(self, cpu_tier: CpuTier, new_job_id: Callable[[], int]) -> None:
+        self._cpu_tier = cpu_tier
+        self._new_job_id = new_job_id
+        self._loads: dict[int, EarlyLoad] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begin(self, job_id: int, load: EarlyLoad) -> None:
+        """Take a load of which nothing is pinned yet."""
+        self._loads[job_id] = load
+
+    def due(self, jobs: Mapping[int, Any]) -> list[LoadPiece]:
+        """Pin the rows that have arrived, and return the pieces to send in this step.
+
+        Args:
+            jobs: vLLM's jobs under way. One that is not there was dropped by a reset, while the workers still have it.
+        """
+        pieces: list[LoadPiece] = []
+        for job_id, load in list(self._loads.items()):
+            due = load.due(self._cpu_tier.ready, self._cpu_tier.resident)
+            if due is None:
+                continue
+            job = jobs.get(job_id)
+            transfer_spec: tuple[LoadStoreSpec, LoadStoreSpec] | None = None
+            if due.ready and job is not None:
+                keys = [load.keys[position] for position in due.ready]
+                rows = self._cpu_tier.prepare_load(keys, load.context)
+                job.keys.update(keys)
+                blocks = [load.blocks[position] for position in due.ready]
+                transfer_spec = rows, GPULoadStoreSpec(blocks, [len(blocks)], [load.first_block + due.ready[0]])
+            lost_blocks = [load.blocks[position] for position in due.lost]
+            piece_id = self._new_job_id()
+            pieces.append(LoadPiece(job_id, piece_id, load.context.req_id, transfer_spec, due.last, lost_blocks))
+            if job is None and due.last:
+                del self._loads[job_id]
+        return pieces
+
+    def abandon(self, job_ids: Collection[int]) -> None:
+        """The request of these jobs has ended."""
+        for job_id in self._loads.keys() & job_ids:
+            self._loads[job_id].abandon(needed=False)
+
+    def tier_was_reset(self) -> None:
+        """Their requests still run, and recompute what has not been sent."""
+        for load in self._loads.values():
+            load.abandon(needed=True)
+
+    def ended(self, completed: Collection[int], jobs: Collection[int]) -> Iterator[Sequence[OffloadKey]]:
+        """Forget the completed jobs that vLLM has no more. Yields the chunks of each."""
+        for job_id in completed:
+            if job_id in self._loads and job_id not in jobs:
+                yield self._loads.pop(job_id).keys
+
+    def requests(self) -> set[str]:
+        """The requests whose blocks these loads may still write to."""
+        return {load.context.req_id for load in self._loads.values()}

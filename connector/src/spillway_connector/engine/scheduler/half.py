@@ -24,12 +24,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from spillway_connector.engine.features.ahead import AheadPromotions
-from spillway_connector.engine.features.fair_steps import FairSteps
+from spillway_connector.engine.features.feature import Feature
 from spillway_connector.engine.features.late_stores import LateStores
-from spillway_connector.engine.features.queue_order import QueueOrder
+from spillway_connector.engine.features.meetings import Meetings, SchedulerControl
 from spillway_connector.engine.features.window_stores import WindowStores
-from spillway_connector.engine.ipc.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
-from spillway_connector.engine.manager.early_loads import EarlyLoad, PendingRows
+from spillway_connector.engine.ipc.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.manager.early_loads import EarlyLoad, EarlyLoads, PendingRows
 from spillway_connector.engine.namespace.adapters import AdapterRegistry, adapter_of
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import hands_over, session_of
@@ -86,7 +86,7 @@ class SchedulerHalf(ResettableHalf):
         self._failed_jobs: set[int] = set()  # failed on some rank, not yet reported by all
         self._recompute_only: set[str] = set()  # requests whose load failed once: never offered a load again
         self._prefill_timer = PrefillTimer(self.manager.prefill_rate)
-        self._early_loads: dict[int, EarlyLoad] = {}
+        self._early_loads = EarlyLoads(self.manager.primary_tier, self._generate_job_id)
         self._loaded: set[str] = set()  # requests whose load has ended and that do not run yet
         self._gridlock = False
         self.adapters = AdapterRegistry()
@@ -94,9 +94,6 @@ class SchedulerHalf(ResettableHalf):
         self._uses = ChunkUses(self.manager, chunk_tokens)
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
-        self.waiting = WaitingRequests(self.manager)
-        self.queue_order: QueueOrder | None = None
-        self.fair_steps: FairSteps | None = None
         self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk)
         self.orders_queue = one_prefix
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
@@ -106,6 +103,8 @@ class SchedulerHalf(ResettableHalf):
         # The device is asked by a chunk's key, which is a block's hash then.
         self.may_store_late = one_prefix and blocks_per_chunk == 1 and loading is not None
         self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
+        self.meetings: Meetings | None = None
+        self.features: list[Feature] = [self.ahead, WaitingRequests(self.manager, self.known_state)]
 
     def begin_late_stores(self, tokens_per_step: int) -> None:
         """Store the device's blocks only when they are about to be evicted, once the CPU tier is full.
@@ -115,6 +114,12 @@ class SchedulerHalf(ResettableHalf):
         manager, window = self.manager, LeavingWindow(-(-tokens_per_step // self._block_tokens))
         late = LateStores(manager, window, ranks=self.config.num_workers, shared=bool(manager.secondary_tiers))
         self.late_stores = manager.late_stores = manager.primary_tier.duplicates = late
+
+    def begin_meetings(self, control: SchedulerControl) -> None:
+        """From now on prompts may be computed and loaded at the same time, if vLLM's `schedule` is patched for it."""
+        if self._one_prefix and self._being_loaded is not None:  # else there is no hit behind a preemption
+            self.meetings = Meetings(self.manager, control, self._prefill_timer, self._chunk_tokens)
+            self.features.append(self.meetings)
 
     def settle(self, seconds: float) -> Unsettled:
         """Let the engine step without requests for so long, while anything is left (engine/scheduler/settling.py)."""
@@ -183,15 +188,11 @@ class SchedulerHalf(ResettableHalf):
         elif self.stores_adapters_alone:
             status.is_unsound = True
         status.is_stale = self._device_is_stale
-        if self.queue_order is not None:
-            status.arrived_at = self.queue_order.clock()
-        if self.fair_steps is not None:
-            self.fair_steps.came(status)
         self._req_status[request.request_id] = status
         if not self._hash_bytes and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
-        self.ahead.add(request.request_id, status)
-        self.waiting.add(request.request_id, status)
+        for feature in self.features:
+            feature.came(status)
 
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
         """Take a hint (engine/features/hints.py). Its request is in no queue, and may never come."""
@@ -206,6 +207,21 @@ class SchedulerHalf(ResettableHalf):
         Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
         unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
         """
+        meetings = self.meetings
+        if meetings is None or request.skip_reading_prefix_cache or request.request_id in self._recompute_only:
+            return self._matched(request, num_computed_tokens, max_num_new_tokens)
+        meetings.consider(request)
+        tokens, later = self._matched(request, num_computed_tokens, max_num_new_tokens)
+        if tokens is not None:
+            status = self._req_status[request.request_id]
+            keys = status.group_states[0].offload_keys[: request.num_tokens // self._chunk_tokens]
+            if meetings.keeps_waiting(request, status.req_context, keys, num_computed_tokens + tokens):
+                return None, False
+        return tokens, later
+
+    def _matched(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
+    ) -> tuple[int | None, bool]:
         if request.request_id in self.ahead.waiting:
             self.ahead.turn_came(cast(RequestFields, self._req_status[request.request_id]))
         if request.skip_reading_prefix_cache:
@@ -330,7 +346,7 @@ class SchedulerHalf(ResettableHalf):
         else:
             written |= self._current_batch_allocated_block_ids
         self._current_batch_allocated_block_ids = written
-        self.waiting.leave(request.request_id)
+        self._admitted(request.request_id, num_external_tokens)
         if not num_external_tokens:
             return
         job_id = next(reversed(self._current_batch_load_jobs))
@@ -339,12 +355,13 @@ class SchedulerHalf(ResettableHalf):
             assert isinstance(device, GPULoadStoreSpec)
             del self._current_batch_load_jobs[job_id]
             self._jobs[job_id].keys = set()  # nothing is pinned for it yet
-            self._early_loads[job_id] = EarlyLoad(
-                self._req_status[request.request_id].req_context,
-                rows.keys,
-                device.block_ids.tolist(),
-                device.block_indices[0],
-            )
+            context = self._req_status[request.request_id].req_context
+            load = EarlyLoad(context, rows.keys, device.block_ids.tolist(), device.block_indices[0])
+            self._early_loads.begin(job_id, load)
+
+    def _admitted(self, request_id: str, loaded_tokens: int) -> None:
+        for feature in self.features:
+            feature.admitted(request_id, loaded_tokens)
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -353,8 +370,8 @@ class SchedulerHalf(ResettableHalf):
         # Head-of-line blocking: vLLM stops at the first waiting request that finds no free blocks. When requests behind
         # it hold all blocks, loaded and ready to run, and nothing computes or copies, none of them would be scheduled.
         self._gridlock = bool(self._loaded and not scheduler_output.num_scheduled_tokens and not self._jobs)
-        self.ahead.end_step()
-        self.waiting.end_step(scheduler_output.preempted_req_ids or (), self._req_status)
+        for feature in self.features:
+            feature.end_step(scheduler_output)
         if self.late_stores is not None:
             for new in scheduler_output.scheduled_new_reqs:
                 status = self._req_status[new.req_id]
@@ -368,7 +385,7 @@ class SchedulerHalf(ResettableHalf):
             for store in self.late_stores.due(self._generate_job_id, running=running, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
-        pieces = self._due_pieces() if self._early_loads else []
+        pieces = self._early_loads.due(self._jobs) if self._early_loads else []
         if not pieces:
             return metadata
         assert isinstance(metadata, OffloadingConnectorMetadata)
@@ -385,28 +402,6 @@ class SchedulerHalf(ResettableHalf):
             self._current_batch_allocated_block_ids = loaded | written
         if self.window_stores is not None:
             self.window_stores.leave_out(map(self.known_state, scheduler_output.num_scheduled_tokens), self.manager)
-
-    def _due_pieces(self) -> list[LoadPiece]:
-        cpu_tier = self.manager.primary_tier
-        pieces: list[LoadPiece] = []
-        for job_id, load in list(self._early_loads.items()):
-            due = load.due(cpu_tier.ready, cpu_tier.resident)
-            if due is None:
-                continue
-            job = self._jobs.get(job_id)  # None: dropped by a reset, while the workers still have it
-            transfer_spec: tuple[LoadStoreSpec, LoadStoreSpec] | None = None
-            if due.ready and job is not None:
-                keys = [load.keys[position] for position in due.ready]
-                rows = cpu_tier.prepare_load(keys, load.context)
-                job.keys.update(keys)
-                blocks = [load.blocks[position] for position in due.ready]
-                transfer_spec = rows, GPULoadStoreSpec(blocks, [len(blocks)], [load.first_block + due.ready[0]])
-            lost_blocks = [load.blocks[position] for position in due.lost]
-            piece_id = self._generate_job_id()
-            pieces.append(LoadPiece(job_id, piece_id, load.context.req_id, transfer_spec, due.last, lost_blocks))
-            if job is None and due.last:
-                del self._early_loads[job_id]
-        return pieces
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -453,26 +448,23 @@ class SchedulerHalf(ResettableHalf):
         with self.manager.primary_tier.together():
             super().update_connector_output(connector_output)
         if self._early_loads and isinstance(meta, SpillwayWorkerMetadata):
-            for job_id in meta.completed_jobs:
-                if job_id in self._early_loads and job_id not in self._jobs:
-                    load = self._early_loads.pop(job_id)
-                    if self._being_loaded:
-                        self._being_loaded.difference_update(load.keys)
+            for keys in self._early_loads.ended(meta.completed_jobs, self._jobs):
+                if self._being_loaded:
+                    self._being_loaded.difference_update(keys)
 
     @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._recompute_only.discard(request.request_id)
         self._loaded.discard(request.request_id)
-        self.ahead.ended(request.request_id)
-        self.waiting.leave(request.request_id)
+        for feature in self.features:
+            feature.ended(request.request_id)
         if self.late_stores is not None and request.request_id in self._req_status:
             self.late_stores.ending(self._req_status[request.request_id].group_states[0].offload_keys)
         status = self._req_status.get(request.request_id)
         if status is not None and hands_over(status.req_context):
             self.settle(HAND_OVER_SECONDS)
         if self._early_loads and status is not None:
-            for job_id in status.transfer_jobs & self._early_loads.keys():
-                self._early_loads[job_id].abandon(needed=False)
+            self._early_loads.abandon(status.transfer_jobs)
         if isinstance(status, RequestFields) and status.counted_keys is not None:
             self._uses.end(status, prompt_only=self.config.offload_prompt_only)
             self._follow_answers()

@@ -17,8 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
+from spillway_connector.engine.features.feature import Feature
 from spillway_connector.engine.features.late_stores import LateStores
-from spillway_connector.engine.manager.early_loads import EarlyLoad
+from spillway_connector.engine.manager.early_loads import EarlyLoads
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.patches.own_connector import own_connector
 from spillway_connector.engine.patches.patching import replace_on
@@ -54,7 +55,8 @@ class ResettableHalf(OffloadingConnectorScheduler):
 
     manager: TieringManager
     device_blocks: BlockPool | None = None  # vLLM's; bound before the first request
-    _early_loads: dict[int, EarlyLoad]
+    _early_loads: EarlyLoads
+    features: list[Feature]
     _failed_jobs: set[int]
     _has_device_cache: bool
     late_stores: LateStores | None
@@ -187,8 +189,9 @@ class ResettableHalf(OffloadingConnectorScheduler):
         super().reset_cache()
         self._current_batch_jobs_to_flush |= jobs_to_flush
         self._failed_jobs.clear()
-        for load in self._early_loads.values():
-            load.abandon(needed=True)
+        self._early_loads.tier_was_reset()
+        for feature in self.features:
+            feature.tier_was_reset()
 
     def _end_reset_jobs(self, completed_jobs: dict[int, int]) -> None:
         """completed_jobs: by how many ranks each was reported since the last call."""
@@ -249,7 +252,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
         """Their blocks may be written to, also by loads that a reset has dropped."""
         loading = {job.req_id for job in self._jobs.values() if not job.is_store}
         loading |= {job.loading for job in self._reset_jobs.values() if job.loading is not None}
-        return loading | {load.context.req_id for load in self._early_loads.values()}
+        return loading | self._early_loads.requests()
 
 
 @runtime_checkable

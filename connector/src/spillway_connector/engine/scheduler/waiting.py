@@ -10,12 +10,14 @@ EngineCore process, scheduler thread; no method blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from typing_extensions import override
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import RequestStatus
 
+from spillway_connector.engine.features.feature import Feature
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import tenant_of_context
@@ -24,11 +26,13 @@ from spillway_connector.plan.waiting import Turn, WaitingChunks
 _REQUESTS_PER_STEP = 16  # whose keys are computed, which their turn does not do again
 
 
-class WaitingRequests:
+class WaitingRequests(Feature):
     """The requests that wait in one engine."""
 
-    def __init__(self, manager: TieringManager) -> None:
+    def __init__(self, manager: TieringManager, state_of: Callable[[str], RequestFields | None]) -> None:
+        """state_of: what the connector knows of a request."""
         self._manager = manager
+        self._state_of = state_of
         self._arrived: dict[str, RequestFields] = {}  # waiting since this step, or since a crowded one before
         self._numbers = itertools.count()
 
@@ -36,21 +40,27 @@ class WaitingRequests:
     def chunks(self) -> WaitingChunks[OffloadKey]:
         return self._manager.primary_tier.waiting
 
-    def add(self, request_id: str, status: RequestFields) -> None:
-        """Take a new request, whose turn may be now or much later."""
-        self._arrived[request_id] = status
+    @override
+    def came(self, status: RequestFields) -> None:
+        """Its turn may be now or much later."""
+        self._arrived[status.req.request_id] = status
 
-    def leave(self, request_id: str) -> None:
-        """Forget a request that has been admitted or has ended."""
+    @override
+    def admitted(self, request_id: str, loaded_tokens: int) -> None:
+        self.ended(request_id)
+
+    @override
+    def ended(self, request_id: str) -> None:
+        """It waits no more."""
         if self._arrived.pop(request_id, None) is None:
             self.chunks.end(request_id)
 
-    def end_step(self, preempted: Iterable[str], states: Mapping[str, Any]) -> None:
-        """Called before the step's stores get rows. preempted: requests that this step has preempted."""
+    @override
+    def end_step(self, output: SchedulerOutput) -> None:
         self.chunks.end_old(self._manager.now())
-        for request_id in preempted:
-            status = states.get(request_id)
-            if isinstance(status, RequestFields) and status.req.status is RequestStatus.PREEMPTED:  # not resumed
+        for request_id in output.preempted_req_ids or ():
+            status = self._state_of(request_id)
+            if status is not None and status.req.status is RequestStatus.PREEMPTED:  # not resumed
                 self._begin(request_id, status, Turn(_priority(status), -next(self._numbers)))
         if self._arrived:
             for request_id in list(itertools.islice(self._arrived, _REQUESTS_PER_STEP)):

@@ -101,7 +101,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         keys = self._keys_of(request.request_id, computed, num_external_tokens)
         rows = self.manager.prepare_load(keys, status.req_context)
         assert not isinstance(rows, PendingRows), "the chunks were all there when the load was offered"
-        self.waiting.leave(request.request_id)
+        self._admitted(request.request_id, num_external_tokens)
         first, count = computed // self._block_tokens, num_external_tokens // self._block_tokens
         device_blocks = [block.block_id for block in blocks.blocks[0][first : first + count]]
         self._current_batch_allocated_block_ids.update(device_blocks)

@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
-from spillway_connector.engine.scheduler.meeting_half import MeetingSchedulerHalf
+from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 
@@ -41,7 +41,7 @@ class ShortenedRequest(NamedTuple):
     num_tokens: int
 
 
-class SpillwayConnectorScheduler(MeetingSchedulerHalf):
+class SpillwayConnectorScheduler(SchedulerHalf):
     """SchedulerHalf with what vLLM 0.23 lacks or does wrong."""
 
     manager: SpillwayTieringManager

@@ -38,7 +38,7 @@ from vllm.v1.request import Request
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
-from spillway_connector.engine.scheduler.meeting_half import MeetingSchedulerHalf
+from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.shared_tiers.events import shared_tier_events
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
@@ -58,7 +58,7 @@ class RequestState(RequestFields):
         return max(int(group_state.next_stored_chunk_idx), int(group_state.num_hit_chunks))
 
 
-class SpillwayConnectorScheduler(MeetingSchedulerHalf):
+class SpillwayConnectorScheduler(SchedulerHalf):
     """SchedulerHalf with what vLLM 0.30 and later call differently, and do in addition."""
 
     manager: SpillwayTieringManager
