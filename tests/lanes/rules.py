@@ -172,6 +172,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "services/engine/tests/vllm": ("0.30", "0.32"),
     "connector/tests/engine/cpu_tier/test_tier.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/features/test_fair_steps.py": ("0.30", "0.32", "0.33"),
+    "connector/tests/engine/features/test_feature.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/features/test_meetings.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/features/test_window_stores.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/layouts/test_equal_ranks.py": ("0.30", "0.32", "0.33"),

@@ -1,1 +1,1 @@
-"""What a setting switches on in the scheduler half, an object each."""
+"""Features of the scheduler half, an object each: most of them are switched on by a setting."""
