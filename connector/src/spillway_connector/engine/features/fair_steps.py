@@ -10,7 +10,6 @@ EngineCore process, scheduler thread; no method blocks.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,6 @@ from spillway_connector.plan.step_shares import Party, StepShares
 _QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 _LATER = 1 << 62  # a step that never comes
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-logger = logging.getLogger(__name__)
 
 
 class FairSteps(SteeringFeature):

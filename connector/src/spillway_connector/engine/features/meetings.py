@@ -15,7 +15,6 @@ Each generation of vLLM bounds a step and preempts a request in its own way (Sch
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -43,7 +42,6 @@ from spillway_connector.plan.meeting import (
 )
 
 _LOOKUP_SECONDS_MAX = 0.05  # a request that could be computed at once waits no longer for what is stored of it
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
