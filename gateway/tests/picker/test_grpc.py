@@ -254,6 +254,9 @@ async def test_a_call_that_cannot_be_served_ends_with_a_status(
 
 
 BLOCK = Encoder().encode(REQUEST, huffman=False)
+LONG = bytes(FRAME_BYTES_MAX)
+# A header of 4,000 bytes that enters the decoder's table, and is named again by one byte each.
+EXPANDING = Encoder().encode([("x", "y" * 4_000)], huffman=False) + 100 * b"\xbe"
 OPENING = PREFACE + frame(Kind.SETTINGS, 0, 0)
 BEGUN = OPENING + frame(Kind.HEADERS, Flag.END_HEADERS, 1, BLOCK)
 ENDED = OPENING + frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, 1, BLOCK)
@@ -281,6 +284,8 @@ def settings_frame(name: int, value: int) -> bytes:
         (OPENING + frame(Kind.HEADERS, 0, 1, BLOCK) + frame(Kind.PING, 0, 0, bytes(8)), Code.PROTOCOL_ERROR),
         (OPENING + frame(Kind.HEADERS, 0, 1, BLOCK) + frame(Kind.CONTINUATION, 0, 3), Code.PROTOCOL_ERROR),
         (OPENING + frame(Kind.HEADERS, 0, 1) + 17 * frame(Kind.CONTINUATION, 0, 1), Code.ENHANCE_YOUR_CALM),
+        (OPENING + frame(Kind.HEADERS, 0, 1) + 5 * frame(Kind.CONTINUATION, 0, 1, LONG), Code.ENHANCE_YOUR_CALM),
+        (OPENING + frame(Kind.HEADERS, Flag.END_HEADERS, 1, EXPANDING), Code.COMPRESSION_ERROR),
         (OPENING + frame(Kind.CONTINUATION, Flag.END_HEADERS, 1, BLOCK), Code.PROTOCOL_ERROR),
         (OPENING + frame(Kind.RST_STREAM, 0, 1, bytes(4)), Code.PROTOCOL_ERROR),
         (BEGUN + frame(Kind.RST_STREAM, 0, 1, bytes(3)), Code.FRAME_SIZE_ERROR),
@@ -397,24 +402,29 @@ async def test_a_client_that_reads_nothing_is_read_no_more_until_it_does() -> No
     assert bytes(peer.messages[1]) == packed(b"later")
 
 
-async def test_calls_beyond_the_bound_are_refused_and_so_are_all_once_it_closes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_calls_beyond_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = await Peer().connect()
     monkeypatch.setattr(grpc_connection, "CALLS_MAX", 2)
     for number in (1, 3, 5):
         peer.call(number, "/test.Service/Hold")
     await peer.exchange()
     assert peer.resets == {5: Code.REFUSED_STREAM}
-    closing = asyncio.create_task(peer.connection.close(0.05))
+
+
+async def test_a_connection_that_closes_lets_its_calls_end_and_takes_no_more() -> None:
+    peer = await Peer().connect()
+    peer.call(1)
+    await peer.exchange()
+    closing = asyncio.create_task(peer.connection.close(30))
     await asyncio.sleep(0)
-    peer.call(7)
+    peer.call(3)
+    peer.http.send_data(1, packed(b"last words"), end_stream=True)
     peer.connection.data_received(peer.http.data_to_send())
     await closing
-    assert peer.wire.closed
-    ends = [each for each in frames(peer.wire) if each[0] in (Kind.GOAWAY, Kind.RST_STREAM)]
-    assert ends[0] == (Kind.GOAWAY, 0, 0, struct.pack(">II", 5, Code.NO_ERROR))
-    assert (Kind.RST_STREAM, 0, 7, struct.pack(">I", Code.REFUSED_STREAM)) in ends
+    found = frames(peer.wire)
+    assert (Kind.GOAWAY, 0, 0, struct.pack(">II", 1, Code.NO_ERROR)) in found
+    assert (Kind.RST_STREAM, 0, 3, struct.pack(">I", Code.REFUSED_STREAM)) in found
+    assert (Kind.DATA, 0, 1, packed(b"last words")) in found and peer.wire.closed
 
 
 async def test_a_call_whose_client_leaves_is_told_and_then_ended(monkeypatch: pytest.MonkeyPatch) -> None:
