@@ -16,6 +16,7 @@ from spillway_gateway.errors import EngineBadReply, EngineDisconnected
 from spillway_gateway.testing.running import until
 from spillway_gateway.upstream.connection import (
     BARE_BYTES_MAX,
+    ENDS_PER_ITERATION,
     READ_BUFFER_BYTES,
     TURNS_BYTES,
     EngineConnection,
@@ -357,3 +358,28 @@ async def test_a_few_bytes_wait_for_no_turn() -> None:
             assert not waits.done()
             turns.cost_max = TURNS_BYTES
             assert len(await waits) == 40000
+
+
+async def test_requests_of_an_engine_that_ends_go_on_over_iterations_of_the_event_loop() -> None:
+    """Each is routed again or answered with an error; streams of other engines would wait for all of them."""
+    reading = Reading()
+    connections = [EngineConnection(reading) for _ in range(3 * ENDS_PER_ITERATION + 1)]
+    went_on = [0]
+
+    async def wait_for_head(connection: EngineConnection) -> None:
+        connection.connection_made(SilentTransport())
+        connection.send([REQUEST])
+        with pytest.raises(EngineDisconnected):
+            await connection.head()
+        went_on[-1] += 1
+
+    waiting = [asyncio.create_task(wait_for_head(connection)) for connection in connections]
+    await asyncio.sleep(0)
+    for connection in connections:
+        connection.connection_lost(ConnectionResetError())
+    while sum(went_on) < len(connections):
+        went_on.append(0)
+        await asyncio.sleep(0)
+    await asyncio.gather(*waiting)
+
+    assert max(went_on) <= ENDS_PER_ITERATION + 1

@@ -30,6 +30,7 @@ from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_gateway.upstream.pool import ConnectionPool
 from spillway_gateway.upstream.suspects import (
     ENTRIES_MAX,
+    GOING_ON_PER_ITERATION,
     EngineLooks,
     Fingerprint,
     Look,
@@ -191,6 +192,27 @@ async def test_a_look_tells_an_ended_process_from_a_lost_host(monkeypatch: pytes
         assert await looks.at(ended) is Look.ENDED
         monkeypatch.setattr(suspects, "LOOK_SECONDS_MAX", 0.3)
         assert await looks.at(lost) is Look.UNREACHABLE
+
+
+async def test_requests_that_share_a_look_go_on_over_iterations_of_the_event_loop() -> None:
+    went_on = [0]
+
+    async def look(engine: Engine) -> None:
+        assert await looks.at(engine) is Look.ENDED
+        went_on[-1] += 1
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        looks = EngineLooks(ConnectionPool(8, 30.0, time.monotonic))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        engine = Engine("m", EngineConfig("e", url), RoutingConfig())
+        waiting = [asyncio.create_task(look(engine)) for _ in range(3 * GOING_ON_PER_ITERATION)]
+        while sum(went_on) < len(waiting):
+            went_on.append(0)
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+
+    assert max(went_on) <= GOING_ON_PER_ITERATION
 
 
 async def test_one_tenants_suspect_is_no_other_tenants(start_engine: Any, tmp_path: Path) -> None:

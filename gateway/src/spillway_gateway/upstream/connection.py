@@ -27,16 +27,18 @@ READ_BUFFER_BYTES = 64 * 1024
 LITTLE_BYTES = 4 * 1024  # read at once if much was read in this iteration already
 FREE_BYTES = 16 * 1024  # given out without a turn: most events
 TURNS_BYTES = 512 * 1024  # given out in one iteration: a few milliseconds of reading events
+ENDS_PER_ITERATION = 32  # of connections that their engine closed, each with a request that is then sent again or fails
 BARE_BYTES_MAX = 64 * 1024
 _WITHOUT_BODY = (204, 304)
 
 
 class Reading:
-    """What connections to engines share on one event loop: turns to give out what they read, and the memory that they
-    read into, as each takes its bytes from there at once."""
+    """What connections to engines share on one event loop: turns to give out what they read and to tell of their ends,
+    and the memory that they read into, as each takes its bytes from there at once."""
 
     def __init__(self) -> None:
         self.turns = Turns(TURNS_BYTES)
+        self.ends = Turns(ENDS_PER_ITERATION)
         self.buffer = memoryview(bytearray(READ_BUFFER_BYTES))
         self.little = self.buffer[:LITTLE_BYTES]
 
@@ -253,7 +255,8 @@ class EngineConnection(asyncio.BufferedProtocol):
         if not self._complete and self._failure is None:
             self._failure = EngineDisconnected("the engine closed the connection before its reply was whole")
             self._failure.__cause__ = exc
-        self._wake()
+        if self._waiter is not None and self._reading.ends.take(self._loop, self._wake):
+            self._wake()
 
     def _fail(self, failure: UpstreamError) -> None:
         self._failure = self._failure or failure

@@ -33,6 +33,7 @@ from spillway_gateway.errors import (
     UpstreamError,
 )
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.turns import Turns
 from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.pool import ConnectionPool
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 ENTRIES_MAX = 4096
 FIRST_SHARE = 0.1  # of limits.suspectSeconds, after one engine
 HASHED_BYTES_PER_STEP = 1024 * 1024  # under a millisecond of the event loop
+GOING_ON_PER_ITERATION = 32  # requests that one look was for: each is sent again, or fails
 LOOK_SECONDS_MAX = 2.0  # for an answer to the question whether an engine lives
 LOOK_AGAIN_SECONDS = 0.25  # its connections may break before its port closes
 _HEALTH = b"/health"
@@ -165,18 +167,21 @@ class Look(Enum):
 
 class EngineLooks:
     """Asks engines that broke replies off whether they live. One look at a time for each, shared by all requests that
-    wait for it. On the event loop."""
+    wait for it, of which a few go on in each iteration of the event loop. On the event loop."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._looks: dict[Engine, asyncio.Task[Look]] = {}
+        self._turns = Turns(GOING_ON_PER_ITERATION)
 
     async def at(self, engine: Engine) -> Look:
         look = self._looks.get(engine)
         if look is None:
             look = self._looks[engine] = asyncio.create_task(self._look(engine))
             look.add_done_callback(lambda done: self._looks.pop(engine, None))
-        return await asyncio.shield(look)
+        found = await asyncio.shield(look)
+        await self._turns.wait()
+        return found
 
     async def _look(self, engine: Engine) -> Look:
         found = await self._look_once(engine)
