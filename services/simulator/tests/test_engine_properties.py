@@ -6,6 +6,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -170,5 +171,7 @@ def test_runs_of_decode_steps_end_when_single_ones_do(steps):
             done += engine.advance(now)
             engine.submit(EngineRequest(str(number), array("I", prompt), array("I", range(answer)), salt), now)
         done += engine.advance(float("inf"))
-        ends.append({item.request_id: (round(item.seconds, 6), item.cached) for item in done if item.finished})
-    assert ends[0] == ends[1]
+        ends.append({item.request_id: (item.seconds, item.cached) for item in done if item.finished})
+    skipped, single = ends
+    # Sums of other terms round otherwise.
+    assert skipped == {name: (pytest.approx(seconds), cached) for name, (seconds, cached) in single.items()}
