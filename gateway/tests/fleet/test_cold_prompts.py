@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
-from spillway_gateway.fleet.cold_prompts import COLD_SECONDS, COLD_TOKENS_MIN, ColdTurn
+from spillway_gateway.fleet.cold_prompts import COLD_SECONDS, COLD_TOKENS_MIN, ROUTED_PER_ITERATION, ColdTurn
 from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
@@ -179,3 +179,33 @@ def test_whatever_comes_and_goes_nobody_is_forgotten_and_no_engine_gets_more(ste
     assert not waiting
     assert not running
     assert fleet.cold.waiting_requests == 0
+
+
+async def test_all_that_wait_are_routed_anew_over_iterations_of_the_event_loop() -> None:
+    fleet = fleet_of("a", "b")
+    for _ in range(2):
+        sent(fleet, BOUND)
+    routed = [0]
+
+    async def request() -> None:
+        turn = ColdTurn()
+        try:
+            while ask(fleet, BOUND, turn) is None:
+                await fleet.cold.wait(turn)
+                routed[-1] += 1
+        finally:
+            fleet.cold.leave(turn)
+
+    tasks = [asyncio.create_task(request()) for _ in range(3 * ROUTED_PER_ITERATION)]
+    await asyncio.sleep(0)
+    assert fleet.cold.waiting_requests == len(tasks)
+    fleet.engines["b"].set_state(EngineState.DOWN, "gone")
+    for _ in range(10):
+        routed.append(0)
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert max(routed) <= ROUTED_PER_ITERATION
+    assert sum(routed) == len(tasks)

@@ -18,6 +18,7 @@ from spillway_gateway.errors import (
     EngineWentDown,
     GatewayDraining,
 )
+from spillway_gateway.turns import Turns
 from spillway_gateway.upstream.exchange import (
     DEADLINES,
     ENDS,
@@ -30,6 +31,7 @@ from spillway_gateway.upstream.exchange import (
     State,
     Step,
 )
+from spillway_gateway.upstream.outbound import ENDS_PER_ITERATION
 
 TIMEOUTS = TimeoutsConfig()
 STALL_SECONDS, PAUSE_SECONDS = 30.0, 20.0
@@ -85,7 +87,7 @@ class Waiting:
 
     async def _serve(self) -> None:
         fleet: Any = SimpleNamespace(engines={"a": self.engine, "b": self.other})
-        services: Any = SimpleNamespace(timeouts=TIMEOUTS)
+        services: Any = SimpleNamespace(timeouts=TIMEOUTS, ends=Turns(ENDS_PER_ITERATION))
 
         async def send(message: Any) -> None: ...
 
@@ -237,7 +239,8 @@ async def test_the_first_cause_counts_and_a_client_that_left_in_between_ends_the
     async def send(message: Any) -> None: ...
 
     fleet: Any = SimpleNamespace(engines={})
-    exchange = Exchange(fleet, SimpleNamespace(timeouts=TIMEOUTS), send, stream=True)  # type: ignore[arg-type]
+    services: Any = SimpleNamespace(timeouts=TIMEOUTS, ends=Turns(ENDS_PER_ITERATION))
+    exchange = Exchange(fleet, services, send, stream=True)
     exchange.client_disconnected()
     with pytest.raises(ClientDisconnected), exchange:
         raise AssertionError("it waits for nobody")
@@ -322,3 +325,48 @@ def test_in_any_order_of_steps_and_events_a_wait_ends_as_promised(
         assert waiting.exchange.state is State.DONE and waiting.exchange._timer is None
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("event", [Event.SHUTDOWN, Event.ENGINE_ENDS, Event.ENGINE_DOWN])
+async def test_what_happens_to_all_requests_ends_a_few_of_them_in_each_iteration(event: Event) -> None:
+    """Each is sent again, or its client gets an error; streams of other engines would wait for all of them. One that
+    has left the engine when its turn comes goes on."""
+    engine: Any = SimpleNamespace(name="a", routable=True, requests=set())
+    fleet: Any = SimpleNamespace(engines={"a": engine, "b": SimpleNamespace(name="b", routable=True)})
+    services: Any = SimpleNamespace(timeouts=TIMEOUTS, ends=Turns(ENDS_PER_ITERATION))
+    exchanges: list[Exchange] = []
+    ended = [0]
+
+    async def send(message: Any) -> None: ...
+
+    async def serve() -> None:
+        exchange = Exchange(fleet, services, send, stream=True)
+        exchanges.append(exchange)
+        exchange.take(Step.ROUTE)
+        exchange.ask(engine)
+        engine.requests.add(exchange)
+        try:
+            with exchange:
+                await asyncio.Event().wait()
+        finally:
+            ended[-1] += 1
+            exchange.take(Step.FINISH)
+
+    serving = [asyncio.create_task(serve()) for _ in range(3 * ENDS_PER_ITERATION)]
+    await settle()
+    for exchange in exchanges:
+        {
+            Event.SHUTDOWN: lambda exchange=exchange: exchange.abort(GatewayDraining("closing")),
+            Event.ENGINE_ENDS: lambda exchange=exchange: exchange.engine_ends(engine),
+            Event.ENGINE_DOWN: lambda exchange=exchange: exchange.engine_went_down(engine),
+        }[event]()
+    engine.requests.discard(exchanges[-1])
+    for _ in range(10):
+        ended.append(0)
+        await asyncio.sleep(0)
+    serving[-1].cancel()
+    await asyncio.gather(*serving, return_exceptions=True)
+
+    assert max(ended) <= ENDS_PER_ITERATION
+    assert sum(ended) == len(serving)
+    assert serving[-1].cancelled() == (event is not Event.SHUTDOWN)

@@ -8,7 +8,8 @@ If prompts find less than half of their tokens anywhere, most evicted blocks wou
 prompt waits.
 
 None waits for longer than OVERTAKE_SECONDS, as in the engines' own queue, and none fails because of it. Those that wait
-for one engine are sent in order of arrival. When an engine's state changes, all are routed anew.
+for one engine are sent in order of arrival. When an engine's state changes, all are routed anew, a few in each event
+loop iteration.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Callable, Collection, Mapping
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.route import Decision
+from spillway_gateway.turns import Turns
 from spillway_settings.queue_order import OVERTAKE_SECONDS
 
 COLD_SECONDS = 0.3  # of an engine's prefill: longer than a request takes until its engine computes it
 COLD_PROMPT_SECONDS = 0.1
 COLD_TOKENS_MIN = 1_024  # fewer to compute evict little, and many of them may be on their way at once
+ROUTED_PER_ITERATION = 16  # of the event loop, when an engine came or went
 CACHED_SHARE_MIN = 0.5  # of the prompt tokens of the last requests: with less, waits protect less than they cost
 
 
@@ -72,6 +75,7 @@ class ColdPrompts:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._turns = Turns(ROUTED_PER_ITERATION)
         self._waiting: dict[ColdTurn, None] = {}  # in order of arrival
 
     @property
@@ -112,6 +116,7 @@ class ColdPrompts:
             pass
         finally:
             turn.wake = None
+        await self._turns.wait()
 
     def leave(self, turn: ColdTurn) -> None:
         """It was sent, or nobody waits for it any more. Its place goes to the next one."""

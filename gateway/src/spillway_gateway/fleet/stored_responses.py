@@ -37,6 +37,8 @@ class ResponseOwners:
     def __init__(self, owners_max: int = OWNERS_MAX) -> None:
         self._owners: dict[str, Owner] = {}
         self._ids: dict[str, OrderedDict[str, None]] = {}  # of each tenant, the oldest first
+        self._tenants_with: dict[int, dict[str, None]] = {}  # by the number of their responses
+        self._most = 0  # responses of one tenant
         self._owners_max = owners_max
 
     def record(self, response_id: str, owner: Owner) -> bool:
@@ -46,14 +48,33 @@ class ResponseOwners:
             return False  # a client may choose the id, and must not take over another tenant's response
         self._owners[response_id] = owner
         ids = self._ids.setdefault(owner.tenant, OrderedDict())
+        if known is None:
+            self._counted(owner.tenant, len(ids), len(ids) + 1)
         ids[response_id] = None
         if len(self._owners) > self._owners_max:
-            crowded = max(self._ids, key=lambda tenant: (len(self._ids[tenant]), tenant == owner.tenant))
-            oldest, _ = self._ids[crowded].popitem(last=False)
-            del self._owners[oldest]
-            if not self._ids[crowded]:
-                del self._ids[crowded]
+            crowded = owner.tenant if len(ids) == self._most else next(iter(self._tenants_with[self._most]))
+            self._forget_oldest(crowded)
         return True
+
+    def _forget_oldest(self, tenant: str) -> None:
+        ids = self._ids[tenant]
+        self._counted(tenant, len(ids), len(ids) - 1)
+        oldest, _ = ids.popitem(last=False)
+        del self._owners[oldest]
+        if not ids:
+            del self._ids[tenant]
+
+    def _counted(self, tenant: str, before: int, after: int) -> None:
+        """A tenant has one response more or less than before."""
+        if before:
+            tenants = self._tenants_with[before]
+            del tenants[tenant]
+            if not tenants:
+                del self._tenants_with[before]
+        if after:
+            self._tenants_with.setdefault(after, {})[tenant] = None
+        if after > self._most or self._most not in self._tenants_with:
+            self._most = after
 
     def set_tokens(self, response_id: str, tenant: str, tokens: int) -> None:
         """Record how many tokens a request that continues this response of the tenant will read."""

@@ -212,12 +212,12 @@ class Exchange:
 
     def engine_went_down(self, engine: Engine) -> None:
         """The engine no longer answers polls."""
-        self._happens(Event.ENGINE_DOWN, EngineWentDown(f"Engine {engine.name} stopped answering"))
+        self._happens(Event.ENGINE_DOWN, EngineWentDown(f"Engine {engine.name} stopped answering"), engine)
 
     def engine_ends(self, engine: Engine) -> None:
         """The engine terminates, and the time for its running requests is over."""
         message = f"Engine {engine.name} is shutting down, and this reply was not finished in time"
-        self._happens(Event.ENGINE_ENDS, EngineEnding(message))
+        self._happens(Event.ENGINE_ENDS, EngineEnding(message), engine)
 
     def abort(self, cause: Exception) -> None:
         """The gateway shuts down."""
@@ -236,10 +236,20 @@ class Exchange:
         else:
             self._end(ClientStalled() if self.sending else deadline.cause(self, now))
 
-    def _happens(self, event: Event, cause: Exception) -> None:
-        ends = ENDS[event][self.state]
-        if ends is not None and ends(self):
+    def _happens(self, event: Event, cause: Exception, engine: Engine | None = None) -> None:
+        """End the wait if the event does. It may have happened to all requests, so that one has to wait for its turn:
+        by then the answer may go on, or come from another engine than the event's."""
+
+        def turn_came() -> None:
+            if self._ends_by(event) and (engine is None or self in engine.requests):
+                self._end(cause)
+
+        if self._ends_by(event) and self._services.ends.take(self._loop, turn_came):
             self._end(cause)
+
+    def _ends_by(self, event: Event) -> bool:
+        ends = ENDS[event][self.state]
+        return ends is not None and ends(self)
 
     def _end(self, cause: Exception) -> None:
         """The first cause of a wait counts."""

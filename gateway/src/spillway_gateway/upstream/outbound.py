@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -18,6 +18,7 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.legs import LegsReason
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision
+from spillway_gateway.turns import Turns
 from spillway_gateway.upstream.connections import Connections
 from spillway_gateway.upstream.continuation.sent_answer import KeptBytes
 from spillway_gateway.upstream.forward import Body, Headers
@@ -28,6 +29,8 @@ from spillway_gateway.upstream.usage import Usage
 if TYPE_CHECKING:
     from spillway_gateway.upstream.router import Router
     from spillway_gateway.upstream.suspects import EngineLooks, Suspects
+
+ENDS_PER_ITERATION = 32  # of waits that end for one reason: each request is sent again, or its client gets an error
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -92,6 +95,7 @@ class UpstreamServices:
     place.
 
     running: the requests in progress, which a shutdown may end. kept: token ids of answers that may be continued.
+    ends: turns of waits that end from outside.
     """
 
     router: Router
@@ -105,6 +109,7 @@ class UpstreamServices:
     kept: KeptBytes
     suspects: Suspects
     looks: EngineLooks
+    ends: Turns = field(default_factory=lambda: Turns(ENDS_PER_ITERATION))
 
 
 class OutboundRequest(msgspec.Struct, frozen=True):
