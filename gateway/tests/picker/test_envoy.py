@@ -19,6 +19,7 @@ from gateway.tests.conftest import StartEngine, auth_files
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.config.settings import ListenConfig
 from spillway_gateway.errors import ConfigError
+from spillway_gateway.picker.messages import SERVICE, HttpHeaders, ProcessingRequest
 from spillway_gateway.picker.mutations import DESTINATION_HEADER
 from spillway_gateway.picker.server import picking
 from spillway_gateway.testing.certificates import make_pair
@@ -244,6 +245,32 @@ async def test_the_picker_listens_on_both_families_of_addresses(start_engine: St
     ):
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [(b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT), (bytes(5 * 2**20), grpc.StatusCode.RESOURCE_EXHAUSTED)],
+    ids=["no message", "too long"],
+)
+async def test_a_body_that_cannot_be_read_ends_the_call_and_is_no_fault_of_the_gateway(
+    start_engine: StartEngine, message: bytes, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
+):
+    opening = ProcessingRequest(request_headers=HttpHeaders())
+    for name, value in ((":method", "POST"), (":path", "/v1/completions"), ("content-type", "application/json")):
+        opening.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0})
+    async with (
+        running_gateway(document) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.gateway.picker_port}") as channel,
+    ):
+        call = channel.stream_stream(f"/{SERVICE}/Process")()
+        await call.write(opening.SerializeToString())
+        await call.write(message)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is code
+        await until(lambda: idle(running))
+    assert "the gateway failed" not in caplog.text
 
 
 async def test_a_picker_port_in_use_is_named():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,15 @@ from hpack import Encoder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from spillway_gateway.client.open_connections import REQUESTS_PER_ITERATION, OpenConnections
 from spillway_gateway.config.certificate import Certificate
-from spillway_gateway.config.settings import TlsConfig
+from spillway_gateway.config.settings import ConnectionsConfig, TlsConfig
 from spillway_gateway.picker import grpc_connection
 from spillway_gateway.picker.frames import FRAME_BYTES_MAX, PREFACE, WINDOW_BYTES_MAX, Code, Flag, Kind, frame
 from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, MESSAGE_BYTES_MAX, Call, CallFailed, Status
 from spillway_gateway.picker.grpc_connection import CONNECTION_WINDOW_BYTES, GrpcConnection
+from spillway_gateway.picker.messages import HttpHeaders, ProcessingRequest
+from spillway_gateway.picker.server import EndpointPicker
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.running import until
 
@@ -498,3 +503,65 @@ async def test_a_window_that_shrinks_below_what_was_sent_stops_a_call_until_it_h
             await asyncio.sleep(0)
         sent = sum(len(payload) for kind, _, _, payload in frames(peer.wire) if kind == Kind.DATA)
         assert sent == expected
+
+
+async def test_a_call_that_its_client_resets_keeps_nothing_once_its_handler_has_returned() -> None:
+    peer = await Peer().connect()
+    peer.call(1)
+    await peer.exchange()
+    (call,) = peer.connection._calls.values()
+    assert call.task is not None
+    task = weakref.ref(call.task)
+    peer.http.reset_stream(1)
+    await peer.exchange()
+    assert not peer.connection._tasks
+    del call
+    gc.collect()
+    assert task() is None
+
+
+async def test_what_was_under_way_when_a_call_ended_gets_no_second_reset() -> None:
+    peer = await Peer().connect()
+    peer.call(1, "/test.Service/None")
+    await peer.exchange()
+    assert peer.resets == {1: Code.NO_ERROR}
+    peer.connection.data_received(frame(Kind.DATA, 0, 1, packed(b"late")))
+    peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, 1, BLOCK))
+    await asyncio.sleep(0)
+    assert not peer.wire.written and not peer.wire.closed
+
+
+async def test_a_stream_that_ends_within_a_message_ends_its_call_with_a_failure() -> None:
+    peer = await Peer().connect()
+    peer.call(1)
+    peer.http.send_data(1, packed(b"whole") + packed(b"half")[:-1], end_stream=True)
+    await peer.exchange()
+    assert bytes(peer.messages[1]) == packed(b"whole")
+    assert peer.trailers[1]["grpc-status"] == str(int(Status.INVALID_ARGUMENT))
+
+
+async def test_requests_of_one_packet_begin_over_iterations_and_those_that_left_meanwhile_do_not() -> None:
+    begun: list[int] = [0]  # in each iteration
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        begun[-1] += 1
+
+    picker = EndpointPicker(application, OpenConnections(ConnectionsConfig(), 1024))
+    peer = Peer()
+    peer.connection = GrpcConnection({b"/test.Service/Echo": picker.process}, set())
+    peer.connection.connection_made(peer.wire)
+    opening = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=True)).SerializeToString()
+    calls, left = 10 * REQUESTS_PER_ITERATION, 5
+    data, numbers = OPENING, range(1, 2 * calls, 2)
+    for number in numbers:
+        data += frame(Kind.HEADERS, Flag.END_HEADERS, number, BLOCK) + frame(Kind.DATA, 0, number, packed(opening))
+    peer.connection.data_received(data)
+    for _ in range(3):
+        begun.append(0)
+        await asyncio.sleep(0)
+    for number in numbers[-left:]:
+        peer.connection.data_received(frame(Kind.RST_STREAM, 0, number, bytes(4)))
+    while peer.connection._tasks:
+        begun.append(0)
+        await asyncio.sleep(0)
+    assert max(begun) <= REQUESTS_PER_ITERATION + 1 and sum(begun) == calls - left

@@ -158,6 +158,8 @@ class Call:
     def close_input(self) -> None:
         """The client sends no more."""
         self.half_closed = True
+        if self._partial:
+            self._fail(Status.INVALID_ARGUMENT, "the last message is not whole")
         self._wake()
 
     def end(self) -> None:
@@ -170,7 +172,8 @@ class Call:
         self.sent()
         self.on_end()
         if self.task is not None:
-            asyncio.get_running_loop().call_later(END_SECONDS, self.task.cancel)
+            timer = asyncio.get_running_loop().call_later(END_SECONDS, self.task.cancel)
+            self.task.add_done_callback(lambda done: timer.cancel())  # else a flood of resets piles up timers
 
     def sent(self) -> None:
         """Nothing is unsent any more."""

@@ -171,7 +171,9 @@ class GrpcConnection(asyncio.Protocol):
             self._window_in = CONNECTION_WINDOW_BYTES
         data = unpadded(each)
         call = self._calls.get(each.number)
-        if call is None or call.half_closed:
+        if call is None:  # it may have ended while the frame was under way
+            return
+        if call.half_closed:
             raise StreamFault(each.number, Code.STREAM_CLOSED)
         call.window_in -= size
         if call.window_in < 0:
@@ -195,7 +197,9 @@ class GrpcConnection(asyncio.Protocol):
             self._begin(first.number, headers, ends=ends)
             return
         call = self._calls.get(first.number)
-        if call is None or call.half_closed:
+        if call is None:  # as for DATA
+            return
+        if call.half_closed:
             raise StreamFault(first.number, Code.STREAM_CLOSED)
         if not ends:
             raise StreamFault(first.number, Code.PROTOCOL_ERROR)

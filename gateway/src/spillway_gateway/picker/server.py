@@ -44,19 +44,33 @@ class Application(Protocol):
 
 
 class _Proxy:
-    """The messages of one request."""
+    """The messages of one request.
+
+    Attributes:
+        failure: of a message that cannot be read, or None. To the request it is as if the client had left.
+    """
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.write = call.write
+        self.failure: CallFailed | None = None
 
     async def read(self) -> Any:
-        message = await self._call.read()
-        return None if message is None else _parsed(ProcessingRequest, message)
+        try:
+            message = None if self.failure is not None else await self._call.read()
+        except CallFailed as failure:
+            self.failure, message = failure, None
+        return self._request(message)
 
     def take(self) -> Any:
-        message = self._call.take()
-        return None if message is None else _parsed(ProcessingRequest, message)
+        return self._request(None if self.failure is not None else self._call.take())
+
+    def _request(self, message: bytes | None) -> Any:
+        try:
+            return None if message is None else _parsed(ProcessingRequest, message)
+        except CallFailed as failure:
+            self.failure = failure
+            return None
 
 
 def _parsed(kind: Any, message: bytes) -> Any:
@@ -76,19 +90,24 @@ class EndpointPicker:
     async def process(self, call: Call) -> None:
         proxy = _Proxy(call)
         opening = await proxy.read()
+        if proxy.failure is not None:
+            raise proxy.failure
         if opening is None or opening.WhichOneof("kind") != "request_headers":
             raise CallFailed(
                 Status.INVALID_ARGUMENT,
                 "the first message has to hold the request's headers: set request_header_mode: SEND",
             )
+        await self._open_connections.request_turns.wait()  # one packet may open thousands of calls
+        if call.ended:
+            return
         request = ProcessedRequest(proxy, opening, self._open_connections)
         call.on_end = request.disconnect  # the client left, or the engine broke off
         try:
-            if call.ended:
-                request.disconnect()
             await self._application(request.scope(), request.receive, request.send)
         finally:
             request.release_body_bytes()
+        if proxy.failure is not None:
+            raise proxy.failure
 
 
 class _Health:
