@@ -9,6 +9,9 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,8 +19,10 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine import spec_base
+from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.engine.node_tier.rows import NodeRows
+from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError
 from spillway_connector.node.keeper import NodeKeeper
@@ -649,6 +654,21 @@ def test_weights_that_have_a_name_are_shared_under_it_and_former_ones_stay_for_o
     assert [looked_up(second, number) for number in (1, 2, 3)] == [HIT, MISS, MISS]
     store(second, 4, 5, 6)  # the oldest of the other name leave
     assert [looked_up(third, number) for number in (2, 3)] == [MISS, MISS]
+
+
+def test_weights_can_be_named_again_if_a_shared_tier_could_not_be_opened_under_their_name(node: Node):
+    engine, shared = node.engine(), Mock(spec=PrefixTier)
+    named: Any = SimpleNamespace(digest16=THEIRS)
+    manager: Any = SimpleNamespace(primary_tier=engine, secondary_tiers=[shared])
+    engine.weights_changed()
+    engine.reset_cache()
+    shared.use_namespace.side_effect = ConfigError("a disk is missing")
+    with pytest.raises(ConfigError):
+        TieringManager.use_namespace(manager, named)
+    assert not engine.is_joined
+    shared.use_namespace.side_effect = None
+    TieringManager.use_namespace(manager, named)
+    assert engine.is_joined
 
 
 def test_a_store_under_way_while_the_weights_are_named_leaves_no_row_claimed(node: Node):

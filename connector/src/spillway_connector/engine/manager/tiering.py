@@ -187,11 +187,11 @@ class TieringManager(PrefixLookupManager):
                 tier.weights_changed()
 
     def use_namespace(self, namespace: Namespace) -> None:
-        """The weights that changed have a name: share chunks again. Raises ConfigError; others then rest."""
-        self.primary_tier.use_namespace(namespace.digest16)
+        """The changed weights have a name: share chunks again. Raises ConfigError; the CPU tier then rests, too."""
         for tier in self.secondary_tiers:
             if isinstance(tier, PrefixTier):
                 tier.use_namespace(namespace)
+        self.primary_tier.use_namespace(namespace.digest16)
 
     @override
     def _process_finished_jobs(self) -> None:
