@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "routing": set(),
     "access": {"background", "config", "errors", "turns"},
     "discovery": {"config", "errors"},
-    "fleet": {"config", "errors", "metrics", "routing"},
+    "fleet": {"config", "errors", "metrics", "routing", "turns"},
     "tokens": {"config", "errors", "routing"},
     "client": {"config", "error_bodies", "errors", "lifecycle", "turns", "write_coalescing"},
     "upstream": {
