@@ -444,7 +444,7 @@ async def test_a_call_whose_client_leaves_is_told_and_then_ended(monkeypatch: py
     await peer.exchange()
     assert ended.is_set() and not peer.connection._calls
     await until(lambda: not peer.connection._tasks)
-    await call.write(b"nobody reads this")
+    await call.write(b"an unread message")
 
 
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

@@ -8,7 +8,7 @@ If prompts find less than half of their tokens anywhere, most evicted blocks wou
 prompt waits.
 
 None waits for longer than OVERTAKE_SECONDS, as in the engines' own queue, and none fails because of it. Those that wait
-for one engine are sent in order of arrival. When an engine's state changes, all are routed anew, a few in each event
+for one engine are sent in order of arrival. When an engine's state changes, all are routed again, a few in each event
 loop iteration.
 """
 

@@ -3,7 +3,7 @@
 The server of grpcio hands each message from threads of its own to the event loop, and the h2 package makes several
 objects of each frame: both take more CPU time than the rest of the endpoint picker (docs/benchmarks/gateway.md).
 
-The connection's window opens as bytes arrive, so a call whose messages nobody reads holds up no other call. Each call
+The connection's window opens as bytes arrive, so a call with unread messages holds up no other call. Each call
 has a window of its own, which opens as its messages are read.
 """
 

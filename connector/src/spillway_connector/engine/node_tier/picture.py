@@ -307,7 +307,7 @@ class NodePicture(LruRows):
 
     @override
     def use_namespace(self, namespace: bytes) -> None:
-        """Those of the former namespace stay for the engines that use them, and leave like any that nobody uses."""
+        """Rows of the former namespace stay for the engines that use them. Unused ones are evicted as usual."""
         assert self._weights_changed, "weights are named after they have changed"
         self._weights_changed = False
         self._namespace, self._store_id = namespace, self._store_of(namespace)
