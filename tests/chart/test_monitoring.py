@@ -135,16 +135,20 @@ def test_every_series_is_documented(own_series):
     assert [name for name in sorted(own_series) if not documented(re.sub("_(bucket|sum|count)$", "", name))] == []
 
 
-# A member of kv_transfer_params, a utility of EngineCore, and systems that `make bench-system` simulates.
+# A member of kv_transfer_params, a utility of EngineCore, and what `make bench-system` and `bench-routing` simulate.
 SYSTEM = re.compile(r'^    "(spillway_\w+)": System\(', re.MULTILINE)
-SIMULATED = set(SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_text()))
+POLICY = re.compile(r'^        "(spillway_\w+)": lambda', re.MULTILINE)
+SIMULATED = {
+    *SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_text()),
+    *POLICY.findall((ROOT / "bench" / "routing.py").read_text()),
+}
 NO_SERIES = {"spillway_session", "spillway_promote", "spillway_settle", "spillway_weights"} | SIMULATED
 
 
 def test_series_that_the_pages_name_exist(own_series, known_series):
     """A name that ends in `_` is the beginning of several (`spillway_tier_*`)."""
     known = known_series | {name.removesuffix("_bucket") for name in own_series} | {"spillway_simulator_lag_seconds"}
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = {name for page in pages for name in re.findall(r"\bspillway_[a-z_]+(?=[`{}\[* ])", page.read_text())}
     packages = {path.name for pattern in ("*", "services/*") for path in ROOT.glob(f"{pattern}/src/spillway_*")}
     others = named - known - packages - NO_SERIES
