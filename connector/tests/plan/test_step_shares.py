@@ -15,6 +15,7 @@ from spillway_connector.plan.step_shares import (
     LEAST_TOKENS,
     PARTIES_MAX,
     STEP_TIMES,
+    STEPS_WITHOUT_DECODES_MAX,
     STEPS_WITHOUT_FLOOD_MAX,
     Party,
     Step,
@@ -215,6 +216,23 @@ def test_no_flood_starves_though_new_parties_come_for_ever(arrivals: list[int]) 
         assert between <= STEPS_WITHOUT_FLOOD_MAX
         shares.computed(dict.fromkeys(waiting if step is None else step.parties, 10), 0.0)
         waiting = [FLOOD]
+
+
+@given(st.lists(st.tuples(st.sets(st.sampled_from([USER, FLOOD, SIBLING])), st.booleans()), max_size=60))
+def test_no_request_is_left_out_of_two_steps_in_a_row_while_it_decodes(steps: list[tuple[set[Party], bool]]) -> None:
+    shares = shares_of(USER, FLOOD, SIBLING)
+    shares.computed({FLOOD: 100 * FLOODING, SIBLING: 10 * FLOODING}, 0.0)
+    paused = 0
+    for waiting, has_room in steps:
+        step = shares.next_step(waiting, 0.0, [USER, FLOOD, SIBLING])
+        pauses = step.pauses if step is not None else frozenset()
+        assert step is None or (pauses <= {FLOOD, SIBLING} and step.parties.isdisjoint(pauses))
+        paused = paused + 1 if pauses else 0
+        assert paused <= STEPS_WITHOUT_DECODES_MAX
+        if has_room:
+            shares.computed(dict.fromkeys(waiting if step is None else step.parties, 10), 0.0)
+        elif step is not None:
+            shares.passed_over(step.parties)
 
 
 def test_few_parties_are_remembered() -> None:

@@ -10,7 +10,11 @@ the engine's own, so that the flood does not starve. While no other has one, wha
 that is under way when their prompt arrives, and with asynchronous scheduling the next one. So a step of a flood's
 prompts takes about STEP_TIMES as long as one of very few tokens, by what steps were measured to take. If others wait
 for blocks, which no short step gives them, prompts of the flood that have begun get full steps, and no other of them
-begins: it would take the blocks that are freed. Decoding goes on in every step.
+begins: it would take the blocks that are freed.
+
+A step of others' prompts leaves out the flood's requests that decode, too, so that it takes no longer than without the
+flood; never two steps in a row do, and none does if the last such step had no room for others' prompts. All other
+requests decode in every step.
 
 If no party floods the engine, nothing changes.
 
@@ -36,6 +40,7 @@ LEAST_TIMES_KEPT = 5
 STEP_TIMES = 1.2  # that least time
 CHANGE = 1.05  # of the size of a flood's step, after each one that was measured
 STEPS_WITHOUT_FLOOD_MAX = 3  # in a row, while a flood has a prompt to compute
+STEPS_WITHOUT_DECODES_MAX = 1  # in a row: of a flood
 PARTIES_MAX = 128  # followed at a time; the one that was served least lately is forgotten, and counts as not served
 
 
@@ -51,11 +56,13 @@ class Step(NamedTuple):
 
     tokens: of them, at most; None: as many as the engine's step takes.
     begins: whether prompts that wait may begin; else those that have begun are computed alone.
+    pauses: whose requests that decode are left out.
     """
 
     parties: frozenset[Party]
     tokens: int | None
     begins: bool = True
+    pauses: frozenset[Party] = frozenset()
 
     @property
     def is_floods(self) -> bool:
@@ -136,6 +143,9 @@ class StepShares:
         self._tenants: _Attained[bytes] = _Attained()
         self._parties: _Attained[Party] = _Attained()
         self._steps_without = 0  # a flood, in a row
+        self._steps_without_decodes = 0  # of a flood, in a row
+        self._others: frozenset[Party] = frozenset()  # whose prompts the last step of others was to compute
+        self._had_room = True  # and it computed some
         self._passed_over: set[Party] = set()  # their steps computed nothing, and none since has
 
     def came(self, party: Party, now: float) -> None:
@@ -148,17 +158,32 @@ class StepShares:
         self._parties.forget(now - LATELY_SECONDS)
         return len(self._parties) < 2
 
-    def next_step(self, waiting: Collection[Party], now: float) -> Step | None:
-        """Whose step is next. None: any party's, as the engine makes it. waiting: those with a prompt to compute."""
+    def next_step(self, waiting: Collection[Party], now: float, decoding: Collection[Party] = ()) -> Step | None:
+        """Whose step is next.
+
+        Args:
+            waiting: Those with a prompt to compute.
+            decoding: Those with a request that decodes.
+
+        Returns:
+            None: any party's, as the engine makes it.
+        """
+        step = self._next_step(waiting, decoding, now)
+        self._steps_without_decodes = self._steps_without_decodes + 1 if step is not None and step.pauses else 0
+        return step
+
+    def _next_step(self, waiting: Collection[Party], decoding: Collection[Party], now: float) -> Step | None:
         able = set(waiting) - self._passed_over
-        floods = {party for party in waiting if self._floods(party, now)}
-        if not floods or not able:
+        floods = {party for party in {*waiting, *decoding} if self._floods(party, now)} if able else set()
+        if not floods:
             self._passed_over.clear()
             return None
         others, flooding = able - floods, able & floods
         if others and (self._steps_without < STEPS_WITHOUT_FLOOD_MAX or not flooding):
             self._steps_without += 1
-            return Step(frozenset(others), None)
+            self._others = frozenset(others)
+            pauses = self._had_room and self._steps_without_decodes < STEPS_WITHOUT_DECODES_MAX
+            return Step(self._others, None, pauses=frozenset(floods & set(decoding) if pauses else ()))
         self._steps_without = 0
         if others:
             return None
@@ -181,11 +206,13 @@ class StepShares:
             if count:
                 self._add(party, count, now)
                 self._passed_over.clear()
+                self._had_room |= party in self._others
 
     def passed_over(self, parties: Iterable[Party]) -> None:
         """Their step has computed nothing of them: blocks are short, say, or prefixes are looked up. They get none
         until another party has computed something, or none can."""
         self._passed_over.update(parties)
+        self._had_room &= self._others.isdisjoint(self._passed_over)
 
     def _add(self, party: Party, tokens: int, now: float) -> None:
         self._tenants.add(party.tenant, tokens, now)

@@ -96,17 +96,28 @@ def test_a_session_alone_has_vllms_steps() -> None:
     assert rig.step() == ["a", "b"] and rig.bound == STEP_TOKENS
 
 
-def test_a_step_of_the_user_leaves_the_floods_prompts_out_and_no_request_that_decodes() -> None:
+def test_a_step_of_the_user_leaves_the_flood_out_and_the_next_one_its_prompts_alone() -> None:
     rig = Rig()
     rig.flood()
     rig.runs("begun", "flood", computed=500)
     rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.runs("answers", "user", computed=PROMPT - 1)
     rig.waits("next", "flood")
     rig.waits("asked", "user")
 
-    assert rig.step() == ["decodes", "asked"]
+    assert rig.step() == ["answers", "asked"]
     assert rig.bound == STEP_TOKENS
     assert [each.request_id for each in rig.scheduler.waiting] == ["asked", "next"]
+    assert rig.step() == ["decodes", "answers", "asked"]
+    assert rig.step() == ["answers", "asked"]
+
+
+def test_a_flood_that_decodes_alone_is_left_out_of_a_step_of_the_user_too() -> None:
+    rig = Rig()
+    rig.flood()
+    rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.waits("asked", "user")
+    assert [rig.step(), rig.step()] == [["asked"], ["decodes", "asked"]]
 
 
 def test_a_step_of_the_flood_has_few_tokens_besides_those_that_decode() -> None:
@@ -175,6 +186,19 @@ def test_a_step_that_computes_nothing_of_the_user_is_followed_by_one_of_what_the
     assert rig.step(computes=0) == ["begun", "loading"], "the next prompt would take the blocks that the user waits for"
     assert rig.bound == STEP_TOKENS
     assert sorted(rig.step()) == ["asked", "begun", "loading", "next"] and rig.bound == STEP_TOKENS
+
+
+def test_the_flood_decodes_in_a_step_of_the_user_that_may_have_no_room_either() -> None:
+    rig = Rig()
+    rig.flood()
+    rig.runs("begun", "flood", computed=500)
+    rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.waits("asked", "user")
+
+    assert rig.step(computes=0) == ["asked"]
+    assert rig.step() == ["begun", "decodes"], "a step of the flood"
+    assert rig.step() == ["decodes", "asked"], "blocks may be short still"
+    assert rig.step() == ["asked"], "there was room"
 
 
 def test_a_step_that_fails_leaves_the_scheduler_as_it_was() -> None:

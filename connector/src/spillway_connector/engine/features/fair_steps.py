@@ -3,7 +3,7 @@
 vLLM fills a step with the prompts that it began, then with waiting prompts, regardless of who sent them. Before it
 does, this module leaves prompts out of the step. A running prompt gets the mark with which vLLM itself lets a request
 skip a step; a waiting one leaves the queue until the step is planned. The number of tokens is vLLM's own bound of a
-step. Nothing else of vLLM's planning changes, and requests that decode are in every step.
+step. Requests of a flood that decode are left out likewise. Nothing else of vLLM's planning changes.
 
 EngineCore process, scheduler thread; no method blocks.
 """
@@ -61,14 +61,17 @@ class FairSteps(SteeringFeature):
             output = plan()
             self._shares.computed_alone(output.total_num_scheduled_tokens, now)
             return output
-        running = [(request, self._party_of(request)) for request in scheduler.running if _computes_prompt(request)]
+        begun = [(request, self._party_of(request)) for request in scheduler.running]
+        running = [(request, party) for request, party in begun if _computes_prompt(request)]
+        decoding = [(request, party) for request, party in begun if not _computes_prompt(request)]
         waiting = [(request, self._party_of(request)) for queue in _queues(scheduler) for request in queue]
         ready = {party for _, party in running} | {party for request, party in waiting if request.status in _READY}
-        step = self._shares.next_step(ready, now)
+        step = self._shares.next_step(ready, now, {party for _, party in decoding})
         if step is None:
             output = plan()
         else:
             others = [request for request, party in running if party not in step.parties]
+            others += [request for request, party in decoding if party in step.pauses]
             # vLLM finds that a load or a grammar is done only of requests that it plans with. In a step of a flood,
             # which comes at least after a few of others, those of everybody are.
             queued = {
