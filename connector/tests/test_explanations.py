@@ -41,3 +41,8 @@ def test_the_runbook_has_the_same_sentences() -> None:
         if row not in runbook:
             missing.append(row)
     assert not missing, "rows that docs/operations.md lacks, under Reasons of failures:\n" + "\n".join(missing)
+
+
+def test_metrics_md_has_each_reason_of_a_miss() -> None:
+    page = (RUNBOOK.parent / "metrics.md").read_text(encoding="utf-8")
+    assert [reason for reason, said in MISSES.items() if f"| `{reason}` | {said} |" not in page] == []
