@@ -60,8 +60,7 @@ class CpuTier(OffloadingManager):
     ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those that were
     added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still use them, and by
     how many; a row is reused when the last has ended. waiting: what the requests in the queue are about to use, which
-    leaves last. duplicates: chunks that the device holds too, which leave first; None while all is stored at once.
-    news: of rows that engines share; else None.
+    leaves last. news: of rows that engines share; else None.
 
     load and store are copies to and from the device, read and write those to and from shared tiers; prepare_read is
     None if rows that are shared were given to other chunks meanwhile.
@@ -73,7 +72,6 @@ class CpuTier(OffloadingManager):
     quarantine: Counter[int]
     events: list[OffloadingEvent] | None
     waiting: WaitingChunks[OffloadKey]
-    duplicates: Duplicates | None
     prepare_read: Callable[[Collection[OffloadKey], ReqContext], LoadStoreSpec | None]
     news: Announcements | None = None
 
@@ -86,13 +84,17 @@ class CpuTier(OffloadingManager):
         self.changed_chunks = ChangeLog()
         self.quarantine = Counter()
         self.waiting = WaitingChunks(0, frozenset())
-        self.duplicates = None
+        self._duplicates: Duplicates | None = None
         self.events = [] if enable_events else None
         self._region = region
         self._view = region.create_kv_memoryview()
         self._free_list: list[int] = []
         self.prepare_read, self.complete_read = self._prepare_read, self.complete_load
         self.prepare_write, self.complete_write = self.prepare_store, self.complete_store
+
+    def evict_first(self, duplicates: Duplicates) -> None:
+        """From now on, evict what the device holds, too, before anything else."""
+        self._duplicates = duplicates
 
     def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         return self.prepare_load(keys, req_context)
@@ -372,15 +374,15 @@ class LruRows(CpuTier):
         if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
         kept, waiting = set(protected), self.waiting.kept
-        if self.duplicates is None:
+        if self._duplicates is None:
             return self._evict_unique(count, kept, req_context)
-        spare = self.duplicates.take_spare(count, lambda key: key not in waiting and self._may_leave(key, kept))
+        spare = self._duplicates.take_spare(count, lambda key: key not in waiting and self._may_leave(key, kept))
         first = [key for key, _ in spare]
         rest = self._evict_unique(count - len(first), kept.union(first), req_context)
         if rest is None:
-            self.duplicates.put_back(spare)
+            self._duplicates.put_back(spare)
             return None
-        self.duplicates.gave_up(spare, rest)
+        self._duplicates.gave_up(spare, rest)
         return first + rest
 
     def _evict_unique(

@@ -129,7 +129,7 @@ class PrefixLookupManager(OffloadingManager):
             in_flight_rows_max=max(1, int(num_rows * config.promotion_in_flight_fraction)),
             request_rows_max=max(1, int(num_rows * config.promotion_per_request_fraction)),
         )
-        self.loads_begin_early = False  # set by the scheduler half
+        self.loads_begin_early = False
         self.ahead_rows_max = int(num_rows * config.promotion_ahead_fraction) if self._prefix_tier is not None else 0
         self._never_probing: set[str] = set()
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.manager.early_loads import PendingRows
@@ -45,7 +45,7 @@ class TierJob(Protocol):
     req_context: ReqContext
 
 
-class Postponing(Protocol):
+class LateRows(Duplicates, Protocol):
     """See engine/features/late_stores.py."""
 
     def postpones(self, keys: Collection[OffloadKey], context: ReqContext, /) -> bool: ...
@@ -60,10 +60,6 @@ class TieringManager(PrefixLookupManager):
 
     EngineCore process, scheduler thread; no method blocks.
     """
-
-    process_settings: ProcessSettings | None = None  # of this process, to be reported; set by the connector
-    late_stores: Postponing | None = None
-    answers: AnswerReuse | None = None  # if the storing of generated tokens follows them
 
     def __init__(
         self,
@@ -86,6 +82,10 @@ class TieringManager(PrefixLookupManager):
             clock=clock,
         )
         self._num_rows = num_rows
+        self._process_settings: ProcessSettings | None = None
+        self._late_stores: LateRows | None = None
+        # If the storing of generated tokens follows what comes back of them.
+        self.answers = AnswerReuse() if config.generated_tokens == "auto" else None
         self._transfer_jobs: dict[int, TierJob] = {}  # under way
         self._last_job_id = -1
         # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
@@ -107,6 +107,22 @@ class TieringManager(PrefixLookupManager):
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
+
+    def serve_half(self, *, loads_begin_early: bool, late_stores: LateRows | None) -> None:
+        """Learn from the scheduler half, once, what depends on the model's KV groups.
+
+        Args:
+            loads_begin_early: Whether a load may begin before all of its chunks are in the CPU tier.
+            late_stores: Decides which stores wait, and which chunks of the CPU tier the device holds too.
+        """
+        self.loads_begin_early = loads_begin_early
+        self._late_stores = late_stores
+        if late_stores is not None:
+            self.primary_tier.evict_first(late_stores)
+
+    def report_settings(self, settings: ProcessSettings) -> None:
+        """Report them with the statistics from now on."""
+        self._process_settings = settings
 
     def settings(self) -> dict[str, object]:
         """What this manager obeys, by name."""
@@ -287,9 +303,9 @@ class TieringManager(PrefixLookupManager):
         if not self._processed_jobs_this_step:
             self._process_finished_jobs()
         if (
-            self.late_stores is not None
+            self._late_stores is not None
             and req_context.req_id not in self._request_level_tiers
-            and self.late_stores.postpones(keys, req_context)
+            and self._late_stores.postpones(keys, req_context)
         ):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         written = self.primary_tier.prepare_store(keys, req_context)
@@ -453,8 +469,8 @@ class TieringManager(PrefixLookupManager):
         if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
             self._reported_rates[""] = rate
             stats.add(metrics.PREFILL_RATE, rate)
-        if self.process_settings is not None:
-            self.process_settings.add_to(stats)
+        if self._process_settings is not None:
+            self._process_settings.add_to(stats)
         for outcome, count in self._resets.items():
             if count:
                 stats.add(metrics.CPU_TIER_RESETS, count, outcome)

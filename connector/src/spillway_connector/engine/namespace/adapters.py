@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from blake3 import blake3
-from vllm.config import LoRAConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 
 from spillway_connector.engine.patches.own_connector import own_connector
@@ -209,6 +209,20 @@ class FirstLoad:
 
     def update_block_hashes(self) -> None:
         self.block_hashes += self._request._block_hasher(self)
+
+
+def lora_mixes_weights(vllm_config: VllmConfig) -> bool:
+    """Whether a batch with requests of an adapter and of the base model may compute all of them with the adapter.
+
+    vLLM gives tokens without an adapter the index -1, which its CPU kernels read as the last adapter's.
+    """
+    if vllm_config.lora_config is None or vllm_config.device_config.device_type != "cpu":
+        return False
+    logger.warning(
+        "LoRA on a CPU: vLLM computes requests of the base model with an adapter's weights if a batch holds requests "
+        "of both, so their KV is not offloaded; serve the base model by engines without LoRA"
+    )
+    return True
 
 
 def adapter_of(request: Any) -> AdapterInstance | None:
