@@ -29,7 +29,7 @@ __all__ = [
 
 match generation():
     case Generation.V023:
-        from spillway_connector.engine.patches.v023 import PATCHES
+        from spillway_connector.engine.patches.vllm_patches import V023 as PATCHES
         from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
         from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
         from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
@@ -42,7 +42,7 @@ match generation():
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
-        from spillway_connector.engine.patches.v030 import PATCHES  # type: ignore[no-redef]
+        from spillway_connector.engine.patches.vllm_patches import V030 as PATCHES  # type: ignore[no-redef]
         from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier  # type: ignore[no-redef]
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,

@@ -11,15 +11,15 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 import spillway_connector
-from spillway_connector.engine.patches import v023, v030
 from spillway_connector.engine.patches.patching import Needed, Patch, apply, in_force, replace_on, replaced_on
+from spillway_connector.engine.patches.vllm_patches import V023, V030
 from spillway_connector.errors import UnsupportedEngine
 from spillway_connector.testing.generation import PATCHES
 
 SOURCES = Path(spillway_connector.__file__).parent
 PLACE = SOURCES / "engine" / "patching.py"
 VERSIONS = Path(__file__).resolve().parents[4] / "docs" / "versions.md"
-LISTS = {"0.23": v023.PATCHES, "0.30, 0.32, 0.33": v030.PATCHES}
+LISTS = {"0.23": V023, "0.30, 0.32, 0.33": V030}
 
 
 def test_names_are_told_apart_and_fit_on_the_wire() -> None:

@@ -66,13 +66,7 @@ class CpuTier(OffloadingManager):
     None if rows that are shared were given to other chunks meanwhile.
     """
 
-    ready: set[OffloadKey]
     resident: AbstractSet[OffloadKey]
-    changed_chunks: ChangeLog[OffloadKey]
-    quarantine: Counter[int]
-    events: list[OffloadingEvent] | None
-    waiting: WaitingChunks[OffloadKey]
-    prepare_read: Callable[[Collection[OffloadKey], ReqContext], LoadStoreSpec | None]
     news: Announcements | None = None
 
     def __init__(
@@ -80,23 +74,23 @@ class CpuTier(OffloadingManager):
     ) -> None:
         self._clock = clock
         self._holds: Holds[OffloadKey] = Holds(num_rows)
-        self.ready = set()
-        self.changed_chunks = ChangeLog()
-        self.quarantine = Counter()
-        self.waiting = WaitingChunks(0, frozenset())
+        self.ready: set[OffloadKey] = set()
+        self.changed_chunks: ChangeLog[OffloadKey] = ChangeLog()
+        self.quarantine: Counter[int] = Counter()
+        self.waiting: WaitingChunks[OffloadKey] = WaitingChunks(0, frozenset())
         self._duplicates: Duplicates | None = None
-        self.events = [] if enable_events else None
+        self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self._region = region
         self._view = region.create_kv_memoryview()
         self._free_list: list[int] = []
-        self.prepare_read, self.complete_read = self._prepare_read, self.complete_load
+        self.complete_read = self.complete_load
         self.prepare_write, self.complete_write = self.prepare_store, self.complete_store
 
     def evict_first(self, duplicates: Duplicates) -> None:
         """From now on, evict what the device holds, too, before anything else."""
         self._duplicates = duplicates
 
-    def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         return self.prepare_load(keys, req_context)
 
     def sync(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +61,15 @@ class Patch:
     upstream: str = ""
 
     @property
+    def module(self) -> str:
+        return self.place.partition(":")[0]
+
+    @property
+    def cls(self) -> str:
+        """Empty if the function belongs to the module."""
+        return self.place.partition(":")[2]
+
+    @property
     def function(self) -> str:
         """The function's name."""
         return self.signature.partition("(")[0]
@@ -74,12 +82,11 @@ class Patch:
 
     @property
     def target(self) -> str:
-        return f"{re.split('[.:]', self.place)[-1]}.{self.function}"
+        return f"{self.cls or self.module.rpartition('.')[2]}.{self.function}"
 
     def owner(self) -> Any:
         """The class or module that holds the function."""
-        module, _, cls = self.place.partition(":")
-        return own_class(module, cls) if cls else importlib.import_module(module)
+        return own_class(self.module, self.cls) if self.cls else importlib.import_module(self.module)
 
     def is_in_force(self) -> bool:
         return self.name in _patches_in(getattr(self.owner(), self.function, None))
@@ -139,9 +146,9 @@ def replaced_on(thing: object, function: str, replacement: Callable[..., Any]) -
 def patched_methods(patches: Iterable[Patch]) -> tuple[Methods, ...]:
     """What the patches rely on, for the seams of a generation."""
     return tuple(
-        Methods(*patch.place.split(":"), {patch.function: patch.parameters})
+        Methods(patch.module, patch.cls, {patch.function: patch.parameters})
         for patch in patches
-        if ":" in patch.place and patch.parameters is not None
+        if patch.cls and patch.parameters is not None
     )
 
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.patches.patching import Needed
-from spillway_connector.engine.patches.v023 import PATCHES
+from spillway_connector.engine.patches.vllm_patches import V023
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
@@ -37,7 +37,7 @@ class SpillwayConnector(ConnectorBase):
     Methods without a docstring keep the contract of KVConnectorBase_V1 and delegate to that half.
     """
 
-    _seams, _patches = SEAMS, PATCHES
+    _seams, _patches = SEAMS, V023
 
     @override
     def _make_spec(self) -> OffloadingSpec:

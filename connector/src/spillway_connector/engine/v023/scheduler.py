@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, R
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.requests.state import RequestFields
-from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.requests.tenancy import context_of
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
@@ -65,16 +65,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
-        params = request.kv_transfer_params
-        tenant = tenant_of(getattr(request, "cache_salt", None))
-        context = TenantContext(
-            request.request_id,
-            params,
-            tenant=tenant,
-            session=session,
-            retention=retention_of(params),
-            hand_over=is_handed_over(params),
-        )
+        context = context_of(request, session, req_id=request.request_id, kv_transfer_params=request.kv_transfer_params)
         return RequestState(
             config=self.config,
             req=request,

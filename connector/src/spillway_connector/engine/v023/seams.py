@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spillway_connector.engine.generation import COMMON_METHODS, OFFLOADING, Methods, Seams
 from spillway_connector.engine.patches.patching import patched_methods
-from spillway_connector.engine.patches.v023 import PATCHES
+from spillway_connector.engine.patches.vllm_patches import V023
 
 SEAMS = Seams(
     names={
@@ -55,6 +55,6 @@ SEAMS = Seams(
             {"get_skip_reading_prefix_cache": ("self",)},
         ),
         *COMMON_METHODS,
-        *patched_methods(PATCHES),
+        *patched_methods(V023),
     ),
 )

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
-from spillway_connector.engine.patches.v030 import PATCHES
+from spillway_connector.engine.patches.vllm_patches import V030
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v030.seams import SEAMS
@@ -34,7 +34,7 @@ class SpillwayConnector(ConnectorBase):
     hits, and pending work, for which the engine keeps stepping.
     """
 
-    _seams, _patches = SEAMS, PATCHES
+    _seams, _patches = SEAMS, V030
 
     @override
     def _make_spec(self) -> OffloadingSpec:

@@ -37,7 +37,7 @@ from vllm.v1.request import Request
 
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.requests.state import RequestFields
-from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.requests.tenancy import context_of
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.shared_tiers.events import shared_tier_events
 from spillway_connector.engine.v030.scheduler_control import SchedulerControlV030
@@ -102,14 +102,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         upstream = _create_req_context(request)
         fields = {field.name: getattr(upstream, field.name) for field in dataclasses.fields(upstream) if field.init}
-        params = request.kv_transfer_params
-        context = TenantContext(
-            **fields,
-            tenant=tenant_of(request.cache_salt),
-            session=session,
-            retention=retention_of(params),
-            hand_over=is_handed_over(params),
-        )
+        context = context_of(request, session, **fields)
         return RequestState(
             config=self.config,
             req=request,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spillway_connector.engine.generation import COMMON_METHODS, OFFLOADING, Methods, Seams
 from spillway_connector.engine.patches.patching import patched_methods
-from spillway_connector.engine.patches.v030 import PATCHES
+from spillway_connector.engine.patches.vllm_patches import V030
 
 SEAMS = Seams(
     names={
@@ -79,6 +79,6 @@ SEAMS = Seams(
             },
         ),
         *COMMON_METHODS,
-        *patched_methods(PATCHES),
+        *patched_methods(V030),
     ),
 )
