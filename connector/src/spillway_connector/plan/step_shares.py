@@ -7,10 +7,11 @@ there lately, and more than a few full steps; a session does among those of its 
 
 While others have a prompt to compute, a step computes none of a flood's, up to a few steps in a row; then one step is
 the engine's own, so that the flood does not starve. While no other has one, what remains of a flood to them is the step
-that is under way when their prompt arrives, and with asynchronous scheduling the next one. So a step of a flood's
-prompts takes about STEP_TIMES as long as one of very few tokens, by what steps were measured to take. If others wait
-for blocks, which no short step gives them, prompts of the flood that have begun get full steps, and no other of them
-begins: it would take the blocks that are freed.
+that is under way when their prompt arrives, and with asynchronous scheduling the next one if that is planned. So a step
+of a flood's prompts takes about STEP_TIMES as long as one of very few tokens, by what steps were measured to take, and
+the next step is planned when part of that time is over. If others wait for blocks, which no short step gives them,
+prompts of the flood that have begun get full steps, and no other of them begins: it would take the blocks that are
+freed.
 
 A step of others' prompts leaves out the flood's requests that decode, too, so that it takes no longer than without the
 flood; never two steps in a row do, and none does if the last such step had no room for others' prompts. All other
@@ -39,6 +40,8 @@ MEASURED_EVERY = 32
 LEAST_TIMES_KEPT = 5
 STEP_TIMES = 1.2  # that least time
 CHANGE = 1.05  # of the size of a flood's step, after each one that was measured
+HELD_SHARE = 0.6  # of the least time that a step takes, until the next one is planned while a flood's is under way
+HELD_SECONDS_MAX = 0.1
 STEPS_WITHOUT_FLOOD_MAX = 3  # in a row, while a flood has a prompt to compute
 STEPS_WITHOUT_DECODES_MAX = 1  # in a row: of a flood
 PARTIES_MAX = 128  # followed at a time; the one that was served least lately is forgotten, and counts as not served
@@ -103,7 +106,8 @@ class _FloodSteps:
     """How many of a flood's tokens a step computes, by what such steps take.
 
     The time between two plans is that of one of the two steps before them, since one may be under way while the next
-    one is planned. So it counts if those two were alike.
+    one is planned. So it counts if those two were alike, and if both plans were held as long: that of a step behind
+    one that measures is not.
     """
 
     def __init__(self, step_tokens: int) -> None:
@@ -120,6 +124,12 @@ class _FloodSteps:
         self._number += 1
         self._asked = LEAST_TOKENS if measures else int(self._tokens)
         return self._asked
+
+    def held_seconds(self) -> float:
+        """For how long the next plan is held if the one before was of a flood's step."""
+        if self._last_two[1] <= LEAST_TOKENS or not self._least_seconds:
+            return 0.0
+        return min(HELD_SHARE * median(self._least_seconds), HELD_SECONDS_MAX)
 
     def planned(self, tokens: int, now: float) -> None:
         """A step is planned with so many prompt tokens."""
@@ -174,7 +184,7 @@ class StepShares:
 
     def _next_step(self, waiting: Collection[Party], decoding: Collection[Party], now: float) -> Step | None:
         able = set(waiting) - self._passed_over
-        floods = {party for party in {*waiting, *decoding} if self._floods(party, now)} if able else set()
+        floods = {party for party in {*waiting, *decoding} if self.floods(party, now)} if able else set()
         if not floods:
             self._passed_over.clear()
             return None
@@ -191,6 +201,11 @@ class StepShares:
         if not able.issuperset(waiting):
             return Step(frozenset({least}), None, begins=False)
         return Step(frozenset({least}), self._flood_steps.next())
+
+    def held_seconds(self) -> float:
+        """For how long the engine shall not plan its next step if one is under way, unless a party comes that floods
+        nobody."""
+        return self._flood_steps.held_seconds()
 
     def computed_alone(self, tokens: int, now: float) -> None:
         """A step has computed so many tokens while no more than one party was there lately. Those of its answers may
@@ -218,7 +233,8 @@ class StepShares:
         self._tenants.add(party.tenant, tokens, now)
         self._parties.add(party, tokens, now)
 
-    def _floods(self, party: Party, now: float) -> bool:
+    def floods(self, party: Party, now: float) -> bool:
+        """Whether the party, or its tenant, floods the engine."""
         tenant = party.tenant
         return self._is_more(self._tenants, tenant, (each for each in self._tenants if each != tenant), now) or (
             self._is_more(

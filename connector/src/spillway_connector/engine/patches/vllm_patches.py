@@ -140,7 +140,7 @@ _COMMON: Sequence[Patch] = (
 )
 
 
-def _steering(schedule: str) -> tuple[Patch, Patch]:
+def _steering(schedule: str) -> Sequence[Patch]:
     """The patches that let a feature choose what a step computes.
 
     Args:
@@ -163,8 +163,17 @@ def _steering(schedule: str) -> tuple[Patch, Patch]:
             signature=schedule,
             replacement=f"{_ENGINE}.features.fair_steps:stepping_fairly",
             needed_by=Needed.FAIR_STEPS,
-            reason="vLLM fills a step with the prompts that it began, whoever sent them, and others wait for all of it",
+            reason="vLLM fills a step with the prompts that it began, also those of a flood, and others wait for all of it",
             until="vLLM shares its steps among tenants, or lets connectors leave requests out of one",
+        ),
+        Patch(
+            name="fair-step-plans",
+            place=f"{_ENGINE_CORE}Proc",
+            signature="_process_input_queue(self)",
+            replacement=f"{_ENGINE}.features.fair_steps:awaiting_others",
+            needed_by=Needed.FAIR_STEPS,
+            reason="vLLM plans a step as soon as the one before it has begun, so a prompt that comes then waits for both",
+            until="vLLM plans a step when the one before it is about to end",
         ),
     )
 
