@@ -120,10 +120,16 @@ class Served:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
 
     async def ask(
-        self, party: Party, tokens: int, answer: int, asked: dict[str, tuple[float, float]] | None = None
+        self,
+        party: Party,
+        tokens: int,
+        answer: int,
+        asked: dict[str, tuple[float, float]] | None = None,
+        orders: str = "",
     ) -> float:
-        """Seconds to the first token; returns when the answer has ended. asked: gets the times, by the name."""
-        name = f"{self._given.serve} {next(self._numbers)}"
+        """Seconds to the first token; returns when the answer has ended. asked: gets the times, by the name.
+        orders: to step_stamps.py."""
+        name = f"{orders or self._given.serve} {next(self._numbers)}"
         tokens = max(1, int(tokens * self._times))
         prompt = [token % self._vocabulary for token in gpu.make_prompt(name, tokens)]
         sampling = self._sampling(
@@ -148,7 +154,7 @@ class Served:
         seen, counts, asked = Seen(), False, dict[str, tuple[float, float]]()
         stamps = self._folder / f"{self._given.serve}_{name}_{constants}.csv"
         orders = "" if constants == AS_IT_IS else constants.replace(",", " ")
-        await self.ask(Party(f"{self._stamps.MARK}{orders} file={stamps}", "bench"), 1, 1)
+        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}{orders} file={stamps}")
 
         async def user() -> None:
             while True:
@@ -180,7 +186,7 @@ class Served:
             task.result()
         await asyncio.sleep(1.0)  # until the engine has dropped what was cancelled
         defaults = " ".join(f"{each}={getattr(step_shares, each)}" for each in _constants(constants))
-        await self.ask(Party(f"{self._stamps.MARK}{defaults} file=", "bench"), 1, 1)
+        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}{defaults} file=")
         seen.parts = self._stamps.medians(self._stamps.read(stamps), asked)
         return seen
 

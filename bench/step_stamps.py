@@ -1,7 +1,7 @@
 """When an engine's scheduler planned each step and when its result was there, and how long the user's prompts waited.
 
 vLLM is given `step_stamps.Stamped` or `step_stamps.StampedAsync` as its scheduler class; both do what vLLM's own do. A
-request whose salt begins with MARK is an order from the bench: `file PATH` begins a file of stamps, and any other word
+request whose name begins with MARK is an order from the bench: `file PATH` begins a file of stamps, and any other word
 sets a constant of the rule of fair steps, `STEP_TIMES=1.1`.
 
 A line of the file is `step,planned,seconds of planning,result,prompt tokens,requests that decode` or
@@ -37,9 +37,9 @@ class _Stamping:
         self._planned: dict[int, tuple[float, float, int, int]] = {}
 
     def add_request(self, request: Any) -> None:
-        salt = request.cache_salt or ""
-        if salt.startswith(MARK):
-            for word in salt.removeprefix(MARK).split():
+        name = request.request_id
+        if name.startswith(MARK):
+            for word in name.rpartition("-")[0].removeprefix(MARK).split():
                 self._obey(word)
         self._came[request.request_id] = time.monotonic()
         super().add_request(request)  # type: ignore[misc]

@@ -51,8 +51,8 @@ class FairEngine(SimulatedEngine):
         """False: some prompts were left out, and there was no room for any of the others."""
         prompts = [each for each in (*self._running, *self._waiting) if not each.generated]
         self._computed.clear()
-        decoding = {self._party(each) for each in self._running if each.generated}
-        step = self._shares.next_step(set(map(self._party, prompts)), now, decoding)
+        present = set(map(self._party, (*self._running, *self._waiting)))
+        step = self._shares.next_step(set(map(self._party, prompts)), now, present)
         if step is None:
             super()._begin_step(now)
         else:

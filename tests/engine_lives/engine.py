@@ -251,8 +251,8 @@ class Engine:
             fair._clock = lambda: 0.25 * self.figures.steps
             next_step = shares.next_step
 
-            def counting_step(waiting: Collection[Party], now: float, decoding: Collection[Party]) -> Step | None:
-                chosen = next_step(waiting, now, decoding)
+            def counting_step(waiting: Collection[Party], now: float, present: Collection[Party]) -> Step | None:
+                chosen = next_step(waiting, now, present)
                 self.figures.fair_steps += chosen is not None and chosen.tokens is None
                 self.figures.flood_steps += chosen is not None and chosen.tokens is not None
                 return chosen

@@ -83,15 +83,14 @@ class FairSteps(SteeringFeature):
             return output
         begun = [(request, self._party_of(request)) for request in scheduler.running]
         running = [(request, party) for request, party in begun if _computes_prompt(request)]
-        decoding = [(request, party) for request, party in begun if not _computes_prompt(request)]
         waiting = [(request, self._party_of(request)) for each in _queues(scheduler) for request in each]
         ready = {party for _, party in running} | {party for request, party in waiting if request.status in _READY}
-        step = self._shares.next_step(ready, now, {party for _, party in decoding})
+        step = self._shares.next_step(ready, now, {party for _, party in (*begun, *waiting)})
         if step is None:
             output = plan()
         else:
             others = [request for request, party in running if party not in step.parties]
-            others += [request for request, party in decoding if party in step.pauses]
+            others += [request for request, party in begun if party in step.pauses and not _computes_prompt(request)]
             # vLLM finds that a load or a grammar is done only of requests that it plans with. In a step of a flood,
             # which comes at least after a few of others, those of everybody are.
             queued = {
@@ -107,8 +106,8 @@ class FairSteps(SteeringFeature):
         self._shares.computed(tokens, now)
         if step is not None and not any(tokens[party] for party in step.parties):
             self._shares.passed_over(step.parties)
-        if step is not None and step.is_floods:
-            self._held_seconds = self._shares.held_seconds()
+        if step is not None:
+            self._held_seconds = step.held_seconds
         return output
 
     def _party_of(self, request: Request) -> Party:
