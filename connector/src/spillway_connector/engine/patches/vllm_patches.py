@@ -163,7 +163,8 @@ def _steering(schedule: str) -> Sequence[Patch]:
             signature=schedule,
             replacement=f"{_ENGINE}.features.fair_steps:stepping_fairly",
             needed_by=Needed.FAIR_STEPS,
-            reason="vLLM fills a step with the prompts that it began, also those of a flood, and others wait for all of it",
+            reason="vLLM fills a step with the prompts that it began, also those of a flood, and others wait for all of "
+            "it",
             until="vLLM shares its steps among tenants, or lets connectors leave requests out of one",
         ),
         Patch(
@@ -172,7 +173,8 @@ def _steering(schedule: str) -> Sequence[Patch]:
             signature="_process_input_queue(self)",
             replacement=f"{_ENGINE}.features.fair_steps:awaiting_others",
             needed_by=Needed.FAIR_STEPS,
-            reason="vLLM plans a step as soon as the one before it has begun, so a prompt that comes then waits for both",
+            reason="vLLM plans a step as soon as the one before it has begun, so a prompt that comes then waits for "
+            "both",
             until="vLLM plans a step when the one before it is about to end",
         ),
     )
