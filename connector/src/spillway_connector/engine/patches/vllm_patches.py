@@ -163,8 +163,8 @@ def _steering(schedule: str) -> Sequence[Patch]:
             signature=schedule,
             replacement=f"{_ENGINE}.features.fair_steps:stepping_fairly",
             needed_by=Needed.FAIR_STEPS,
-            reason="vLLM fills a step with the prompts that it began, also those of a flood, and others wait for all of "
-            "it",
+            reason="vLLM fills a step with the prompts that it began, also those of a flood, and others wait for all "
+            "of it",
             until="vLLM shares its steps among tenants, or lets connectors leave requests out of one",
         ),
         Patch(
