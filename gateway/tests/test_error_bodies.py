@@ -37,7 +37,7 @@ def all_errors(cls: type[GatewayError]) -> list[type[GatewayError]]:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
-CLIENT = Path(__file__).parents[1] / "src" / "spillway_gateway" / "client" / "bounded_connection.py"
+SOURCE = Path(__file__).parents[1] / "src" / "spillway_gateway"
 
 
 def test_docs_have_every_status_with_its_code() -> None:
@@ -49,10 +49,14 @@ def test_docs_have_every_status_with_its_code() -> None:
         for status in statuses.split(", ")
         for code in re.findall(r"`(\w+)`", codes)
     }
-    refusals = re.findall(r'Refusal\(\s*(\d+),\s*"(\w+)"', CLIENT.read_text(encoding="utf-8"))
+    client = (SOURCE / "client" / "bounded_connection.py").read_text(encoding="utf-8")
+    refusals = re.findall(r'Refusal\(\s*(\d+),\s*"(\w+)"', client)
     assert len(refusals) > 5
     raised = {(error.status, error.code) for error in all_errors(GatewayError)}
     assert {*raised, *((int(status), code) for status, code in refusals)} <= documented
+    rooms = "\n".join(path.read_text(encoding="utf-8") for path in (SOURCE / "api").glob("*.py"))
+    named = set(re.findall(r'code="(\w+)"|message, code = f".*", "(\w+)"', rooms))
+    assert {code for pair in named for code in pair if code} <= {code for _, code in documented}
 
 
 def test_every_status_has_an_anthropic_type() -> None:
