@@ -154,7 +154,9 @@ class Served:
         seen, counts, asked = Seen(), False, dict[str, tuple[float, float]]()
         stamps = self._folder / f"{self._given.serve}_{name}_{constants}.csv"
         orders = "" if constants == AS_IT_IS else constants.replace(",", " ")
-        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}{orders} file={stamps}")
+        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}LATELY_SECONDS=0")  # forgets the parties of other cases
+        lately = f"LATELY_SECONDS={step_shares.LATELY_SECONDS}"
+        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}{lately} {orders} file={stamps}")
 
         async def user() -> None:
             while True:
