@@ -142,7 +142,11 @@ def test_keys_that_are_not_reproducible_are_refused(model: Path) -> None:
 def test_adapters_need_a_version_of_the_weights(model: Path) -> None:
     with pytest.raises(ConfigError, match="weights_version"):
         Parts(model, enable_lora=True).document()
-    assert Parts(model, EXTRA | {"weights_version": "1"}, enable_lora=True).document()
+    named = Parts(model, EXTRA | {"weights_version": "1"}, enable_lora=True)
+    with pytest.raises(ConfigError, match="enable_lora on a CPU"):  # which computes the base model's own wrongly
+        named.document()
+    named.vllm_config.device_config.device_type = "npu"
+    assert named.document()
     with pytest.raises(ConfigError, match="weights_version: 1 is not a text"):
         Parts(model, EXTRA | {"weights_version": 1}).document()
 

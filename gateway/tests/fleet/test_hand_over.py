@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from spillway_gateway.fleet.hand_over import HALF_LIFE_SECONDS, HandOver, HandOverPrice
+from spillway_gateway.turns import Turns
 
 
 class Moving:
@@ -15,6 +16,7 @@ class Moving:
         self.hinted: list[int] = []
         self.now = 0.0
         self.price = HandOverPrice(50.0, lambda: self.now)
+        self.looks = Turns(32)
 
     async def pause(self, seconds: float) -> None:
         self.now += seconds
@@ -22,7 +24,13 @@ class Moving:
 
     def begin(self, wanted: int) -> HandOver:
         return HandOver(
-            lambda: self.tokens, wanted, self.hinted.append, self.price, pause=self.pause, clock=lambda: self.now
+            lambda: self.tokens,
+            wanted,
+            self.hinted.append,
+            self.price,
+            self.looks,
+            pause=self.pause,
+            clock=lambda: self.now,
         )
 
 
@@ -76,3 +84,26 @@ async def test_a_cancelled_wait_ends_the_following() -> None:
     before = moving.now
     await settle()
     assert moving.now == before
+
+
+async def test_few_of_many_prompts_are_looked_at_in_one_iteration() -> None:
+    looks, many, per_iteration = 0, 500, 4
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        return 0
+
+    async def pause(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    turns = Turns(per_iteration)
+    following = [HandOver(look, 1, lambda tokens: None, HandOverPrice(50.0), turns, pause=pause) for _ in range(many)]
+    before = looks
+    for _ in range(2 * many // per_iteration):
+        await asyncio.sleep(0)
+        assert looks - before <= per_iteration
+        before = looks
+    assert looks >= 2 * many  # each when it began, and once more
+    for each in following:
+        each.end()

@@ -21,9 +21,9 @@ from spillway_gateway.fleet import kv_events, kv_replay
 from spillway_gateway.fleet.block_holders import STEP_BLOCKS
 from spillway_gateway.fleet.engine import Engine, EngineState
 from spillway_gateway.fleet.event_decoder import BlockRemoved, Tier
-from spillway_gateway.fleet.kv_events import EventFollower
+from spillway_gateway.fleet.kv_events import EventFollower, in_turns
 from spillway_gateway.fleet.kv_replay import ReplayFailed
-from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.fleet.prefix_index import SWEEP_STEPS_PER_ITERATION, PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.routing.fleet_view import NOTHING_HELD
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys
@@ -562,3 +562,23 @@ async def test_one_message_of_many_blocks_is_applied_over_many_event_loop_iterat
     context.destroy(linger=0)
 
     assert max(after - before for before, after in itertools.pairwise(seen)) <= STEP_BLOCKS
+
+
+async def test_few_steps_over_the_index_are_taken_in_one_iteration() -> None:
+    """However many engines leave at once."""
+    index = PrefixIndex("m", bytes_max=10_000_000, orphans_max=100, default_block_tokens=BLOCK, clock=lambda: 0.0)
+    taken = 0
+
+    def steps() -> Iterator[None]:
+        nonlocal taken
+        for _ in range(3):
+            taken += 1
+            yield
+
+    leaving = [asyncio.create_task(in_turns(index, steps())) for _ in range(50 * SWEEP_STEPS_PER_ITERATION)]
+    before = 0
+    while not all(task.done() for task in leaving):
+        await asyncio.sleep(0)
+        assert taken - before <= SWEEP_STEPS_PER_ITERATION
+        before = taken
+    assert taken == 3 * len(leaving)

@@ -13,6 +13,7 @@ from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import Message, from_front
 from spillway_gateway.processes.router_client import RouterClient
+from spillway_gateway.turns import Turns
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, GatewayError)]
 
@@ -30,7 +31,7 @@ async def asked_of(
 
     own, its = socket.socketpair()
     client = RouterClient(on_message, lambda: None)
-    router = await Channel.over(own, from_front, received, lambda: None)
+    router = await Channel.over(own, from_front, received, lambda: None, Turns(1))
     await client.connect(its)
     try:
         yield client, router, arrived

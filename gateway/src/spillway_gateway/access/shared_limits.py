@@ -122,17 +122,15 @@ class SharedLimits:
             for account in self._accounts.values()
             if account.due or (account.usage.running_requests and account.reported_at <= stale)
         ]
-        gate = asyncio.Semaphore(REPORTS_AT_A_TIME)
 
-        async def report_one(account: _Account) -> None:
-            async with gate:
-                if self.connected:
-                    try:
-                        await self._round_trip(account, self._patience_seconds)
-                    except SharedLimitsUnavailable:
-                        pass
+        async def report_some() -> None:
+            while due and self.connected:
+                try:
+                    await self._round_trip(due.pop(), self._patience_seconds)
+                except SharedLimitsUnavailable:
+                    pass
 
-        await asyncio.gather(*(report_one(account) for account in due))
+        await asyncio.gather(*(report_some() for _ in range(min(REPORTS_AT_A_TIME, len(due)))))
 
     async def close(self) -> None:
         """Report ended requests and close the connections, within BACKGROUND_SECONDS."""

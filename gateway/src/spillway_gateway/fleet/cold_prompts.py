@@ -113,10 +113,9 @@ class ColdPrompts:
             async with asyncio.timeout(max(0.0, turn.until - self._clock())):
                 await woken
         except TimeoutError:
-            pass
+            await self._turns.wait()
         finally:
             turn.wake = None
-        await self._turns.wait()
 
     def leave(self, turn: ColdTurn) -> None:
         """It was sent, or nobody waits for it any more. Its place goes to the next one."""
@@ -130,12 +129,12 @@ class ColdPrompts:
         if self._waiting and self._has_room(engine):
             first = self._first_of(engine)
             if first is not None:
-                _wake(first)
+                self._wake(first)
 
     def changed(self) -> None:
         """An engine came or went."""
         for turn in list(self._waiting):
-            _wake(turn)
+            self._wake(turn)
 
     def _has_room(self, engine: Engine) -> bool:
         return engine.prefills.cold_tokens < COLD_SECONDS * engine.rates.prefill_tokens_per_second
@@ -147,8 +146,7 @@ class ColdPrompts:
                 return turn
         return None
 
-
-def _wake(turn: ColdTurn) -> None:
-    turn.woken = True
-    if turn.wake is not None:
-        turn.wake()
+    def _wake(self, turn: ColdTurn) -> None:
+        turn.woken = True
+        if turn.wake is not None and self._turns.take(asyncio.get_running_loop(), turn.wake):
+            turn.wake()

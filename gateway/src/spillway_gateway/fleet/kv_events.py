@@ -313,7 +313,7 @@ class EventFollower:
 
     async def _clear(self) -> None:
         if not self._clean:
-            freeing = asyncio.create_task(_in_steps(self._index.clear_engine(self._engine.name)))
+            freeing = asyncio.create_task(in_turns(self._index, self._index.clear_engine(self._engine.name)))
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
         self._clean = True
@@ -415,7 +415,7 @@ class EventFollower:
         self._clean = False
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                await _in_steps(self._index.clear_device(name))
+                await in_turns(self._index, self._index.clear_device(name))
             else:
                 for _ in self._index.apply_in_steps(name, event, seen=batch.timestamp_seconds <= self._seen_until):
                     await self._yield_when_due()
@@ -441,7 +441,10 @@ class EventFollower:
         self._undecodable_logged = True
 
 
-async def _in_steps(steps: Iterator[None]) -> None:
-    """One step per event loop iteration, so that requests are served in between."""
+async def in_turns(index: PrefixIndex, steps: Iterator[None]) -> None:
+    """Take steps over all blocks of the index, one per event loop iteration at most, so that requests are served in
+    between."""
+    await index.sweeps.wait()
     for _ in steps:
         await asyncio.sleep(0)
+        await index.sweeps.wait()

@@ -20,7 +20,7 @@ from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, being_computed, is_cold
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
 from spillway_gateway.fleet.expected_blocks import Expected
-from spillway_gateway.fleet.hand_over import HandOver, HandOverPrice
+from spillway_gateway.fleet.hand_over import LOOKS_PER_ITERATION, HandOver, HandOverPrice
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_queue import ColdPrompt
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
@@ -31,6 +31,7 @@ from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPre
 from spillway_gateway.routing.load import load_time_ms, shared_time_ms
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
+from spillway_gateway.turns import Turns
 from spillway_settings.roles import EngineRole
 from spillway_settings.vllm_salts import OLDEST, Version
 
@@ -210,6 +211,7 @@ class ModelFleet:
         self._breaker = breaker
         self.disaggregation = disaggregation or DisaggregationConfig()
         self._hand_over_price = HandOverPrice(self.disaggregation.hand_over_ms, clock)
+        self._hand_over_looks = Turns(LOOKS_PER_ITERATION)
         self.config = config
         self.name = config.name
         self.index = index
@@ -368,6 +370,7 @@ class ModelFleet:
             blocks * prompt.tokens_per_block,
             tell,
             self._hand_over_price,
+            self._hand_over_looks,
             clock=self._clock,
         )
 

@@ -24,7 +24,9 @@ from spillway_gateway.fleet.prefix_match import StoreOf, StoreReaders, match_blo
 from spillway_gateway.fleet.shared_stores import SharedReach, SharedStores
 from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import TOKEN_BYTES, chain_key, namespace_key
+from spillway_gateway.turns import Turns
 
+SWEEP_STEPS_PER_ITERATION = 8  # of the event loop: under 5 ms
 # KV cache groups of hybrid models whose blocks limit how far a prefix reaches; other groups are ignored.
 _PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
 
@@ -33,7 +35,8 @@ class PrefixIndex:
     """The index of one model.
 
     model: seeds the request keys. bytes_max, orphans_max: bounds; orphans_max for each engine.
-    default_block_tokens: until an event names a block size. clock: monotonic seconds.
+    default_block_tokens: until an event names a block size. clock: monotonic seconds. sweeps: turns of steps over all
+    blocks, as hundreds of engines may leave at once.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class PrefixIndex:
         self._readers: dict[bool, StoreReaders] = {}  # by whether loads have to pay; what is absent is to be computed
         self._hidden_mask = 0  # device bits of engines whose device is being cleared
         self.mismatched_blocks_total = 0
+        self.sweeps = Turns(SWEEP_STEPS_PER_ITERATION)
 
     @property
     def bytes_max(self) -> int:

@@ -1,6 +1,8 @@
 """The connection between the router process and one front: messages both ways, many requests at a time.
 
-Messages of one iteration of the event loop are written together. What waits for the other side is bounded.
+Messages of one iteration of the event loop are written together. What waits for the other side is bounded. One read may
+bring messages of thousands of requests, each of which then goes on: they are handled in turns, in order, and no more is
+read meanwhile.
 """
 
 from __future__ import annotations
@@ -8,28 +10,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
 
 from spillway_gateway.processes.messages import FrameError, Frames, Message, append_frame
+from spillway_gateway.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 WAITING_BYTES_MAX = 64 * 1024 * 1024
+HANDLED_PER_ITERATION = 64  # messages: with what a request then does, under 10 ms
 
 
 class Channel(asyncio.Protocol):
-    """On the event loop. on_message: for each message that arrives. on_closed: once, when nothing more will."""
+    """On the event loop. on_message: for each message that arrives. on_closed: once, when nothing more will. turns: of
+    all channels of the process."""
 
     def __init__(
         self,
         decoder: msgspec.msgpack.Decoder[Any],
         on_message: Callable[[Any], None],
         on_closed: Callable[[], None],
+        turns: Turns,
     ) -> None:
         self._frames = Frames(decoder)
+        self._arrived: deque[Any] = deque()
+        self._turns = turns
+        self._ended = False
         self._on_message = on_message
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
@@ -45,10 +55,13 @@ class Channel(asyncio.Protocol):
         decoder: msgspec.msgpack.Decoder[Any],
         on_message: Callable[[Any], None],
         on_closed: Callable[[], None],
+        turns: Turns,
     ) -> Channel:
         """The channel over one end of a socket pair, which it then owns."""
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(decoder, on_message, on_closed), sock=connected)
+        _, channel = await loop.create_unix_connection(
+            lambda: cls(decoder, on_message, on_closed, turns), sock=connected
+        )
         return channel
 
     @property
@@ -107,17 +120,39 @@ class Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            messages = self._frames.feed(data)
+            self._arrived += self._frames.feed(data)
         except FrameError as error:
             logger.error("between processes: %s", error)
             self.abort()
             return
-        for message in messages:
-            try:
-                self._on_message(message)
-            except Exception:  # of one request; the others go on
-                logger.exception("between processes: a message was not handled")
+        self._handle_arrived()
+        if self._arrived and self._transport is not None:
+            self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._on_closed()
+        self._ended = True
+        if not self._arrived:
+            self._on_closed()
+
+    def _handle_arrived(self) -> None:
+        while self._arrived:
+            if not self._turns.take(self._loop, self._go_on):
+                return
+            self._handle_first()
+
+    def _go_on(self) -> None:
+        self._handle_first()
+        self._handle_arrived()
+        if self._arrived:
+            return
+        if self._ended:
+            self._on_closed()
+        elif self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _handle_first(self) -> None:
+        try:
+            self._on_message(self._arrived.popleft())
+        except Exception:  # of one request; the others go on
+            logger.exception("between processes: a message was not handled")

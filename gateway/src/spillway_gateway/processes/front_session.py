@@ -7,6 +7,7 @@ import logging
 import socket
 from array import array
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -31,12 +32,15 @@ from spillway_gateway.processes.routed_place import RoutedPlace
 from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.prefix import PromptBlocks
+from spillway_gateway.turns import Turns
 from spillway_gateway.upstream.local_router import LocalRouter
 from spillway_gateway.upstream.router import Admitted
 
 logger = logging.getLogger(__name__)
 
 KEY = "Q"  # of an array of block hashes
+RELEASED_PER_ITERATION = 64  # requests of a front that has ended
+OWNER_LOOKS_MAX = 64
 _QUESTIONS = (messages.Route, messages.Begin, messages.FindOwner, messages.Operator, messages.Ended)
 
 
@@ -48,6 +52,7 @@ class FrontSession:
         router: routes and counts for all fronts.
         publisher: tells fronts the state of engines.
         operators: the application of operators' routes, which asks for their keys.
+        turns: of the messages of all fronts.
         on_listening: called when the front accepts connections.
         on_closed: called when the front has ended, and everything of it is released.
     """
@@ -58,6 +63,7 @@ class FrontSession:
         router: LocalRouter,
         publisher: StatePublisher,
         operators: ASGIApp,
+        turns: Turns,
         *,
         on_listening: Callable[[], None],
         on_closed: Callable[[FrontSession], None],
@@ -66,6 +72,7 @@ class FrontSession:
         self._router = router
         self._publisher = publisher
         self._operators = operators
+        self._turns = turns
         self._on_listening = on_listening
         self._on_closed = on_closed
         self._places: dict[int, RoutedPlace] = {}
@@ -99,7 +106,7 @@ class FrontSession:
 
     async def connect(self, front: socket.socket) -> None:
         """front: one end of a socket pair, which the session then owns."""
-        self._channel = await Channel.over(front, from_front, self._received, self._closed)
+        self._channel = await Channel.over(front, from_front, self._received, self._closed, self._turns)
 
     def _received(self, message: Message) -> None:
         self._heard = True
@@ -128,17 +135,23 @@ class FrontSession:
         channel.send(message)
 
     def _closed(self) -> None:
-        """The front has ended: release its requests."""
-        for task in self._tasks:
-            task.cancel()
-        for place in list(self._places.values()):
-            place.leave()
-        self._places.clear()
-        for admitted in self._admitted.values():
-            admitted.end(NOTHING_OWED)
-        self._admitted.clear()
         for counted in self._counted.values():
             counted.set()
+        self._releasing = asyncio.create_task(self._release())
+
+    async def _release(self) -> None:
+        """The front has ended: release its requests, a few in each iteration of the event loop. Those that wait are the
+        first, so that none of them gets the place of one that ran."""
+        places = sorted(self._places.values(), key=lambda place: place.waiting is None)
+        releases: list[Callable[[], object]] = [place.leave for place in places]
+        releases += [task.cancel for task in self._tasks]
+        releases += [partial(admitted.end, NOTHING_OWED) for admitted in self._admitted.values()]
+        for number, release in enumerate(releases, 1):
+            release()
+            if number % RELEASED_PER_ITERATION == 0:
+                await asyncio.sleep(0)
+        self._places.clear()
+        self._admitted.clear()
         self._on_closed(self)
         self.ended.set()
 
@@ -363,13 +376,13 @@ class FrontSession:
             self._router.count_continued(said.model, said.seconds)
 
     async def _find_owner(self, asked: messages.FindOwner) -> None:
-        owner = await self._router.owner_of(asked.response, asked.tenant)
-        if owner is None:
-            # Another front may have sent it already: its message then waits in a socket that this iteration has yet to
-            # read.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+        for looked in range(OWNER_LOOKS_MAX):
             owner = await self._router.owner_of(asked.response, asked.tenant)
+            # Another front may have sent it already: its message then waits in a socket that this iteration has yet to
+            # read, or for its turn.
+            if owner is not None or (looked >= 2 and not self._turns.spent):
+                break
+            await asyncio.sleep(0)
         if owner is None:
             self.send(messages.OwnerIs(asked.number, None, "", 0))
         else:

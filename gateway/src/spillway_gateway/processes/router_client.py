@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from spillway_gateway import errors
 from spillway_gateway.errors import GatewayError, GatewayOverloaded
 from spillway_gateway.processes import messages
-from spillway_gateway.processes.channel import Channel
+from spillway_gateway.processes.channel import HANDLED_PER_ITERATION, Channel
 from spillway_gateway.processes.messages import Message, from_router
+from spillway_gateway.turns import Turns
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -34,7 +35,8 @@ class RouterClient:
 
     async def connect(self, router: socket.socket) -> None:
         """router: one end of a socket pair, which the client then owns."""
-        self._connected = await Channel.over(router, from_router, self._received, self._on_lost)
+        turns = Turns(HANDLED_PER_ITERATION)
+        self._connected = await Channel.over(router, from_router, self._received, self._on_lost, turns)
 
     @property
     def _channel(self) -> Channel:

@@ -31,12 +31,14 @@ from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.ops.server import OperationsServer
 from spillway_gateway.ops.serving import Processes
 from spillway_gateway.processes import messages
+from spillway_gateway.processes.channel import HANDLED_PER_ITERATION
 from spillway_gateway.processes.counts import SummedCounts
 from spillway_gateway.processes.front_session import FrontSession
 from spillway_gateway.processes.fronts import Fronts, Spawn, spawn
 from spillway_gateway.processes.messages import Message
 from spillway_gateway.processes.shares import front_config
 from spillway_gateway.processes.state_publisher import StatePublisher
+from spillway_gateway.turns import Turns
 from spillway_gateway.upstream.local_router import LocalRouter
 from spillway_gateway.upstream.suspects import Fingerprint
 
@@ -91,6 +93,7 @@ class RouterServer:
         gateway = self.gateway = Gateway(config, config_path, serving=partial(ServingFronts, self.fronts))
         assert isinstance(gateway.router, LocalRouter)
         self._router = gateway.router
+        self._turns = Turns(HANDLED_PER_ITERATION)
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = host, port
         self._operators = Starlette(
@@ -114,7 +117,13 @@ class RouterServer:
 
     def _new_session(self, on_listening: Callable[[], None], on_closed: Callable[[FrontSession], None]) -> FrontSession:
         return FrontSession(
-            self.gateway, self._router, self.publisher, self._operators, on_listening=on_listening, on_closed=on_closed
+            self.gateway,
+            self._router,
+            self.publisher,
+            self._operators,
+            self._turns,
+            on_listening=on_listening,
+            on_closed=on_closed,
         )
 
     def _first_messages(self) -> Iterator[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 import aiohttp
@@ -13,7 +13,7 @@ from spillway_gateway.background import guarded, supervised
 from spillway_gateway.config.settings import HealthConfig
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.health import HealthPoller
-from spillway_gateway.fleet.kv_events import EventFollower
+from spillway_gateway.fleet.kv_events import EventFollower, in_turns
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
 
@@ -61,13 +61,13 @@ class EngineTasks:
         if events is not None:
             events.cancel()  # before its name is free for another engine in the index
         steps = index.retire_engine(engine.name)
-        task = asyncio.create_task(guarded(self._depart(engine, steps), f"departure of {engine.name}"))
+        departure = self._depart(engine, in_turns(index, steps))
+        task = asyncio.create_task(guarded(departure, f"departure of {engine.name}"))
         self._departures.add(task)
         task.add_done_callback(self._departures.discard)
 
-    async def _depart(self, engine: Engine, steps: Iterator[None]) -> None:
-        for _ in steps:
-            await asyncio.sleep(0)
+    async def _depart(self, engine: Engine, freed: Coroutine[object, object, None]) -> None:
+        await freed
         idle = asyncio.Event()
         engine.on_idle = idle.set
         if engine.running_requests:
