@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "turns",
         "write_coalescing",
     },
-    "picker": {"background", "client", "config", "errors", "fleet", "lifecycle", "upstream", "write_coalescing"},
+    "picker": {"client", "errors", "fleet", "lifecycle", "upstream", "write_coalescing"},
     "tracing": {"config", "fleet", "routing", "upstream"},
     "scaling": {"background", "config", "discovery", "fleet", "metrics", "routing", "upstream"},
     "roster": {
@@ -88,7 +88,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 ALLOWED["app"] = ALLOWED.keys() - {"__init__"}
-ALLOWED["listeners"] = {"app", "background", "client", "config", "errors", "ops"}
+ALLOWED["listeners"] = {"app", "background", "client", "config", "errors", "ops", "picker"}
 ALLOWED["processes"] = ALLOWED.keys() - {"__init__", "tracing", "write_coalescing"}
 ALLOWED["__main__"] = {
     "access",

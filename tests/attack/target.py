@@ -66,7 +66,8 @@ class Harm:
 
 class Target:
     """settings: top-level sections of the gateway's configuration. model, engine: further keys of the attacked
-    model and of its engine. model_length: tokens that the attacked model takes. more_models: beside it.
+    model and of its engine. model_length: tokens that the attacked model takes. more_models: beside it. picker:
+    proxies may ask it, on picker_port.
     descriptors: RLIMIT_NOFILE of the gateway. key: the other client's. gaps: time its stream."""
 
     def __init__(
@@ -80,6 +81,7 @@ class Target:
         model_length: int = 100_000,
         more_models: Sequence[dict[str, Any]] = (),
         key: str = "",
+        picker: bool = False,
         gaps: bool = False,
     ) -> None:
         self._folder = folder
@@ -93,7 +95,7 @@ class Target:
                 {"name": PACED_MODEL, "engines": [{"name": "paced-0", "url": paced}]},
                 *more_models,
             ]
-            self._start_gateway(models, settings or {}, descriptors)
+            self._start_gateway(models, settings or {}, descriptors, picker=picker)
             self._through = self._stream(self.port, "through", key)
             self._beside = self._stream(int(paced.rpartition(":")[2]), "beside", key) if gaps else None
         except BaseException:
@@ -101,10 +103,10 @@ class Target:
             raise
 
     def _start_gateway(
-        self, models: Sequence[dict[str, Any]], settings: dict[str, Any], descriptors: int | None
+        self, models: Sequence[dict[str, Any]], settings: dict[str, Any], descriptors: int | None, *, picker: bool
     ) -> None:
         document = {
-            "listen": {"host": "127.0.0.1", "port": 0, "opsPort": 0},
+            "listen": {"host": "127.0.0.1", "port": 0, "opsPort": 0, **({"pickerPort": 0} if picker else {})},
             "models": list(models),
             **settings,
         }
@@ -122,6 +124,7 @@ class Target:
         self._processes.append(self._gateway)
         self.port = self._port_of("listening")
         self.ops_port = self._port_of("operations")
+        self.picker_port = self._port_of("endpoint picker") if picker else 0
         eventually("the gateway is ready", self._ready, SECONDS_MAX)
 
     def _engine(self, model: str, *more: str, words: int = 4, slow_seconds: float = 0.0) -> str:
@@ -142,7 +145,7 @@ class Target:
         def found() -> int | None:
             log = self.log()
             assert self._gateway.poll() is None, log
-            match = re.search(rf"{what} on http://\S+:(\d+)", log)
+            match = re.search(rf"{what} on (?:http|grpc)://\S+:(\d+)", log)
             return int(match.group(1)) if match else None
 
         return eventually(f"{what} on a port", found, SECONDS_MAX)

@@ -62,7 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
             if listen.ops_port is not None:
                 ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
                 stack.callback(ops_listener.close)
-            server = GatewayServer(Gateway(config, options.config), ops_listener)
+            picker_listener = None
+            if listen.picker_port is not None:
+                picker_listener = bind(listen.host, listen.picker_port, "listen.pickerPort")
+                stack.callback(picker_listener.close)
+            server = GatewayServer(Gateway(config, options.config), ops_listener, picker_listener)
         except (PortInUse, ConfigError) as error:
             print(f"spillway-gateway: {error}", file=sys.stderr)
             return 1
@@ -70,6 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
         log.info("listening on %s://%s:%d", "https" if listen.tls else "http", *listener.getsockname()[:2])
         if ops_listener is not None:
             log.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
+        if picker_listener is not None:
+            scheme = "grpcs" if listen.tls else "grpc"
+            log.info("endpoint picker on %s://%s:%d", scheme, *picker_listener.getsockname()[:2])
         interpreter.prepare()
         with asyncio.Runner(loop_factory=interpreter.loop_factory()) as runner:
             runner.run(server.serve(sockets=[listener]))

@@ -109,7 +109,6 @@ class Gateway:
         serving: Callable[[GatewayMetrics], Serving] = ThisProcess,
     ) -> None:
         self.config = config
-        self.picker_port: int | None = None  # that the endpoint picker listens on
         self.on_applied: list[Callable[[GatewayConfig], None]] = []
         self.lifecycle = Lifecycle()
         self.metrics = GatewayMetrics()
@@ -126,7 +125,12 @@ class Gateway:
         self.models = self.roster.models
         self.fleets = self.roster.fleets
         shares = self._descriptor_shares(config)
-        self.open_connections = OpenConnections(config.connections, shares.clients, config.limits.replies_bytes_max)
+        self.open_connections = OpenConnections(
+            config.connections,
+            shares.clients,
+            bodies_bytes_max=config.limits.bodies_bytes_max,
+            replies_bytes_max=config.limits.replies_bytes_max,
+        )
         self.promotion_hints = PromotionHints(self.metrics)
         self.suspects = Suspects(config.limits.suspect_seconds)
         self.recent = Recent()
@@ -145,11 +149,13 @@ class Gateway:
         self.warm_starts = WarmStarts(
             self.fleets, self.roster.hot_prefixes, self.promotion_hints, lies_in_store=lies_in_store
         )
-        self._scaling: dict[str, Callable[[], Coroutine[object, object, None]]] = {}  # tasks, by name
+        self._beside: dict[str, Callable[[], Coroutine[object, object, None]]] = {}  # the requests: tasks, by name
         if elsewhere is None:
-            self._scaling["deletion costs of pods"] = self.pod_costs.run
+            self._beside["deletion costs of pods"] = self.pod_costs.run
         if elsewhere is not None or config.processes == 1:  # others have no prompts
-            self._scaling["warm starts"] = self.warm_starts.run
+            self._beside["warm starts"] = self.warm_starts.run
+            if config.listen.picker_port is not None:
+                self._beside["InferenceObjectives"] = self.objectives.run
         pool = ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic)
         self.services = UpstreamServices(
             router=self.router,
@@ -229,6 +235,7 @@ class Gateway:
         services, limits = self.services, config.limits
         services.timeouts, services.limits = config.timeouts, limits
         self.suspects.seconds = limits.suspect_seconds
+        self.open_connections.body_budget.bytes_max = limits.bodies_bytes_max
         self.open_connections.reply_budget.bytes_max = limits.replies_bytes_max
         services.continuation, services.kept.bytes_max = config.continuation, config.continuation.bytes_max
         services.pool.connections_max = self._descriptor_shares(config).upstream
@@ -288,17 +295,11 @@ class Gateway:
             tasks = await stack.enter_async_context(_cancelled_at_exit())
             tasks.append(asyncio.create_task(supervised(self._trim_pool, "idle connections")))
             tasks.append(asyncio.create_task(supervised(self.gatekeeper.follow, "keys file")))
-            tasks += [asyncio.create_task(supervised(work, name)) for name, work in self._scaling.items()]
+            tasks += [asyncio.create_task(supervised(work, name)) for name, work in self._beside.items()]
             if self.gatekeeper.shared is not None:
                 tasks.append(asyncio.create_task(supervised(self.gatekeeper.shared.run, "shared limits")))
             if self.follower is not None:
                 tasks.append(asyncio.create_task(supervised(self.follower.run, "configuration file")))
-            if self.config.listen.picker_port is not None:
-                tasks.append(asyncio.create_task(supervised(self.objectives.run, "InferenceObjectives")))
-                from spillway_gateway.picker.server import picking  # noqa: PLC0415 - needed only here
-
-                picker = picking(self.config.listen, self.app, self.open_connections, self.lifecycle)
-                self.picker_port = await stack.enter_async_context(picker)
             yield
 
     async def _trim_pool(self) -> None:

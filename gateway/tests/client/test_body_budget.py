@@ -18,17 +18,17 @@ BOUND = 16 * MIB
 
 
 def test_long_bodies_leave_a_share_to_short_ones() -> None:
-    budget = BodyBudget()
+    budget = BodyBudget(BOUND)
     share = int(BOUND * LONG_BODY_SHARE)
-    budget.reserve(share, share, BOUND)
+    budget.reserve(share, share)
     with pytest.raises(BodyBudgetSpent):
-        budget.reserve(1, SHORT_BYTES_MAX + 1, BOUND)
+        budget.reserve(1, SHORT_BYTES_MAX + 1)
     for _ in range((BOUND - share) // MIB):
-        budget.reserve(MIB, SHORT_BYTES_MAX, BOUND)
+        budget.reserve(MIB, SHORT_BYTES_MAX)
     with pytest.raises(BodyBudgetSpent):
-        budget.reserve(1, 1, BOUND)
+        budget.reserve(1, 1)
     budget.release(1)
-    budget.reserve(1, 1, BOUND)
+    budget.reserve(1, 1)
 
 
 def chat(content_bytes: int, *headers: bytes, declare: bool = True) -> bytes:

@@ -105,7 +105,7 @@ class Reader:
 
 
 def test_those_that_read_nothing_for_longest_make_room_and_no_other() -> None:
-    connections = OpenConnections(ConnectionsConfig(), 100, 100)
+    connections = OpenConnections(ConnectionsConfig(), 100, replies_bytes_max=100)
     reads = [Reader(connections, 60, None) for _ in range(3)]
     just = Reader(connections, 60, 1000.0 - STALLED_SECONDS / 2)
     longest, long = Reader(connections, 60, 10.0), Reader(connections, 60, 900.0)

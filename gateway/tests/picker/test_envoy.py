@@ -17,15 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.tests.conftest import StartEngine, auth_files
 from spillway_gateway.access.keys import hash_key
-from spillway_gateway.config.settings import ListenConfig
-from spillway_gateway.errors import ConfigError
-from spillway_gateway.picker.messages import SERVICE, HttpHeaders, ProcessingRequest
+from spillway_gateway.listeners.server import PortInUse
+from spillway_gateway.picker.messages import SERVICE, HttpHeaders, ProcessingRequest, ProcessingResponse
 from spillway_gateway.picker.mutations import DESTINATION_HEADER
-from spillway_gateway.picker.server import picking
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
 from spillway_gateway.testing.faults import DieInStream, HoldInStream, Status
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
+from spillway_gateway.testing.running_fronts import running_fronts
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
 
@@ -36,8 +35,8 @@ async def behind_envoy(*engines: Any, **sections: Any) -> AsyncIterator[tuple[st
     async with AsyncExitStack() as stack:
         document = gateway_config(engines, **{"listen": {"port": 0, "pickerPort": 0}} | sections)
         running = await stack.enter_async_context(running_gateway(document))
-        assert running.gateway.picker_port is not None
-        url = await stack.enter_async_context(running_envoy(envoy_config(running.gateway.picker_port)))
+        assert running.picker_port is not None
+        url = await stack.enter_async_context(running_envoy(envoy_config(running.picker_port)))
         yield url, running
 
 
@@ -170,8 +169,8 @@ async def test_a_proxy_that_names_a_subset_gets_an_engine_of_it(start_engine: St
     async with AsyncExitStack() as stack:
         document = gateway_config(engines, listen={"port": 0, "pickerPort": 0})
         running = await stack.enter_async_context(running_gateway(document))
-        assert running.gateway.picker_port is not None
-        config = config_of(running.gateway.picker_port, subset=[f"127.0.0.1:{wanted.port}"])
+        assert running.picker_port is not None
+        config = config_of(running.picker_port, subset=[f"127.0.0.1:{wanted.port}"])
         url = await stack.enter_async_context(running_envoy(config))
         for number in range(6):
             body = {"model": wanted.model, "prompt": f"{number} {PROMPT}"}
@@ -183,8 +182,8 @@ async def test_a_proxy_that_names_a_subset_gets_an_engine_of_it(start_engine: St
 async def test_a_subset_without_an_engine_is_503(start_engine: StartEngine, subset: list[str]):
     engine = await start_engine()
     async with running_gateway(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as running:
-        assert running.gateway.picker_port is not None
-        async with running_envoy(envoy_config(running.gateway.picker_port, subset=subset)) as url:
+        assert running.picker_port is not None
+        async with running_envoy(envoy_config(running.picker_port, subset=subset)) as url:
             status, _, answer = await post(url, "/v1/completions", {"model": engine.model, "prompt": PROMPT})
         assert (status, json.loads(answer)["error"]["code"]) == (503, "no_engine_ready")
         assert not [seen for seen in engine.seen if seen.path == "/v1/completions"]
@@ -195,8 +194,8 @@ async def test_while_no_picker_answers_requests_pass_or_fail_as_the_proxy_says(s
     body, stolen = {"model": engine.model, "prompt": PROMPT}, {DESTINATION_HEADER: "127.0.0.1:1"}
     for address, expected in (([f"127.0.0.1:{engine.port}"], 200), (None, 500)):
         async with running_gateway(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as running:
-            assert running.gateway.picker_port is not None
-            config = envoy_config(running.gateway.picker_port, fail_open_to=address)
+            assert running.picker_port is not None
+            config = envoy_config(running.picker_port, fail_open_to=address)
             envoy = running_envoy(config)
             url = await envoy.__aenter__()
             assert (await post(url, "/v1/completions", body))[0] == 200
@@ -213,7 +212,7 @@ async def test_the_health_service_says_when_the_gateway_drains(start_engine: Sta
     document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
     async with (
         running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"127.0.0.1:{running.gateway.picker_port}") as channel,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)
         states = health_pb2.HealthCheckResponse
@@ -241,30 +240,60 @@ async def test_the_picker_listens_on_both_families_of_addresses(start_engine: St
     document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0, "host": host})
     async with (
         running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"{client}:{running.gateway.picker_port}") as channel,
+        grpc.aio.insecure_channel(f"{client}:{running.picker_port}") as channel,
     ):
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_several_processes_answer_proxies_from_one_index(start_engine: StartEngine):
+    engines = [await start_engine(f"fake-{number}") for number in range(2)]
+    async with AsyncExitStack() as stack:
+        document = gateway_config(engines, listen={"port": 0, "pickerPort": 0})
+        running = await stack.enter_async_context(running_fronts(document, count=2))
+        urls = []
+        for front in running.started:
+            assert front.picker_port is not None
+            urls.append(await stack.enter_async_context(running_envoy(envoy_config(front.picker_port))))
+        body = {"model": engines[0].model, "prompt": PROMPT, "max_tokens": 4}
+        answers = [await post(url, "/v1/completions", body) for url in [*urls, *urls]]
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert len({headers["x-spillway-engine"] for _, headers, _ in answers}) == 1
+
+
+async def test_a_watched_health_service_delays_no_end(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("spillway_gateway.picker.server.END_SECONDS", 3600.0)
+    document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0})
+    async with asyncio.timeout(120), AsyncExitStack() as stack:
+        async with running_gateway(document) as running:
+            address = f"127.0.0.1:{running.picker_port}"
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert await watch.read() is grpc.aio.EOF
+
+
 @pytest.mark.parametrize(
     ("message", "code"),
-    [(b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT), (bytes(5 * 2**20), grpc.StatusCode.RESOURCE_EXHAUSTED)],
-    ids=["no message", "too long"],
+    [
+        (b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"", grpc.StatusCode.INVALID_ARGUMENT),
+        (ProcessingRequest(request_headers=HttpHeaders()).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT),
+        (ProcessingRequest(response_headers=HttpHeaders()).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT),
+        (bytes(5 * 2**20), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+    ids=["no message", "no kind", "a second head", "a reply before its request", "too long"],
 )
 async def test_a_body_that_cannot_be_read_ends_the_call_and_is_no_fault_of_the_gateway(
     start_engine: StartEngine, message: bytes, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ):
-    opening = ProcessingRequest(request_headers=HttpHeaders())
-    for name, value in ((":method", "POST"), (":path", "/v1/completions"), ("content-type", "application/json")):
-        opening.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0})
     async with (
         running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"127.0.0.1:{running.gateway.picker_port}") as channel,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
     ):
         call = channel.stream_stream(f"/{SERVICE}/Process")()
-        await call.write(opening.SerializeToString())
+        await call.write(opening())
         await call.write(message)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
@@ -273,12 +302,58 @@ async def test_a_body_that_cannot_be_read_ends_the_call_and_is_no_fault_of_the_g
     assert "the gateway failed" not in caplog.text
 
 
-async def test_a_picker_port_in_use_is_named():
-    nothing: Any = None
+def opening() -> bytes:
+    message = ProcessingRequest(request_headers=HttpHeaders())
+    for name, value in ((":method", "POST"), (":path", "/v1/completions"), ("content-type", "application/json")):
+        message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    serialized: bytes = message.SerializeToString()
+    return serialized
+
+
+async def test_a_request_for_whose_bytes_there_is_no_room_is_answered_with_503(start_engine: StartEngine):
+    mib = 1024 * 1024
+    limits = {"bodyBytesMax": 3 * mib, "bodiesBytesMax": 4 * mib}
+    document = gateway_config([await start_engine()], limits=limits, listen={"port": 0, "pickerPort": 0})
+    async with (
+        running_gateway(document) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
+    ):
+        budget = running.gateway.open_connections.body_budget
+        budget.reserve(4 * mib, 1)  # by others
+        body = ProcessingRequest(request_body={"body": bytes(100_000)}).SerializeToString()
+        call = channel.stream_stream(f"/{SERVICE}/Process")()
+        await call.write(opening())
+        await call.write(body)
+        answer = ProcessingResponse.FromString(await call.read()).immediate_response
+        assert answer.status.code == 503 and json.loads(answer.body)["error"]["code"] == "gateway_overloaded"
+        await until(lambda: idle(running) and budget.reserved_bytes == 4 * mib)
+
+
+async def test_trailers_of_a_request_are_answered_after_its_body(start_engine: StartEngine):
+    engine = await start_engine()
+    body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
+    document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
+    async with (
+        running_gateway(document) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
+    ):
+        call = channel.stream_stream(f"/{SERVICE}/Process")()
+        await call.write(opening())
+        await call.write(ProcessingRequest(request_body={"body": body}).SerializeToString())
+        await call.write(ProcessingRequest(request_trailers={}).SerializeToString())
+        answers = [ProcessingResponse.FromString(await call.read()) for _ in range(3)]
+        assert [each.WhichOneof("kind") for each in answers] == ["request_headers", "request_body", "request_trailers"]
+        assert not answers[1].request_body.response.body_mutation.streamed_response.end_of_stream
+        call.cancel()
+        await until(lambda: idle(running))
+
+
+async def test_a_picker_port_in_use_is_named(start_engine: StartEngine):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"listen.pickerPort: cannot listen on 127.0.0.1:{port}"):
-            async with picking(ListenConfig(picker_port=port), nothing, nothing, nothing):
+        document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": port})
+        with pytest.raises(PortInUse, match=rf"cannot listen on 127.0.0.1:{port} .* change listen.pickerPort"):
+            async with running_gateway(document):
                 pass
 
 
@@ -305,7 +380,7 @@ async def test_the_picker_has_the_main_listeners_certificate_and_its_successor(
     files = {"certFile": str(tmp_path / "tls.crt"), "keyFile": str(tmp_path / "tls.key")}
     listen = {"port": 0, "pickerPort": 0, "tls": {**files, "reloadSeconds": 0.05}}
     async with running_gateway(gateway_config([await start_engine()], listen=listen)) as running:
-        port = running.gateway.picker_port
+        port = running.picker_port
         assert await serving(first, port)
         second = renew()
         while not await serving(second, port):

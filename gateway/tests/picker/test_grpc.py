@@ -22,7 +22,12 @@ from hpack import Encoder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spillway_gateway.client.open_connections import REQUESTS_PER_ITERATION, OpenConnections
+from spillway_gateway.client.open_connections import (
+    ENDS_PER_ITERATION,
+    FRAMES_PER_ITERATION,
+    REQUESTS_PER_ITERATION,
+    OpenConnections,
+)
 from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.config.settings import ConnectionsConfig, TlsConfig
 from spillway_gateway.picker import grpc_connection
@@ -60,12 +65,16 @@ async def fail(call: Call) -> None:
 METHODS = {b"/test.Service/Echo": echo, b"/test.Service/Hold": hold, b"/test.Service/Fail": fail}
 
 
+OPEN = OpenConnections(ConnectionsConfig(), 100_000)  # no bound is reached
+
+
 class Wire(asyncio.Transport):
     """A connection's transport, whose bytes a test takes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = bytearray()
+        self.unread = 0  # bytes that the client's socket does not take
         self.reading = True
         self.closed = False
 
@@ -85,16 +94,22 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
     def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
         self.closed = True
 
 
 class Peer:
     """A client of one connection in memory, by the h2 package."""
 
-    def __init__(self, **initial: int) -> None:
+    def __init__(self, opened: OpenConnections = OPEN, **initial: int) -> None:
         self.wire = Wire()
-        self.connection = GrpcConnection(METHODS, set())
+        self.connection = GrpcConnection(METHODS, set(), opened)
         self.http = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="ascii"))
         values = {getattr(h2.settings.SettingCodes, name): value for name, value in initial.items()}
         self.http.local_settings = h2.settings.Settings(client=True, initial_values=values)
@@ -470,7 +485,9 @@ def test_grpcs_own_client_calls_it_on_both_event_loops(runner: Any, encrypted: b
         connections: set[GrpcConnection] = set()
         methods = {**METHODS, b"/test.Service/Refuse": refuse}
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: GrpcConnection(methods, connections), "127.0.0.1", 0, ssl=context)
+        server = await loop.create_server(
+            lambda: GrpcConnection(methods, connections, OPEN), "127.0.0.1", 0, ssl=context
+        )
         async with channel(server.sockets[0].getsockname()[1]) as client:
             sent = [b"x" * size for size in (0, 5, 3_000_000)]
             for _ in range(3):
@@ -548,7 +565,7 @@ async def test_requests_of_one_packet_begin_over_iterations_and_those_that_left_
 
     picker = EndpointPicker(application, OpenConnections(ConnectionsConfig(), 1024))
     peer = Peer()
-    peer.connection = GrpcConnection({b"/test.Service/Echo": picker.process}, set())
+    peer.connection = GrpcConnection({b"/test.Service/Echo": picker.process}, set(), OPEN)
     peer.connection.connection_made(peer.wire)
     opening = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=True)).SerializeToString()
     calls, left = 10 * REQUESTS_PER_ITERATION, 5
@@ -565,3 +582,157 @@ async def test_requests_of_one_packet_begin_over_iterations_and_those_that_left_
         begun.append(0)
         await asyncio.sleep(0)
     assert max(begun) <= REQUESTS_PER_ITERATION + 1 and sum(begun) == calls - left
+
+
+MIB = 1024 * 1024
+BOUNDS = ConnectionsConfig()
+
+
+def tick(opened: OpenConnections, seconds: float) -> None:
+    """So long after now."""
+    opened.tick(asyncio.get_running_loop().time() + seconds)
+
+
+async def test_what_calls_have_unread_stays_within_the_budget_and_is_given_back() -> None:
+    opened = OpenConnections(BOUNDS, 1024, bodies_bytes_max=8 * MIB)
+    peers = [await Peer(opened).connect() for _ in range(4)]
+    part = struct.pack(">BI", 0, MESSAGE_BYTES_MAX) + bytes(MIB)
+    for peer in peers:
+        for number in (1, 3, 5, 7):
+            peer.call(number)
+            left = memoryview(part)
+            while left and number not in peer.resets:
+                size = min(len(left), FRAME_BYTES_MAX, peer.http.local_flow_control_window(number))
+                peer.http.send_data(number, bytes(left[:size]))
+                left = left[size:]
+                await peer.exchange()
+                assert opened.body_budget.reserved_bytes <= 8 * MIB
+    statuses = [int(each["grpc-status"]) for peer in peers for each in peer.trailers.values()]
+    assert statuses and set(statuses) == {Status.RESOURCE_EXHAUSTED}
+    before = opened.body_budget.reserved_bytes
+    peers[0].http.reset_stream(1)
+    peers[0].http.end_stream(3)
+    await peers[0].exchange()
+    assert opened.body_budget.reserved_bytes < before - 1.5 * MIB
+    for peer in peers:
+        peer.connection.connection_lost(None)
+    await until(lambda: len(opened) == 0)
+    assert opened.body_budget.reserved_bytes == 0 and opened.reply_budget.held_bytes == 0
+
+
+async def test_a_call_without_a_message_and_a_connection_without_a_frame_end_after_the_time_for_a_head() -> None:
+    opened = OpenConnections(BOUNDS, 1024)
+    peer = await Peer(opened).connect()
+    for number in (1, 3, 5):
+        peer.call(number)
+    peer.http.send_data(1, packed(b"whole")[:-1])
+    peer.http.send_data(5, packed(b"whole"))
+    await peer.exchange()
+    silent = [Peer(opened), Peer(opened)]
+    for each in silent:
+        each.connection.connection_made(each.wire)
+    silent[1].connection.data_received(OPENING + frame(Kind.HEADERS, 0, 1, BLOCK))
+    tick(opened, BOUNDS.head_seconds - 1)
+    assert not any(each.wire.closed for each in silent)
+    tick(opened, BOUNDS.head_seconds + 1)
+    await peer.exchange()
+    ended = {number: int(found["grpc-status"]) for number, found in peer.trailers.items()}
+    assert ended == {1: Status.DEADLINE_EXCEEDED, 3: Status.DEADLINE_EXCEEDED} and not peer.wire.closed
+    assert all(each.wire.closed for each in silent)
+
+
+async def test_a_client_that_reads_nothing_of_a_call_or_of_a_connection_is_ended_and_counts_until_then() -> None:
+    opened = OpenConnections(BOUNDS, 1024)
+    peer = await Peer(opened, INITIAL_WINDOW_SIZE=100).connect()
+    echoed = packed(bytes(1_000))
+    for number in (1, 3):
+        peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS, number, BLOCK))
+        peer.connection.data_received(frame(Kind.DATA, 0, number, echoed))
+    unread = Peer(opened)
+    unread.connection.connection_made(unread.wire)
+    unread.wire.unread = 500
+    for _ in range(3):
+        await asyncio.sleep(0)
+    tick(opened, 1)
+    assert opened.reply_budget.held_bytes == 2 * (len(echoed) - 100) + 500
+    peer.connection.data_received(frame(Kind.WINDOW_UPDATE, 0, 1, struct.pack(">I", 10)))
+    tick(opened, BOUNDS.stalled_seconds)
+    tick(opened, BOUNDS.stalled_seconds + 3)
+    await asyncio.sleep(0)
+    resets = [each[2:] for each in frames(peer.wire) if each[0] == Kind.RST_STREAM]
+    assert resets == [(3, struct.pack(">I", Code.CANCEL))], "the other one has read some bytes"
+    assert unread.wire.closed and not peer.wire.closed
+
+
+async def test_calls_count_among_the_connections_that_may_be_open() -> None:
+    opened = OpenConnections(ConnectionsConfig(), 4)  # of one address: 3
+    peer = await Peer(opened).connect()
+    for number in (1, 3, 5):
+        peer.call(number, "/test.Service/Hold")
+    await peer.exchange()
+    assert {number: int(found["grpc-status"]) for number, found in peer.trailers.items()} == {
+        5: Status.RESOURCE_EXHAUSTED
+    }
+    other = Peer(opened)
+    other.connection.connection_made(other.wire)
+    assert other.wire.closed and not other.wire.written
+    other.connection.connection_lost(None)
+    peer.http.reset_stream(1)
+    await peer.exchange()
+    for task in list(peer.connection._tasks):
+        task.cancel()
+    await until(lambda: not peer.connection._tasks)
+    idle = await Peer(opened).connect()
+    assert not idle.wire.closed and len(opened) == 2
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["a lost connection", "a packet of resets"])
+async def test_calls_that_end_at_once_end_over_iterations(lost: bool) -> None:
+    peer = await Peer(OpenConnections(ConnectionsConfig(), 100_000)).connect()
+    calls, ended = 10 * ENDS_PER_ITERATION, [0]
+
+    def count() -> None:
+        ended[-1] += 1
+
+    numbers = range(1, 2 * calls, 2)
+    for number in numbers:
+        peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS, number, BLOCK))
+    await until(lambda: len(peer.connection._calls) == calls)
+    for call in peer.connection._calls.values():
+        call.on_end = count
+    if lost:
+        peer.connection.connection_lost(None)
+    else:
+        peer.connection.data_received(b"".join(frame(Kind.RST_STREAM, 0, number, bytes(4)) for number in numbers))
+    async with asyncio.timeout(60):
+        while sum(ended) < calls:
+            ended.append(0)
+            await asyncio.sleep(0)
+    assert max(ended) <= ENDS_PER_ITERATION + 1
+    await until(lambda: not peer.connection._tasks)
+
+
+@pytest.mark.parametrize(("kind", "cost"), [(Kind.PING, 1), (Kind.HEADERS, grpc_connection.BLOCK_COST)])
+async def test_a_packet_of_thousands_of_frames_is_read_over_iterations_and_in_order(
+    kind: Kind, cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled, handle = [0], GrpcConnection._handle
+
+    def counted(connection: GrpcConnection, read: Any) -> None:
+        handled[-1] += cost
+        handle(connection, read)
+
+    monkeypatch.setattr(GrpcConnection, "_handle", counted)
+    peer = await Peer(OpenConnections(ConnectionsConfig(), 100_000)).connect()
+    packet = frame(Kind.HEADERS, Flag.END_HEADERS, 1, BLOCK)
+    for number in range(3, 6_000, 2):
+        packet += frame(kind, Flag.END_HEADERS, number, BLOCK) if kind == Kind.HEADERS else frame(kind, 0, 0, bytes(8))
+    peer.connection.data_received(packet + frame(Kind.DATA, Flag.END_STREAM, 1, packed(b"last"))[:-1])
+    peer.connection.data_received(b"t")
+    async with asyncio.timeout(60):
+        while (Kind.DATA, 0, 1, packed(b"last")) not in frames(peer.wire):
+            assert not peer.wire.closed
+            handled.append(0)
+            await asyncio.sleep(0)
+    assert FRAMES_PER_ITERATION <= max(handled) <= FRAMES_PER_ITERATION + 2 * grpc_connection.BLOCK_COST
+    assert peer.wire.reading

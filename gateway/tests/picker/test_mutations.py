@@ -61,9 +61,9 @@ def test_pieces_are_the_body_in_order_and_one_is_the_last(body: bytes, last: boo
     assert all(len(piece.body) < 64 * 1024 for piece in pieces)
     request = [
         ProcessingResponse.FromString(each).request_body.response.body_mutation.streamed_response
-        for each in mutations.request_body_pieces(body)
+        for each in mutations.request_body_pieces(body, last=last)
     ]
-    assert b"".join(piece.body for piece in request) == body and request[-1].end_of_stream
+    assert b"".join(piece.body for piece in request) == body and request[-1].end_of_stream is last
 
 
 def test_a_proxy_may_send_values_as_text_or_as_bytes() -> None:

@@ -36,7 +36,7 @@ async def read_body(
             raise _too_large(bytes_max)
         return body
     if declared is not None and declared.isdigit():
-        client.check_body_budget(int(declared), limits.bodies_bytes_max)
+        client.check_body_budget(int(declared))
     client.expect_body(timeouts.body_read_seconds)
     parts = bytearray()  # grows in place: joining the parts of a long body would copy all of it at once
     message: MutableMapping[str, Any] = {"more_body": True}
@@ -52,7 +52,7 @@ async def read_body(
         part = message.get("body", b"")
         if len(parts) + len(part) > bytes_max:
             raise _too_large(bytes_max)
-        client.reserve_body_bytes(len(part), limits.bodies_bytes_max)
+        client.reserve_body_bytes(len(part))
         parts += part
     if len(parts) <= SHORT_BYTES_MAX:
         client.release_body_bytes()

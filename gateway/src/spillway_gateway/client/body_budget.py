@@ -24,20 +24,21 @@ class BodyBudgetSpent(GatewayError):
 class BodyBudget:
     """The budget of one gateway process. bytes_max: limits.bodiesBytesMax, which may change while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
         self.reserved_bytes = 0
 
-    def check(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
+    def check(self, more_bytes: int, body_bytes: int) -> None:
         """Raises BodyBudgetSpent if more_bytes do not fit, of a body of body_bytes with them."""
         share = 1.0 if body_bytes <= SHORT_BYTES_MAX else LONG_BODY_SHARE
-        if self.reserved_bytes + more_bytes > share * bytes_max:
+        if self.reserved_bytes + more_bytes > share * self.bytes_max:
             raise BodyBudgetSpent(
                 "The gateway holds as many bytes of request bodies as its limits.bodiesBytesMax allows; try again"
             )
 
-    def reserve(self, more_bytes: int, body_bytes: int, bytes_max: int) -> None:
+    def reserve(self, more_bytes: int, body_bytes: int) -> None:
         """Raises BodyBudgetSpent."""
-        self.check(more_bytes, body_bytes, bytes_max)
+        self.check(more_bytes, body_bytes)
         self.reserved_bytes += more_bytes
 
     def release(self, reserved_bytes: int) -> None:

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from spillway_gateway.client.open_connections import Connection, OpenConnections
+from spillway_gateway.client.reply_budget import UnreadBytes
 from spillway_gateway.error_bodies import error_body
 
 HELD_BYTES_MAX = 64 * 1024  # of requests that wait for their turn, or for the reply to the one before them
@@ -81,9 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._refusal_due: Refusal | None = None  # after the replies to the requests before it
         self._held = bytearray()
         self._waits_since: float | None = None  # for its turn to begin a request
-        self._unsent_bytes = 0
-        self._stalled_until = NEVER
-        self._held_bytes = 0  # in the budget for replies
+        self._unread = UnreadBytes(self.open_connections.reply_budget, self._bounds.stalled_seconds)
         self._refusal_sent = False
         self._drops_input = False  # it is about to be closed
 
@@ -108,7 +107,7 @@ class BoundedConnection(HttpToolsProtocol):
         """The connection is lost, and it is its turn to end what runs on it."""
         self.open_connections.remove(self)
         self._deadline = NEVER
-        self._hold(0)
+        self._unread.hold(0)
         self._held.clear()
         self.release_body_bytes()
         super().connection_lost(exc)
@@ -361,10 +360,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._body_bytes_before = 0
         self._deadline = self.loop.time() + seconds
 
-    def reserve_body_bytes(self, more_bytes: int, bytes_max: int) -> None:
+    def reserve_body_bytes(self, more_bytes: int) -> None:
         """For the current body, until release_body_bytes() or the end of the request. Raises BodyBudgetSpent."""
         reserved = self._reserved_bytes + more_bytes
-        self.open_connections.body_budget.reserve(more_bytes, reserved, bytes_max)
+        self.open_connections.body_budget.reserve(more_bytes, reserved)
         self._reserved_bytes = reserved
 
     def release_body_bytes(self) -> None:
@@ -375,18 +374,12 @@ class BoundedConnection(HttpToolsProtocol):
         if now > self._deadline and self._waits_since is None:
             return True
         if not self.flow.write_paused and not self.transport.is_closing():
-            self._stalled_until = NEVER
-            return False
-        unsent = self.transport.get_write_buffer_size()
-        self._hold(unsent)
-        if self._stalled_until == NEVER or unsent < self._unsent_bytes:
-            self._stalled_until = now + self._bounds.stalled_seconds
-        self._unsent_bytes = unsent
-        return now > self._stalled_until
+            return self._unread.look(None, now)
+        return self._unread.look(self.transport.get_write_buffer_size(), now)
 
     def expire(self, now: float) -> None:
         bounds = self._bounds
-        if now > self._stalled_until:
+        if self._unread.is_stalled(now):
             self.transport.abort()
         elif now <= self._deadline:
             return  # the client sent something meanwhile
@@ -412,24 +405,18 @@ class BoundedConnection(HttpToolsProtocol):
         self._deadline = NEVER
 
     def evict(self) -> None:
-        self._hold(0)
+        self._unread.hold(0)
         self.transport.abort()
 
     def stalled_since(self) -> float | None:
-        if self._stalled_until == NEVER or self.transport.is_closing():
-            return None
-        return self._stalled_until - self._bounds.stalled_seconds
+        return None if self.transport.is_closing() else self._unread.since
 
     # -- what the client has not read --------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._hold(self.transport.get_write_buffer_size())
+        self._unread.hold(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._hold(0)
-
-    def _hold(self, unsent_bytes: int) -> None:
-        self.open_connections.reply_budget.hold(unsent_bytes - self._held_bytes)
-        self._held_bytes = unsent_bytes
+        self._unread.hold(0)

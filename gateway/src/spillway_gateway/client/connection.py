@@ -132,13 +132,13 @@ class ClientRequest:
     def body_timed_out(self) -> bool:
         return self._connection.body_timed_out
 
-    def check_body_budget(self, body_bytes: int, bytes_max: int) -> None:
+    def check_body_budget(self, body_bytes: int) -> None:
         """Raises BodyBudgetSpent if a body of that size would exceed the budget now."""
-        self._connection.open_connections.body_budget.check(body_bytes, body_bytes, bytes_max)
+        self._connection.open_connections.body_budget.check(body_bytes, body_bytes)
 
-    def reserve_body_bytes(self, more_bytes: int, bytes_max: int) -> None:
+    def reserve_body_bytes(self, more_bytes: int) -> None:
         """Until the request ends. Raises BodyBudgetSpent."""
-        self._connection.reserve_body_bytes(more_bytes, bytes_max)
+        self._connection.reserve_body_bytes(more_bytes)
 
     def release_body_bytes(self) -> None:
         self._connection.release_body_bytes()

@@ -20,6 +20,7 @@ UNBOUNDED = 2**63
 EXPIRED_PER_TICK = 32
 CHECKED_PER_TICK = 1024  # ten ticks a second see as many connections as there may be
 REQUESTS_PER_ITERATION = 16  # of half a millisecond each: parsed, then its task's first step
+FRAMES_PER_ITERATION = 512  # that proxies send to the endpoint picker
 ENDS_PER_ITERATION = 32  # of lost connections, whose requests' tasks then end
 
 
@@ -42,17 +43,29 @@ class Connection(Protocol):
 class OpenConnections:
     """The connections of one listener, on its event loop.
 
-    open_max: of all addresses together; one address gets at most three quarters of them.
+    Args:
+        bounds: of each.
+        open_max: of all addresses together; one address gets at most three quarters of them.
+        bodies_bytes_max: of the budget for bodies.
+        replies_bytes_max: of the budget for replies.
     """
 
-    def __init__(self, bounds: ConnectionsConfig, open_max: int, replies_bytes_max: int = UNBOUNDED) -> None:
+    def __init__(
+        self,
+        bounds: ConnectionsConfig,
+        open_max: int,
+        *,
+        bodies_bytes_max: int = UNBOUNDED,
+        replies_bytes_max: int = UNBOUNDED,
+    ) -> None:
         self.bounds = bounds
         self.open_max = open_max
         self.per_address_max = min(bounds.per_address_max, max(1, open_max * 3 // 4))
-        self.body_budget = BodyBudget()
+        self.body_budget = BodyBudget(bodies_bytes_max)
         self.reply_budget = ReplyBudget(replies_bytes_max)
         self.request_turns = Turns(REQUESTS_PER_ITERATION)
         self.end_turns = Turns(ENDS_PER_ITERATION)
+        self.frame_turns = Turns(FRAMES_PER_ITERATION)
         self.refused_total = 0
         self.evicted_total = 0
         self._address: dict[Connection, str] = {}

@@ -34,3 +34,41 @@ class ReplyBudget:
             return False
         self.held_bytes += more_bytes
         return True
+
+
+class UnreadBytes:
+    """What one client has not read yet. It counts in the budget until hold(0).
+
+    Args:
+        budget: for all clients.
+        stalled_seconds: in which a client that reads none of it counts as gone.
+
+    Attributes:
+        since: seconds of the event loop's clock since which the client has read nothing, as far as look() has seen;
+            None: it reads.
+    """
+
+    def __init__(self, budget: ReplyBudget, stalled_seconds: float) -> None:
+        self._budget = budget
+        self._stalled_seconds = stalled_seconds
+        self._held_bytes = 0
+        self._seen_bytes = 0
+        self.since: float | None = None
+
+    def hold(self, unread_bytes: int) -> None:
+        self._budget.hold(unread_bytes - self._held_bytes)
+        self._held_bytes = unread_bytes
+
+    def look(self, unread_bytes: int | None, now: float) -> bool:
+        """Whether the client is gone. Called about once a second. unread_bytes: None if the client reads."""
+        if unread_bytes is None:
+            self.since = None
+            return False
+        self.hold(unread_bytes)
+        if self.since is None or unread_bytes < self._seen_bytes:
+            self.since = now
+        self._seen_bytes = unread_bytes
+        return self.is_stalled(now)
+
+    def is_stalled(self, now: float) -> bool:
+        return self.since is not None and now > self.since + self._stalled_seconds

@@ -352,11 +352,6 @@ def _check_picker(config: GatewayConfig) -> None:
         return
     if port != 0 and port in (config.listen.port, config.listen.ops_port):
         raise ConfigError(f"listen.pickerPort: {port} is another listener's too; give it a port of its own")
-    if config.processes > 1:
-        raise ConfigError(
-            f"listen.pickerPort: set with processes: {config.processes}, and one process answers proxies; set "
-            "processes: 1, and run more gateways for more requests"
-        )
     for model in config.models:
         for engine in model.engines:
             host = urlsplit(engine.url).hostname or ""

@@ -1,4 +1,4 @@
-"""Accepts clients on the main listener, in place of the event loops' own servers.
+"""Accepts clients on the main and the endpoint picker's listener, in place of the event loops' own servers.
 
 uvloop's server accepts one connection in each event loop iteration. While streams make iterations long, the last of a
 thousand new clients waits for a thousand of them. asyncio's accepts all that wait in one. Here it is a bounded number.
@@ -17,19 +17,21 @@ from collections.abc import Callable, Coroutine
 
 from typing_extensions import override
 
-from spillway_gateway.client.bounded_connection import BoundedConnection
-from spillway_gateway.client.open_connections import OpenConnections
+from spillway_gateway.client.open_connections import Connection, OpenConnections
 
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 64
 PAUSE_SECONDS = 1.0  # if the process has no free file descriptor
 
+# Given what was admitted in the connection's place: its TLS handshake, or None.
+NewConnection = Callable[[Connection | None], asyncio.Protocol]
+
 
 class Listener:
     """Accepts on `listener` from start() to close()."""
 
-    def __init__(self, listener: socket.socket, new_connection: Callable[[], BoundedConnection]) -> None:
+    def __init__(self, listener: socket.socket, new_connection: NewConnection) -> None:
         self._listener = listener
         self._new_connection = new_connection
         self._loop = asyncio.get_running_loop()
@@ -80,7 +82,7 @@ class Listener:
 
     async def _serve(self, accepted: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._new_connection, accepted)
+            await self._loop.connect_accepted_socket(lambda: self._new_connection(None), accepted)
         except (OSError, asyncio.CancelledError):
             accepted.close()
 
@@ -91,7 +93,7 @@ class TlsListener(Listener):
     def __init__(
         self,
         listener: socket.socket,
-        new_connection: Callable[[], BoundedConnection],
+        new_connection: NewConnection,
         context: ssl.SSLContext,
         open_connections: OpenConnections,
     ) -> None:
@@ -108,17 +110,15 @@ class TlsListener(Listener):
             accepted.close()
 
     async def _handshake(self, handshake: _Handshake, accepted: socket.socket) -> None:
-        def connection() -> BoundedConnection:
-            made = self._new_connection()
-            made.admitted_as = handshake
-            return made
-
         try:
             async with asyncio.timeout(self._open.bounds.head_seconds):
                 await self._first_bytes(accepted)
             await self._open.request_turns.wait()
             await self._loop.connect_accepted_socket(
-                connection, accepted, ssl=self._context, ssl_handshake_timeout=self._open.bounds.head_seconds
+                lambda: self._new_connection(handshake),
+                accepted,
+                ssl=self._context,
+                ssl_handshake_timeout=self._open.bounds.head_seconds,
             )
         except (OSError, asyncio.CancelledError):  # ssl.SSLError is an OSError
             accepted.close()

@@ -16,16 +16,20 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
 from spillway_gateway.app import Gateway
 from spillway_gateway.background import supervised
 from spillway_gateway.client.connection import ClientConnection, DrainingState
+from spillway_gateway.client.open_connections import Connection
 from spillway_gateway.config.certificate import Certificate
-from spillway_gateway.listeners.accepting import Listener, TlsListener
+from spillway_gateway.listeners.accepting import Listener, NewConnection, TlsListener
 from spillway_gateway.ops.server import OperationsServer
+
+if TYPE_CHECKING:
+    from spillway_gateway.picker.server import Picker
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +62,18 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     return listener
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     """A socket that keeps the address for bind_shared(), of this user's processes, and takes no connections. Raises
     PortInUse if another process listens there, even one that would share it."""
-    with bind(host, port) as alone:
+    with bind(host, port, setting) as alone:
         port = alone.getsockname()[1]
-    return _shared(host, port)
+    return _shared(host, port, setting)
 
 
-def bind_shared(host: str, port: int) -> socket.socket:
+def bind_shared(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     """A non-blocking socket that listens beside those of other processes: the kernel spreads connections over them.
     Raises PortInUse."""
-    listener = _shared(host, port)
+    listener = _shared(host, port, setting)
     listener.listen(LISTEN_BACKLOG)
     listener.setblocking(False)
     return listener
@@ -82,7 +86,7 @@ def _bound_unsent(listener: socket.socket) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
-def _shared(host: str, port: int) -> socket.socket:
+def _shared(host: str, port: int, setting: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _bound_unsent(listener)
@@ -92,7 +96,7 @@ def _shared(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise PortInUse(
-            f"listen: cannot share {host}:{port} ({error.strerror}); stop what uses it or change listen.port"
+            f"listen: cannot share {host}:{port} ({error.strerror}); stop what uses it or change {setting}"
         ) from error
     return listener
 
@@ -103,6 +107,7 @@ class GatewayServer(uvicorn.Server):
     Args:
         gateway: what it serves.
         ops_listener: of operators' routes, if they have one.
+        picker_listener: of proxies that ask the endpoint picker, if any do.
         on_listening: called once it accepts connections.
         on_signal: called for SIGTERM and SIGINT; None: begin_shutdown().
     """
@@ -111,6 +116,7 @@ class GatewayServer(uvicorn.Server):
         self,
         gateway: Gateway,
         ops_listener: socket.socket | None = None,
+        picker_listener: socket.socket | None = None,
         *,
         on_listening: Callable[[], None] = lambda: None,
         on_signal: Callable[[], None] | None = None,
@@ -118,6 +124,17 @@ class GatewayServer(uvicorn.Server):
         shutdown = gateway.config.shutdown
         tls = gateway.config.listen.tls
         self.certificate = Certificate(tls) if tls is not None else None
+        self._certificates = [self.certificate] if self.certificate is not None else []
+        self._picker_listener = picker_listener
+        self._picker_certificate: Certificate | None = None
+        self._picker: Picker | None = None
+        if picker_listener is not None:
+            from spillway_gateway.picker.server import Picker  # noqa: PLC0415 - needed only here
+
+            self._picker = Picker(gateway.app, gateway.open_connections, gateway.lifecycle)
+            if tls is not None:
+                self._picker_certificate = Certificate(tls, "h2")
+                self._certificates.append(self._picker_certificate)
         self._operations = (
             OperationsServer(gateway.ops_app, gateway.operations, ops_listener, gateway.config.connections)
             if ops_listener is not None
@@ -148,36 +165,47 @@ class GatewayServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if not self.config.loaded:
             self.config.load()
-        following: asyncio.Task[None] | None = None
-        if self.certificate is not None:
-            following = asyncio.create_task(supervised(self.certificate.follow, "certificate"))
+        following = [asyncio.create_task(supervised(each.follow, "certificate")) for each in self._certificates]
         if self._operations is not None:
             self._operations.start()
         try:
             await super().serve(sockets)
         finally:
-            if following is not None:
-                following.cancel()
+            for task in following:
+                task.cancel()
             if self._operations is not None:
                 await self._operations.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
 
-        def new_connection() -> ClientConnection:
-            return ClientConnection(self.config, self.server_state, self.lifespan.state)
+        def new_connection(admitted_as: Connection | None) -> ClientConnection:
+            made = ClientConnection(self.config, self.server_state, self.lifespan.state)
+            made.admitted_as = admitted_as
+            return made
 
-        table = self.server_state.open_connections
         for listener in sockets or []:
-            accepting = (
-                Listener(listener, new_connection)
-                if self.certificate is None
-                else TlsListener(listener, new_connection, self.certificate.context, table)
-            )
-            accepting.start()
-            self.servers.append(cast(asyncio.Server, accepting))
+            self._accept(listener, new_connection, self.certificate)
+        if self._picker is not None and self._picker_listener is not None:
+            self._accept(self._picker_listener, self._picker.connection, self._picker_certificate)
         if self.started:
             self._on_listening()
+
+    def _accept(self, listener: socket.socket, new_connection: NewConnection, certificate: Certificate | None) -> None:
+        accepting = (
+            Listener(listener, new_connection)
+            if certificate is None
+            else TlsListener(listener, new_connection, certificate.context, self.server_state.open_connections)
+        )
+        accepting.start()
+        self.servers.append(cast(asyncio.Server, accepting))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        if self._picker is not None:
+            await self._picker.close()
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         self.server_state.open_connections.tick(asyncio.get_running_loop().time())

@@ -66,6 +66,7 @@ class Code(IntEnum):
     STREAM_CLOSED = 5
     FRAME_SIZE_ERROR = 6
     REFUSED_STREAM = 7
+    CANCEL = 8
     COMPRESSION_ERROR = 9
     ENHANCE_YOUR_CALM = 11
 
@@ -98,32 +99,37 @@ class FrameReader:
     """Cuts a client's bytes into frames."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._data = b""
+        self._at = 0
         self._preface = True
 
-    def read(self, data: bytes) -> Iterator[Frame]:
-        """Whole frames. Raises ConnectionFault for bytes that are not HTTP/2, and frames that are too long."""
-        data = self._rest + data if self._rest else data
-        at, end = 0, len(data)
-        self._rest = b""
+    def feed(self, data: bytes) -> None:
+        """Take further bytes."""
+        self._data = self._data[self._at :] + data if self._at < len(self._data) else data
+        self._at = 0
+
+    def next(self) -> Frame | None:
+        """The next frame; None if it is not whole. Raises ConnectionFault for bytes that are not HTTP/2, and frames
+        that are too long."""
+        data, at = self._data, self._at
         if self._preface:
-            if data[: len(PREFACE)] != PREFACE[:end]:
+            if data[: len(PREFACE)] != PREFACE[: len(data)]:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "the client does not speak HTTP/2")
-            if end < len(PREFACE):
-                self._rest = data
-                return
+            if len(data) < len(PREFACE):
+                return None
             self._preface, at = False, len(PREFACE)
-        while end - at >= _HEAD.size:
-            high, low, kind, flags, number = _HEAD.unpack_from(data, at)
-            size = high << 8 | low
-            if size > FRAME_BYTES_MAX:
-                raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame has {size} bytes")
-            begin = at + _HEAD.size
-            if end - begin < size:
-                break
-            at = begin + size
-            yield Frame(kind, flags, number & WINDOW_BYTES_MAX, data[begin:at])
-        self._rest = data[at:]
+            self._at = at
+        begin = at + _HEAD.size
+        if len(data) < begin:
+            return None
+        high, low, kind, flags, number = _HEAD.unpack_from(data, at)
+        end = begin + (high << 8 | low)
+        if end - begin > FRAME_BYTES_MAX:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame has {end - begin} bytes")
+        if len(data) < end:
+            return None
+        self._at = end
+        return Frame(kind, flags, number & WINDOW_BYTES_MAX, data[begin:end])
 
 
 def frame_head(kind: Kind, flags: int, number: int, payload_bytes: int) -> bytes:

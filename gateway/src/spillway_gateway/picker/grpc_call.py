@@ -1,4 +1,9 @@
-"""One gRPC call: messages both ways over one HTTP/2 stream."""
+"""One gRPC call: messages both ways over one HTTP/2 stream.
+
+To the listener a call is what a connection is that has a request: it counts among those that may be open, and ends if
+its client is silent before the first message, or reads nothing. What has arrived and is not read yet counts in the
+budget for bodies.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,14 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
+from spillway_gateway.client.body_budget import BodyBudget, BodyBudgetSpent
+from spillway_gateway.client.reply_budget import UnreadBytes
+
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 CALL_WINDOW_BYTES = 256 * 1024
+UNCOUNTED_BYTES = 64 * 1024  # of what a call has unread, as for a body's first bytes on a connection
 END_SECONDS = 5.0  # for a call to end after its client has ended it
+NEVER = float("inf")
 _PREFIX = struct.Struct(">BI")  # compressed or not, bytes of the message
 
 
@@ -21,6 +31,7 @@ class Status(IntEnum):
     OK = 0
     UNKNOWN = 2
     INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12
@@ -44,9 +55,18 @@ class Connection(Protocol):
 
     def open_window(self, call: Call, more_bytes: int) -> None: ...
 
+    def reset(self, call: Call) -> None:
+        """End the call, as if its client had done it."""
+
 
 class Call:
-    """A handler reads and writes messages; its return ends the call with OK.
+    """A handler reads and writes messages; its return ends the call with OK. A Connection of client.open_connections.
+
+    Args:
+        connection: that the call is one of.
+        number: of the HTTP/2 stream.
+        budget: for what has arrived and is not read.
+        unread: what the client has not read.
 
     Attributes:
         number: of the HTTP/2 stream.
@@ -54,14 +74,18 @@ class Call:
         half_closed: the client sends no more.
         unsent: bytes that wait for the connection's or the call's window.
         window_in: bytes that the client may send.
+        deadline: of the first message, by the event loop's clock.
         window_change: what the window for messages to the client has more than its initial size: by updates, less what
             was sent.
         on_end: called once the client has ended the call.
     """
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: Connection, number: int, budget: BodyBudget, unread: UnreadBytes) -> None:
         self._connection = connection
         self.number = number
+        self._budget = budget
+        self._unread = unread
+        self.deadline = NEVER
         self.ended = False
         self.half_closed = False
         self.head_sent = False
@@ -72,15 +96,17 @@ class Call:
         self.task: asyncio.Task[None] | None = None
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()
-        self._failure: CallFailed | None = None
-        self._held_bytes = 0  # of unread messages
+        self._failure: CallFailed | BodyBudgetSpent | None = None
+        self._queued_bytes = 0  # of unread messages
+        self._reserved_bytes = 0  # of the budget
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
 
     # -- for the handler ---------------------------------------------------------------------------------------------
 
     async def read(self) -> bytes | None:
-        """The next message; None after the last, or once the call has ended. Raises CallFailed."""
+        """The next message; None after the last, or once the call has ended. Raises CallFailed, or BodyBudgetSpent if
+        there is no room for what the client sends."""
         while True:
             message = self.take()
             if message is not None:
@@ -97,7 +123,8 @@ class Call:
         if not self._messages:
             return None
         message = self._messages.popleft()
-        self._held_bytes -= _PREFIX.size + len(message)
+        self._queued_bytes -= _PREFIX.size + len(message)
+        self._reserve()
         self._give_back()
         return message
 
@@ -118,39 +145,56 @@ class Call:
         """Bytes of the client."""
         if self._failure is None:
             self._partial += data
-            self._cut()
+            try:
+                self._reserve()
+                self._cut()
+            except BodyBudgetSpent as spent:
+                self._fail(spent)
         self._give_back()
+
+    def _reserve(self) -> None:
+        """Raises BodyBudgetSpent. Less than before always fits."""
+        unread = self._queued_bytes + len(self._partial)
+        counted = max(0, unread - UNCOUNTED_BYTES)
+        if counted > self._reserved_bytes:
+            self._budget.reserve(counted - self._reserved_bytes, unread)
+        else:
+            self._budget.release(self._reserved_bytes - counted)
+        self._reserved_bytes = counted
 
     def _cut(self) -> None:
         at = 0
         while len(self._partial) >= at + _PREFIX.size:
             compressed, message_bytes = _PREFIX.unpack_from(self._partial, at)
             if compressed:
-                self._fail(Status.UNIMPLEMENTED, "messages are taken uncompressed")
+                self._fail(CallFailed(Status.UNIMPLEMENTED, "messages are taken uncompressed"))
                 return
             if message_bytes > MESSAGE_BYTES_MAX:
-                self._fail(Status.RESOURCE_EXHAUSTED, f"a message has more than {MESSAGE_BYTES_MAX} bytes")
+                reason = f"a message has more than {MESSAGE_BYTES_MAX} bytes"
+                self._fail(CallFailed(Status.RESOURCE_EXHAUSTED, reason))
                 return
             end = at + _PREFIX.size + message_bytes
             if len(self._partial) < end:
                 break
             with memoryview(self._partial) as view:
                 self._messages.append(bytes(view[at + _PREFIX.size : end]))
-            self._held_bytes += end - at
+            self._queued_bytes += end - at
             at = end
         if at:
             del self._partial[:at]
+            self.deadline = NEVER
             self._wake()
 
-    def _fail(self, status: Status, message: str) -> None:
-        self._partial.clear()
-        self._failure = CallFailed(status, message)
+    def _fail(self, failure: CallFailed | BodyBudgetSpent) -> None:
+        self._partial = bytearray()
+        self._reserve()
+        self._failure = failure
         self._wake()
 
     def _give_back(self) -> None:
         """Unread messages keep their bytes of the window. What is here of a message that is not yet whole does not,
         as it may be longer than the window."""
-        due = CALL_WINDOW_BYTES - self.window_in - self._held_bytes
+        due = CALL_WINDOW_BYTES - self.window_in - self._queued_bytes
         if due >= CALL_WINDOW_BYTES // 2 and not self.ended and not self.half_closed:
             self.window_in += due
             self._connection.open_window(self, due)
@@ -159,15 +203,21 @@ class Call:
         """The client sends no more."""
         self.half_closed = True
         if self._partial:
-            self._fail(Status.INVALID_ARGUMENT, "the last message is not whole")
+            self._fail(CallFailed(Status.INVALID_ARGUMENT, "the last message is not whole"))
         self._wake()
 
-    def end(self) -> None:
-        """The client has ended the call, or the connection is lost."""
+    def forget(self) -> None:
+        """Give back what the call holds. The client has ended it, or it is complete."""
         self.ended = True
         self.unsent.clear()
         self._messages.clear()
-        self._partial.clear()
+        self._partial = bytearray()
+        self._queued_bytes = 0
+        self._reserve()
+        self._unread.hold(0)
+
+    def end(self) -> None:
+        """Have the handler end, after forget()."""
         self._wake()
         self.sent()
         self.on_end()
@@ -180,6 +230,27 @@ class Call:
         if self._writer is not None:
             self._writer.set_result(None)
             self._writer = None
+
+    # -- client.open_connections.Connection --------------------------------------------------------------------------
+
+    def is_expired(self, now: float) -> bool:
+        unsent = sum(map(len, self.unsent))
+        return self._unread.look(unsent or None, now) or now > self.deadline
+
+    def expire(self, now: float) -> None:
+        if self._unread.is_stalled(now):
+            self._connection.reset(self)
+        elif now > self.deadline:
+            self.deadline = NEVER
+            self._fail(
+                CallFailed(Status.DEADLINE_EXCEEDED, "the first message took longer than connections.headSeconds")
+            )
+
+    def evict(self) -> None:
+        self._connection.reset(self)
+
+    def stalled_since(self) -> float | None:
+        return self._unread.since
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -5,6 +5,9 @@ objects of each frame: both take more CPU time than the rest of the endpoint pic
 
 The connection's window opens as bytes arrive, so a call with unread messages holds up no other call. Each call
 has a window of its own, which opens as its messages are read.
+
+A connection and each of its calls count among the listener's open connections, with their bounds. It may stay idle, as
+a proxy's next request would fail if the connection closed at that moment.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 from urllib.parse import quote
 
+from spillway_gateway.client.body_budget import BodyBudgetSpent
+from spillway_gateway.client.open_connections import Connection, OpenConnections
+from spillway_gateway.client.reply_budget import UnreadBytes
 from spillway_gateway.picker.frames import (
     BLOCK_BYTES_MAX,
     FRAME_BYTES_MAX,
@@ -42,7 +48,7 @@ from spillway_gateway.picker.frames import (
     well_formed,
     window_frame,
 )
-from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, Call, CallFailed, Status
+from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, NEVER, Call, CallFailed, Status
 from spillway_gateway.write_coalescing import WriteCoalescer
 
 logger = logging.getLogger(__name__)
@@ -50,6 +56,8 @@ logger = logging.getLogger(__name__)
 CALLS_MAX = 4096  # of a connection; proxies open another for more
 CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024
 UNSENT_BYTES_MAX = 1024 * 1024  # that wait for a connection's socket; calls keep what comes after
+BLOCK_COST = 16  # of a frame with a header block, in turns; of others 1, some microseconds
+_OF_BLOCKS = (Kind.HEADERS, Kind.CONTINUATION)
 _HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 _HEAD_BLOCK = header_block(_HEAD)
 _UNSUPPORTED_BLOCK = header_block([(b":status", b"415")])
@@ -59,17 +67,31 @@ Handler = Callable[[Call], Coroutine[Any, Any, None]]
 
 
 class GrpcConnection(asyncio.Protocol):
-    """A client's connection.
+    """A client's connection; a Connection of client.open_connections too.
 
     Args:
         methods: path -> what serves a call of it.
         connections: those open; this one is among them while it is.
+        open_connections: of the listener.
+        admitted_as: the TLS handshake that was admitted in its place.
     """
 
-    def __init__(self, methods: Mapping[bytes, Handler], connections: set[GrpcConnection]) -> None:
+    def __init__(
+        self,
+        methods: Mapping[bytes, Handler],
+        connections: set[GrpcConnection],
+        open_connections: OpenConnections,
+        admitted_as: Connection | None = None,
+    ) -> None:
         self._methods = methods
         self._connections = connections
+        self._open = open_connections
+        self._admitted_as = admitted_as
+        self._address = ""
+        self._deadline = NEVER  # of the first frame, or of a header block's last one
+        self._unread = self._new_unread()
         self._reader = FrameReader()
+        self._waiting: Frame | None = None  # for its turn
         self._blocks = HeaderBlocks()
         self._calls: dict[int, Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # also of calls that clients have ended, while they end
@@ -101,6 +123,15 @@ class GrpcConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio
         self._transport.set_write_buffer_limits(UNSENT_BYTES_MAX)
+        peer = self._transport.get_extra_info("peername")
+        self._address = peer[0] if peer else ""
+        first = self._admitted_as
+        admitted = self._open.replace(first, self) if first is not None else self._open.admit(self, self._address)
+        if not admitted:
+            self._transport.abort()
+            return
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + self._open.bounds.head_seconds
         accepted = self._transport.get_extra_info("socket")
         if accepted is not None:
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a client whose node is gone says nothing
@@ -114,10 +145,23 @@ class GrpcConnection(asyncio.Protocol):
         self._write(settings_frame(settings), window_frame(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES))
 
     def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        if self._waiting is None:
+            self._read_frames()
+
+    def _read_frames(self) -> None:
+        """Handle what has arrived, as far as this iteration of the event loop has turns for it. One packet may have
+        thousands of frames."""
         if self._transport.is_closing():
             return
         try:
-            for each in self._reader.read(data):
+            while (each := self._waiting or self._reader.next()) is not None:
+                cost = BLOCK_COST if each.kind in _OF_BLOCKS else 1
+                if self._waiting is None and not self._open.frame_turns.take(self._loop, self._begin_turn, cost):
+                    self._waiting = each
+                    self._transport.pause_reading()
+                    return
+                self._waiting = None
                 try:
                     self._handle(each)
                 except StreamFault as fault:
@@ -132,20 +176,52 @@ class GrpcConnection(asyncio.Protocol):
             self._window_grew = False
             self._send_all()
 
+    def _begin_turn(self) -> None:
+        if self._writable and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._read_frames()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
+        self._open.remove(self)
+        self._unread.hold(0)
         for number in list(self._calls):
             self._drop(number)
 
     def pause_writing(self) -> None:
         """The client reads too slowly. Nothing of it is read either, as each of its frames may need an answer."""
         self._writable = False
+        self._unread.hold(self._transport.get_write_buffer_size())
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._writable = True
-        self._transport.resume_reading()
+        self._unread.hold(0)
+        if self._waiting is None:
+            self._transport.resume_reading()
         self._send_all()
+
+    # -- client.open_connections.Connection --------------------------------------------------------------------------
+
+    def is_expired(self, now: float) -> bool:
+        unsent = self._transport.get_write_buffer_size()
+        return (
+            self._unread.look(unsent if self._transport.is_closing() else unsent or None, now) or now > self._deadline
+        )
+
+    def expire(self, now: float) -> None:
+        if self._unread.is_stalled(now) or now > self._deadline:
+            self._transport.abort()
+
+    def evict(self) -> None:
+        self._unread.hold(0)
+        self._transport.abort()
+
+    def stalled_since(self) -> float | None:
+        return self._unread.since
+
+    def _new_unread(self) -> UnreadBytes:
+        return UnreadBytes(self._open.reply_budget, self._open.bounds.stalled_seconds)
 
     # -- frames of the client ----------------------------------------------------------------------------------------
 
@@ -189,7 +265,10 @@ class GrpcConnection(asyncio.Protocol):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "HEADERS of a stream that no client has")
         block = self._blocks.add(each)
         if block is None:
+            if self._deadline == NEVER:
+                self._deadline = self._loop.time() + self._open.bounds.head_seconds
             return
+        self._deadline = NEVER
         first, headers = block
         ends = bool(first.flags & Flag.END_STREAM)
         if first.number > self._highest:
@@ -224,7 +303,7 @@ class GrpcConnection(asyncio.Protocol):
             if each.payload:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, "an acknowledgement has a payload")
             return
-        self._settings_due = False
+        self._settings_due, self._deadline = False, NEVER
         for name, value in settings_of(each.payload):
             if name == Setting.INITIAL_WINDOW_SIZE:
                 self._call_window_out = value
@@ -281,7 +360,7 @@ class GrpcConnection(asyncio.Protocol):
             raise StreamFault(number, Code.REFUSED_STREAM)
         if not well_formed(headers):
             raise StreamFault(number, Code.PROTOCOL_ERROR)
-        call = self._calls[number] = Call(self, number)
+        call = self._calls[number] = Call(self, number, self._open.body_budget, self._new_unread())
         call.half_closed = ends
         given = dict(headers)
         handler = self._methods.get(given[b":path"])
@@ -290,9 +369,17 @@ class GrpcConnection(asyncio.Protocol):
         elif handler is None:
             self._finish(call, _trailers(call, Status.UNIMPLEMENTED, "there is no such method"))
         else:
-            call.task = asyncio.get_running_loop().create_task(self._serve(call, handler))
-            self._tasks.add(call.task)
-            call.task.add_done_callback(self._tasks.discard)
+            self._open.mark_busy(self)
+            if self._open.admit(call, self._address):
+                self._open.mark_busy(call)
+                call.deadline = self._loop.time() + self._open.bounds.head_seconds
+                call.task = self._loop.create_task(self._serve(call, handler))
+                self._tasks.add(call.task)
+                call.task.add_done_callback(lambda task: self._served(call, task))
+            else:
+                refusal = "the gateway has as many connections and calls as it may have"
+                self._finish(call, _trailers(call, Status.RESOURCE_EXHAUSTED, refusal))
+                self._mark_idle()
 
     async def _serve(self, call: Call, handler: Handler) -> None:
         status, message = Status.UNAVAILABLE, "the gateway ends"  # if this task is cancelled
@@ -301,11 +388,22 @@ class GrpcConnection(asyncio.Protocol):
             status, message = Status.OK, ""
         except CallFailed as failure:
             status, message = failure.status, failure.message
+        except BodyBudgetSpent as spent:
+            status, message = Status.RESOURCE_EXHAUSTED, str(spent)
         except Exception:
             logger.exception("a call of the endpoint picker failed")
             status, message = Status.UNKNOWN, "internal error"
         finally:
             self._finish(call, _trailers(call, status, message))
+
+    def _served(self, call: Call, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._open.remove(call)
+        self._mark_idle()
+
+    def _mark_idle(self) -> None:
+        if not self._tasks:
+            self._open.mark_idle(self)
 
     def _finish(self, call: Call, block: bytes) -> None:
         """With the headers that end it."""
@@ -315,11 +413,20 @@ class GrpcConnection(asyncio.Protocol):
         self._write(frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, call.number, block))
         if not call.half_closed:  # what the client still sends is not needed
             self._write(reset_frame(call.number, Code.NO_ERROR))
+        call.forget()
 
     def _drop(self, number: int) -> None:
+        """The client has ended the call, or the connection is lost: thousands of calls may end with one packet."""
         call = self._calls.pop(number, None)
         if call is not None:
-            call.end()
+            call.forget()
+            if self._open.end_turns.take(self._loop, call.end):
+                call.end()
+
+    def reset(self, call: Call) -> None:
+        if call.number in self._calls:
+            self._write(reset_frame(call.number, Code.CANCEL))
+            self._drop(call.number)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

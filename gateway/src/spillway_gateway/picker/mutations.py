@@ -118,11 +118,12 @@ def immediate(status: int, headers: Headers, body: bytes) -> bytes:
     return _serialized(ProcessingResponse(immediate_response=answer))
 
 
-def request_body_pieces(body: Body) -> Iterator[bytes]:
-    """Messages with the whole body, in pieces that the proxy takes."""
-    for piece, last in _pieces(body):
+def request_body_pieces(body: Body, *, last: bool) -> Iterator[bytes]:
+    """Messages with the whole body, in pieces that the proxy takes; the last one ends the request if nothing follows
+    the body."""
+    for piece, ends in _pieces(body):
         answer = ProcessingResponse()
-        _fill(answer.request_body, piece, last=last)
+        _fill(answer.request_body, piece, last=last and ends)
         yield _serialized(answer)
 
 

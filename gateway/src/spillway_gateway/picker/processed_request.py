@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+from spillway_gateway.client.body_budget import BodyBudgetSpent
 from spillway_gateway.client.connection import EXTENSION
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.errors import EngineBadReply
@@ -26,13 +27,22 @@ Message = MutableMapping[str, Any]
 
 
 class Proxy(Protocol):
-    """The stream of messages of one request."""
+    """The stream of messages of one request.
+
+    Attributes:
+        failure: with which the stream ends, once the request has; to the request it is as if the client had left.
+    """
+
+    failure: Exception | None
 
     async def read(self) -> Any:
-        """The proxy's next message; None after the last one."""
+        """The proxy's next message; None after the last one. Raises BodyBudgetSpent."""
 
     def take(self) -> Any:
         """The proxy's next message if it is here; None otherwise."""
+
+    def refuse(self, kind: str) -> None:
+        """The message that came last is not due: the stream ends with an error."""
 
     async def write(self, message: bytes) -> None: ...
 
@@ -97,7 +107,8 @@ class ProcessedRequest:
             return {"type": "http.disconnect"}
         parts: list[bytes] = []
         while not self._read and (message := self._proxy.take()) is not None:
-            self._take_part(message, parts)
+            if not self._take_part(message, parts):
+                return {"type": "http.disconnect"}
         if not self._read and not parts:
             try:
                 async with asyncio.timeout(self._body_seconds):
@@ -105,17 +116,22 @@ class ProcessedRequest:
             except TimeoutError:
                 self.body_timed_out = True
                 return {"type": "http.request", "body": b"", "more_body": True}
-            if message is None:
+            if message is None or not self._take_part(message, parts):
                 return {"type": "http.disconnect"}
-            self._take_part(message, parts)
         return {"type": "http.request", "body": b"".join(parts), "more_body": not self._read}
 
-    def _take_part(self, message: Any, parts: list[bytes]) -> None:
-        if message.WhichOneof("kind") == "request_body":
+    def _take_part(self, message: Any, parts: list[bytes]) -> bool:
+        """Whether the message is due."""
+        kind = message.WhichOneof("kind")
+        if kind == "request_body":
             parts.append(message.request_body.body)
             self._read = message.request_body.end_of_stream
-        else:  # trailers
-            self._read = True
+        elif kind == "request_trailers":
+            self._read = self.engine_connections.request_trailers = True
+        else:
+            self._proxy.refuse(kind)
+            return False
+        return True
 
     async def send(self, message: Message) -> None:
         """A message of the reply. Those after its end, or after the proxy has ended the stream, are dropped."""
@@ -150,14 +166,14 @@ class ProcessedRequest:
         """Bound each wait for a part of the body."""
         self._body_seconds = seconds
 
-    def check_body_budget(self, body_bytes: int, bytes_max: int) -> None:
+    def check_body_budget(self, body_bytes: int) -> None:
         """Raises BodyBudgetSpent if a body of that size would exceed the budget now."""
-        self._open_connections.body_budget.check(body_bytes, body_bytes, bytes_max)
+        self._open_connections.body_budget.check(body_bytes, body_bytes)
 
-    def reserve_body_bytes(self, more_bytes: int, bytes_max: int) -> None:
+    def reserve_body_bytes(self, more_bytes: int) -> None:
         """Until the request ends. Raises BodyBudgetSpent."""
         reserved = self._reserved_bytes + more_bytes
-        self._open_connections.body_budget.reserve(more_bytes, reserved, bytes_max)
+        self._open_connections.body_budget.reserve(more_bytes, reserved)
         self._reserved_bytes = reserved
 
     def release_body_bytes(self) -> None:
@@ -192,8 +208,10 @@ class ProcessedRequest:
 class EngineSide:
     """The connection to the request's engine, which the proxy opens: the only one, so this is all connections too.
 
-    reply_given: the headers of the engine's reply, as the proxy has them; None before. trailers: the proxy has sent
-    trailers, and waits for an answer to them.
+    Attributes:
+        reply_given: the headers of the engine's reply, as the proxy has them; None before.
+        request_trailers: the proxy has sent trailers of the request, and waits for an answer to them.
+        trailers: likewise of the reply.
     """
 
     reach_another = False  # what the proxy does if the engine fails is its own configuration
@@ -206,6 +224,7 @@ class EngineSide:
         self._outgoing: Sequence[Body] = ()
         self._read = False
         self.reply_given: Headers | None = None
+        self.request_trailers = False
         self.trailers = False
         self.status = 0
         self.headers: Headers = []
@@ -247,11 +266,11 @@ class EngineSide:
         head, body = self._outgoing
         self._outgoing = ()
         await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
-        for piece in mutations.request_body_pieces(body):
+        for piece in mutations.request_body_pieces(body, last=not self.request_trailers):
             await self._proxy.write(piece)
-        while (message := await self._next()).WhichOneof("kind") != "response_headers":
-            if message.WhichOneof("kind") == "request_trailers":
-                await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString())
+        if self.request_trailers:
+            await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString())
+        message = await self._next("response_headers")
         given = mutations.headers_of(message.response_headers)
         status = header(given, b":status") or b""
         if not status.isdigit() or not 200 <= int(status) < 600:
@@ -266,19 +285,26 @@ class EngineSide:
 
     async def chunk(self) -> bytes:
         while not self._read:
-            message = await self._next()
-            kind = message.WhichOneof("kind")
-            if kind == "response_body":
-                self._read = message.response_body.end_of_stream
-                body: bytes = message.response_body.body
-                if body:
-                    return body
-            elif kind == "response_trailers":
+            message = await self._next("response_body", "response_trailers")
+            if message.WhichOneof("kind") == "response_trailers":
                 self._read = self.trailers = True
+                break
+            self._read = message.response_body.end_of_stream
+            body: bytes = message.response_body.body
+            if body:
+                return body
         return b""
 
-    async def _next(self) -> Any:
-        message = await self._proxy.read()
+    async def _next(self, *kinds: str) -> Any:
+        """The next message, which has to be of one of these kinds. Raises ClientDisconnected."""
+        try:
+            message = await self._proxy.read()
+        except BodyBudgetSpent as spent:  # the reply has begun, so there is no other one
+            self._proxy.failure = spent
+            raise ClientDisconnected from spent
+        if message is not None and message.WhichOneof("kind") not in kinds:
+            self._proxy.refuse(message.WhichOneof("kind"))
+            message = None
         if message is None:  # the client left, or the engine broke off: the proxy does not say which
             raise ClientDisconnected
         return message

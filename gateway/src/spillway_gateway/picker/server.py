@@ -1,21 +1,15 @@
-"""The endpoint picker's listener: external processing, and the health service that proxies ask."""
+"""What the endpoint picker serves: external processing, and the health service that proxies ask."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import socket
-from collections.abc import AsyncIterator, Coroutine, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, MutableMapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
-from spillway_gateway.background import supervised
-from spillway_gateway.client.open_connections import OpenConnections
-from spillway_gateway.config.certificate import Certificate
-from spillway_gateway.config.settings import ListenConfig
-from spillway_gateway.errors import ConfigError
+from spillway_gateway.client.open_connections import Connection, OpenConnections
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.picker.grpc_call import Call, CallFailed, Status
 from spillway_gateway.picker.grpc_connection import GrpcConnection
@@ -30,8 +24,6 @@ from spillway_gateway.picker.messages import (
 )
 from spillway_gateway.picker.processed_request import ProcessedRequest
 
-logger = logging.getLogger(__name__)
-
 LIVENESS, READINESS = "liveness", "readiness"
 END_SECONDS = 5.0  # for the last messages of calls whose requests have ended
 WATCH_SECONDS = 1.0
@@ -44,16 +36,12 @@ class Application(Protocol):
 
 
 class _Proxy:
-    """The messages of one request.
-
-    Attributes:
-        failure: of a message that cannot be read, or None. To the request it is as if the client had left.
-    """
+    """The messages of one request."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.write = call.write
-        self.failure: CallFailed | None = None
+        self.failure: Exception | None = None
 
     async def read(self) -> Any:
         try:
@@ -64,6 +52,9 @@ class _Proxy:
 
     def take(self) -> Any:
         return self._request(None if self.failure is not None else self._call.take())
+
+    def refuse(self, kind: str) -> None:
+        self.failure = CallFailed(Status.INVALID_ARGUMENT, f"a message of the kind {kind} is not due")
 
     def _request(self, message: bytes | None) -> Any:
         try:
@@ -88,18 +79,17 @@ class EndpointPicker:
         self._open_connections = open_connections
 
     async def process(self, call: Call) -> None:
-        proxy = _Proxy(call)
-        opening = await proxy.read()
-        if proxy.failure is not None:
-            raise proxy.failure
-        if opening is None or opening.WhichOneof("kind") != "request_headers":
+        message = await call.read()
+        await self._open_connections.request_turns.wait()  # one packet may open thousands of calls
+        if call.ended:
+            return
+        opening = _parsed(ProcessingRequest, message or b"")
+        if opening.WhichOneof("kind") != "request_headers":
             raise CallFailed(
                 Status.INVALID_ARGUMENT,
                 "the first message has to hold the request's headers: set request_header_mode: SEND",
             )
-        await self._open_connections.request_turns.wait()  # one packet may open thousands of calls
-        if call.ended:
-            return
+        proxy = _Proxy(call)
         request = ProcessedRequest(proxy, opening, self._open_connections)
         call.on_end = request.disconnect  # the client left, or the engine broke off
         try:
@@ -118,18 +108,25 @@ class _Health:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """End what is watched."""
+        self._ended.set()
 
     async def check(self, call: Call) -> None:
         await call.write(self._answer(await _service(call)))
 
     async def watch(self, call: Call) -> None:
         service, last = await _service(call), b""
-        while not call.ended:
+        while not call.ended and not self._ended.is_set():
             answer = self._answer(service)
             if answer != last:
                 last = answer
                 await call.write(answer)
-            await asyncio.sleep(WATCH_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_SECONDS):
+                    await self._ended.wait()
 
     def _answer(self, service: str) -> bytes:
         if service not in ("", SERVICE, READINESS, LIVENESS):
@@ -144,43 +141,24 @@ async def _service(call: Call) -> str:
     return service
 
 
-@asynccontextmanager
-async def picking(
-    listen: ListenConfig, application: Application, open_connections: OpenConnections, lifecycle: Lifecycle
-) -> AsyncIterator[int]:
-    """Serve proxies on listen.picker_port; yields the port. Raises ConfigError if it cannot listen, or for an unusable
-    certificate."""
-    health = _Health(lifecycle)
-    methods = {
-        f"/{SERVICE}/Process".encode(): EndpointPicker(application, open_connections).process,
-        f"/{HEALTH_SERVICE}/Check".encode(): health.check,
-        f"/{HEALTH_SERVICE}/Watch".encode(): health.watch,
-    }
-    connections: set[GrpcConnection] = set()
-    certificate = Certificate(listen.tls, "h2") if listen.tls is not None else None
-    is_v6 = ":" in listen.host
-    family = socket.AF_INET6 if is_v6 else socket.AF_INET
-    try:
-        listener = socket.create_server((listen.host, listen.picker_port or 0), family=family, dualstack_ipv6=is_v6)
-    except OSError as error:
-        raise ConfigError(
-            f"listen.pickerPort: cannot listen on {listen.host}:{listen.picker_port}; stop what uses it or change it "
-            f"({error})"
-        ) from error
-    server = await asyncio.get_running_loop().create_server(
-        lambda: GrpcConnection(methods, connections),
-        sock=listener,
-        ssl=certificate.context if certificate is not None else None,
-    )
-    following: asyncio.Task[None] | None = None
-    if certificate is not None:
-        following = asyncio.create_task(supervised(certificate.follow, "endpoint picker's certificate"))
-    port: int = listener.getsockname()[1]
-    logger.info("endpoint picker on %s://%s:%d", "grpcs" if listen.tls else "grpc", listen.host, port)
-    try:
-        yield port
-    finally:
-        server.close()
-        if following is not None:
-            following.cancel()
-        await asyncio.gather(*(connection.close(END_SECONDS) for connection in list(connections)))
+class Picker:
+    """Serves the connections of proxies, from the first one to close()."""
+
+    def __init__(self, application: Application, open_connections: OpenConnections, lifecycle: Lifecycle) -> None:
+        self._open_connections = open_connections
+        self._health = health = _Health(lifecycle)
+        self._methods = {
+            f"/{SERVICE}/Process".encode(): EndpointPicker(application, open_connections).process,
+            f"/{HEALTH_SERVICE}/Check".encode(): health.check,
+            f"/{HEALTH_SERVICE}/Watch".encode(): health.watch,
+        }
+        self._connections: set[GrpcConnection] = set()
+
+    def connection(self, admitted_as: Connection | None) -> GrpcConnection:
+        """A new one. admitted_as: the TLS handshake that was admitted in its place."""
+        return GrpcConnection(self._methods, self._connections, self._open_connections, admitted_as)
+
+    async def close(self) -> None:
+        """Let calls end whose requests have ended, and close."""
+        self._health.end()
+        await asyncio.gather(*(connection.close(END_SECONDS) for connection in list(self._connections)))

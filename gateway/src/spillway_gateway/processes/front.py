@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -65,9 +66,13 @@ class Front:
                 self._received(message)
             await self._known.wait()
             self._before_serving()
-            listener = self._listen(start)
+            listener = self._listen(start.host, start.port, "listen.port")
+            picker_listener = None
+            if start.picker_port is not None:
+                picker_listener = self._listen(start.host, start.picker_port, "listen.pickerPort")
             server = self._server = GatewayServer(
                 gateway,
+                picker_listener=picker_listener,
                 on_listening=lambda: self._client.send(messages.Listening()),
                 on_signal=self._drain,  # once, whoever says so first: the router, or a signal to all processes
             )
@@ -76,7 +81,7 @@ class Front:
             return 1
         counting = asyncio.create_task(supervised(self._count, "counts for the main process"))
         try:
-            with listener:
+            with listener, picker_listener or contextlib.nullcontext():
                 await server.serve(sockets=[listener])
         finally:
             counting.cancel()
@@ -84,8 +89,8 @@ class Front:
             self._client.close()
         return 0 if server.started else 1
 
-    def _listen(self, start: messages.Start) -> socket.socket:
-        return bind_shared(start.host, start.port)
+    def _listen(self, host: str, port: int, setting: str) -> socket.socket:
+        return bind_shared(host, port, setting)
 
     def _received(self, message: Message) -> None:
         if isinstance(message, messages.Start):

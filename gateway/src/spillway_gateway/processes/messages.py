@@ -204,11 +204,13 @@ FromFront = (
 
 
 class Start(Message, tag=64, frozen=True):
-    """config: JSON of the configuration, with the front's share of each bound. host, port: to listen on."""
+    """config: JSON of the configuration, with the front's share of each bound. host, port: to listen on. picker_port:
+    of the endpoint picker; None: there is none."""
 
     config: bytes
     host: str
     port: int
+    picker_port: int | None
 
 
 class EngineSummary(Message, frozen=True):

@@ -75,6 +75,7 @@ class RouterServer:
         config_path: the file to follow, if any.
         listener: reserved for the fronts.
         ops_listener: of operators' routes, if they have one.
+        picker_listener: reserved for the fronts, if proxies ask the endpoint picker.
         spawn: starts a front.
     """
 
@@ -84,6 +85,7 @@ class RouterServer:
         config_path: Path | None,
         listener: socket.socket,
         ops_listener: socket.socket | None = None,
+        picker_listener: socket.socket | None = None,
         *,
         spawn: Spawn = spawn,
     ) -> None:
@@ -96,6 +98,7 @@ class RouterServer:
         self._turns = Turns(HANDLED_PER_ITERATION)
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = host, port
+        self._picker_port: int | None = picker_listener.getsockname()[1] if picker_listener is not None else None
         self._operators = Starlette(
             routes=[
                 *gateway.operations.operator_routes(require_key=True),
@@ -127,7 +130,7 @@ class RouterServer:
         )
 
     def _first_messages(self) -> Iterator[Message]:
-        yield messages.Start(front_config(self.gateway.config), *self.address)
+        yield messages.Start(front_config(self.gateway.config), *self.address, self._picker_port)
         yield from self.publisher.everything()
         for suspect in self.gateway.suspects.all():
             yield _suspected(*suspect)
@@ -217,7 +220,10 @@ def serve(config: GatewayConfig, path: Path) -> int:
             if listen.ops_port is not None:
                 ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
                 stack.callback(ops_listener.close)
-            server = RouterServer(config, path, listener, ops_listener)
+            picker_listener = None
+            if listen.picker_port is not None:
+                picker_listener = stack.enter_context(reserve(listen.host, listen.picker_port, "listen.pickerPort"))
+            server = RouterServer(config, path, listener, ops_listener, picker_listener)
         except (PortInUse, ConfigError) as error:
             print(f"spillway-gateway: {error}", file=sys.stderr)
             return 1
@@ -225,6 +231,9 @@ def serve(config: GatewayConfig, path: Path) -> int:
         logger.info("%d processes will listen on %s://%s:%d", config.processes, scheme, *server.address)
         if ops_listener is not None:
             logger.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
+        if picker_listener is not None:
+            scheme = "grpcs" if listen.tls else "grpc"
+            logger.info("their endpoint picker on %s://%s:%d", scheme, *picker_listener.getsockname()[:2])
         interpreter.prepare()
         with asyncio.Runner(loop_factory=interpreter.loop_factory()) as runner:
             runner.run(server.serve())

@@ -34,6 +34,7 @@ class RunningGateway:
     server: GatewayServer
     url: str
     ops_url: str  # empty without a listener of its own
+    picker_port: int | None
 
     def engine(self, name: str) -> Engine:
         return next(fleet.engines[name] for fleet in self.gateway.fleets if name in fleet.engines)
@@ -83,7 +84,10 @@ async def running_gateway(
     gateway = Gateway(parse_config(document), config_path)
     listener = bind("127.0.0.1", 0)
     ops_listener = bind("127.0.0.1", 0) if gateway.config.listen.ops_port is not None else None
-    server = GatewayServer(gateway, ops_listener)
+    picker_listener = None
+    if (picker_port := gateway.config.listen.picker_port) is not None:
+        picker_listener = bind(gateway.config.listen.host, picker_port, "listen.pickerPort")
+    server = GatewayServer(gateway, ops_listener, picker_listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     scheme = "https" if server.certificate is not None else "http"
     running = RunningGateway(
@@ -91,6 +95,7 @@ async def running_gateway(
         server,
         f"{scheme}://127.0.0.1:{listener.getsockname()[1]}",
         f"http://127.0.0.1:{ops_listener.getsockname()[1]}" if ops_listener is not None else "",
+        picker_listener.getsockname()[1] if picker_listener is not None else None,
     )
     try:
         if wait_ready:

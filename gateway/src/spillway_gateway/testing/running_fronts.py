@@ -17,7 +17,6 @@ from typing_extensions import override
 from spillway_gateway.app import Gateway
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.listeners.server import bind, reserve
-from spillway_gateway.processes import messages
 from spillway_gateway.processes.front import Front
 from spillway_gateway.processes.server import RouterServer
 from spillway_gateway.testing.running import until
@@ -32,6 +31,7 @@ class FrontInLoop(Front):
         super().__init__(end=self._die)
         self.pid = next(_pids)
         self.url = ""
+        self.picker_port: int | None = None
         self._socket = router.dup()
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.serving = asyncio.create_task(self._serve())
@@ -42,9 +42,12 @@ class FrontInLoop(Front):
             self._status.set_result(status)
 
     @override
-    def _listen(self, start: messages.Start) -> socket.socket:
+    def _listen(self, host: str, port: int, setting: str) -> socket.socket:
         listener = bind("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if setting == "listen.pickerPort":
+            self.picker_port = listener.getsockname()[1]
+        else:
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         return listener
 
     async def wait(self) -> int:
@@ -103,8 +106,9 @@ async def running_fronts(
 
     ops_listener = bind("127.0.0.1", 0)
     ops_url = f"http://127.0.0.1:{ops_listener.getsockname()[1]}"
-    with reserve("127.0.0.1", 0) as listener:
-        server = RouterServer(config, config_path, listener, ops_listener, spawn=spawn)
+    with reserve("127.0.0.1", 0) as listener, reserve("127.0.0.1", 0) as picker_listener:
+        picker = picker_listener if config.listen.picker_port is not None else None
+        server = RouterServer(config, config_path, listener, ops_listener, picker, spawn=spawn)
         gateway = server.gateway
         serving = asyncio.create_task(server.serve())
         try:

@@ -230,12 +230,6 @@ def _picker(release: Release) -> Iterator[Finding]:
     for setting, port in (("port", gateway.port), ("opsPort", gateway.ops_port)):
         if port == picker.port:
             yield Finding("gateway.picker.port", f"{picker.port} is also gateway.{setting}", "give each its own")
-    if gateway.processes > 1:
-        yield Finding(
-            "gateway.picker.enabled",
-            f"true with gateway.processes: {gateway.processes}, and one process answers proxies",
-            "set gateway.processes: 1 and raise gateway.replicas",
-        )
     policy = release.values.network_policy
     if policy.enabled and not policy.engine_from:
         yield Finding(
