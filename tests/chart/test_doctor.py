@@ -424,6 +424,19 @@ def test_nothing_spilled_is_found(run, expected):
     assert status == 1 and "spillway_device_copy_bytes_total" in output
 
 
+def test_adapters_on_a_cpu_spill_nothing_of_the_model_s_own_requests(run):
+    values = {
+        "engine": {"apiKeySecret": {"name": "keys"}, "lora": {"adapters": [{"name": "sql", "path": "owner/sql"}]}}
+    }
+    rendered = render(CHART / "values-cpu.yaml", values=values)
+    document = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["release.json"])
+    settings = document["models"][0]["settings"]
+
+    status, output = run(EngineServer(settings, None, spills=False), settings=settings, seconds=5)
+
+    assert (status, "no tier to check" in output) == (0, True), output
+
+
 def test_no_engine_ready(run):
     status, output = run(EngineServer({}, None), engines=["http://127.0.0.1:9"])
 
