@@ -1,9 +1,10 @@
 """An interactive user beside a flood of calls on one CUDA device, with fair_steps off and on.
 
     python bench/gpu_fair_steps.py [--rounds 2] [--seconds 20] [--flood 50] [--cases CASE ...] [--eager] [--small]
+                                   [--engines ENGINE ...] [--vary CONSTANTS ...] [--output FILE]
 
-Two engines of a Qwen3-14B-shaped model with dummy weights, bfloat16, share the memory of one device and take turns, so
-that one of them computes while the other idles. The load is that of bench/fairness.py, on a real engine: the user asks
+Engines of a Qwen3-14B-shaped model with dummy weights, bfloat16, share the memory of one device and take turns, so
+that one of them computes while the others idle. The load is that of bench/fairness.py, on a real engine: the user asks
 2,000 tokens, reads an answer of 64 and asks again a second later; the flood is --flood programs in a closed loop, 1,000
 to 7,000 tokens and 64 to 448 of answer each. No prompt is asked twice. The cases of a round:
 
@@ -12,8 +13,15 @@ to 7,000 tokens and 64 to 448 of answer each. No prompt is asked twice. The case
     another session   the flood has the user's salt and another session
     flood alone       without the user
 
+--engines: `off`, `on`, or either with `_sync` behind it: without vLLM's asynchronous scheduling, in which the next step
+is planned while one is under way. --vary: each case is measured once for each word, with these constants of
+plan/step_shares.py in the engine: `STEP_TIMES=1.1,LEAST_TOKENS=32`, or `-` for the rule as it is. The report has the
+parts of the user's first token: until the engine has the request, until a step with it is planned, until the steps
+that were under way are done, its own step, until the user has the token.
+
 The flood runs for --settle seconds before what begins counts. First tokens are medians and 90th percentiles over
-all rounds; the goal is 1.2 times alone at the 90th percentile. Prints a table, writes build/bench/gpu_fair_steps.json.
+all rounds; the goal is 1.2 times alone at the 90th percentile. Prints a table and writes it; logs and the stamps of
+each case (step_stamps.py) are in a folder beside the output.
 --small: a tiny model on any platform, to check that it runs; its figures mean nothing.
 """
 
@@ -39,13 +47,14 @@ from fairness import FLOOD_ANSWER, FLOOD_TOKENS, PAUSE_SECONDS, USER_ANSWER, USE
 from gpu_chat_turns import SMALL_MODEL
 from paired_rounds import ordered
 
+from spillway_connector.plan import step_shares
 from spillway_settings.wire import SESSION_ID, SESSION_MEMBER
 
-FAIR_STEPS = ("off", "on")
+ENGINES = ("off", "on", "off_sync", "on_sync")
+AS_IT_IS = "-"
 GOAL_TIMES_ALONE = 1.2
 MEMORY_SHARE = 0.46  # of the device for each engine: 29.5 GB of weights and 29.4 of KV blocks
 DEVICE_BLOCKS = 1_400
-FOLDER = Path("build/bench/gpu_fair_steps").absolute()
 OUTPUT = Path("build/bench/gpu_fair_steps.json")
 
 
@@ -71,26 +80,34 @@ class Seen:
 
     first_token_seconds: list[float] = field(default_factory=list)  # the user's
     flood_answers: int = 0
+    parts: dict[str, float] = field(default_factory=dict)  # of the user's first tokens, milliseconds
 
 
 class Served:
     """vLLM's asynchronous engine and the load."""
 
-    def __init__(self, fair_steps: str, given: argparse.Namespace) -> None:
+    def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
+        import step_stamps  # noqa: PLC0415 - the process that starts the engines needs no vLLM
+
+        self._stamps = step_stamps
+        fair_steps, _, sync = given.serve.partition("_")
+        self._folder = folder_of(given)
         model = SMALL_MODEL if given.small else gpu.MODEL
         self._vocabulary, self._times = int(model["vocab_size"]), 0.02 if given.small else 1.0
-        transfer = gpu.transfer_config("spillway-cpu", FOLDER)
+        transfer = gpu.transfer_config("spillway-cpu", self._folder)
         assert transfer is not None
         transfer["kv_connector_extra_config"]["fair_steps"] = fair_steps
         others: dict[str, Any] = {"max_num_seqs": 256, "enforce_eager": given.eager or given.small}
+        others["async_scheduling"] = not sync
+        others["scheduler_cls"] = "step_stamps.Stamped" if sync else "step_stamps.StampedAsync"
         if given.small:
             transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] = 64 << 20
             others |= {"dtype": "float32", "max_model_len": 4096, "num_gpu_blocks_override": 200}
             others |= {"max_num_batched_tokens": 4096}
         else:
             others |= {"gpu_memory_utilization": MEMORY_SHARE, "num_gpu_blocks_override": DEVICE_BLOCKS}
-        self._settings = gpu.engine_settings(FOLDER, model, transfer) | others
+        self._settings = gpu.engine_settings(self._folder, model, transfer) | others
         self._numbers = itertools.count()
 
     def start(self) -> None:
@@ -102,9 +119,17 @@ class Served:
         self._sampling = SamplingParams
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
 
-    async def ask(self, party: Party, tokens: int, answer: int) -> float:
-        """Seconds to the first token; returns when the answer has ended."""
-        name = f"{self._given.serve} {next(self._numbers)}"
+    async def ask(
+        self,
+        party: Party,
+        tokens: int,
+        answer: int,
+        asked: dict[str, tuple[float, float]] | None = None,
+        orders: str = "",
+    ) -> float:
+        """Seconds to the first token; returns when the answer has ended. asked: gets the times, by the name.
+        orders: to step_stamps.py."""
+        name = f"{orders or self._given.serve} {next(self._numbers)}"
         tokens = max(1, int(tokens * self._times))
         prompt = [token % self._vocabulary for token in gpu.make_prompt(name, tokens)]
         sampling = self._sampling(
@@ -114,22 +139,33 @@ class Served:
             detokenize=False,
             extra_args={"kv_transfer_params": {SESSION_MEMBER: {SESSION_ID: party.session}}},
         )
-        began, first = time.perf_counter(), 0.0
+        began, first = time.monotonic(), 0.0
         given = {"prompt_token_ids": prompt, "cache_salt": party.tenant}
         async for _ in self._engine.generate(given, sampling, name):
-            first = first or time.perf_counter() - began
-        return first
+            first = first or time.monotonic()
+        if asked is not None:
+            asked[name] = began, first
+        return first - began
 
-    async def case(self, name: str) -> Seen:
+    async def case(self, line: str) -> Seen:
+        """line: a case and constants."""
+        name, constants = line.split()
         flood, with_user = CASES[name]
-        seen, counts = Seen(), False
+        seen, counts, asked = Seen(), False, dict[str, tuple[float, float]]()
+        stamps = self._folder / f"{self._given.serve}_{name}_{constants}.csv"
+        orders = "" if constants == AS_IT_IS else constants.replace(",", " ")
+        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}LATELY_SECONDS=0")  # forgets the parties of other cases
+        lately = f"LATELY_SECONDS={step_shares.LATELY_SECONDS}"
+        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}{lately} {orders} file={stamps}")
 
         async def user() -> None:
             while True:
                 began_while_counting = counts  # else it met the flood's beginning
-                first = await self.ask(USER, USER_TOKENS, USER_ANSWER)
+                found: dict[str, tuple[float, float]] = {}
+                first = await self.ask(USER, USER_TOKENS, USER_ANSWER, found)
                 if counts and began_while_counting:
                     seen.first_token_seconds.append(first)
+                    asked.update(found)
                 await asyncio.sleep(PAUSE_SECONDS * self._times)
 
         async def program(party: Party, number: int) -> None:
@@ -151,13 +187,24 @@ class Served:
         for task in failed:
             task.result()
         await asyncio.sleep(1.0)  # until the engine has dropped what was cancelled
+        defaults = " ".join(f"{each}={getattr(step_shares, each)}" for each in _constants(constants))
+        await self.ask(USER, 1, 1, orders=f"{self._stamps.MARK}{defaults} file=")
+        seen.parts = self._stamps.medians(self._stamps.read(stamps), asked)
         return seen
+
+
+def _constants(words: str) -> list[str]:
+    return [] if words == AS_IT_IS else [each.partition("=")[0] for each in words.split(",")]
+
+
+def folder_of(given: argparse.Namespace) -> Path:
+    return Path(given.output).with_suffix("").absolute()
 
 
 def serve(given: argparse.Namespace) -> None:
     """Runs in a separate process: one case for each line of the input."""
     os.environ.update(gpu.ENVIRONMENT, **({"VLLM_CPU_KVCACHE_SPACE": "1"} if given.small else {}))
-    served = Served(given.serve, given)
+    served = Served(given)
     with asyncio.Runner() as runner:
 
         async def start() -> None:
@@ -165,51 +212,62 @@ def serve(given: argparse.Namespace) -> None:
             await asyncio.gather(*(served.ask(USER, tokens, 8) for tokens in (200, 2_000, 7_000)))
 
         runner.run(start())
-        answer_rounds(lambda name: json.dumps(vars(runner.run(served.case(name)))))
+        answer_rounds(lambda line: json.dumps(vars(runner.run(served.case(line)))))
 
 
 def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> dict[str, dict[str, list[Seen]]]:
-    """What was seen in each round, by fair_steps and case."""
-    rounds: dict[str, dict[str, list[Seen]]] = {fair: {case: [] for case in CASES} for fair in FAIR_STEPS}
-    commands = {fair: [__file__, *own_arguments, "--serve", fair] for fair in FAIR_STEPS}
-    with engines_in_turn(commands, FOLDER) as engines:
+    """What was seen in each round, by engine and by case with its constants. What varies nothing is measured once."""
+    rounds: dict[str, dict[str, list[Seen]]] = {engine: {} for engine in given.engines}
+    commands = {engine: [__file__, *own_arguments, "--serve", engine] for engine in given.engines}
+    with engines_in_turn(commands, folder_of(given)) as engines:
         for number in range(given.rounds):
-            for case, fair in itertools.product(given.cases, ordered(FAIR_STEPS, number)):
-                seen = Seen(**json.loads(engines[fair].round(case)))
-                rounds[fair][case].append(seen)
-                first = f"first token {statistics.median(seen.first_token_seconds or [0]):.3f} s"
-                print(f"{number + 1}: {case}, {fair}: {first}, {seen.flood_answers} answers of the flood", flush=True)
+            for case, constants in itertools.product(given.cases, given.vary):
+                for engine in ordered(given.engines, number):
+                    alone = CASES[case][0] is None or engine.startswith("off")
+                    if alone and constants != given.vary[0]:
+                        continue
+                    seen = Seen(**json.loads(engines[engine].round(f"{case} {constants}")))
+                    rounds[engine].setdefault(f"{case} {constants}", []).append(seen)
+                    first = f"first token {statistics.median(seen.first_token_seconds or [0]):.3f} s"
+                    print(
+                        f"{number + 1}: {case} {constants}, {engine}: {first}, {seen.flood_answers} answers of the "
+                        f"flood; {seen.parts}",
+                        flush=True,
+                    )
     return rounds
 
 
 def make_report(
     rounds: dict[str, dict[str, list[Seen]]], given: argparse.Namespace
 ) -> dict[str, dict[str, dict[str, float]]]:
-    report: dict[str, dict[str, dict[str, float]]] = {fair: {} for fair in FAIR_STEPS}
-    for fair, cases in rounds.items():
-        for case, seen in ((case, seen) for case, seen in cases.items() if seen):
+    report: dict[str, dict[str, dict[str, float]]] = {engine: {} for engine in rounds}
+    for engine, cases in rounds.items():
+        alone = 0.0
+        for case, seen in cases.items():
             found = [seconds for one in seen for seconds in one.first_token_seconds]
             figures = {"flood_answers_per_second": sum(one.flood_answers for one in seen) / given.seconds / len(seen)}
             if len(found) > 1:
                 figures |= {"first_token_p50_seconds": statistics.median(found), "first_token_p90_seconds": p90(found)}
                 figures |= {"requests_count": float(len(found))}
-                alone = report[fair].get("no_flood", figures)["first_token_p90_seconds"]
+                alone = alone or figures["first_token_p90_seconds"]
                 figures["first_token_p90_times_alone"] = figures["first_token_p90_seconds"] / alone
-            report[fair][case] = figures
+            for part in seen[0].parts:
+                figures[part] = statistics.median(one.parts[part] for one in seen if part in one.parts)
+            report[engine][case] = figures
     return report
 
 
 def render(report: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = [
         f"goal: {GOAL_TIMES_ALONE} times alone",
-        f"{'case':16} fair  requests    p50 s    p90 s  to alone  flood/s",
+        f"{'case':48} {'engine':8}  requests    p50 s    p90 s  to alone  flood/s",
     ]
-    for case, fair in ((case, fair) for case in report[FAIR_STEPS[0]] for fair in FAIR_STEPS):
-        figures = report[fair][case]
-        names = ("first_token_p50_seconds", "first_token_p90_seconds", "first_token_p90_times_alone")
-        cells = "".join(f"{figures[name]:9.3f}" if name in figures else " " * 9 for name in names)
-        requests = int(figures.get("requests_count", 0))
-        lines.append(f"{case:16} {fair:4} {requests:9}{cells} {figures['flood_answers_per_second']:8.2f}")
+    for engine, cases in report.items():
+        for case, figures in cases.items():
+            names = ("first_token_p50_seconds", "first_token_p90_seconds", "first_token_p90_times_alone")
+            cells = "".join(f"{figures[name]:9.3f}" if name in figures else " " * 9 for name in names)
+            requests = int(figures.get("requests_count", 0))
+            lines.append(f"{case:48} {engine:8} {requests:9}{cells} {figures['flood_answers_per_second']:8.2f}")
     return "\n".join(lines)
 
 
@@ -222,21 +280,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs")
     parser.add_argument("--small", action="store_true", help="a small model and load, to check that it runs")
-    parser.add_argument("--serve", choices=FAIR_STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:2]))
+    parser.add_argument("--vary", nargs="+", default=[AS_IT_IS], help="constants of the rule, NAME=VALUE,NAME=VALUE")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder_of(given).mkdir(parents=True, exist_ok=True)
     if given.serve:
         serve(given)
         return 0
     report = make_report(measure(given, sys.argv[1:] if arguments is None else arguments), given)
     print(render(report))
     flat = {
-        f"fair_steps_{fair}_{case}_{figure}": round(value, 4)
-        for fair, cases in report.items()
+        f"fair_steps_{engine}_{case.removesuffix(f' {AS_IT_IS}').replace(' ', '_')}_{figure}": round(value, 4)
+        for engine, cases in report.items()
         for case, figures in cases.items()
         for figure, value in figures.items()
     }
-    OUTPUT.write_text(json.dumps(flat, indent=2) + "\n")
+    given.output.write_text(json.dumps(flat, indent=2) + "\n")
     return 0
 
 

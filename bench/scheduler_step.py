@@ -247,7 +247,9 @@ def fake_spec(manager: object, num_rows: int) -> SimpleNamespace:
         num_blocks=num_rows,
         kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
         vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(world_size=1), cache_config=SimpleNamespace(enable_prefix_caching=True)
+            parallel_config=SimpleNamespace(world_size=1),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            lora_config=None,
         ),
         get_manager=lambda: manager,
     )

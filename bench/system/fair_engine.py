@@ -51,12 +51,15 @@ class FairEngine(SimulatedEngine):
         """False: some prompts were left out, and there was no room for any of the others."""
         prompts = [each for each in (*self._running, *self._waiting) if not each.generated]
         self._computed.clear()
-        step = self._shares.next_step(set(map(self._party, prompts)), now)
+        present = set(map(self._party, (*self._running, *self._waiting)))
+        step = self._shares.next_step(set(map(self._party, prompts)), now, present)
         if step is None:
             super()._begin_step(now)
         else:
             held_running = [
-                each for each in self._running if not each.generated and self._party(each) not in step.parties
+                each
+                for each in self._running
+                if (self._party(each) in step.pauses if each.generated else self._party(each) not in step.parties)
             ]
             held_waiting = [each for each in self._waiting if not (step.begins and self._party(each) in step.parties)]
             self._running = [each for each in self._running if each not in held_running]

@@ -139,7 +139,7 @@ class ProductRows(LruTier):
         self._rows.hold(_RETAINING_TENANT, share, HELD_SECONDS, cast(Any, keys))
 
     def evict_first(self, duplicates: Duplicates) -> None:
-        self._rows.duplicates = duplicates
+        self._rows.evict_first(duplicates)
 
     def pin(self, keys: Sequence[int]) -> None:
         self._rows.prepare_load(cast(Any, keys), self._context)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spillway_gateway.client.bounded_connection
+import spillway_gateway.upstream.relay  # noqa: F401 - rooms have errors of their own
 from spillway_gateway.error_bodies import RETRY_JITTER_SECONDS_MAX, Dialect, body_of, event_of, headers_of
 from spillway_gateway.errors import EngineDisconnected, GatewayError, GatewayOverloaded, KeyMissing, TenantLimited
 
@@ -30,6 +34,29 @@ def test_a_responses_event_has_the_next_number() -> None:
 
 def all_errors(cls: type[GatewayError]) -> list[type[GatewayError]]:
     return [cls, *(error for below in cls.__subclasses__() for error in all_errors(below))]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
+SOURCE = Path(__file__).parents[1] / "src" / "spillway_gateway"
+
+
+def test_docs_have_every_status_with_its_code() -> None:
+    """The errors of all rooms, and refusals of what is no request yet."""
+    chapter = PAGE.read_text(encoding="utf-8").split("## Errors that clients get")[1].split("\n## ")[0]
+    documented = {
+        (int(status), code)
+        for statuses, codes in re.findall(r"^\| ([\d, ]+) \| ([^|]*) \|", chapter, re.MULTILINE)
+        for status in statuses.split(", ")
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    client = (SOURCE / "client" / "bounded_connection.py").read_text(encoding="utf-8")
+    refusals = re.findall(r'Refusal\(\s*(\d+),\s*"(\w+)"', client)
+    assert len(refusals) > 5
+    raised = {(error.status, error.code) for error in all_errors(GatewayError)}
+    assert {*raised, *((int(status), code) for status, code in refusals)} <= documented
+    rooms = "\n".join(path.read_text(encoding="utf-8") for path in (SOURCE / "api").glob("*.py"))
+    named = set(re.findall(r'code="(\w+)"|message, code = f".*", "(\w+)"', rooms))
+    assert {code for pair in named for code in pair if code} <= {code for _, code in documented}
 
 
 def test_every_status_has_an_anthropic_type() -> None:

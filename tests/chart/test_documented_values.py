@@ -25,8 +25,13 @@ NAMING = (
     *("docs/ascend.md", "docs/metrics.md", "docs/models.md", "docs/reliability.md", "docs/benchmarks.md"),
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/benchmarks").glob("*.md")),
 )
+SPELT = (
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "charts/spillway/README.md"),
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
+)
 FENCED = re.compile(r"^([ \t]*)```\w*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}[^\n]*\n|\n)+")
+CAMEL = re.compile(r"(?<![\w./$\"-])[a-z]+(?:[A-Z][a-z]*)+(?![\w/(\"])")
 DOTTED = re.compile(r"(?<![\w./$-])[a-zA-Z]+(?:\.[a-zA-Z]+)+(?![\w/(.])")
 FILES = ("c", "json", "md", "py", "sh", "so", "tpl", "txt", "yaml")
 
@@ -41,6 +46,7 @@ def paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 WHOLE = frozenset(paths(VALUES))
 # `sharedTier.redis.url` for `engine.offload.sharedTier.redis.url`: where the text says of what.
 ENDS = frozenset(".".join(path.split(".")[at:]) for path in WHOLE for at in range(path.count(".") + 1))
+KEYS = {key for path in WHOLE for key in path.split(".")}
 BEGINNINGS = {end.split(".")[0] for end in ENDS if "." in end}
 
 
@@ -64,6 +70,28 @@ def unknown_values(text: str) -> list[str]:
     return sorted(
         {name for name in named if name.split(".")[0] in BEGINNINGS and name.split(".")[-1] not in FILES} - ENDS
     )
+
+
+# Settings of the gateway that the chart writes itself, words of Kubernetes and drivers, and names of tests.
+OTHER_KEYS = {
+    *("apiServer", "caFile", "concurrentRequestsMax", "dataParallelRanks", "emptyAnswersBeforeRemoval", "keysFile"),
+    *("engineKeyFile", "kvReplay", "requestsPerMinute", "resyncSeconds", "roleServices", "saltSecretFile", "tokenFile"),
+    *("targetRef", "wakeSeconds", "emptyDir", "endPort", "fieldRef", "maxSurge", "seLinuxOptions"),
+    *("modelVolume", "perPodClaim", "sharedClaim", "bytesPerToken", "renderSays", "cProfile", "vLLM"),
+}
+
+
+def unknown_keys(text: str) -> list[str]:
+    """Words of inline code that are spelt like keys and are none."""
+    spans = re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+    return sorted({name for span in spans for name in CAMEL.findall(span)} - KEYS - OTHER_KEYS)
+
+
+@pytest.mark.parametrize("page", [page for page in SPELT if page not in ("docs/ascend.md", "docs/cuda.md")])
+def test_keys_without_a_section_exist(page):
+    """`storeQueueBytesMax`, whatever its section; calls of Ascend's and CUDA's drivers are spelt alike."""
+    by_hand, _, rest = (ROOT / page).read_text().partition(BEGIN)
+    assert unknown_keys(by_hand + rest.partition(END)[2]) == []
 
 
 @pytest.mark.parametrize("page", NAMING)
@@ -100,5 +128,9 @@ def test_what_does_not_exist_is_found():
     )
 
     assert unknown_values(text) == ["engine.lockMemory", "sharedTier.redis.uri"]
+    assert unknown_keys("Raise `ioThread`, `ioThreads` or `storeQueueSizeMax: 2GiB`.") == [
+        "ioThread",
+        "storeQueueSizeMax",
+    ]
     with pytest.raises(RenderRefused, match="replica"):
         render(values=fragments(text)[0])

@@ -6,12 +6,14 @@ import re
 import pytest
 from chart.helm_binaries import ROOT
 from chart.rendering import CHART, render
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from spillway_connector.metrics import ALL, Kind
 from spillway_ctl.node_tier import metrics_text
 from spillway_gateway.app import Gateway
 from spillway_gateway.config.settings import parse_config
+from spillway_gateway.metrics import GatewayMetrics
 
 PRODUCTION = CHART / "examples" / "production.yaml"
 # vLLM 0.23's own, and Prometheus' own.
@@ -135,16 +137,44 @@ def test_every_series_is_documented(own_series):
     assert [name for name in sorted(own_series) if not documented(re.sub("_(bucket|sum|count)$", "", name))] == []
 
 
-# A member of kv_transfer_params, a utility of EngineCore, and systems that `make bench-system` simulates.
+def test_every_label_is_documented():
+    """In the row of its series; `..._end` in a row that begins with another series ends like the series."""
+    rows = {}
+    for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
+        cells = line.strip("| ").split(" | ")
+        if cells[0].startswith("`") and len(cells) > 2:
+            rows |= {name.removeprefix("..."): cells[1] for name in re.findall(r"`([\w.]+)", cells[0])}
+    own = {f"{metric.name}{'_total' * (metric.kind is Kind.COUNTER)}": metric.labels for metric in ALL}
+    for metric in vars(GatewayMetrics()).values():
+        if isinstance(metric, Counter | Gauge | Histogram):
+            (family,) = metric.describe()
+            own[family.name + "_total" * (family.type == "counter")] = metric._labelnames
+
+    def row(name: str) -> str:
+        ends = [name[at:] for at, letter in enumerate(name) if letter == "_"]
+        return next(rows[part] for part in (name, *ends) if part in rows)
+
+    missing = {
+        name: [label for label in labels if label not in re.findall(r"\w+", row(name))] for name, labels in own.items()
+    }
+    assert len(missing) > 60
+    assert {name: labels for name, labels in missing.items() if labels} == {}
+
+
+# A member of kv_transfer_params, a utility of EngineCore, and what `make bench-system` and `bench-routing` simulate.
 SYSTEM = re.compile(r'^    "(spillway_\w+)": System\(', re.MULTILINE)
-SIMULATED = set(SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_text()))
+POLICY = re.compile(r'^        "(spillway_\w+)": lambda', re.MULTILINE)
+SIMULATED = {
+    *SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_text()),
+    *POLICY.findall((ROOT / "bench" / "routing.py").read_text()),
+}
 NO_SERIES = {"spillway_session", "spillway_promote", "spillway_settle", "spillway_weights"} | SIMULATED
 
 
 def test_series_that_the_pages_name_exist(own_series, known_series):
     """A name that ends in `_` is the beginning of several (`spillway_tier_*`)."""
     known = known_series | {name.removesuffix("_bucket") for name in own_series} | {"spillway_simulator_lag_seconds"}
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = {name for page in pages for name in re.findall(r"\bspillway_[a-z_]+(?=[`{}\[* ])", page.read_text())}
     packages = {path.name for pattern in ("*", "services/*") for path in ROOT.glob(f"{pattern}/src/spillway_*")}
     others = named - known - packages - NO_SERIES

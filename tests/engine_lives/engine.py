@@ -251,8 +251,8 @@ class Engine:
             fair._clock = lambda: 0.25 * self.figures.steps
             next_step = shares.next_step
 
-            def counting_step(waiting: Collection[Party], now: float) -> Step | None:
-                chosen = next_step(waiting, now)
+            def counting_step(waiting: Collection[Party], now: float, present: Collection[Party]) -> Step | None:
+                chosen = next_step(waiting, now, present)
                 self.figures.fair_steps += chosen is not None and chosen.tokens is None
                 self.figures.flood_steps += chosen is not None and chosen.tokens is not None
                 return chosen
@@ -396,11 +396,11 @@ class Engine:
         """Until all is settled, the engine steps without requests, and stores what its device alone holds."""
         half = self._scheduler_half
         before = half.manager.settled_chunks
-        half.settle(3600.0)
+        half.without_requests.settle(3600.0)
         self.drain()
-        half.settle(0.0)
+        half.without_requests.settle(0.0)
         self.figures.settled += half.manager.settled_chunks - before
-        assert not (left := half._without_requests._unsettled()), f"{left} chunks are in no shared tier"
+        assert not (left := half.without_requests._unsettled()), f"{left} chunks are in no shared tier"
 
     def unfinished(self) -> list[Request]:
         return [request for request in self.scheduler.requests.values() if not request.is_finished()]

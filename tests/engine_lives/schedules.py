@@ -67,7 +67,7 @@ def run(engine: Engine, seed: int) -> None:
         elif action < 0.5:
             if engine.may_reset and engine.shape.storing == "late" and rng.random() < 0.5:
                 engine.trace.append("settle")
-                engine._scheduler_half.settle(3600.0)
+                engine._scheduler_half.without_requests.settle(3600.0)
             elif engine.may_reset:
                 sleeps = rng.random() < 0.5
                 engine.trace.append("sleep" if sleeps else "pause")

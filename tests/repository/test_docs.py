@@ -10,8 +10,8 @@ from lanes.rules import ROOT
 
 from repository.tracked import tracked_files
 
-AT_THE_ROOT = ("CONTRIBUTING.md", "README.md", "SECURITY.md")
-PAGES = tuple(path for path in tracked_files() if path in AT_THE_ROOT or re.fullmatch(r"docs/.*\.md", path))
+BESIDE_DOCS = ("CONTRIBUTING.md", "README.md", "SECURITY.md", "charts/spillway/README.md")
+PAGES = tuple(path for path in tracked_files() if path in BESIDE_DOCS or re.fullmatch(r"docs/.*\.md", path))
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|sh|c|tpl|Dockerfile))(?:::\w+)?`")
 TARGET = re.compile(r"`make ([a-z][a-z-]*)")

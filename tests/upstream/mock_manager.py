@@ -42,6 +42,8 @@ def answering_prefixes(manager: Any, hit: Any, miss: Any) -> Any:
     manager.lookup_prefix = lambda keys, context: look_up(keys, context)[0]
     manager.may_begin_load = lambda prefix: False
     manager.loads_begin_early = False
+    manager.serve_half = lambda **facts: None
+    manager.report_settings = lambda settings: None
     manager.ahead_rows_max = 0
     manager.prefill_rate = RateMeter(1.0)
     clock = count(0.0, 3600.0)  # an hour passes between two readings, so that chunks are touched each time

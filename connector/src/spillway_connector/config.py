@@ -186,6 +186,12 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
     copy_table: CopyTable | None = None
     node_tier: NodeTierConfig | None = None  # None: the CPU tier belongs to the engine
 
+    def stores_late(self, shared_tiers: bool) -> bool:
+        """Whether chunks are stored only when they are about to leave the device, once the CPU tier is full."""
+        wanted = self.storing == "late" or (self.storing == "auto" and not shared_tiers)
+        # With a node's tier, what one engine's device keeps is nothing to the others.
+        return wanted and self.eviction_policy == "lru" and self.node_tier is None
+
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
         """Raises ConfigError naming the key, what it holds and what to set instead."""

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from spillway_connector.plan.step_shares import (
     FLOOD_STEPS,
+    HELD_SHARE,
     LATELY_SECONDS,
     LEAST_TOKENS,
     PARTIES_MAX,
     STEP_TIMES,
+    STEPS_WITHOUT_DECODES_MAX,
     STEPS_WITHOUT_FLOOD_MAX,
     Party,
     Step,
@@ -148,14 +150,48 @@ def test_a_floods_step_takes_little_longer_than_the_least(
     took: list[float] = []
     for _ in range(600):
         shares.came(USER, now)
-        step = shares.next_step([FLOOD], now)
-        assert step is not None and step.tokens is not None
+        step = shares.next_step([FLOOD], now, [USER])
+        assert step is not None and step.tokens is not None and not step.held_seconds
         shares.computed({FLOOD: step.tokens}, now)
         took.append(seconds_of(step.tokens))
         now += took[-1 - under_way] if len(took) > under_way else 0.0
     settled, goal = took[300:], STEP_TIMES * seconds_of(LEAST_TOKENS)
     assert max(settled) <= 1.15 * goal
     assert sum(1 for one in settled if one >= goal / 1.15) > 0.9 * len(settled)
+
+
+@pytest.mark.parametrize("planning", [0.001, 0.004, 0.01], ids="{} s".format)
+def test_while_others_may_ask_a_floods_step_is_a_short_one_and_the_next_is_planned_late(planning: float) -> None:
+    """With asynchronous scheduling: a plan is made when the step before the last has ended, or later if it is held."""
+    shares, now, ended, took = shares_of(USER, FLOOD), 1.0, [0.0, 1.0], 0.02
+    shares.computed({FLOOD: 10 * FLOODING}, now)
+    held_seconds, waits = 0.0, list[float]()
+    for number in range(600):
+        now = max(ended[-2] + held_seconds, now + planning)
+        shares.came(USER, now)
+        step = shares.next_step([FLOOD], now)
+        assert step is not None and step.tokens is not None and (step.tokens == LEAST_TOKENS or number == 2)
+        shares.computed({FLOOD: step.tokens}, now)
+        held_seconds = step.held_seconds
+        ended.append(max(ended[-1], now + planning) + took)
+        waits.append(held_seconds)
+    held = [each for each in waits[300:] if each]
+    assert len(held) >= 300 * 61 // 64
+    assert max(held) == pytest.approx(HELD_SHARE * took) and min(held) == pytest.approx(HELD_SHARE * took)
+
+
+def test_others_who_have_a_request_in_the_engine_are_not_awaited() -> None:
+    shares = shares_of(USER, FLOOD)
+    shares.computed({FLOOD: 10 * FLOODING}, 0.0)
+    steps = [shares.next_step([FLOOD], 0.0, [USER]) for _ in range(4)]
+    assert [step.tokens for step in steps if step is not None] == [LEAST_TOKENS, LEAST_TOKENS, 256, 256]
+
+
+def test_who_takes_far_less_than_a_flood_is_none_however_little_a_third_takes() -> None:
+    shares = shares_of(USER, FLOOD, Party(b"probe"))
+    shares.computed({FLOOD: 20 * FLOODING, USER: FLOODING, Party(b"probe"): 1}, 0.0)
+    assert shares.floods(FLOOD, 0.0) and not shares.floods(USER, 0.0)
+    assert shares.next_step([USER, FLOOD], 0.0) == of(USER)
 
 
 @given(
@@ -215,6 +251,23 @@ def test_no_flood_starves_though_new_parties_come_for_ever(arrivals: list[int]) 
         assert between <= STEPS_WITHOUT_FLOOD_MAX
         shares.computed(dict.fromkeys(waiting if step is None else step.parties, 10), 0.0)
         waiting = [FLOOD]
+
+
+@given(st.lists(st.tuples(st.sets(st.sampled_from([USER, FLOOD, SIBLING])), st.booleans()), max_size=60))
+def test_no_request_is_left_out_of_two_steps_in_a_row_while_it_decodes(steps: list[tuple[set[Party], bool]]) -> None:
+    shares = shares_of(USER, FLOOD, SIBLING)
+    shares.computed({FLOOD: 100 * FLOODING, SIBLING: 10 * FLOODING}, 0.0)
+    paused = 0
+    for waiting, has_room in steps:
+        step = shares.next_step(waiting, 0.0, [USER, FLOOD, SIBLING])
+        pauses = step.pauses if step is not None else frozenset()
+        assert step is None or (pauses <= {FLOOD, SIBLING} and step.parties.isdisjoint(pauses))
+        paused = paused + 1 if pauses else 0
+        assert paused <= STEPS_WITHOUT_DECODES_MAX
+        if has_room:
+            shares.computed(dict.fromkeys(waiting if step is None else step.parties, 10), 0.0)
+        elif step is not None:
+            shares.passed_over(step.parties)
 
 
 def test_few_parties_are_remembered() -> None:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm
 from typing_extensions import override
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.request import Request
 
 from spillway_connector.engine.engine_logging import join_engine_logging
-from spillway_connector.engine.features.fair_steps import FairSteps
-from spillway_connector.engine.features.feature import Feature, feature_of
+from spillway_connector.engine.features.feature import Feature
 from spillway_connector.engine.features.hints import HintOutcome
-from spillway_connector.engine.features.queue_order import QueueOrder
 from spillway_connector.engine.generation import Seams, require
 from spillway_connector.engine.ipc.process_settings import ENGINE_CORE, ProcessSettings
 from spillway_connector.engine.layouts.kv_layout import LayerCache, layout_facts
-from spillway_connector.engine.namespace.adapters import AdapterRegistry, base_model_is_unsound
+from spillway_connector.engine.namespace.adapters import AdapterRegistry, lora_mixes_weights
 from spillway_connector.engine.namespace.weights import WeightsNamed
-from spillway_connector.engine.patches.patching import in_force
+from spillway_connector.engine.patches.patching import Needed, Patch, apply, in_force
 from spillway_connector.engine.requests.transfer_params import filtering_transfer_params
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.scheduler.settling import Unsettled
@@ -35,7 +36,6 @@ from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.worker.half import WorkerHalf
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import Namespace
-from spillway_connector.plan.answers import AnswerReuse
 from spillway_settings.vllm_salts import why_salts_are_dropped
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,40 @@ _START = ""  # no version was named: the weights that the engine was started wit
 class ConnectorBase(OffloadingConnector):
     """Methods without a docstring keep the contract of KVConnectorBase_V1 and delegate to a half."""
 
-    _spec: OffloadingSpec
-    adapters: AdapterRegistry  # in the scheduler's process
+    _seams: ClassVar[Seams]  # the generation's
+    _patches: ClassVar[Sequence[Patch]]
     _version_named: str = _START  # of the weights, since they changed last
 
-    def _check(self, seams: Seams, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        self._check(self._seams, vllm_config)
+        # Not upstream's constructor, which builds upstream's halves.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self._spec = self._make_spec()
+        self._settings = self._spec.settings if isinstance(self._spec, SpecBase) else None
+        apply(self._patches, self._patches_needed(role))
+        self.connector_scheduler = self.connector_worker = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = half = self._make_scheduler_half()
+            half.manager.report_settings(self._process_settings())
+            if lora_mixes_weights(vllm_config):
+                logger.warning(
+                    "LoRA on a CPU: vLLM computes requests of the base model with an adapter's weights if a batch "
+                    "holds requests of both, so their KV is not offloaded; serve the base model by engines without LoRA"
+                )
+        else:
+            self.connector_worker = self._make_worker_half()
+
+    @abstractmethod
+    def _make_spec(self) -> OffloadingSpec: ...
+
+    @abstractmethod
+    def _make_scheduler_half(self) -> SchedulerHalf: ...
+
+    @abstractmethod
+    def _make_worker_half(self) -> WorkerHalf: ...
+
+    @staticmethod
+    def _check(seams: Seams, vllm_config: VllmConfig) -> None:
         """Check the configuration before anything is built. Raises UnsupportedEngine or ConfigError."""
         join_engine_logging()
         require(seams)
@@ -77,67 +106,40 @@ class ConnectorBase(OffloadingConnector):
         if unsalted is not None:
             raise ConfigError(unsalted)
 
-    def _watch_the_engine(self) -> None:
-        """Called in the scheduler's process, once its half is built."""
-        half, storing = self._half, "eager"
-        generated_tokens = "off" if half.config.offload_prompt_only else "on"
-        self.adapters = half.adapters
-        if isinstance(self._spec, SpecBase):
-            self._choose_storing(self._spec)
-            if half.late_stores is not None:
-                storing = self._spec.settings.storing
-            if self._spec.settings.generated_tokens == "auto":
-                half.manager.answers, generated_tokens = AnswerReuse(), "auto"
-            if self._spec.settings.queue_order == "prefix" and half.orders_queue:
-                half.features.append(QueueOrder(half, self._spec.settings.queue_overtake_seconds))
-            if self._spec.settings.window_chunks == "all":
-                half.window_stores = None
-            if self._spec.settings.fair_steps == "on":
-                step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-                half.features.append(FairSteps(half.known_state, step_tokens))
-        cache_config = self._vllm_config.cache_config
-        not_shared = self._spec.not_shared if isinstance(self._spec, SpecBase) else None
-        node_tier = self._spec.node_tier_use if isinstance(self._spec, SpecBase) else None
-        half.manager.process_settings = ProcessSettings(
-            ENGINE_CORE,
-            {
-                **half.manager.settings(),
-                "generated_tokens": generated_tokens,
-                "block_tokens": cache_config.block_size,
-                "max_model_len": self._vllm_config.model_config.max_model_len,
-                "device_blocks": self._kv_cache_config.num_blocks,
-                "storing": storing,
-                "vllm_patches": in_force(),
-                "queue_order": "arrival" if feature_of(half.features, QueueOrder) is None else "prefix",
-                "fair_steps": "off" if feature_of(half.features, FairSteps) is None else "on",
-                "window_chunks": "all" if half.window_stores is None else "last",
-                "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
-                **({} if not_shared is None else {"not_shared": not_shared}),
-                **({} if node_tier is None else {"node_tier": node_tier}),
-            },
-        )
-        if base_model_is_unsound(self._vllm_config):
-            logger.warning(
-                "LoRA on a CPU: vLLM computes requests of the base model with an adapter's weights if a batch holds "
-                "requests of both, so their KV is not offloaded; serve the base model by engines without LoRA"
-            )
-            half.stores_adapters_alone = True
+    def _patches_needed(self, role: KVConnectorRole) -> set[Needed]:
+        if role == KVConnectorRole.WORKER:
+            return set() if self._vllm_config.lora_config is None else {Needed.LORA_WORKER}
+        needs, settings = {Needed.ENGINE_CORE}, self._settings
+        if settings is not None and settings.compute_while_loading == "on":
+            needs.add(Needed.COMPUTE_WHILE_LOADING)
+        if settings is not None and settings.fair_steps == "on":
+            needs.add(Needed.FAIR_STEPS)
+        return needs
 
-    def _choose_storing(self, spec: SpecBase) -> None:
-        half, settings = self._half, spec.settings
-        if (
-            settings.storing != "eager"
-            and settings.eviction_policy == "lru"
-            and settings.node_tier is None  # what one engine's device keeps is nothing to the others
-            and (settings.storing == "late" or not spec.secondary_tier_configs)
-            and half.may_store_late
-        ):
-            half.begin_late_stores(self._vllm_config.scheduler_config.max_num_batched_tokens)
+    def _process_settings(self) -> ProcessSettings:
+        cache_config, spec = self._vllm_config.cache_config, self._spec
+        facts = {
+            **self._half.settings(),
+            "block_tokens": cache_config.block_size,
+            "max_model_len": self._vllm_config.model_config.max_model_len,
+            "device_blocks": self._kv_cache_config.num_blocks,
+            "vllm_patches": in_force(),
+            "prefix_caching": "on" if cache_config.enable_prefix_caching else "off",
+        }
+        if isinstance(spec, SpecBase):
+            special = {"not_shared": spec.not_shared, "node_tier": spec.node_tier_use}
+            facts |= {name: value for name, value in special.items() if value is not None}
+        return ProcessSettings(ENGINE_CORE, facts)
 
     @property
     def _half(self) -> SchedulerHalf:
         assert isinstance(self.connector_scheduler, SchedulerHalf)
         return self.connector_scheduler
+
+    @property
+    def adapters(self) -> AdapterRegistry:
+        """In the scheduler's process."""
+        return self._half.adapters
 
     @property
     def scheduler_features(self) -> list[Feature]:
@@ -150,8 +152,7 @@ class ConnectorBase(OffloadingConnector):
 
     def weights_named(self) -> WeightsNamed:
         """See engine/namespace/weights.py."""
-        half, spec = self._half, self._spec
-        version = spec.settings.weights_version if isinstance(spec, SpecBase) else None
+        half, version = self._half, None if self._settings is None else self._settings.weights_version
         if self._version_named != _START:
             version = self._version_named
         namespace = self._namespace_of(self._version_named)
@@ -165,7 +166,7 @@ class ConnectorBase(OffloadingConnector):
         refused = half.name_weights(self._namespace_of(wanted), reset_device)
         if refused is None:
             self._version_named = wanted
-            half.introduce()
+            half.without_requests.introduce()
         return refused
 
     def _namespace_of(self, wanted: str) -> Namespace | None:
@@ -215,12 +216,12 @@ class ConnectorBase(OffloadingConnector):
 
     def settle(self, seconds: float) -> Unsettled:
         """See engine/scheduler/settling.py. EngineCore process, scheduler thread, between steps."""
-        return self._half.settle(seconds)
+        return self._half.without_requests.settle(seconds)
 
     @property
     def steps_without_requests(self) -> bool:
         """See engine/scheduler/settling.py."""
-        return self._half.steps_without_requests
+        return self._half.without_requests.wanted
 
     def forced_reset(self, scheduler: Any) -> AbstractContextManager[None]:
         """See engine/scheduler/resets.py. EngineCore process, scheduler thread, between steps."""

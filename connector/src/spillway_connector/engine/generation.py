@@ -20,6 +20,9 @@ from spillway_connector.errors import UnsupportedEngine
 SUPPORTED = "vLLM 0.23.0 (vllm-ascend 0.23.0.post1), 0.30.0, 0.32.0 or 0.33.0"
 
 
+OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+
+
 class Generation(Enum):
     """The generations of vLLM, each by the name of its room."""
 
@@ -37,22 +40,44 @@ class Methods(NamedTuple):
     later: Mapping[str, Sequence[str]] = MappingProxyType({})  # likewise: what later versions take behind them
 
 
-# vLLM's queues of waiting requests, whose order engine/features/queue_order.py changes; equal in all generations.
-WAITING_QUEUES = tuple(
+_QUEUE_METHODS = {
+    "peek_request": ("self",),
+    "pop_request": ("self",),
+    "add_request": ("self", "request"),
+    "prepend_request": ("self", "request"),
+    "prepend_requests": ("self", "requests"),
+    "remove_request": ("self", "request"),
+    "remove_requests": ("self", "requests"),
+}
+
+COMMON_METHODS = (  # equal in all generations
+    # vLLM's queues of waiting requests, whose order engine/features/queue_order.py changes.
+    Methods("vllm.v1.core.sched.request_queue", "FCFSRequestQueue", _QUEUE_METHODS),
+    Methods("vllm.v1.core.sched.request_queue", "PriorityRequestQueue", _QUEUE_METHODS),
     Methods(
-        "vllm.v1.core.sched.request_queue",
-        queue,
+        f"{OFFLOADING}.worker",
+        "OffloadingConnectorWorker",
         {
-            "peek_request": ("self",),
-            "pop_request": ("self",),
-            "add_request": ("self", "request"),
-            "prepend_request": ("self", "request"),
-            "prepend_requests": ("self", "requests"),
-            "remove_request": ("self", "request"),
-            "remove_requests": ("self", "requests"),
+            "register_kv_caches": ("self", "kv_caches"),
+            "start_kv_transfers": ("self", "metadata"),
+            "prepare_store_kv": ("self", "metadata"),
+            "handle_preemptions": ("self", "kv_connector_metadata"),
+            "get_finished": ("self", "finished_req_ids"),
+            "build_connector_worker_meta": ("self",),
         },
-    )
-    for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
+    ),
+    Methods(f"{OFFLOADING}.scheduler", "RequestOffloadState", {"update_offload_keys": ("self",)}),
+    Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
+    Methods("vllm.v1.core.sched.scheduler", "Scheduler", {"_inflight_prefill_reserved_blocks": ("self",)}),
+    Methods(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        {
+            "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
+            "get_num_free_blocks": ("self",),
+            "touch": ("self", "blocks"),
+        },
+    ),
 )
 
 

@@ -3,14 +3,21 @@
 A party is a session of a tenant; a tenant's requests that name no session are one party. Its attained service is the
 prompt tokens that were computed for it, which count half a half-life later (least attained service, L. Kleinrock,
 Queueing Systems, volume 2, 1976). A tenant floods the engine if it attained several times as much as another that was
-there lately, and more than a few full steps; a session does among those of its tenant.
+there lately, about as much as the one that attained most, and more than a few full steps; a session does among those of
+its tenant.
 
 While others have a prompt to compute, a step computes none of a flood's, up to a few steps in a row; then one step is
 the engine's own, so that the flood does not starve. While no other has one, what remains of a flood to them is the step
-that is under way when their prompt arrives, and with asynchronous scheduling the next one. So a step of a flood's
-prompts takes about STEP_TIMES as long as one of very few tokens, by what steps were measured to take. If others wait
-for blocks, which no short step gives them, prompts of the flood that have begun get full steps, and no other of them
-begins: it would take the blocks that are freed. Decoding goes on in every step.
+that is under way when their prompt arrives, and with asynchronous scheduling the next one if that is planned. So a step
+of a flood's prompts takes about STEP_TIMES as long as one of very few tokens, by what steps were measured to take.
+While somebody who was there lately has no request in the engine, and so may ask at any time, it is one of very few
+tokens, and the next one is planned when most of its time is over. If others wait for blocks, which no short step gives
+them, prompts of the flood that have begun get full steps, and no other of them begins: it would take the blocks that
+are freed.
+
+A step of others' prompts leaves out the flood's requests that decode, too, so that it takes no longer than without the
+flood; never two steps in a row do, and none does if the last such step had no room for others' prompts. All other
+requests decode in every step.
 
 If no party floods the engine, nothing changes.
 
@@ -27,15 +34,18 @@ from typing import Generic, NamedTuple, TypeVar
 
 HALF_LIFE_SECONDS = 60.0
 LATELY_SECONDS = 60.0  # a party that neither came nor had a prompt computed for so long has left
-FLOOD_TIMES = 4.0  # as much as another party: less is the difference between two users
+FLOOD_TIMES = 4.0  # as much as another party, and at least that part of the most: less is as between two users
 FLOOD_STEPS = 8  # full steps of prompts within a half-life or so; who takes less disturbs nobody
 FLOOD_STEP_TOKENS = 256  # of a flood's prompts in one step, until steps were measured
 LEAST_TOKENS = 64  # of a step that measures the least time that a step takes; two in a row of MEASURED_EVERY are such
-MEASURED_EVERY = 32
+MEASURED_EVERY = 64
 LEAST_TIMES_KEPT = 5
 STEP_TIMES = 1.2  # that least time
 CHANGE = 1.05  # of the size of a flood's step, after each one that was measured
+HELD_SHARE = 0.75  # of the least time that a step takes: the rest is for planning the next one and for launching it
+HELD_SECONDS_MAX = 0.1
 STEPS_WITHOUT_FLOOD_MAX = 3  # in a row, while a flood has a prompt to compute
+STEPS_WITHOUT_DECODES_MAX = 1  # in a row: of a flood
 PARTIES_MAX = 128  # followed at a time; the one that was served least lately is forgotten, and counts as not served
 
 
@@ -51,11 +61,15 @@ class Step(NamedTuple):
 
     tokens: of them, at most; None: as many as the engine's step takes.
     begins: whether prompts that wait may begin; else those that have begun are computed alone.
+    pauses: whose requests that decode are left out.
+    held_seconds: for how long the step behind this one shall not be planned, unless a party comes that floods nobody.
     """
 
     parties: frozenset[Party]
     tokens: int | None
     begins: bool = True
+    pauses: frozenset[Party] = frozenset()
+    held_seconds: float = 0.0
 
     @property
     def is_floods(self) -> bool:
@@ -96,23 +110,27 @@ class _FloodSteps:
     """How many of a flood's tokens a step computes, by what such steps take.
 
     The time between two plans is that of one of the two steps before them, since one may be under way while the next
-    one is planned. So it counts if those two were alike.
+    one is planned. So it counts if those two were alike and neither plan was held.
     """
 
     def __init__(self, step_tokens: int) -> None:
         self._most = float(step_tokens)
         self._tokens = min(float(FLOOD_STEP_TOKENS), self._most)
-        self._asked = 0  # of the step that is planned; 0: it is no flood's
+        self._asked = 0  # of the step that is planned; 0: it is no flood's, or the plan of the next one is held
         self._last_two = (0, 0)  # asked and computed
         self._number = 0
         self._planned_at = 0.0
         self._least_seconds: deque[float] = deque(maxlen=LEAST_TIMES_KEPT)
 
-    def next(self) -> int:
+    def next(self, *, awaits: bool) -> tuple[int, float]:
+        """Tokens of the next step, and for how long the plan behind it is held. awaits: others may come at any time."""
         measures = self._number % MEASURED_EVERY < 2
         self._number += 1
+        if awaits and not measures and self._least_seconds:
+            self._asked = 0
+            return LEAST_TOKENS, min(HELD_SHARE * median(self._least_seconds), HELD_SECONDS_MAX)
         self._asked = LEAST_TOKENS if measures else int(self._tokens)
-        return self._asked
+        return self._asked, 0.0
 
     def planned(self, tokens: int, now: float) -> None:
         """A step is planned with so many prompt tokens."""
@@ -136,6 +154,9 @@ class StepShares:
         self._tenants: _Attained[bytes] = _Attained()
         self._parties: _Attained[Party] = _Attained()
         self._steps_without = 0  # a flood, in a row
+        self._steps_without_decodes = 0  # of a flood, in a row
+        self._others: frozenset[Party] = frozenset()  # whose prompts the last step of others was to compute
+        self._had_room = True  # and it computed some
         self._passed_over: set[Party] = set()  # their steps computed nothing, and none since has
 
     def came(self, party: Party, now: float) -> None:
@@ -148,24 +169,42 @@ class StepShares:
         self._parties.forget(now - LATELY_SECONDS)
         return len(self._parties) < 2
 
-    def next_step(self, waiting: Collection[Party], now: float) -> Step | None:
-        """Whose step is next. None: any party's, as the engine makes it. waiting: those with a prompt to compute."""
+    def next_step(self, waiting: Collection[Party], now: float, present: Collection[Party] = ()) -> Step | None:
+        """Whose step is next.
+
+        Args:
+            waiting: Those with a prompt to compute.
+            present: Those with another request, one that decodes, say.
+
+        Returns:
+            None: any party's, as the engine makes it.
+        """
+        step = self._next_step(waiting, present, now)
+        self._steps_without_decodes = self._steps_without_decodes + 1 if step is not None and step.pauses else 0
+        return step
+
+    def _next_step(self, waiting: Collection[Party], present: Collection[Party], now: float) -> Step | None:
         able = set(waiting) - self._passed_over
-        floods = {party for party in waiting if self._floods(party, now)}
-        if not floods or not able:
+        here = {*waiting, *present}
+        floods = {party for party in here if self.floods(party, now)} if able else set()
+        if not floods:
             self._passed_over.clear()
             return None
         others, flooding = able - floods, able & floods
-        if others and (self._steps_without < STEPS_WITHOUT_FLOOD_MAX or not flooding):
+        if others and self._steps_without < STEPS_WITHOUT_FLOOD_MAX:
             self._steps_without += 1
-            return Step(frozenset(others), None)
+            self._others = frozenset(others)
+            pauses = self._had_room and self._steps_without_decodes < STEPS_WITHOUT_DECODES_MAX
+            return Step(self._others, None, pauses=frozenset(floods.intersection(present if pauses else ())))
         self._steps_without = 0
-        if others:
+        if others or not flooding:
             return None
         least = min(flooding, key=lambda each: (self._tenants.of(each.tenant, now), self._parties.of(each, now)))
         if not able.issuperset(waiting):
             return Step(frozenset({least}), None, begins=False)
-        return Step(frozenset({least}), self._flood_steps.next())
+        awaits = any(each not in here and not self.floods(each, now) for each in self._parties)
+        tokens, held_seconds = self._flood_steps.next(awaits=awaits)
+        return Step(frozenset({least}), tokens, held_seconds=held_seconds)
 
     def computed_alone(self, tokens: int, now: float) -> None:
         """A step has computed so many tokens while no more than one party was there lately. Those of its answers may
@@ -181,17 +220,20 @@ class StepShares:
             if count:
                 self._add(party, count, now)
                 self._passed_over.clear()
+                self._had_room |= party in self._others
 
     def passed_over(self, parties: Iterable[Party]) -> None:
         """Their step has computed nothing of them: blocks are short, say, or prefixes are looked up. They get none
         until another party has computed something, or none can."""
         self._passed_over.update(parties)
+        self._had_room &= self._others.isdisjoint(self._passed_over)
 
     def _add(self, party: Party, tokens: int, now: float) -> None:
         self._tenants.add(party.tenant, tokens, now)
         self._parties.add(party, tokens, now)
 
-    def _floods(self, party: Party, now: float) -> bool:
+    def floods(self, party: Party, now: float) -> bool:
+        """Whether the party, or its tenant, floods the engine."""
         tenant = party.tenant
         return self._is_more(self._tenants, tenant, (each for each in self._tenants if each != tenant), now) or (
             self._is_more(
@@ -203,4 +245,5 @@ class StepShares:
         found = attained.of(key, now)
         if found <= FLOOD_STEPS * self._step_tokens:
             return False  # most of the time, without a look at the others
-        return found > FLOOD_TIMES * min((attained.of(other, now) for other in others), default=math.inf)
+        tokens = [attained.of(other, now) for other in others]
+        return found > FLOOD_TIMES * min(tokens, default=math.inf) and found >= max(tokens, default=0.0) / FLOOD_TIMES

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.patches.patching import Needed, apply
@@ -28,7 +29,7 @@ __all__ = [
 
 match generation():
     case Generation.V023:
-        from spillway_connector.engine.patches.v023 import PATCHES
+        from spillway_connector.engine.patches.vllm_patches import V023 as PATCHES
         from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
         from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
         from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
@@ -41,7 +42,7 @@ match generation():
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
-        from spillway_connector.engine.patches.v030 import PATCHES  # type: ignore[no-redef]
+        from spillway_connector.engine.patches.vllm_patches import V030 as PATCHES  # type: ignore[no-redef]
         from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier  # type: ignore[no-redef]
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,
@@ -84,7 +85,9 @@ def scheduler_half(
     groups: Sequence[KVCacheSpec],
     num_ranks: int = 1,
     half: type[SpillwayConnectorScheduler] = SpillwayConnectorScheduler,
+    *,
     retention_interval: int | None = 0,
+    settings: ConnectorConfig | None = None,
 ) -> SpillwayConnectorScheduler:
     """For KV groups of equal block size, one device block to a chunk. half: a class of this generation's.
     retention_interval: vLLM's `prefix_cache_retention_interval`, with its default."""
@@ -96,6 +99,8 @@ def scheduler_half(
     vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=num_ranks, decode_context_parallel_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_cache_retention_interval=retention_interval),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        lora_config=None,
         speculative_config=None,
     )
     spec: Any
@@ -108,6 +113,7 @@ def scheduler_half(
             kv_cache_config=kv_cache_config,
             vllm_config=vllm_config,
             get_manager=lambda: manager,
+            settings=settings,
         )
         return half(spec)
     spec = SimpleNamespace(
@@ -128,6 +134,7 @@ def scheduler_half(
         offload_prompt_only=True,
         kv_events_config=SimpleNamespace(enable_kv_cache_events=False, self_describing_kv_events=False),
         get_manager=lambda: manager,
+        settings=settings,
     )
     return half(*(spec, vllm_config, kv_cache_config))
 

@@ -5,6 +5,7 @@ The scheduler here has vLLM's own queues and requests; `plan` stands for its `sc
 
 from __future__ import annotations
 
+import queue
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.features.fair_steps import FairSteps
+from spillway_connector.engine.features.fair_steps import FairSteps, awaiting_others
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.sessions import SessionHint
-from spillway_connector.plan.step_shares import FLOOD_STEPS, LEAST_TOKENS
+from spillway_connector.plan.step_shares import FLOOD_STEPS, HELD_SHARE, LEAST_TOKENS
 from spillway_connector.testing.clock import SteppedClock
 
 STEP_TOKENS, BLOCK_TOKENS, PROMPT = 1000, 16, 3000
@@ -96,17 +97,28 @@ def test_a_session_alone_has_vllms_steps() -> None:
     assert rig.step() == ["a", "b"] and rig.bound == STEP_TOKENS
 
 
-def test_a_step_of_the_user_leaves_the_floods_prompts_out_and_no_request_that_decodes() -> None:
+def test_a_step_of_the_user_leaves_the_flood_out_and_the_next_one_its_prompts_alone() -> None:
     rig = Rig()
     rig.flood()
     rig.runs("begun", "flood", computed=500)
     rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.runs("answers", "user", computed=PROMPT - 1)
     rig.waits("next", "flood")
     rig.waits("asked", "user")
 
-    assert rig.step() == ["decodes", "asked"]
+    assert rig.step() == ["answers", "asked"]
     assert rig.bound == STEP_TOKENS
     assert [each.request_id for each in rig.scheduler.waiting] == ["asked", "next"]
+    assert rig.step() == ["decodes", "answers", "asked"]
+    assert rig.step() == ["answers", "asked"]
+
+
+def test_a_flood_that_decodes_alone_is_left_out_of_a_step_of_the_user_too() -> None:
+    rig = Rig()
+    rig.flood()
+    rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.waits("asked", "user")
+    assert [rig.step(), rig.step()] == [["asked"], ["decodes", "asked"]]
 
 
 def test_a_step_of_the_flood_has_few_tokens_besides_those_that_decode() -> None:
@@ -177,6 +189,19 @@ def test_a_step_that_computes_nothing_of_the_user_is_followed_by_one_of_what_the
     assert sorted(rig.step()) == ["asked", "begun", "loading", "next"] and rig.bound == STEP_TOKENS
 
 
+def test_the_flood_decodes_in_a_step_of_the_user_that_may_have_no_room_either() -> None:
+    rig = Rig()
+    rig.flood()
+    rig.runs("begun", "flood", computed=500)
+    rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.waits("asked", "user")
+
+    assert rig.step(computes=0) == ["asked"]
+    assert rig.step() == ["begun", "decodes"], "a step of the flood"
+    assert rig.step() == ["decodes", "asked"], "blocks may be short still"
+    assert rig.step() == ["asked"], "there was room"
+
+
 def test_a_step_that_fails_leaves_the_scheduler_as_it_was() -> None:
     rig = Rig()
     rig.flood()
@@ -204,3 +229,69 @@ def test_a_mark_that_another_rule_sets_within_the_step_stays() -> None:
 
     rig.steps.schedule(rig.scheduler, plan)
     assert begun.next_decode_eligible_step == 7
+
+
+# --- when a step is planned ------------------------------------------------------------------------------------------
+
+
+class InputQueue:
+    """Time passes while the engine waits for a request; the one that comes does so half a step later."""
+
+    def __init__(self, rig: Rig, *coming: str) -> None:
+        self._rig, self._coming = rig, list(coming)
+
+    def get(self, timeout: float) -> tuple[str, str]:
+        seconds = STEP_SECONDS / 2 if self._coming else timeout
+        self._rig.clock.advance(min(timeout, seconds))
+        if not self._coming or timeout < seconds:
+            raise queue.Empty
+        return "ADD", self._coming.pop(0)
+
+
+STEP_SECONDS = 0.02
+
+
+def a_flood_whose_steps_were_measured() -> Rig:
+    rig = Rig()
+    rig.runs("begun", "flood", computed=500)
+    for _ in range(2):  # since half of one decays
+        rig.flood()
+    for _ in range(6):
+        rig.clock.advance(STEP_SECONDS)
+        rig.step(computes=STEP_TOKENS)
+    return rig
+
+
+def seconds_until_planned(rig: Rig, *coming: str, under_way: bool = True) -> float:
+    """How long the engine takes requests before it plans; coming: their sessions."""
+    connector = SimpleNamespace(scheduler_features=[rig.steps])
+    core: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(connector=connector),
+        batch_queue=[object()] if under_way else None,
+        input_queue=InputQueue(rig, *coming),
+        _handle_client_request=lambda _, session: rig.request(f"comes of {session}", session),
+    )
+    came_first: list[object] = []
+    began = rig.clock()
+    awaiting_others(came_first.append)(core)
+    assert came_first == [core]
+    return rig.clock() - began
+
+
+def test_the_step_behind_one_of_a_flood_is_planned_when_much_of_that_is_over() -> None:
+    assert seconds_until_planned(a_flood_whose_steps_were_measured()) == pytest.approx(HELD_SHARE * STEP_SECONDS)
+
+
+def test_a_step_is_planned_at_once_if_a_user_comes_and_not_if_the_flood_does() -> None:
+    rig = a_flood_whose_steps_were_measured()
+    assert seconds_until_planned(rig, "flood") == pytest.approx(HELD_SHARE * STEP_SECONDS)
+    rig.step(computes=STEP_TOKENS)
+    assert seconds_until_planned(rig, "user") == pytest.approx(STEP_SECONDS / 2)
+
+
+def test_a_step_is_planned_at_once_if_none_is_under_way_and_behind_one_of_the_user() -> None:
+    rig = a_flood_whose_steps_were_measured()
+    assert seconds_until_planned(rig, under_way=False) == 0
+    rig.waits("asked", "user")
+    rig.step()
+    assert seconds_until_planned(rig) == 0

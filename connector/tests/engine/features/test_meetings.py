@@ -136,9 +136,9 @@ class Engine:
         )
         self.loads_at(LOADED)
         attention = FullAttentionSpec(block_size=CHUNK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-        half = scheduler_half(self.manager, [attention])
+        settings = ConnectorConfig.parse({"num_cpu_blocks": ROWS, "compute_while_loading": "on"})
+        half = scheduler_half(self.manager, [attention], settings=settings)
         assert isinstance(half, SpillwayConnectorScheduler)
-        half.begin_meetings(make_scheduler_control())
         assert half.meetings is not None
         self.half, self.meetings = half, half.meetings
         self.now = 1000.0

@@ -117,7 +117,7 @@ class Stack:
             chunk_bytes=4096,
             clock=self.clock,
         )
-        self.manager.loads_begin_early = True
+        self.manager.serve_half(loads_begin_early=True, late_stores=None)
         self.requests: dict[str, ReqContext] = {}
         self.reset()
 

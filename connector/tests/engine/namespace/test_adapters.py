@@ -295,7 +295,7 @@ def test_keys_of_a_reloaded_adapter_grow_with_the_request(engine: EngineProcess,
 
 def test_where_only_adapters_are_computed_rightly_nothing_else_is_stored(engine: EngineProcess, folder: Path):
     """As on CPUs: KV of the base model would be stored, and shared, as if its weights had computed it."""
-    engine.half.stores_adapters_alone = True
+    engine.half._stores_adapters_alone = True
     engine.load(adapter(folder))
 
     assert engine.compute("adapter", adapter(folder))

@@ -11,15 +11,15 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 import spillway_connector
-from spillway_connector.engine.patches import v023, v030
 from spillway_connector.engine.patches.patching import Needed, Patch, apply, in_force, replace_on, replaced_on
+from spillway_connector.engine.patches.vllm_patches import V023, V030
 from spillway_connector.errors import UnsupportedEngine
 from spillway_connector.testing.generation import PATCHES
 
 SOURCES = Path(spillway_connector.__file__).parent
 PLACE = SOURCES / "engine" / "patching.py"
 VERSIONS = Path(__file__).resolve().parents[4] / "docs" / "versions.md"
-LISTS = {"0.23": v023.PATCHES, "0.30, 0.32, 0.33": v030.PATCHES}
+LISTS = {"0.23": V023, "0.30, 0.32, 0.33": V030}
 
 
 def test_names_are_told_apart_and_fit_on_the_wire() -> None:
@@ -68,10 +68,8 @@ def jumping(none: None) -> Any:
 
 def a_patch(name: str = "doubled", **fields: Any) -> Patch:
     given = {
-        "module": __name__,
-        "cls": "Engine",
-        "function": "step",
-        "parameters": ("self", "tokens"),
+        "place": f"{__name__}:Engine",
+        "signature": "step(self, tokens)",
         "replacement": f"{__name__}:doubling",
         "reason": "a test",
         "until": "the test ends",
@@ -108,18 +106,18 @@ def test_a_patch_that_this_process_does_not_need_is_left_out() -> None:
 
 def test_a_function_that_changed_is_refused_and_stays() -> None:
     with pytest.raises(UnsupportedEngine, match=r"Engine\.step takes \['self', 'tokens'\], not \['self'\]"):
-        apply([a_patch(parameters=("self",))], Needed)
+        apply([a_patch(signature="step(self)")], Needed)
     with pytest.raises(UnsupportedEngine, match=r"Engine\.jump is missing"):
-        apply([a_patch(function="jump")], Needed)
+        apply([a_patch(signature="jump(self)")], Needed)
     with pytest.raises(UnsupportedEngine, match=r"Engine\.step exists, which Spillway adds"):
-        apply([a_patch(parameters=None)], Needed)
+        apply([a_patch(signature="step")], Needed)
     assert Engine().step(3) == 3
 
 
 def test_a_function_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "jump", None, raising=False)
     monkeypatch.delattr(Engine, "jump")
-    added = a_patch("added", function="jump", parameters=None, replacement=f"{__name__}:jumping")
+    added = a_patch("added", signature="jump", replacement=f"{__name__}:jumping")
     for _ in range(2):
         apply([added], Needed)
     assert Engine().jump() == "jumped"  # type: ignore[attr-defined]

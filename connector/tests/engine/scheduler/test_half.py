@@ -25,7 +25,7 @@ from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.requests.tenancy import tenant_of, tenant_of_context
 from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, INTRODUCTION_SECONDS_MAX
-from spillway_connector.plan.answers import COUNTED_MIN, AnswerReuse
+from spillway_connector.plan.answers import COUNTED_MIN
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import (
@@ -72,11 +72,14 @@ def scheduler() -> Iterator[SpillwayConnectorScheduler]:
 
 @contextmanager
 def open_scheduler(
-    name: str, clock: Callable[[], float] = time.monotonic, second_group: KVCacheSpec | None = None
+    name: str,
+    clock: Callable[[], float] = time.monotonic,
+    second_group: KVCacheSpec | None = None,
+    generated_tokens: str = "on",
 ) -> Iterator[SpillwayConnectorScheduler]:
     region = HostRegion(region_path(f"test-scheduler-{name}-{os.getpid()}"), ROWS, 4096)
     region.unlink_name()
-    config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
+    config = ConnectorConfig.parse({"num_cpu_blocks": ROWS, "generated_tokens": generated_tokens})
     manager = SpillwayTieringManager(
         make_cpu_tier(ROWS, region, "lru", enable_events=False),
         [],
@@ -211,21 +214,21 @@ def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_an
 
 def test_an_engine_that_has_just_started_steps_until_it_has_said_from_which_stores_it_loads(scheduler, monkeypatch):
     news = scheduler.manager.primary_tier.news = Announcements(time.monotonic)
-    assert scheduler.steps_without_requests
+    assert scheduler.without_requests.wanted
     news.take(b"store", usable=True)
-    assert not scheduler.steps_without_requests
+    assert not scheduler.without_requests.wanted
 
     news.take(None, usable=False)
-    assert scheduler.steps_without_requests
+    assert scheduler.without_requests.wanted
     after = time.monotonic() + INTRODUCTION_SECONDS_MAX
     monkeypatch.setattr(time, "monotonic", lambda: after)
-    assert not scheduler.steps_without_requests, "a store that cannot be opened keeps no engine busy"
+    assert not scheduler.without_requests.wanted, "a store that cannot be opened keeps no engine busy"
 
 
 @pytest.mark.parametrize("params", [None, {"spillway_hand_over": True}])
 def test_after_a_request_that_another_engine_goes_on_with_the_engine_settles(scheduler, monkeypatch, params):
     settled: list[float] = []
-    monkeypatch.setattr(scheduler, "settle", settled.append)
+    monkeypatch.setattr(scheduler.without_requests, "settle", settled.append)
     request = FakeRequest("first leg")
     request.kv_transfer_params = params
     scheduler.on_new_request(request)
@@ -249,34 +252,34 @@ def test_a_request_that_names_no_session_belongs_to_the_conversation_that_it_goe
     assert session_of(named) == SessionHint(b"8f0c")
 
 
-def test_answers_that_nobody_sends_back_are_stored_no_longer_until_the_weights_change(scheduler):
+def test_answers_that_nobody_sends_back_are_stored_no_longer_until_the_weights_change():
     """Each turn's prompt leaves out what the one before generated, as a template that strips thinking does."""
-    scheduler.config = scheduler.config._replace(offload_prompt_only=False)
-    manager = scheduler.manager
-    manager.answers = AnswerReuse()
-    stored_chunks = []
-    for turn in range(COUNTED_MIN + 2):
-        request = FakeRequest(f"turn {turn}", prompt=turn + 1)
-        request.kv_transfer_params = {"spillway_session": {"id": "chat"}}
-        hashes = request.block_hashes
-        request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
-        request.num_prompt_tokens = 2 * BLOCK_TOKENS
-        scheduler.on_new_request(request)
-        scheduler.get_num_new_matched_tokens(request, 0)
-        request.block_hashes, request.num_tokens = hashes, TOKENS
-        jobs = build_meta(scheduler, {request.request_id: TOKENS}, {request.request_id: [1, 2, 3, 4]}).store_jobs
-        stored_chunks.append(sum(len(scheduler._jobs[job].keys) for job in jobs))
-        report(scheduler, dict.fromkeys(jobs, 2))
-        request.finished = True
-        scheduler.request_finished(request)
+    with open_scheduler("answers", generated_tokens="auto") as scheduler:
+        scheduler.config = scheduler.config._replace(offload_prompt_only=False)
+        manager = scheduler.manager
+        stored_chunks = []
+        for turn in range(COUNTED_MIN + 2):
+            request = FakeRequest(f"turn {turn}", prompt=turn + 1)
+            request.kv_transfer_params = {"spillway_session": {"id": "chat"}}
+            hashes = request.block_hashes
+            request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
+            request.num_prompt_tokens = 2 * BLOCK_TOKENS
+            scheduler.on_new_request(request)
+            scheduler.get_num_new_matched_tokens(request, 0)
+            request.block_hashes, request.num_tokens = hashes, TOKENS
+            jobs = build_meta(scheduler, {request.request_id: TOKENS}, {request.request_id: [1, 2, 3, 4]}).store_jobs
+            stored_chunks.append(sum(len(scheduler._jobs[job].keys) for job in jobs))
+            report(scheduler, dict.fromkeys(jobs, 2))
+            request.finished = True
+            scheduler.request_finished(request)
 
-    assert stored_chunks == [BLOCKS] * COUNTED_MIN + [2, 2]
-    samples = manager.take_samples()
-    assert samples is not None and "spillway_answers_kept" in str(samples.samples())
+        assert stored_chunks == [BLOCKS] * COUNTED_MIN + [2, 2]
+        samples = manager.take_samples()
+        assert samples is not None and "spillway_answers_kept" in str(samples.samples())
 
-    scheduler.weights_changing("test")
-    admit(scheduler, FakeRequest("next", prompt=99), [5, 6, 7, 8], 0)
-    assert not scheduler.config.offload_prompt_only
+        scheduler.weights_changing("test")
+        admit(scheduler, FakeRequest("next", prompt=99), [5, 6, 7, 8], 0)
+        assert not scheduler.config.offload_prompt_only
 
 
 @pytest.mark.parametrize("prompt_only", [False, True])

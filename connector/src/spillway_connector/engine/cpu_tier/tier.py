@@ -60,21 +60,13 @@ class CpuTier(OffloadingManager):
     ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those that were
     added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still use them, and by
     how many; a row is reused when the last has ended. waiting: what the requests in the queue are about to use, which
-    leaves last. duplicates: chunks that the device holds too, which leave first; None while all is stored at once.
-    news: of rows that engines share; else None.
+    leaves last. news: of rows that engines share; else None.
 
     load and store are copies to and from the device, read and write those to and from shared tiers; prepare_read is
     None if rows that are shared were given to other chunks meanwhile.
     """
 
-    ready: set[OffloadKey]
     resident: AbstractSet[OffloadKey]
-    changed_chunks: ChangeLog[OffloadKey]
-    quarantine: Counter[int]
-    events: list[OffloadingEvent] | None
-    waiting: WaitingChunks[OffloadKey]
-    duplicates: Duplicates | None
-    prepare_read: Callable[[Collection[OffloadKey], ReqContext], LoadStoreSpec | None]
     news: Announcements | None = None
 
     def __init__(
@@ -82,19 +74,23 @@ class CpuTier(OffloadingManager):
     ) -> None:
         self._clock = clock
         self._holds: Holds[OffloadKey] = Holds(num_rows)
-        self.ready = set()
-        self.changed_chunks = ChangeLog()
-        self.quarantine = Counter()
-        self.waiting = WaitingChunks(0, frozenset())
-        self.duplicates = None
-        self.events = [] if enable_events else None
+        self.ready: set[OffloadKey] = set()
+        self.changed_chunks: ChangeLog[OffloadKey] = ChangeLog()
+        self.quarantine: Counter[int] = Counter()
+        self.waiting: WaitingChunks[OffloadKey] = WaitingChunks(0, frozenset())
+        self._duplicates: Duplicates | None = None
+        self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self._region = region
         self._view = region.create_kv_memoryview()
         self._free_list: list[int] = []
-        self.prepare_read, self.complete_read = self._prepare_read, self.complete_load
+        self.complete_read = self.complete_load
         self.prepare_write, self.complete_write = self.prepare_store, self.complete_store
 
-    def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
+    def evict_first(self, duplicates: Duplicates) -> None:
+        """From now on, evict what the device holds, too, before anything else."""
+        self._duplicates = duplicates
+
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         return self.prepare_load(keys, req_context)
 
     def sync(self) -> None:
@@ -372,15 +368,15 @@ class LruRows(CpuTier):
         if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
         kept, waiting = set(protected), self.waiting.kept
-        if self.duplicates is None:
+        if self._duplicates is None:
             return self._evict_unique(count, kept, req_context)
-        spare = self.duplicates.take_spare(count, lambda key: key not in waiting and self._may_leave(key, kept))
+        spare = self._duplicates.take_spare(count, lambda key: key not in waiting and self._may_leave(key, kept))
         first = [key for key, _ in spare]
         rest = self._evict_unique(count - len(first), kept.union(first), req_context)
         if rest is None:
-            self.duplicates.put_back(spare)
+            self._duplicates.put_back(spare)
             return None
-        self.duplicates.gave_up(spare, rest)
+        self._duplicates.gave_up(spare, rest)
         return first + rest
 
     def _evict_unique(

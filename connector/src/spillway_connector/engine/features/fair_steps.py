@@ -3,28 +3,33 @@
 vLLM fills a step with the prompts that it began, then with waiting prompts, regardless of who sent them. Before it
 does, this module leaves prompts out of the step. A running prompt gets the mark with which vLLM itself lets a request
 skip a step; a waiting one leaves the queue until the step is planned. The number of tokens is vLLM's own bound of a
-step. Nothing else of vLLM's planning changes, and requests that decode are in every step.
+step. Requests of a flood that decode are left out likewise. Nothing else of vLLM's planning changes.
 
 EngineCore process, scheduler thread; no method blocks.
 """
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from spillway_connector.engine.features.feature import SteeringFeature, steering
+from spillway_connector.engine.features.feature import HasFeatures, SteeringFeature, feature_of, steering
+from spillway_connector.engine.patches.own_connector import own_connector
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import session_of_context, tenant_of_context
 from spillway_connector.plan.step_shares import Party, StepShares
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCoreProc
 
 # vLLM's queues of requests that do not run: 0.23 has the first two, later versions the first and the last.
 _QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
@@ -49,26 +54,43 @@ class FairSteps(SteeringFeature):
         self._state_of = state_of
         self._shares = StepShares(step_tokens)
         self._clock = clock
+        self._held_seconds = 0.0  # of the next plan
+        self._plan_at: float | None = None  # once it is held
 
     @override
     def came(self, status: RequestFields) -> None:
-        self._shares.came(_party(status), self._clock())
+        party, now = _party(status), self._clock()
+        self._shares.came(party, now)
+        if self._held_seconds and not self._shares.floods(party, now):
+            self._held_seconds = 0.0
+
+    def seconds_until_plan(self) -> float:
+        """For how long the next step shall not be planned yet, though one is under way: that long others may come."""
+        if not self._held_seconds:
+            return 0.0
+        now = self._clock()
+        if self._plan_at is None:
+            self._plan_at = now + self._held_seconds
+        return self._plan_at - now
 
     @override
     def schedule(self, scheduler: Scheduler, plan: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         now = self._clock()
+        self._held_seconds, self._plan_at = 0.0, None
         if self._shares.alone(now):
             output = plan()
             self._shares.computed_alone(output.total_num_scheduled_tokens, now)
             return output
-        running = [(request, self._party_of(request)) for request in scheduler.running if _computes_prompt(request)]
-        waiting = [(request, self._party_of(request)) for queue in _queues(scheduler) for request in queue]
+        begun = [(request, self._party_of(request)) for request in scheduler.running]
+        running = [(request, party) for request, party in begun if _computes_prompt(request)]
+        waiting = [(request, self._party_of(request)) for each in _queues(scheduler) for request in each]
         ready = {party for _, party in running} | {party for request, party in waiting if request.status in _READY}
-        step = self._shares.next_step(ready, now)
+        step = self._shares.next_step(ready, now, {party for _, party in (*begun, *waiting)})
         if step is None:
             output = plan()
         else:
             others = [request for request, party in running if party not in step.parties]
+            others += [request for request, party in begun if party in step.pauses and not _computes_prompt(request)]
             # vLLM finds that a load or a grammar is done only of requests that it plans with. In a step of a flood,
             # which comes at least after a few of others, those of everybody are.
             queued = {
@@ -84,6 +106,8 @@ class FairSteps(SteeringFeature):
         self._shares.computed(tokens, now)
         if step is not None and not any(tokens[party] for party in step.parties):
             self._shares.passed_over(step.parties)
+        if step is not None:
+            self._held_seconds = step.held_seconds
         return output
 
     def _party_of(self, request: Request) -> Party:
@@ -113,19 +137,19 @@ def _left_out(scheduler: Scheduler, running: Sequence[Request], waiting: set[Req
     marks = [(request, request.next_decode_eligible_step) for request in running]
     for request in running:
         request.next_decode_eligible_step = _LATER
-    queues = [(queue, [request for request in queue if request in waiting]) for queue in _queues(scheduler)]
-    for queue, held in queues:
+    queues = [(each, [request for request in each if request in waiting]) for each in _queues(scheduler)]
+    for each, held in queues:
         if held:
-            queue.remove_requests(held)
+            each.remove_requests(held)
     try:
         yield
     finally:
         for request, mark in marks:
             if request.next_decode_eligible_step == _LATER:  # else another rule has set it since
                 request.next_decode_eligible_step = mark
-        for queue, held in queues:
+        for each, held in queues:
             for request in held:
-                queue.add_request(request)
+                each.add_request(request)
 
 
 @contextmanager
@@ -143,3 +167,23 @@ def _bounded(scheduler: Scheduler, prompt_tokens: int | None) -> Iterator[None]:
 
 
 stepping_fairly = steering(FairSteps, "fair_steps")
+
+
+def awaiting_others(original: Callable[[EngineCoreProc], None]) -> Callable[[EngineCoreProc], None]:
+    """Wrap EngineCoreProc._process_input_queue, after which the engine plans its next step, so that it takes requests
+    for a while longer if a step of a flood is under way."""
+
+    def process_input_queue(self: EngineCoreProc) -> None:
+        original(self)
+        if not self.batch_queue:  # without asynchronous scheduling there is none, and else no step is under way
+            return
+        connector = own_connector(self.scheduler, HasFeatures)  # type: ignore[type-abstract]
+        feature = None if connector is None else feature_of(connector.scheduler_features, FairSteps)
+        while feature is not None and (seconds := feature.seconds_until_plan()) > 0:
+            try:
+                request = self.input_queue.get(timeout=seconds)
+            except queue.Empty:
+                return
+            self._handle_client_request(*request)
+
+    return process_input_queue

@@ -14,8 +14,10 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
+from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.requests.state import Prefix, TierState
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, gate_of
 from spillway_connector.plan.load_cost import LoadPolicy, RateMeter
@@ -113,9 +115,8 @@ class PrefixLookupManager(OffloadingManager):
         self._gates = {
             tier: gate_of(tier, policy, chunk_tokens, chunk_bytes, self.prefill_rate) for tier in secondary_tiers
         }
-        self._not_worth: dict[str, int] = {tier.tier_type: 0 for tier in secondary_tiers}
-        self._misses: dict[tuple[str, MissReason], int] = {}
-        self._unreported = True  # a count or a tier's rate has moved since the last statistics
+        self._counted = Samples()  # since the last statistics
+        self._unreported = True  # a count or a tier's rate has moved since then
         only = secondary_tiers[0] if len(secondary_tiers) == 1 else None
         self._prefix_tier = only if isinstance(only, PrefixTier) else None
         answered: ChangeLog[str] = ChangeLog() if self._prefix_tier is None else self._prefix_tier.answered_requests
@@ -129,7 +130,7 @@ class PrefixLookupManager(OffloadingManager):
             in_flight_rows_max=max(1, int(num_rows * config.promotion_in_flight_fraction)),
             request_rows_max=max(1, int(num_rows * config.promotion_per_request_fraction)),
         )
-        self.loads_begin_early = False  # set by the scheduler half
+        self.loads_begin_early = False
         self.ahead_rows_max = int(num_rows * config.promotion_ahead_fraction) if self._prefix_tier is not None else 0
         self._never_probing: set[str] = set()
 
@@ -477,13 +478,16 @@ class PrefixLookupManager(OffloadingManager):
         """Whether the request allows loads from this tier."""
         return True
 
+    def _count(self, metric: metrics.Metric, amount: int, *labels: str) -> None:
+        """Count what the next statistics report."""
+        if amount:
+            self._counted.add(metric, amount, *labels)
+            self._unreported = True
+
     def _count_not_worth(self, tier_type: str) -> None:
-        self._not_worth[tier_type] = self._not_worth.get(tier_type, 0) + 1
-        self._unreported = True
+        self._count(metrics.TIER_NOT_WORTH, 1, tier_type)
         self._count_miss(MissReason.NOT_WORTH)
 
     def _count_miss(self, reason: MissReason) -> None:
         if self._prefix_tier is not None:
-            entry = (self._prefix_tier.tier_type, reason)
-            self._misses[entry] = self._misses.get(entry, 0) + 1
-            self._unreported = True
+            self._count(metrics.TIER_MISSES, 1, self._prefix_tier.tier_type, reason.value)

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.manager.early_loads import PendingRows
@@ -45,7 +45,7 @@ class TierJob(Protocol):
     req_context: ReqContext
 
 
-class Postponing(Protocol):
+class LateRows(Duplicates, Protocol):
     """See engine/features/late_stores.py."""
 
     def postpones(self, keys: Collection[OffloadKey], context: ReqContext, /) -> bool: ...
@@ -60,10 +60,6 @@ class TieringManager(PrefixLookupManager):
 
     EngineCore process, scheduler thread; no method blocks.
     """
-
-    process_settings: ProcessSettings | None = None  # of this process, to be reported; set by the connector
-    late_stores: Postponing | None = None
-    answers: AnswerReuse | None = None  # if the storing of generated tokens follows them
 
     def __init__(
         self,
@@ -86,27 +82,37 @@ class TieringManager(PrefixLookupManager):
             clock=clock,
         )
         self._num_rows = num_rows
+        self._process_settings: ProcessSettings | None = None
+        self._late_stores: LateRows | None = None
+        # If the storing of generated tokens follows what comes back of them.
+        self.answers = AnswerReuse() if config.generated_tokens == "auto" else None
         self._transfer_jobs: dict[int, TierJob] = {}  # under way
         self._last_job_id = -1
         # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
         self._request_level_tiers: dict[str, list[SecondaryTierManager]] = {}
         self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
         self._reported_state: tuple[int, float | None, int] | None = None
-        self._reported_rows = -1
-        self._reported_retained = -1
-        self._reported_joined: bool | None = None
-        self._reported_held = 0
-        self._reported_answers: tuple[bool, float | None] | None = None
-        self._reported_kept = -1
-        self._reported_rates: dict[str, float] = {}  # by tier; "" is the prefill's
-        self._resets = {"done": 0, "refused": 0}
-        self._ahead = dict.fromkeys(AheadOutcome, 0)
-        self._meetings = dict.fromkeys(MeetingOutcome, 0)
-        self._late = {"stored": 0, "lost": 0}
-        self.settled_chunks = self._reported_settled = 0
+        self._reported: dict[tuple[metrics.Metric, tuple[str, ...]], float] = {(metrics.HELD_BLOCKS, ()): 0}  # gauges
+        self.settled_chunks = 0
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
+
+    def serve_half(self, *, loads_begin_early: bool, late_stores: LateRows | None) -> None:
+        """Learn from the scheduler half, once, what depends on the model's KV groups.
+
+        Args:
+            loads_begin_early: Whether a load may begin before all of its chunks are in the CPU tier.
+            late_stores: Decides which stores wait, and which chunks of the CPU tier the device holds too.
+        """
+        self.loads_begin_early = loads_begin_early
+        self._late_stores = late_stores
+        if late_stores is not None:
+            self.primary_tier.evict_first(late_stores)
+
+    def report_settings(self, settings: ProcessSettings) -> None:
+        """Report them with the statistics from now on."""
+        self._process_settings = settings
 
     def settings(self) -> dict[str, object]:
         """What this manager obeys, by name."""
@@ -287,9 +293,9 @@ class TieringManager(PrefixLookupManager):
         if not self._processed_jobs_this_step:
             self._process_finished_jobs()
         if (
-            self.late_stores is not None
+            self._late_stores is not None
             and req_context.req_id not in self._request_level_tiers
-            and self.late_stores.postpones(keys, req_context)
+            and self._late_stores.postpones(keys, req_context)
         ):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         written = self.primary_tier.prepare_store(keys, req_context)
@@ -370,18 +376,14 @@ class TieringManager(PrefixLookupManager):
         self._bounds.waits.clear()
         self.end_lookups()
         self.primary_tier.reset_cache()
-        self._resets["done"] += 1
-        self._unreported = True
+        self._count(metrics.CPU_TIER_RESETS, 1, "done")
 
     def count_refused_reset(self) -> None:
-        self._resets["refused"] += 1
-        self._unreported = True
+        self._count(metrics.CPU_TIER_RESETS, 1, "refused")
 
     def count_ahead(self, outcome: AheadOutcome, chunks: int) -> None:
         """Chunks promoted ahead of their request's turn, and what became of them."""
-        if chunks:
-            self._ahead[outcome] += chunks
-            self._unreported = True
+        self._count(metrics.PROMOTED_AHEAD, chunks, outcome.value)
 
     def stores_under_way(self) -> int:
         """Chunks on their way to shared tiers."""
@@ -398,18 +400,16 @@ class TieringManager(PrefixLookupManager):
     def count_settled(self, chunks: int) -> None:
         """Chunks that were stored although the device kept them, because the engine had no work."""
         self.settled_chunks += chunks
-        self._unreported = True
+        self._count(metrics.SETTLED, chunks)
 
     def count_late_stores(self, stored: int, lost: int) -> None:
         """Chunks to be stored when the device was about to give them up; lost: it gave them up before the end."""
-        self._late["stored"] += stored
-        self._late["lost"] += lost
-        self._unreported = True
+        self._count(metrics.LATE_STORES, stored, "stored")
+        self._count(metrics.LATE_STORES, lost, "lost")
 
     def count_meeting(self, outcome: MeetingOutcome) -> None:
         """A prompt that is computed while its end is loaded, and what became of it."""
-        self._meetings[outcome] += 1
-        self._unreported = True
+        self._count(metrics.MEETINGS, 1, outcome.value)
 
     def take_samples(self) -> Samples | None:
         """What happened since the last call; None if nothing did. Called once per engine step."""
@@ -422,77 +422,46 @@ class TieringManager(PrefixLookupManager):
         ):
             return None
         self._reported_state, self._unreported = changed, False
-        stats = Samples()
-        used = self.primary_tier.used_rows()
-        if used != self._reported_rows:
-            self._reported_rows = used
-            stats.add(metrics.CPU_TIER_BLOCKS, used, "used")
-            stats.add(metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
-        joined = self.primary_tier.is_joined
-        if joined is False or joined is not self._reported_joined:  # statistics may be lost: a warning is repeated
-            self._reported_joined = joined
-            stats.add(metrics.CPU_TIER_JOINED, int(bool(joined)))
-        if (retained := self.primary_tier.retained_rows()) != self._reported_retained:
-            self._reported_retained = retained
-            stats.add(metrics.CPU_TIER_BLOCKS, retained, "retained")
-        if (held := self.primary_tier.held_rows()) != self._reported_held:
-            self._reported_held = held
-            stats.add(metrics.HELD_BLOCKS, held)
+        stats, self._counted = self._counted, Samples()
+        tier = self.primary_tier
+        self._gauge(stats, metrics.CPU_TIER_BLOCKS, tier.used_rows(), "used")
+        self._gauge(stats, metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
+        self._gauge(stats, metrics.CPU_TIER_BLOCKS, tier.retained_rows(), "retained")
+        self._gauge(stats, metrics.CPU_TIER_BLOCKS, kept, "waiting")
+        self._gauge(stats, metrics.HELD_BLOCKS, tier.held_rows())
+        if (joined := tier.is_joined) is not None:
+            self._gauge(stats, metrics.CPU_TIER_JOINED, int(joined), repeated=not joined)
         if self.answers is not None:
-            answers = self.answers.keeps, self.answers.sent_back_share
-            if answers != self._reported_answers:
-                self._reported_answers = answers
-                stats.add(metrics.ANSWERS_KEPT, int(answers[0]))
-                if answers[1] is not None:
-                    stats.add(metrics.ANSWERS_SENT_BACK, answers[1])
-        if kept != self._reported_kept:
-            self._reported_kept = kept
-            stats.add(metrics.CPU_TIER_BLOCKS, kept, "waiting")
-        if ended := self.primary_tier.take_ended_sessions():
+            self._gauge(stats, metrics.ANSWERS_KEPT, int(self.answers.keeps))
+            self._gauge(stats, metrics.ANSWERS_SENT_BACK, self.answers.sent_back_share)
+        self._gauge(stats, metrics.PREFILL_RATE, self.prefill_rate.per_second)
+        for each, gate in self._gates.items():
+            for name, load_rate, pays in gate.readings(each.tier_type, self.prefill_rate):
+                self._gauge(stats, metrics.TIER_LOAD_RATE, load_rate, name)
+                self._gauge(stats, metrics.TIER_LOADS_PAY, float(pays), name, repeated=True)
+        if ended := tier.take_ended_sessions():
             stats.add(metrics.CPU_TIER_SESSIONS_ENDED, ended)
-        if (rate := self.prefill_rate.per_second) is not None and rate != self._reported_rates.get(""):
-            self._reported_rates[""] = rate
-            stats.add(metrics.PREFILL_RATE, rate)
-        if self.process_settings is not None:
-            self.process_settings.add_to(stats)
-        for outcome, count in self._resets.items():
-            if count:
-                stats.add(metrics.CPU_TIER_RESETS, count, outcome)
-                self._resets[outcome] = 0
-        for ahead, chunks in self._ahead.items():
-            if chunks:
-                stats.add(metrics.PROMOTED_AHEAD, chunks, ahead.value)
-                self._ahead[ahead] = 0
-        for meeting, count in self._meetings.items():
-            if count:
-                stats.add(metrics.MEETINGS, count, meeting.value)
-                self._meetings[meeting] = 0
-        for outcome, count in self._late.items():
-            if count:
-                stats.add(metrics.LATE_STORES, count, outcome)
-                self._late[outcome] = 0
-        if (settled := self.settled_chunks - self._reported_settled) > 0:
-            self._reported_settled = self.settled_chunks
-            stats.add(metrics.SETTLED, settled)
+        if self._process_settings is not None:
+            self._process_settings.add_to(stats)
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
-        for tier, gate in self._gates.items():
-            for name, load_rate, pays in gate.readings(tier.tier_type, self.prefill_rate):
-                if load_rate is not None and load_rate != self._reported_rates.get(name):
-                    self._reported_rates[name] = load_rate
-                    stats.add(metrics.TIER_LOAD_RATE, load_rate, name)
-                stats.add(metrics.TIER_LOADS_PAY, float(pays), name)  # each time, as statistics may be lost
-        for shared in self._shared_tiers:
             for name, count in shared.take_not_worth():
-                self._not_worth[name] = self._not_worth.get(name, 0) + count
-        for tier_type, count in self._not_worth.items():
-            if count:
-                stats.add(metrics.TIER_NOT_WORTH, count, tier_type)
-                self._not_worth[tier_type] = 0
-        for (tier_type, reason), count in self._misses.items():
-            stats.add(metrics.TIER_MISSES, count, tier_type, reason.value)
-        self._misses.clear()
+                if count:
+                    stats.add(metrics.TIER_NOT_WORTH, count, name)
         return stats
+
+    def _gauge(
+        self, stats: Samples, metric: metrics.Metric, value: float | None, *labels: str, repeated: bool = False
+    ) -> None:
+        """Add a gauge that has changed since it was last added.
+
+        Args:
+            value: None: it is not known yet.
+            repeated: Whether it is added each time, because statistics may be lost.
+        """
+        if value is not None and (repeated or self._reported.get((metric, labels)) != value):
+            self._reported[metric, labels] = value
+            stats.add(metric, value, *labels)
 
 
 def _names_of(tier: SecondaryTierManager) -> str:

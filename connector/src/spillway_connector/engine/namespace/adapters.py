@@ -39,12 +39,6 @@ KEY_BYTES = 16  # of an adapter's identity in a key
 _TAG = "spillway_adapter"  # attribute of a vLLM request
 
 
-def base_model_is_unsound(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM may compute requests without an adapter with the weights of one: it gives their tokens the index -1,
-    which its CPU kernels read as the last adapter's."""
-    return vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu"
-
-
 class AdapterInstance:
     """One set of weights under one id. Read by the scheduler's thread, completed by others."""
 
@@ -215,6 +209,14 @@ class FirstLoad:
 
     def update_block_hashes(self) -> None:
         self.block_hashes += self._request._block_hasher(self)
+
+
+def lora_mixes_weights(vllm_config: VllmConfig) -> bool:
+    """Whether a batch with requests of an adapter and of the base model may compute all of them with the adapter.
+
+    vLLM gives tokens without an adapter the index -1, which its CPU kernels read as the last adapter's.
+    """
+    return vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu"
 
 
 def adapter_of(request: Any) -> AdapterInstance | None:

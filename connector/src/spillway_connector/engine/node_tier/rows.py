@@ -201,7 +201,7 @@ class NodeRows(NodePicture):
         return spec
 
     @override
-    def _prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         """For a store to a shared tier. None: some of the chunks have left, and nothing is pinned."""
         if self._left is None and self._unpublished.keys() >= set(keys):  # no other engine may touch them yet
             self._index.pin(self.rows_of(keys), self._place)

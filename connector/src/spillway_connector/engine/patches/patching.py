@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -39,10 +39,9 @@ class Patch:
 
     Attributes:
         name: What `spillway doctor` shows.
-        module: vLLM's module.
-        cls: The class in it; empty if the function belongs to the module.
-        function: The function's name.
-        parameters: Those that vLLM declares; None if the function is added.
+        place: `module:class` of vLLM's, or `module` if the function belongs to it.
+        signature: The function with the parameters that vLLM declares, `name(self, more)`; the name alone if the
+            function is added.
         replacement: `module:function` of what takes vLLM's function and returns the one that takes its place; a path,
             so that the lists import nothing of vLLM. None if the function is replaced on single objects, by
             `replace_on`.
@@ -53,15 +52,33 @@ class Patch:
     """
 
     name: str
-    module: str
-    cls: str = ""
-    function: str
-    parameters: Sequence[str] | None
-    replacement: str | None
+    place: str
+    signature: str
+    replacement: str | None = None
     needed_by: Needed = Needed.ENGINE_CORE
     reason: str
     until: str
     upstream: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.place.partition(":")[0]
+
+    @property
+    def cls(self) -> str:
+        """Empty if the function belongs to the module."""
+        return self.place.partition(":")[2]
+
+    @property
+    def function(self) -> str:
+        """The function's name."""
+        return self.signature.partition("(")[0]
+
+    @property
+    def parameters(self) -> list[str] | None:
+        """Those that vLLM declares; None if the function is added."""
+        _, declared, parameters = self.signature.partition("(")
+        return parameters.rstrip(")").split(", ") if declared else None
 
     @property
     def target(self) -> str:
@@ -143,8 +160,8 @@ def _check(patch: Patch, original: Any) -> None:
     if original is None:
         raise unsupported(f"{patch.target} is missing")
     found = list(inspect.signature(original).parameters)
-    if found != list(patch.parameters):
-        raise unsupported(f"{patch.target} takes {found}, not {list(patch.parameters)}")
+    if found != patch.parameters:
+        raise unsupported(f"{patch.target} takes {found}, not {patch.parameters}")
 
 
 def _patches_in(function: Any) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from blake3 import blake3
 from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.request import Request
 
 from spillway_connector.plan.holds import RetentionHint, RetentionMark
 from spillway_connector.plan.sessions import SessionHint
@@ -46,6 +47,22 @@ class TenantContext(ReqContext):
     session: SessionHint | None = None
     retention: RetentionHint | None = None
     hand_over: bool = False
+
+
+def context_of(request: Request, session: SessionHint | None, **fields: Any) -> TenantContext:
+    """The context of a request of vLLM's scheduler.
+
+    Args:
+        fields: What the generation's ReqContext has besides.
+    """
+    params = request.kv_transfer_params
+    return TenantContext(
+        **fields,
+        tenant=tenant_of(getattr(request, "cache_salt", None)),
+        session=session,
+        retention=retention_of(params),
+        hand_over=is_handed_over(params),
+    )
 
 
 UNKNOWN_REQUEST = ReqContext(req_id="")  # the last user of a chunk is not known: no shared tier gets the chunk

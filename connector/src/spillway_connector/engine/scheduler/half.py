@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from typing_extensions import override
+from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
@@ -23,20 +24,23 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.features.ahead import AheadPromotions
-from spillway_connector.engine.features.feature import Feature
+from spillway_connector.engine.features.fair_steps import FairSteps
+from spillway_connector.engine.features.feature import Feature, feature_of
 from spillway_connector.engine.features.late_stores import LateStores
 from spillway_connector.engine.features.meetings import Meetings, SchedulerControl
+from spillway_connector.engine.features.queue_order import QueueOrder
 from spillway_connector.engine.features.window_stores import WindowStores
 from spillway_connector.engine.ipc.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.manager.early_loads import EarlyLoad, EarlyLoads, PendingRows
-from spillway_connector.engine.namespace.adapters import AdapterRegistry, adapter_of
+from spillway_connector.engine.namespace.adapters import AdapterRegistry, adapter_of, lora_mixes_weights
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import hands_over, session_of
 from spillway_connector.engine.requests.transfer_params import accepted
 from spillway_connector.engine.scheduler.chunk_uses import ChunkUses
 from spillway_connector.engine.scheduler.resets import ResettableHalf
-from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, StepsWithoutRequests, Unsettled
+from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, StepsWithoutRequests
 from spillway_connector.engine.scheduler.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.scheduler.waiting import WaitingRequests
 from spillway_connector.engine.scheduler.written_blocks import written_blocks
@@ -57,25 +61,30 @@ class SchedulerHalf(ResettableHalf):
     Every override keeps the contract of vLLM's KVConnectorBase_V1 unless its docstring names a difference.
     """
 
-    stores_adapters_alone = False  # nothing of requests without a LoRA adapter
-
     def _begin(
         self,
         *,
+        settings: ConnectorConfig | None,
+        vllm_config: VllmConfig,
+        control: SchedulerControl,
         specs: list[KVCacheSpec],
         chunk_tokens: list[int],
         blocks_per_chunk: int,
         one_prefix: bool,
         loading: set[OffloadKey] | None,
+        chooses_windows: bool = True,
     ) -> None:
         """Complete the construction after vLLM's constructor.
 
         Args:
+            settings: None if vLLM's spec is not Spillway's, as in vLLM's own tests.
+            control: How this generation's scheduler computes and loads a prompt at the same time.
             specs: Of a layer of each KV group.
             chunk_tokens: The tokens of a chunk, by KV group.
             blocks_per_chunk: The device blocks of a chunk.
             one_prefix: Whether one lookup of a prefix answers for the model: attention reads all of its one KV group.
             loading: vLLM's set of chunks that are being loaded to the device; None without a prefix cache there.
+            chooses_windows: Whether Spillway, instead of vLLM, chooses which chunks of sliding windows are stored.
         """
         self._chunk_tokens = chunk_tokens[0]
         self._largest_chunk_tokens = max(chunk_tokens)
@@ -93,46 +102,45 @@ class SchedulerHalf(ResettableHalf):
         self._conversations = Conversations()
         self._uses = ChunkUses(self.manager, chunk_tokens)
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
-        self.manager.loads_begin_early = one_prefix and blocks_per_chunk == 1
-        self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk)
-        self.orders_queue = one_prefix
+        chooses_windows = chooses_windows and (settings is None or settings.window_chunks == "last")
+        self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk) if chooses_windows else None
+        self._stores_adapters_alone = lora_mixes_weights(vllm_config)
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
-        self._without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
+        self.without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
-        self.late_stores: LateStores | None = None
-        # The device is asked by a chunk's key, which is a block's hash then.
-        self.may_store_late = one_prefix and blocks_per_chunk == 1 and loading is not None
         self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
-        self.meetings: Meetings | None = None
         self.features: list[Feature] = [self.ahead, WaitingRequests(self.manager, self.known_state)]
+        self.late_stores: LateStores | None = None
+        self.meetings: Meetings | None = None
+        one_block = one_prefix and blocks_per_chunk == 1  # a chunk's key is the hash of a block on the device
+        if settings is not None:
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            shared = bool(self.manager.secondary_tiers)
+            if one_block and loading is not None and settings.stores_late(shared):
+                window = LeavingWindow(-(-step_tokens // self._block_tokens))
+                self.late_stores = LateStores(self.manager, window, ranks=self.config.num_workers, shared=shared)
+            if settings.queue_order == "prefix" and one_prefix:
+                self.features.append(QueueOrder(self, settings.queue_overtake_seconds))
+            if settings.fair_steps == "on":
+                self.features.append(FairSteps(self.known_state, step_tokens))
+            # Without a prefix cache on the device there is no hit behind a preemption.
+            if settings.compute_while_loading == "on" and one_prefix and loading is not None:
+                self.meetings = Meetings(self.manager, control, self._prefill_timer, self._chunk_tokens)
+                self.features.append(self.meetings)
+        self._storing = "eager" if settings is None or self.late_stores is None else settings.storing
+        self.manager.serve_half(loads_begin_early=one_block, late_stores=self.late_stores)
 
-    def begin_late_stores(self, tokens_per_step: int) -> None:
-        """Store the device's blocks only when they are about to be evicted, once the CPU tier is full.
-
-        The caller checks :attr:`may_store_late`. A step computes at most `tokens_per_step`.
-        """
-        manager, window = self.manager, LeavingWindow(-(-tokens_per_step // self._block_tokens))
-        late = LateStores(manager, window, ranks=self.config.num_workers, shared=bool(manager.secondary_tiers))
-        self.late_stores = manager.late_stores = manager.primary_tier.duplicates = late
-
-    def begin_meetings(self, control: SchedulerControl) -> None:
-        """From now on prompts may be computed and loaded at the same time, if vLLM's `schedule` is patched for it."""
-        if self._one_prefix and self._being_loaded is not None:  # else there is no hit behind a preemption
-            self.meetings = Meetings(self.manager, control, self._prefill_timer, self._chunk_tokens)
-            self.features.append(self.meetings)
-
-    def settle(self, seconds: float) -> Unsettled:
-        """Let the engine step without requests for so long, while anything is left (engine/scheduler/settling.py)."""
-        return self._without_requests.settle(seconds)
-
-    def introduce(self) -> None:
-        """Let the engine step without requests until it has announced the stores that it loads from."""
-        self._without_requests.introduce()
-
-    @property
-    def steps_without_requests(self) -> bool:
-        """Whether the engine is to step though it has no request."""
-        return self._without_requests.wanted
+    def settings(self) -> dict[str, object]:
+        """What this half and its manager obey, by name."""
+        generated_tokens = "off" if self.config.offload_prompt_only else "on"
+        return {
+            **self.manager.settings(),
+            "generated_tokens": generated_tokens if self.manager.answers is None else "auto",
+            "storing": self._storing,
+            "queue_order": "arrival" if feature_of(self.features, QueueOrder) is None else "prefix",
+            "fair_steps": "off" if feature_of(self.features, FairSteps) is None else "on",
+            "window_chunks": "all" if self.window_stores is None else "last",
+        }
 
     def _copying_chunks(self) -> int:
         stores = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
@@ -185,7 +193,7 @@ class SchedulerHalf(ResettableHalf):
             request.kv_transfer_params = given  # what other connectors of this engine read
         if getattr(request, "lora_request", None) is not None:
             status.has_adapter, status.identified, status.adapter = True, False, adapter_of(request)
-        elif self.stores_adapters_alone:
+        elif self._stores_adapters_alone:
             status.is_unsound = True
         status.is_stale = self._device_is_stale
         self._req_status[request.request_id] = status
@@ -381,7 +389,7 @@ class SchedulerHalf(ResettableHalf):
         if self.late_stores is not None:
             assert isinstance(metadata, OffloadingConnectorMetadata)
             running = len(scheduler_output.num_scheduled_tokens)
-            room = self._without_requests.room()
+            room = self.without_requests.room()
             for store in self.late_stores.due(self._generate_job_id, running=running, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
@@ -462,7 +470,7 @@ class SchedulerHalf(ResettableHalf):
             self.late_stores.ending(self._req_status[request.request_id].group_states[0].offload_keys)
         status = self._req_status.get(request.request_id)
         if status is not None and hands_over(status.req_context):
-            self.settle(HAND_OVER_SECONDS)
+            self.without_requests.settle(HAND_OVER_SECONDS)
         if self._early_loads and status is not None:
             self._early_loads.abandon(status.transfer_jobs)
         if isinstance(status, RequestFields) and status.counted_keys is not None:

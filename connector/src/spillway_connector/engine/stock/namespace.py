@@ -17,7 +17,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from spillway_connector.engine.namespace.adapters import base_model_is_unsound
+from spillway_connector.engine.namespace.adapters import lora_mixes_weights
 from spillway_connector.engine.namespace.fields import (
     json_value,
     namespace_facts,
@@ -136,7 +136,7 @@ def _require_known_adapters(vllm_config: VllmConfig, weights_version: str | None
             "other weights; name the state of model and adapters in kv_connector_extra_config (weights_version: a text "
             "that changes whenever one of them does), or remove Spillway's tiers from secondary_tiers"
         )
-    if base_model_is_unsound(vllm_config):
+    if lora_mixes_weights(vllm_config):
         raise ConfigError(
             "enable_lora on a CPU: vLLM computes requests of the base model with an adapter's weights if a batch holds "
             "requests of both, and other engines would load their blocks; remove Spillway's tiers from secondary_tiers"

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any
 
 import torch
 from typing_extensions import override
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
-from spillway_connector.engine.patches.patching import Needed, apply
-from spillway_connector.engine.patches.v023 import PATCHES
+from spillway_connector.engine.patches.patching import Needed
+from spillway_connector.engine.patches.vllm_patches import V023
+from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.v023.layerwise import loads_within_steps, why_not_within_steps
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
-from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.seams import SEAMS
 from spillway_connector.engine.v023.stats import SpillwayPromMetrics, SpillwayStats
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
+from spillway_connector.engine.worker.half import WorkerHalf
 
 logger = logging.getLogger(__name__)
 
@@ -35,35 +37,34 @@ class SpillwayConnector(ConnectorBase):
     Methods without a docstring keep the contract of KVConnectorBase_V1 and delegate to that half.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        self._check(SEAMS, vllm_config)
-        # Not upstream's constructor, which builds upstream's halves.
-        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        self._spec = spec = OffloadingSpecFactory.create_spec(vllm_config, kv_cache_config)
-        settings = getattr(spec, "settings", None)
-        self._layerwise = settings is not None and loads_within_steps(settings, vllm_config, kv_cache_config)
-        compute_while_loading = settings is not None and settings.compute_while_loading == "on"
-        if role == KVConnectorRole.SCHEDULER:
-            needs = {Needed.ENGINE_CORE}
-            if compute_while_loading:
-                needs.add(Needed.COMPUTE_WHILE_LOADING)
-            if settings is not None and settings.fair_steps == "on":
-                needs.add(Needed.FAIR_STEPS)
-            if self._layerwise:
-                needs.add(Needed.LAYERWISE_LOADS)
-            apply(PATCHES, needs)
-        elif getattr(vllm_config, "lora_config", None) is not None:
-            apply(PATCHES, {Needed.LORA_WORKER})
-        half = LayerwiseConnectorScheduler if self._layerwise else SpillwayConnectorScheduler
-        self.connector_scheduler = half(spec) if role == KVConnectorRole.SCHEDULER else None
-        if self.connector_scheduler is not None:
-            self._watch_the_engine()
-            if compute_while_loading:
-                self.connector_scheduler.begin_meetings(SchedulerControlV023())
-            if not self._layerwise and settings is not None and settings.layerwise_loads == "on":
-                reason = why_not_within_steps(vllm_config, kv_cache_config)
-                logger.warning("layerwise_loads: on changes nothing for this engine: %s", reason)
-        self.connector_worker = SpillwayConnectorWorker(spec) if role == KVConnectorRole.WORKER else None
+    _seams, _patches = SEAMS, V023
+
+    @override
+    def _make_spec(self) -> OffloadingSpec:
+        return OffloadingSpecFactory.create_spec(self._vllm_config, self._kv_cache_config)
+
+    @cached_property
+    def _layerwise(self) -> bool:
+        settings = self._settings
+        return settings is not None and loads_within_steps(settings, self._vllm_config, self._kv_cache_config)
+
+    @override
+    def _patches_needed(self, role: KVConnectorRole) -> set[Needed]:
+        needs = super()._patches_needed(role)
+        return needs | {Needed.LAYERWISE_LOADS} if self._layerwise and role == KVConnectorRole.SCHEDULER else needs
+
+    @override
+    def _make_scheduler_half(self) -> SchedulerHalf:
+        if self._layerwise:
+            return LayerwiseConnectorScheduler(self._spec)
+        if self._settings is not None and self._settings.layerwise_loads == "on":
+            reason = why_not_within_steps(self._vllm_config, self._kv_cache_config)
+            logger.warning("layerwise_loads: on changes nothing for this engine: %s", reason)
+        return SpillwayConnectorScheduler(self._spec)
+
+    @override
+    def _make_worker_half(self) -> WorkerHalf:
+        return SpillwayConnectorWorker(self._spec)
 
     @property
     @override

@@ -16,8 +16,9 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, R
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.requests.state import RequestFields
-from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.requests.tenancy import context_of
 from spillway_connector.engine.scheduler.half import SchedulerHalf
+from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 
@@ -52,6 +53,9 @@ class SpillwayConnectorScheduler(SchedulerHalf):
             isinstance(group.kv_cache_spec, MambaSpec) for group in spec.kv_cache_config.kv_cache_groups
         )
         self._begin(
+            settings=getattr(spec, "settings", None),
+            vllm_config=spec.vllm_config,
+            control=SchedulerControlV023(),
             specs=[group.kv_cache_spec for group in spec.kv_cache_config.kv_cache_groups],
             chunk_tokens=[group.offloaded_block_size for group in self.config.kv_group_configs],
             blocks_per_chunk=self.config.block_size_factor,
@@ -61,16 +65,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
-        params = request.kv_transfer_params
-        tenant = tenant_of(getattr(request, "cache_salt", None))
-        context = TenantContext(
-            request.request_id,
-            params,
-            tenant=tenant,
-            session=session,
-            retention=retention_of(params),
-            hand_over=is_handed_over(params),
-        )
+        context = context_of(request, session, req_id=request.request_id, kv_transfer_params=request.kv_transfer_params)
         return RequestState(
             config=self.config,
             req=request,

@@ -5,27 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from typing_extensions import override
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
-from spillway_connector.engine.patches.patching import Needed, apply
-from spillway_connector.engine.patches.v030 import PATCHES
+from spillway_connector.engine.patches.vllm_patches import V030
+from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
-from spillway_connector.engine.v030.scheduler_control import SchedulerControlV030
 from spillway_connector.engine.v030.seams import SEAMS
 from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
+from spillway_connector.engine.worker.half import WorkerHalf
 
 
 class SpillwayConnector(ConnectorBase):
@@ -36,34 +34,27 @@ class SpillwayConnector(ConnectorBase):
     hits, and pending work, for which the engine keeps stepping.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        self._check(SEAMS, vllm_config)
-        # Not upstream's constructor, which builds upstream's halves.
-        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        config = build_offloading_config(vllm_config, kv_cache_config)
-        self._canonical_layout = config.canonical_layout
-        if config.parallel.pp_size > 1:  # where upstream's workers would each store a copy
-            config = replace(config, replicated_layout=ranks_hold_the_same(vllm_config, kv_cache_config))
-        self._spec = spec = OffloadingSpecFactory.create_spec(config)
+    _seams, _patches = SEAMS, V030
+
+    @override
+    def _make_spec(self) -> OffloadingSpec:
+        config = build_offloading_config(self._vllm_config, self._kv_cache_config)
+        self._canonical_layout = config.canonical_layout  # which upstream's methods read
+        if config.parallel.pp_size > 1:  # upstream's workers would each store a copy
+            same = ranks_hold_the_same(self._vllm_config, self._kv_cache_config)
+            config = replace(config, replicated_layout=same)
+        spec = OffloadingSpecFactory.create_spec(config)
         if isinstance(spec, SpillwayOffloadingSpec):
-            spec.attach(vllm_config, kv_cache_config)
-        self.connector_scheduler = self.connector_worker = None
-        compute_while_loading = isinstance(spec, SpillwayOffloadingSpec) and spec.settings.compute_while_loading == "on"
-        if role == KVConnectorRole.SCHEDULER:
-            needs = {Needed.ENGINE_CORE}
-            if compute_while_loading:
-                needs.add(Needed.COMPUTE_WHILE_LOADING)
-            if isinstance(spec, SpillwayOffloadingSpec) and spec.settings.fair_steps == "on":
-                needs.add(Needed.FAIR_STEPS)
-            apply(PATCHES, needs)
-            self.connector_scheduler = half = SpillwayConnectorScheduler(spec, vllm_config, kv_cache_config)
-            self._watch_the_engine()
-            if compute_while_loading:
-                half.begin_meetings(SchedulerControlV030())
-        else:
-            if vllm_config.lora_config is not None:
-                apply(PATCHES, {Needed.LORA_WORKER})
-            self.connector_worker = SpillwayConnectorWorker(spec, vllm_config, kv_cache_config)
+            spec.attach(self._vllm_config, self._kv_cache_config)
+        return spec
+
+    @override
+    def _make_scheduler_half(self) -> SchedulerHalf:
+        return SpillwayConnectorScheduler(self._spec, self._vllm_config, self._kv_cache_config)
+
+    @override
+    def _make_worker_half(self) -> WorkerHalf:
+        return SpillwayConnectorWorker(self._spec, self._vllm_config, self._kv_cache_config)
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -89,11 +89,6 @@ class NodeCpuTier(NodeRows, _LruAnswers):
 class ArcCpuTier(_CpuEvents, ArcRows):
     """ArcRows with the names of vLLM 0.30 and later, and reads for shared tiers that count as no use."""
 
-    def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
-        super().__init__(num_rows, region, enable_events=enable_events)
-        if hasattr(CPUOffloadingManager, "_prepare_load"):
-            self.prepare_read = self._read_unrecorded
-
     @override
     def _row_of(self, status: ChunkStatus) -> int:
         return int(status.chunk_id)
@@ -114,6 +109,9 @@ class ArcCpuTier(_CpuEvents, ArcRows):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return CPUOffloadingManager.on_new_request(self, req_context)
 
-    def _read_unrecorded(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pins the rows for a store to a shared tier, which 0.32 does not count as a request's use of them."""
-        return self._prepare_load(keys, req_context, record_access=False)
+    @override
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
+        """A read for a shared tier, which 0.32 does not count as a request's use of the rows."""
+        if hasattr(CPUOffloadingManager, "_prepare_load"):
+            return self._prepare_load(keys, req_context, record_access=False)
+        return super().prepare_read(keys, req_context)

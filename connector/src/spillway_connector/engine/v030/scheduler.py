@@ -37,9 +37,10 @@ from vllm.v1.request import Request
 
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.requests.state import RequestFields
-from spillway_connector.engine.requests.tenancy import TenantContext, is_handed_over, retention_of, tenant_of
+from spillway_connector.engine.requests.tenancy import context_of
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.shared_tiers.events import shared_tier_events
+from spillway_connector.engine.v030.scheduler_control import SchedulerControlV030
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
 
@@ -70,6 +71,9 @@ class SpillwayConnectorScheduler(SchedulerHalf):
             isinstance(group.kv_cache_spec, MambaSpec) for group in groups
         )
         self._begin(
+            settings=getattr(spec, "settings", None),
+            vllm_config=vllm_config,
+            control=SchedulerControlV030(),
             specs=[group.kv_cache_spec for group in groups],
             chunk_tokens=[group.tokens_per_chunk for group in groups],
             blocks_per_chunk=self.config.blocks_per_chunk,
@@ -79,34 +83,26 @@ class SpillwayConnectorScheduler(SchedulerHalf):
             # Events that describe themselves are recorded in upstream's search.
             and not self._events_tracker.self_describing_enabled,
             loading=self._chunks_being_loaded,
+            chooses_windows=self._chooses_windows(any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)),
         )
-        self._settle_window_chunks(any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups))
 
-    def _settle_window_chunks(self, has_states: bool) -> None:
-        """Let one rule choose the chunks of windows that are stored.
+    def _chooses_windows(self, has_states: bool) -> bool:
+        """Let one rule choose the chunks of windows that are stored; return whether it is Spillway's.
 
         vLLM 0.32's `prefix_cache_retention_interval` chooses as well. Its default, 0, would leave out windows in
         answers, and those where prompts part unless the device holds that point. A number above 0 is the operator's
         choice.
         """
         interval = getattr(self.config, "retention_interval", None)
-        if interval:
-            self.window_stores = None
-        elif interval == 0 and not has_states:
+        if interval == 0 and not has_states:
             self.config = self.config._replace(retention_interval=None)
+        return not interval
 
     @override
     def _state_of(self, request: Request, session: SessionHint | None) -> RequestFields:
         upstream = _create_req_context(request)
         fields = {field.name: getattr(upstream, field.name) for field in dataclasses.fields(upstream) if field.init}
-        params = request.kv_transfer_params
-        context = TenantContext(
-            **fields,
-            tenant=tenant_of(request.cache_salt),
-            session=session,
-            retention=retention_of(params),
-            hand_over=is_handed_over(params),
-        )
+        context = context_of(request, session, **fields)
         return RequestState(
             config=self.config,
             req=request,
@@ -252,7 +248,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         """Upstream's contract: the engine steps on until all copies under way have been reported, including copies from
         before a reset, and while there is work without requests."""
         late = self.late_stores is not None and self.late_stores.under_way
-        return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.steps_without_requests
+        return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.without_requests.wanted
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

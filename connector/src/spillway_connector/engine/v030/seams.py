@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from spillway_connector.engine.generation import WAITING_QUEUES, Methods, Seams
+from spillway_connector.engine.generation import COMMON_METHODS, OFFLOADING, Methods, Seams
 from spillway_connector.engine.patches.patching import patched_methods
-from spillway_connector.engine.patches.v030 import PATCHES
-
-_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+from spillway_connector.engine.patches.vllm_patches import V030
 
 SEAMS = Seams(
     names={
@@ -18,26 +16,14 @@ SEAMS = Seams(
         "vllm.v1.kv_offload.tiering.factory": ("SecondaryTierFactory",),
         "vllm.v1.core.kv_cache_utils": ("_gen_lora_extra_hash_keys",),
         "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorTransferResults",),
-        f"{_OFFLOADING}.common": ("TransferJob", "TransferStats"),
-        f"{_OFFLOADING}.config": ("build_offloading_config", "get_offloading_group_ids"),
-        f"{_OFFLOADING}.metrics": ("OffloadingConnectorStats",),
-        f"{_OFFLOADING}.scheduler": ("GroupOffloadConfig", "_create_req_context"),
+        f"{OFFLOADING}.common": ("TransferJob", "TransferStats"),
+        f"{OFFLOADING}.config": ("build_offloading_config", "get_offloading_group_ids"),
+        f"{OFFLOADING}.metrics": ("OffloadingConnectorStats",),
+        f"{OFFLOADING}.scheduler": ("GroupOffloadConfig", "_create_req_context"),
     },
     methods=(
         Methods(
-            f"{_OFFLOADING}.worker",
-            "OffloadingConnectorWorker",
-            {
-                "register_kv_caches": ("self", "kv_caches"),
-                "start_kv_transfers": ("self", "metadata"),
-                "prepare_store_kv": ("self", "metadata"),
-                "handle_preemptions": ("self", "kv_connector_metadata"),
-                "get_finished": ("self", "finished_req_ids"),
-                "build_connector_worker_meta": ("self",),
-            },
-        ),
-        Methods(
-            f"{_OFFLOADING}.scheduler",
+            f"{OFFLOADING}.scheduler",
             "OffloadingConnectorScheduler",
             {
                 "__init__": ("self", "spec", "vllm_config", "kv_cache_config"),
@@ -62,24 +48,10 @@ SEAMS = Seams(
                 "reset_cache": ("self",),
             },
         ),
-        Methods(f"{_OFFLOADING}.scheduler", "RequestOffloadState", {"update_offload_keys": ("self",)}),
         Methods(
             "vllm.v1.core.sched.scheduler",
             "Scheduler",
-            {
-                "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
-                "_inflight_prefill_reserved_blocks": ("self",),
-            },
-        ),
-        Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
-        Methods(
-            "vllm.v1.core.block_pool",
-            "BlockPool",
-            {
-                "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
-                "get_num_free_blocks": ("self",),
-                "touch": ("self", "blocks"),
-            },
+            {"_preempt_request": ("self", "request", "timestamp", "drop_stale_output")},
         ),
         Methods(
             "vllm.v1.kv_offload.base",
@@ -106,7 +78,7 @@ SEAMS = Seams(
                 "get_stats": ("self",),
             },
         ),
-        *WAITING_QUEUES,
-        *patched_methods(PATCHES),
+        *COMMON_METHODS,
+        *patched_methods(V030),
     ),
 )
