@@ -68,12 +68,12 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.shared_tiers import open_shared_tier
-from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.namespace import Namespace
 from spillway_connector.node.region import NodeRegion
+from spillway_connector.testing.generation import make_cpu_tier, make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
 from spillway_connector.tiers.tier import Tier
 

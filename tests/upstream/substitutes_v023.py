@@ -18,7 +18,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.layouts.copy_layout import copy_layout
 from spillway_connector.engine.v023 import connector
-from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, make_cpu_tier
+from spillway_connector.engine.v023.cpu_tier import ArcCpuTier
 from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.stats import SpillwayStats
@@ -28,7 +28,7 @@ from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
 from spillway_connector.engine.worker.copy_jobs import Sides
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
-from spillway_connector.testing.generation import patch_vllm
+from spillway_connector.testing.generation import make_cpu_tier, patch_vllm
 from upstream.mock_manager import answering_prefixes
 from upstream.substitution import Substitutes
 

@@ -16,12 +16,13 @@ from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.stock import tiers
 from spillway_connector.engine.stock.tiers import SpillwayNvmeTier
 from spillway_connector.engine.v030 import connector
-from spillway_connector.engine.v030.cpu_tier import ArcCpuTier, make_cpu_tier
+from spillway_connector.engine.v030.cpu_tier import ArcCpuTier
 from spillway_connector.engine.v030.scheduler import RequestState, SpillwayConnectorScheduler
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
 from spillway_connector.engine.worker.copy_jobs import Sides
 from spillway_connector.namespace import Namespace
+from spillway_connector.testing.generation import make_cpu_tier
 from spillway_connector.tiers.disk.files.tier import FileTier
 from upstream.mock_manager import answering_prefixes
 from upstream.substitution import Substitutes

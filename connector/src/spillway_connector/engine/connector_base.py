@@ -204,7 +204,7 @@ class ConnectorBase(OffloadingConnector):
         """Called before the caches are registered, which turns them into plain bytes."""
         if isinstance(self._spec, SpecBase):
             num_blocks = self._kv_cache_config.num_blocks
-            self._spec.registered_layout = layout_facts(kv_caches, self._vllm_config, num_blocks)
+            self._spec.note_layout(layout_facts(kv_caches, self._vllm_config, num_blocks))
 
     @override
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.memory_nodes import has_several_memory_nodes
-from spillway_connector.engine.cpu_tier.tier import CpuTier
+from spillway_connector.engine.cpu_tier.tier import ArcRows, CpuTier, LruRows
 from spillway_connector.engine.ipc.process_settings import (
     ProcessSettings,
     device_name,
@@ -41,6 +41,7 @@ from spillway_connector.engine.namespace.fields import (
     require_shareable_scales,
 )
 from spillway_connector.engine.node_tier.row_checks import RowChecks
+from spillway_connector.engine.node_tier.rows import NodeRows
 from spillway_connector.engine.patches.patching import in_force
 from spillway_connector.engine.worker.transports import OpenTransport, copy_path, open_transport, transport_name
 from spillway_connector.errors import ConfigError, WeightsUnknown
@@ -55,16 +56,19 @@ logger = logging.getLogger(__name__)
 class SpecBase(OffloadingSpec):
     """Device -> CPU tier -> shared tiers.
 
-    registered_layout: in a worker, before its caches are registered: how they lie in memory. transport and
-    process_settings: in a worker, once they are. not_shared: in the scheduler's process, once its manager is there: why
-    the shared tiers are not used, in a sentence.
+    transport and process_settings: in a worker, once its caches are registered. not_shared: in the scheduler's process,
+    once its manager is there: why the shared tiers are not used, in a sentence.
     """
 
     BLOCK_SIZE_ALIGNMENT = ROW_ALIGNMENT_BYTES
 
-    _manager_class: ClassVar[type[TieringManager]]  # the generation's
+    # The generation's.
+    _manager_class: ClassVar[type[TieringManager]]
+    _lru_tier: ClassVar[type[LruRows]]
+    _arc_tier: ClassVar[type[ArcRows]]
+    _node_tier: ClassVar[type[NodeRows]]
 
-    registered_layout: Mapping[str, Any] | None = None
+    _registered_layout: Mapping[str, Any] | None = None
     transport: OpenTransport | None = None
     process_settings: ProcessSettings | None = None
     not_shared: str | None = None
@@ -126,13 +130,6 @@ class SpecBase(OffloadingSpec):
     @abstractmethod
     def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
         """What the namespace of shared chunks is made of. Raises ConfigError if it is unknown."""
-
-    @abstractmethod
-    def _make_cpu_tier(self, region: HostRegion) -> CpuTier: ...
-
-    @abstractmethod
-    def _make_node_tier(self, region: NodeRegion, namespace: bytes, floor_share: float) -> CpuTier:
-        """Raises HostMemoryError."""
 
     @property
     def _choice(self) -> Path:
@@ -203,7 +200,12 @@ class SpecBase(OffloadingSpec):
         if self._manager is None:
             region = self._open_region()
             self._read_layouts(region)
-            primary = self._make_cpu_tier(region) if self._node is None else self._join_node(self._node)
+            primary: CpuTier
+            if self._node is not None:
+                primary = self._join_node(self._node)
+            else:
+                kind = self._lru_tier if self.eviction_policy == "lru" else self._arc_tier
+                primary = kind(self.num_rows, region, enable_events=self.announces_blocks)
             view = primary.get_kv_memoryview()
             tiers = self._create_tiers(view)
             if tiers:
@@ -245,13 +247,15 @@ class SpecBase(OffloadingSpec):
             self._choice.unlink(missing_ok=True)
 
     def _join_node(self, node: NodeRegion) -> CpuTier:
+        """Raises HostMemoryError."""
         try:
             namespace = self.namespace.digest16
         except WeightsUnknown as reason:
             namespace = os.urandom(NAMESPACE_DIGEST_BYTES)
             logger.error("Spillway: this engine shares no chunk of its node's CPU tier with others: %s", reason)
         wanted = self.settings.node_tier
-        return self._make_node_tier(node, namespace, 0.0 if wanted is None else wanted.floor)
+        floor_share = 0.0 if wanted is None else wanted.floor
+        return self._node_tier(node, namespace, floor_share=floor_share, enable_events=self.announces_blocks)
 
     def _create_tiers(self, view: memoryview) -> list[SecondaryTierManager]:
         """Empty if the model's weights cannot be distinguished from others'. The engine then serves without them."""
@@ -271,6 +275,10 @@ class SpecBase(OffloadingSpec):
         tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(config, view, self)
         return tier
 
+    def note_layout(self, layout: Mapping[str, Any]) -> None:
+        """How a worker's caches lie in memory; called before they are registered."""
+        self._registered_layout = layout
+
     def _open_worker(self, kv_caches: CanonicalKVCaches, rank: int) -> tuple[CopyLayout, OpenTransport]:
         """What a worker copies between, and with. Each rank's process, once, when the caches exist.
 
@@ -285,12 +293,12 @@ class SpecBase(OffloadingSpec):
         region.populate(0, region.size_bytes)
         is_pipeline = self.geometry.stages > 1
         is_read = self.secondary_tier_configs or is_pipeline or self._node is not None
-        if self.registered_layout is not None and is_read:
+        if self._registered_layout is not None and is_read:
             self._facts = self._open_facts_region(region)  # mapped for the life of the worker
             layout_bytes = self.geometry.layout_bytes
             agreed = self._stage_facts.as_layout() if is_pipeline else {}
             rows = self._facts.create_kv_memoryview().cast("B")
-            write_layout(rows, rank * layout_bytes, layout_bytes, self.registered_layout, agreed)
+            write_layout(rows, rank * layout_bytes, layout_bytes, self._registered_layout, agreed)
             rows.release()
         layout = copy_layout(kv_caches, region, self.geometry, rank)
         self.transport = self._open_transport(region)

@@ -5,13 +5,15 @@ Tests of what the generations share use these names, and so run on each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.patches.patching import Needed, apply
@@ -21,8 +23,6 @@ __all__ = [
     "SharedTierAdapter",
     "SpillwayConnectorScheduler",
     "SpillwayTieringManager",
-    "make_cpu_tier",
-    "make_node_tier",
     "make_scheduler_control",
     "patch_vllm",
 ]
@@ -30,7 +30,7 @@ __all__ = [
 match generation():
     case Generation.V023:
         from spillway_connector.engine.patches.vllm_patches import V023 as PATCHES
-        from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
+        from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier
         from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
         from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
         from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
@@ -43,7 +43,7 @@ match generation():
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
         from spillway_connector.engine.patches.vllm_patches import V030 as PATCHES  # type: ignore[no-redef]
-        from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier  # type: ignore[no-redef]
+        from spillway_connector.engine.v030.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier  # type: ignore[no-redef]
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,
             SpillwayConnectorScheduler,
@@ -61,6 +61,23 @@ match generation():
             LookupResult.MISS,
         )
         STEP_END = (ScheduleEndContext(new_req_ids=(), preempted_req_ids=()),)
+
+
+def make_cpu_tier(num_rows: int, region: Any, policy: str, enable_events: bool) -> CpuTier:
+    """Make the CPU tier of one engine over a HostRegion. policy: "lru" or "arc"."""
+    kind = LruCpuTier if policy == "lru" else ArcCpuTier
+    return kind(num_rows, region, enable_events=enable_events)
+
+
+def make_node_tier(
+    region: Any,
+    namespace: bytes,
+    enable_events: bool,
+    floor_share: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> CpuTier:
+    """Join the CPU tier of a node, which is a NodeRegion. Raises HostMemoryError."""
+    return NodeCpuTier(region, namespace, floor_share=floor_share, enable_events=enable_events, clock=clock)
 
 
 def _window_chunks(group: KVCacheSpec, chunk_tokens: int) -> int | None:

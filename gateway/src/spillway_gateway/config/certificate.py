@@ -68,14 +68,15 @@ class Certificate:
         return context
 
     def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(_file_state(Path(path)) for path in (self._config.cert_file, self._config.key_file))
+        return tuple(file_state(Path(path)) for path in (self._config.cert_file, self._config.key_file))
 
 
 def _no_password() -> str:
     raise ValueError("the key has a password")
 
 
-def _file_state(path: Path) -> tuple[int, int, int] | None:
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file that is written or replaced; None without one."""
     try:
         status = path.stat()
     except OSError:

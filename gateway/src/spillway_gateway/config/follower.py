@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import structs
 
 from spillway_gateway.background import on_daemon_thread
+from spillway_gateway.config.certificate import file_state
 from spillway_gateway.config.settings import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
 from spillway_settings import shared_names
@@ -54,7 +55,7 @@ class ConfigFollower:
 
     async def look(self) -> None:
         """Once. A mounted ConfigMap changes by renaming a link, which the inode shows."""
-        state = await on_daemon_thread(lambda: _state(self._path))
+        state = await on_daemon_thread(lambda: file_state(self._path))
         if state == self._seen and not self._asked:
             return
         asked, self._asked, self._seen = self._asked, False, state
@@ -88,11 +89,3 @@ def merge_live(current: GatewayConfig, given: GatewayConfig) -> tuple[GatewayCon
     live = {name: getattr(given, name) for name in changed & LIVE_SECTIONS}
     pending = tuple(name for name in names if name in changed - LIVE_SECTIONS)
     return structs.replace(current, **live), pending
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -14,15 +14,12 @@ from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
 from spillway_connector.config import TIER_TYPES
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.spec_base import SpecBase
-from spillway_connector.engine.v023.cpu_tier import make_cpu_tier, make_node_tier
+from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier
 from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.layerwise import loads_within_steps, segments_of_layers
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
-from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.layer_groups import group_layers
 
 for _tier_type in TIER_TYPES:
@@ -36,6 +33,7 @@ class SpillwayOffloadingSpec(SpecBase):
     """SpecBase with the names of vLLM 0.23's tiering spec, which its tier classes read: `num_blocks` and others."""
 
     _manager_class = SpillwayTieringManager
+    _lru_tier, _arc_tier, _node_tier = LruCpuTier, ArcCpuTier, NodeCpuTier
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, kv_cache_config)
@@ -60,14 +58,6 @@ class SpillwayOffloadingSpec(SpecBase):
     @override
     def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
         return self.vllm_config, self.kv_cache_config
-
-    @override
-    def _make_node_tier(self, region: NodeRegion, namespace: bytes, floor_share: float) -> CpuTier:
-        return make_node_tier(region, namespace, self.announces_blocks, floor_share)
-
-    @override
-    def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
-        return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
     @override
     def get_handlers(

@@ -64,12 +64,6 @@ class SpillwayConnectorWorker(WorkerHalf):
         if kv_connector_metadata.jobs_to_flush:
             self.worker.wait(self._jobs.copies_of(set(kv_connector_metadata.jobs_to_flush)))
 
-    @override
-    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
-        self._jobs.submit_stores()
-        self._start_loads(metadata)
-
     def start_step_loads(self, metadata: OffloadingConnectorMetadata, forward_context: Any) -> None:
         """Loads that the forward itself reads; behind :meth:`start_kv_transfers`, before the forward."""
         if self._layerwise is not None and isinstance(metadata, SpillwayConnectorMetadata):
@@ -89,14 +83,6 @@ class SpillwayConnectorWorker(WorkerHalf):
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
         # False if the handler raised: upstream's worker logs the exception.
         return lambda: bool(self.worker.transfer_async(job_id, (host, device)))
-
-    @override
-    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract: queue the step's stores."""
-        store_jobs, metadata.store_jobs = metadata.store_jobs, {}
-        for job_id, job in store_jobs.items():
-            # Submitted at the start of the next step, behind the copies that sampling needs.
-            self._jobs.queue_store(job_id, job.transfer_spec)
 
     @override
     def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:

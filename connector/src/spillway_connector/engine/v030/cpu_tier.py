@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,29 +19,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier.tier import ArcRows, CpuTier, LruRows
 from spillway_connector.engine.node_tier.rows import NodeRows
-from spillway_connector.node.region import NodeRegion
 
 _HAS_LOST = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # since 0.33
-
-
-def make_cpu_tier(num_rows: int, region: HostRegion, policy: str, enable_events: bool) -> CpuTier:
-    """policy: "lru" or "arc"."""
-    kind = LruCpuTier if policy == "lru" else ArcCpuTier
-    return kind(num_rows, region, enable_events=enable_events)
-
-
-def make_node_tier(
-    region: NodeRegion,
-    namespace: bytes,
-    enable_events: bool,
-    floor_share: float = 0.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> CpuTier:
-    """Raises HostMemoryError."""
-    return NodeCpuTier(region, namespace, floor_share=floor_share, enable_events=enable_events, clock=clock)
 
 
 class _CpuEvents(CpuTier):

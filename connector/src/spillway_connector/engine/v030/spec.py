@@ -12,16 +12,13 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.host_region import HostRegion
-from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.spec_base import SpecBase
-from spillway_connector.engine.v030.cpu_tier import make_cpu_tier, make_node_tier
+from spillway_connector.engine.v030.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier
 from spillway_connector.engine.v030.offload_worker import CopyWorker
 from spillway_connector.engine.v030.stats import metric_definitions
 from spillway_connector.engine.v030.tier_adapter import register_tiers
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.errors import ConfigError
-from spillway_connector.node.region import NodeRegion
 
 register_tiers()
 
@@ -30,6 +27,7 @@ class SpillwayOffloadingSpec(SpecBase):
     """SpecBase with the names of vLLM's tiering spec, which its tier classes read: `num_chunks` and others."""
 
     _manager_class = SpillwayTieringManager
+    _lru_tier, _arc_tier, _node_tier = LruCpuTier, ArcCpuTier, NodeCpuTier
 
     @classmethod
     @override
@@ -70,14 +68,6 @@ class SpillwayOffloadingSpec(SpecBase):
                 "spillway_connector.engine.connector (in another connector, use Spillway's tiers as secondary_tiers)"
             )
         return self._attached
-
-    @override
-    def _make_node_tier(self, region: NodeRegion, namespace: bytes, floor_share: float) -> CpuTier:
-        return make_node_tier(region, namespace, self.announces_blocks, floor_share)
-
-    @override
-    def _make_cpu_tier(self, region: HostRegion) -> CpuTier:
-        return make_cpu_tier(self.num_rows, region, self.eviction_policy, self.announces_blocks)
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
-    TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -58,32 +57,13 @@ class SpillwayConnectorWorker(WorkerHalf):
         """
         flush = kv_connector_metadata.jobs_to_flush or set()
         for job_id in flush & kv_connector_metadata.store_jobs.keys():
-            self._queue_store(job_id, kv_connector_metadata.store_jobs.pop(job_id))
+            self._jobs.queue_store(job_id, self._sides_of(kv_connector_metadata.store_jobs.pop(job_id)))
         self._jobs.submit_stores()
         if flush:
             assert self.worker is not None
             self.worker.wait(self._jobs.copies_of(flush))
         if self._loads_before_forward:
             self._start_loads(kv_connector_metadata)
-
-    @override
-    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
-        self._jobs.submit_stores()
-        self._start_loads(metadata)
-
-    @override
-    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract: queue the step's stores, for the start of the next one, behind what sampling copies."""
-        # Taken out of the metadata: it may be seen again in this step, and a job must be launched exactly once.
-        store_jobs, metadata.store_jobs = metadata.store_jobs, {}
-        for job_id, job in store_jobs.items():
-            self._queue_store(job_id, job)
-
-    def _queue_store(self, job_id: int, job: TransferJob) -> None:
-        device = job.src_spec
-        assert isinstance(device, GPULoadStoreSpec)
-        self._jobs.queue_store(job_id, (device, job.dst_spec))
 
     @override
     def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
@@ -41,7 +42,7 @@ class WorkerHalf(OffloadingConnectorWorker):
         return samples
 
     @abstractmethod
-    def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:
+    def _sides_of(self, job: Any) -> Sides:
         """(source, destination) of a job in the metadata."""
 
     @abstractmethod
@@ -62,6 +63,19 @@ class WorkerHalf(OffloadingConnectorWorker):
             pieces, metadata.pieces = metadata.pieces, []
             for piece in pieces:
                 self._start_piece(piece)
+
+    @override
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
+        self._jobs.submit_stores()
+        self._start_loads(metadata)
+
+    @override
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Upstream's contract: queue the step's stores, for the start of the next one, behind what sampling copies."""
+        store_jobs, metadata.store_jobs = metadata.store_jobs, {}  # taken out, as loads are
+        for job_id, job in store_jobs.items():
+            self._jobs.queue_store(job_id, self._sides_of(job))
 
     def _start_piece(self, piece: LoadPiece) -> None:
         copy = None
