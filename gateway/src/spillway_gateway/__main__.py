@@ -94,7 +94,7 @@ def _hash_key() -> int:
 
 
 def _check_keys(path: Path) -> int:
-    """Before the Secret with it is replaced: a pod that starts with a bad one fails."""
+    """Check a file of keys before the Secret with it is replaced: a pod that starts with a bad one fails."""
     try:
         read_keys(path)
     except ConfigError as error:

@@ -22,7 +22,7 @@ def freeze() -> None:
 
 
 def prepare() -> None:
-    """For a process that begins to serve."""
+    """Prepare the interpreter of a process that begins to serve."""
     freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     # A thread that renders a prompt yields the GIL to the event loop after this time, once for each socket that the

@@ -107,7 +107,7 @@ ENGINE_SETTINGS = {
 
 
 def shared_names() -> dict[str, Any]:
-    """What the templates read."""
+    """Return what the templates read."""
     return {
         "folders": FOLDERS,
         "variables": VARIABLES,

@@ -138,7 +138,7 @@ class ConnectorBase(OffloadingConnector):
 
     @property
     def adapters(self) -> AdapterRegistry:
-        """In the scheduler's process."""
+        """The adapters that this engine has loaded. In the scheduler's process."""
         return self._half.adapters
 
     @property

@@ -41,11 +41,11 @@ class CopyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} has the sizes {limits}; each needs to be larger than the one before it")
 
     def store_path(self, piece_bytes: float) -> str:
-        """From device to host."""
+        """The path of copies from the device to the host."""
         return _path(self.store, piece_bytes)
 
     def load_path(self, piece_bytes: float) -> str:
-        """From host to device."""
+        """The path of copies from the host to the device."""
         return _path(self.load, piece_bytes)
 
     @property

@@ -93,7 +93,7 @@ class Holds(Generic[_Key]):
         return 0.0 if span is None else span.until[key]
 
     def held_of(self, keys: Collection[_Key], now: float) -> set[_Key]:
-        """Those of the keys that are held."""
+        """Return those of the keys that are held."""
         if self._spans.keys().isdisjoint(keys):  # most batches, without a loop
             return set()
         return {key for key in keys if self.is_held(key, now)}

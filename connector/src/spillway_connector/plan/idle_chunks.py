@@ -18,7 +18,7 @@ class IdleChunk(NamedTuple):
 
 
 class IdleChunks:
-    """At most ``chunks_max`` chunks, those used last. forgotten: how many were dropped for want of room."""
+    """Remembers the ``chunks_max`` chunks that were used last. forgotten: how many were dropped for want of room."""
 
     def __init__(self, chunks_max: int) -> None:
         self.forgotten = 0

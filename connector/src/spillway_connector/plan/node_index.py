@@ -184,7 +184,7 @@ class NodeIndex:
         self._note(rows)
 
     def free(self, rows: Rows) -> None:
-        """Nothing is in these rows any more, which were not free."""
+        """Mark these rows, which were in use, as free."""
         for row in rows:
             self.stamps[row] &= ~_STATE_MASK
         self._words[_FREE_ROWS] += len(rows)
@@ -290,7 +290,7 @@ class NodeIndex:
         return len(self.numbers())
 
     def numbers(self) -> frozenset[int]:
-        """Those of the engines that have a place."""
+        """Return the numbers of the engines that have a place."""
         return frozenset(self._engines[:, 0].tolist()) - {0}
 
     # -- looks, without the lock

@@ -119,7 +119,7 @@ class SessionTimes:
 
     @property
     def expected_pause(self) -> float | None:
-        """From the end of a request to the next one, in seconds; None if it is unknown."""
+        """Return the seconds from the end of a request to the next one; None if they are unknown."""
         if self.announced is not None:
             return self.announced
         return self.habits.expected_pause if self.usual_pause is None else self.usual_pause
@@ -216,7 +216,7 @@ class SessionTable(Generic[_Times]):
 
 
 class SessionUse(NamedTuple):
-    """That a request of a session uses these chunks, in the order of the prefix, and when they are used again.
+    """A use of chunks by a request of a session, in the order of the prefix, and when they are used again.
 
     session: eight bytes, the name's hash; unique within the tenant. ended: they are not used again by this session.
     due_seconds: from now; None: unknown. late_seconds: from now; None: it cannot be late before its request has ended.

@@ -258,7 +258,7 @@ class SlabShelf(_TierShelf):
             os.close(descriptor)
 
     def mend(self) -> None:
-        """After a cut the frames behind it are lost as well."""
+        """Mend the file; after a cut the frames behind it are lost as well."""
         for frame in range(BLOCKS):
             self.put(frame, self.frames[frame])
 

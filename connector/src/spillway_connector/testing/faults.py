@@ -129,7 +129,7 @@ class Throttle:
         self._turn = threading.Lock()
 
     def wait(self, size_bytes: int) -> None:
-        """Until so many bytes have passed, behind those of earlier calls."""
+        """Wait until so many bytes have passed, behind those of earlier calls."""
         with self._turn:
             now = self._clock()
             self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_second

@@ -56,7 +56,7 @@ class SickServer:
         self.accepted = 0
 
     def answer_by(self, answer: Callable[[bytes], Sequence[Piece]]) -> None:
-        """From now on answer every command by what ``answer`` makes of it."""
+        """Answer every command from now on by what ``answer`` makes of it."""
         self._answer = answer
 
     def send_to_all(self, piece: bytes) -> None:

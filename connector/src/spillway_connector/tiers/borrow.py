@@ -60,7 +60,7 @@ class Span:
         return self.end - self.start
 
     def behind(self, count: int) -> Span:
-        """Without its first ``count`` bytes."""
+        """Return the span without its first ``count`` bytes."""
         return Span(self.borrow, self.start + count, self.end)
 
 

@@ -179,7 +179,7 @@ class TierLookups:
         return self.lookup_batch((key,), request_id).found[0]
 
     def lookup_batch(self, keys: Sequence[bytes], request_id: str) -> Answers:
-        """At least one key of one request, as :meth:`lookup` would answer one after the other up to the first MISS."""
+        """Answer for one request's keys, at least one, as :meth:`lookup` would in sequence, up to the first MISS."""
         if not self.open:
             return self._miss(LookupOutcome.REFUSED)
         if self._answers:
@@ -260,7 +260,7 @@ class TierLookups:
             begin = end
 
     def _absent_until(self, key: bytes, now: float) -> float | None:
-        """Until when the key is known to be absent, after asking a tier that can answer at once; else None."""
+        """Ask a tier that can answer at once; return until when the key is known to be absent, or None."""
         known = self._presence.get(key, now)
         if known is None and self._contains_now is not None:
             answers = self._contains_now((key,))

@@ -106,7 +106,7 @@ class _RowBorrow:
 
 
 class Movers:
-    """At most ``threads`` workers for one tier. ``rows`` are the CPU tier's bytes, row i at ``i * row_bytes``.
+    """Runs at most ``threads`` workers for one tier. ``rows`` are the CPU tier's bytes, row i at ``i * row_bytes``.
 
     A worker whose call does not end (a hung NFS) is replaced STUCK_SECONDS after its job's deadline.
     """

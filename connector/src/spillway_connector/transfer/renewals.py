@@ -52,7 +52,7 @@ class Renewals:
         self._add(tenant, [key for key in keys if key in held])  # at once: its session may end
 
     def held_of(self, keys: Collection[bytes]) -> set[bytes]:
-        """Those of the keys that are held."""
+        """Return those of the keys that are held."""
         with self._lock:
             return self._holds.held_of(keys, self._clock())
 

@@ -307,11 +307,11 @@ class SharedTier:
         return self._tier.name
 
     def breaker_of(self, operation: Operation) -> Breaker:
-        """For what uses the tier beside this object."""
+        """Return the breaker, for what uses the tier beside this object."""
         return self._breakers[operation]
 
     def known_present(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the chunks that the tier holds by its last valid answer; it is not asked."""
+        """Return those of the chunks that the tier holds by its last valid answer; the tier is not asked."""
         return self._presence.present_of(keys, self._clock())
 
     def stored_by_others(self, keys: Sequence[bytes]) -> None:

@@ -106,7 +106,7 @@ class Gatekeeper:
         return self._ring is None or tenant.name in self._config.kv_transfer_tenants
 
     def allow_unsalted(self, path: str) -> None:
-        """For routes on which the engine caches and takes no salt. Raises RouteNotSalted if one tenant could detect
+        """Allow a route on which the engine caches and takes no salt. Raises RouteNotSalted if one tenant could detect
         another's prompts by cache hits."""
         if self._ring is not None and self._config.unsalted_routes == "refuse":
             raise RouteNotSalted(
@@ -124,7 +124,7 @@ class Gatekeeper:
             )
 
     def allow_background(self, tenant: Tenant) -> None:
-        """For a response that its engine goes on with after the reply. Raises BackgroundNotCounted if the tenant has
+        """Allow a response that its engine goes on with after the reply. Raises BackgroundNotCounted if the tenant has
         limits, which end with the exchange."""
         if tenant.limited:
             raise BackgroundNotCounted(

@@ -56,8 +56,10 @@ NOTHING_OWED = Settlement()
 
 
 def settle(estimated_prompt_tokens: int, counted_prompt_tokens: int | None, reply_tokens: int) -> Settlement:
-    """For a request that was sent to an engine. counted_prompt_tokens: from the engine's usage; None keeps the
-    estimate."""
+    """Settle the account of a request that was sent to an engine.
+
+    counted_prompt_tokens: from the engine's usage; None keeps the estimate.
+    """
     over = 0 if counted_prompt_tokens is None else counted_prompt_tokens - estimated_prompt_tokens
     return Settlement(0, over, reply_tokens)
 

@@ -89,7 +89,7 @@ def _changes(given: Any, value: Any) -> bool:
 
 
 def _without_steering(value: Any) -> Any:
-    """At any depth of objects and lists."""
+    """Remove the members at any depth of objects and lists."""
     if value is UNSET:
         return None
     if isinstance(value, dict):

@@ -361,7 +361,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._deadline = self.loop.time() + seconds
 
     def reserve_body_bytes(self, more_bytes: int) -> None:
-        """For the current body, until release_body_bytes() or the end of the request. Raises BodyBudgetSpent."""
+        """Reserve bytes for the current body, until release_body_bytes() or the end of the request.
+
+        Raises BodyBudgetSpent.
+        """
         reserved = self._reserved_bytes + more_bytes
         self.open_connections.body_budget.reserve(more_bytes, reserved)
         self._reserved_bytes = reserved

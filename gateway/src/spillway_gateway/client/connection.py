@@ -137,7 +137,7 @@ class ClientRequest:
         self._connection.open_connections.body_budget.check(body_bytes, body_bytes)
 
     def reserve_body_bytes(self, more_bytes: int) -> None:
-        """Until the request ends. Raises BodyBudgetSpent."""
+        """Reserve bytes until the request ends. Raises BodyBudgetSpent."""
         self._connection.reserve_body_bytes(more_bytes)
 
     def release_body_bytes(self) -> None:

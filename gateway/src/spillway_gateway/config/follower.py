@@ -42,7 +42,7 @@ class ConfigFollower:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the file until cancelled."""
         period = self.current.reload.period_seconds
         while True:
             self._wake.clear()
@@ -54,7 +54,7 @@ class ConfigFollower:
                 pass
 
     async def look(self) -> None:
-        """Once. A mounted ConfigMap changes by renaming a link, which the inode shows."""
+        """Look at the file once. A mounted ConfigMap changes by renaming a link, which the inode shows."""
         state = await on_daemon_thread(lambda: file_state(self._path))
         if state == self._seen and not self._asked:
             return

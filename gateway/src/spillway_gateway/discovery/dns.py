@@ -36,7 +36,7 @@ class DnsSource:
         self._empty_answers = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Resolve the names until cancelled."""
         task = asyncio.current_task()
         assert task is not None
         while True:

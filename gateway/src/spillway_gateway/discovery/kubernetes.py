@@ -73,7 +73,7 @@ class KubernetesSource:
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled. Tries again without end, with growing pauses up to retry_seconds_max."""
+        """Watch until cancelled. Tries again without end, with growing pauses up to retry_seconds_max."""
         arrived, ended = asyncio.Event(), asyncio.Event()
         call = asyncio.get_running_loop().call_soon_threadsafe
 
@@ -128,7 +128,7 @@ class KubernetesSource:
             notify_end()
 
     def _hand_over(self, update: Callable[[], None]) -> None:
-        """To the event loop, which runs it. Raises _Stopped."""
+        """Pass it to the event loop, which runs it. Raises _Stopped."""
         if self._stopping.is_set():
             raise _Stopped
         self._updates.put(update)
@@ -202,7 +202,7 @@ class KubernetesSource:
 
 
 def pause_seconds(failures: int, seconds_max: float, chance: float) -> float:
-    """Before the next try. Pure.
+    """Return the pause before the next try. Pure.
 
     failures: in a row, from 1. Doubles up to seconds_max, of which chance (0 to 1) takes away up to a half, so that
     many gateways do not come back together.

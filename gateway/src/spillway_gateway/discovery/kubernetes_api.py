@@ -67,9 +67,10 @@ _statuses = msgspec.json.Decoder(_ApiStatus)
 
 
 class KubernetesApi:
-    """For one Service. list() and watch() block and belong to one thread; any thread may call stop().
+    """Lists and watches the EndpointSlices of one Service.
 
-    Token, authority and address are read anew for each list and each watch, so a token is used at most for one watch.
+    list() and watch() block and belong to one thread; any thread may call stop(). Token, authority and address are read
+    for each list and each watch, so a token is used at most for one watch.
     """
 
     def __init__(self, config: KubernetesDiscovery) -> None:
@@ -291,7 +292,7 @@ def _line_of(path: str, setting: str) -> str:
 
 
 def _watch_event(event: Any) -> WatchEvent:
-    """From what Watch yields: None for a line that is no JSON, otherwise the document of the line."""
+    """Return the document of a line that Watch yields; None for a line that is no JSON."""
     if not isinstance(event, dict):
         raise SourceFailed("invalid", "a watch event is not JSON")
     kind, document = event.get("type"), event.get("raw_object")

@@ -58,7 +58,7 @@ def read_spans(
 def _entries(
     shards: Sequence[Shard], shard_mask: int, keys: Sequence[int], expected: Mapping[int, Expected]
 ) -> list[Entry]:
-    """Those up to the first block that has none and is not expected."""
+    """Return the entries up to the first block that has none and is not expected."""
     entries: list[Entry] = []
     for key in keys:
         entry = shards[key & shard_mask].get(key)

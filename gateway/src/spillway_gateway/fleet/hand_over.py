@@ -41,7 +41,7 @@ class HandOverPrice:
         return self._default_ms + self._above_default_ms * math.exp2(-age_seconds / HALF_LIFE_SECONDS)
 
     def measured(self, seconds: float) -> None:
-        """From the end of a first leg until its prompt could be loaded, or was given up."""
+        """Count the time from the end of a first leg until its prompt could be loaded, or was given up."""
         now_ms = self.ms
         self._above_default_ms = now_ms + _NEWEST_WEIGHT * (1000.0 * seconds - now_ms) - self._default_ms
         self._measured_at = self._clock()

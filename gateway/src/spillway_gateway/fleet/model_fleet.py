@@ -96,7 +96,7 @@ class Attempt:
 
     @property
     def expected_prefill_seconds(self) -> float:
-        """Until the prompt is computed, from the engine's rate and what was queued before it."""
+        """Return the time until the prompt is computed, from the engine's rate and what was queued before it."""
         return (self._ahead_tokens + self._queued) / self.engine.rates.prefill_tokens_per_second
 
     def accepted(self, now: float) -> None:
@@ -296,7 +296,7 @@ class ModelFleet:
         return name in self.config.adapters and unknown
 
     def _adapter_load_ms(self, engine: Engine, name: str) -> float | None:
-        """Until the engine can use the adapter; None: it cannot."""
+        """Return the time until the engine can use the adapter; None if it cannot."""
         listed = engine.adapters
         if (name in self.config.adapters) if listed is None else (name in listed):
             return 0.0

@@ -130,7 +130,7 @@ class PrefixIndex:
         return self._stores.names_of(engine_name)
 
     def declined_stores_of(self, engine_name: str) -> frozenset[str]:
-        """Those of them from which loads do not pay for the engine."""
+        """Return those of the stores from which loads do not pay for the engine."""
         return self._stores.declined_names_of(engine_name)
 
     def namespace(self, cache_salt: str | None = None, lora: str | None = None) -> int:

@@ -78,7 +78,7 @@ class SharedStores:
             self._leave(store, engine_name)
 
     def leave_all(self, engine_name: str) -> None:
-        """Nothing is known of the engine any more."""
+        """Forget the engine, of which nothing is known any more."""
         for store in self._stores.values():
             self._leave(store, engine_name)
 
@@ -98,7 +98,7 @@ class SharedStores:
         return frozenset([store_id for store_id, store in self._stores.items() if engine_name in store.engines])
 
     def declined_names_of(self, engine_name: str) -> frozenset[str]:
-        """Those of its stores that the engine declines."""
+        """Return those of its stores that the engine declines."""
         types = self.declined_by(engine_name)
         return frozenset([name for name in self.names_of(engine_name) if type_of_store(name) in types])
 

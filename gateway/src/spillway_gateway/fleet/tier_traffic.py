@@ -71,5 +71,5 @@ class TierTraffic:
         self._read_at = now
 
     def bytes_per_second(self, now: float) -> Mapping[Way, float]:
-        """By way; empty when the last reading is stale."""
+        """Return the rates by way; none if the last reading is stale."""
         return self._rates if now - self._read_at <= STALE_SECONDS else {}

@@ -246,7 +246,7 @@ class GatewayServer(uvicorn.Server):
             self._drain = asyncio.ensure_future(self._drain_and_exit())
 
     def end_now(self) -> None:
-        """Without waiting for running requests."""
+        """End without waiting for running requests."""
         self.drain()
         self._gateway.lifecycle.close()
         self.should_exit = True
@@ -273,7 +273,7 @@ class GatewayServer(uvicorn.Server):
         self._gateway.lifecycle.close()
 
     async def _wait_for_idle_connections(self) -> None:
-        """Until every client has got `connection: close`, for at most KEEP_ALIVE_SECONDS."""
+        """Wait until every client has got `connection: close`, for at most KEEP_ALIVE_SECONDS."""
         for _ in range(int(KEEP_ALIVE_SECONDS / POLL_SECONDS)):
             if not self.server_state.connections:
                 return

@@ -104,7 +104,7 @@ class Channel(asyncio.Protocol):
             self._transport.write(data)
 
     def close(self) -> None:
-        """Once what waits is written."""
+        """Close the channel once what waits is written."""
         self.flush()
         if self._transport is not None:
             self._transport.close()

@@ -180,7 +180,7 @@ class Uncounted:
     """A request of a tenant without limits."""
 
     def end(self, settlement: Settlement) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 UNCOUNTED = Uncounted()

@@ -37,7 +37,10 @@ ROUTER_LOST = 70  # exit status
 
 
 class Front:
-    """From the first message to the exit status. before_serving: called once all is built. end: ends the process."""
+    """A front, from the first message to the exit status.
+
+    before_serving: called once all is built. end: ends the process.
+    """
 
     def __init__(
         self, before_serving: Callable[[], None] = lambda: None, end: Callable[[int], None] = os._exit
@@ -169,7 +172,7 @@ class Front:
         self._client.send(messages.Counts(asked, counts_of(self._gateway.metrics.registry)))
 
     def _router_lost(self) -> None:
-        """Nothing can be routed or counted any more: end as the death of a single process would."""
+        """End as the death of a single process would, because nothing can be routed or counted any more."""
         if self._server is None or not self._server.should_exit:
             logger.error("the gateway's main process is gone; this one ends")
             self._end(ROUTER_LOST)

@@ -120,7 +120,7 @@ class EngineFaultReport(Message, tag=6, frozen=True):
 
 
 class Noted(Message, tag=7, frozen=True):
-    """For the live page: a first byte of an engine's, or, without one, a continuation."""
+    """A first byte of an engine's, or, without one, a continuation. For the live page."""
 
     model: str
     engine: str | None
@@ -128,7 +128,7 @@ class Noted(Message, tag=7, frozen=True):
 
 
 class Cached(Message, tag=8, frozen=True):
-    """For the live page: prompt tokens that were expected, and those that were reported to be cached."""
+    """The prompt tokens that were expected and those that were reported to be cached. For the live page."""
 
     model: str
     expected: HeldPrefix
@@ -298,7 +298,7 @@ class Waiting(Message, tag=71, frozen=True):
 
 
 class Notice(Message, tag=72, frozen=True):
-    """For all requests on an engine. ends: its time is over; otherwise it hangs."""
+    """A notice to all requests on an engine. ends: its time is over; otherwise it hangs."""
 
     model: str
     serial: int
@@ -339,7 +339,7 @@ class Judged(Message, tag=77, frozen=True):
 
 
 class Suspected(Message, tag=78, frozen=True):
-    """To be refused until then, in monotonic seconds."""
+    """A request that is refused until then, in monotonic seconds."""
 
     digest: bytes
     body_bytes: int

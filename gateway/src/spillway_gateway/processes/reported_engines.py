@@ -48,7 +48,7 @@ class ReportedEngines:
         self._config = config
 
     def new_fleet(self, model: ModelConfig) -> ModelFleet:
-        """Without the engines of the configuration: all come from the router."""
+        """Make a fleet without the engines of the configuration: all come from the router."""
         routing = self._config.routing
         self._sizes[model.name] = ReportedSizes(routing.default_block_tokens)
         index = PrefixIndex(
@@ -85,10 +85,10 @@ class ReportedEngines:
         return summary is not None and summary.full
 
     def start(self, clients: Clients) -> None:
-        """Nothing: the router follows engines and sources."""
+        """Do nothing: the router follows engines and sources."""
 
     async def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
     # -- what the router reports
 
@@ -158,7 +158,7 @@ class ReportedEngines:
                 engine.progressed(now)
 
     def notice(self, said: messages.Notice) -> None:
-        """For all requests on an engine."""
+        """Notify all requests on an engine."""
         engine = self._engines.get(said.serial)
         if engine is None:
             return

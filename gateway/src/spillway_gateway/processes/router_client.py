@@ -44,7 +44,7 @@ class RouterClient:
         return self._connected
 
     def close(self) -> None:
-        """Once what waits is written."""
+        """Close the connection once what waits is written."""
         self._channel.close()
 
     def abort(self) -> None:

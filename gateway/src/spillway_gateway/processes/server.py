@@ -68,7 +68,7 @@ class ServingFronts:
 
 
 class RouterServer:
-    """From its start to its end. Raises ConfigError for a configuration that cannot be used.
+    """The process of the router, from its start to its end. Raises ConfigError for a configuration that cannot be used.
 
     Args:
         config: the configuration at the start.
@@ -140,7 +140,7 @@ class RouterServer:
         self.fronts.tell(messages.Configure(front_config(config)))
 
     async def serve(self) -> None:
-        """Until the fronts have ended after a signal, or could not be started: `started` is then False."""
+        """Serve until the fronts have ended after a signal, or could not be started: `started` is then False."""
         loop = asyncio.get_running_loop()
         async with self.gateway.running():
             if self._ops is not None:

@@ -66,7 +66,7 @@ class StatePublisher:
             self._tell(Progressed(serials))
 
     def publish_engine(self, engine: Engine) -> None:
-        """Before a message that names it: if the fronts do not know it yet."""
+        """Publish an engine before a message that names it, if the fronts do not know it yet."""
         if engine.serial not in self._serials:
             self.publish_changes()
 

@@ -61,7 +61,7 @@ class Objectives:
         return None if config is None else self._known.get(config.namespace, {}).get(name)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the objectives until cancelled."""
         while True:
             namespaces: dict[str | None, KubernetesDiscovery] = {}
             for fleet in self._fleets:

@@ -17,7 +17,7 @@ from spillway_settings.roles import EngineRole
 
 
 class TierLabel(StrEnum):
-    """In which a prefix is expected. Value of the label `tier` of metrics."""
+    """The tier in which a prefix is expected. Value of the label `tier` of metrics."""
 
     DEVICE = "device"
     CPU = "cpu"

@@ -119,7 +119,7 @@ def plan_legs(
 
 
 def serving(engines: list[EngineView], leg: Leg) -> list[EngineView]:
-    """Those of usable engines that may answer: a prefill engine only if nothing else can, and a second leg goes to a
+    """Return the usable engines that may answer: a prefill engine only if nothing else can; a second leg goes to a
     decode engine if there is one."""
     if leg is Leg.SECOND and (decode := [engine for engine in engines if engine.role is EngineRole.DECODE]):
         return decode

@@ -103,13 +103,13 @@ def uncached_tokens(held: HeldPrefix, prompt_tokens: int) -> int:
 
 
 def load_time_ms(held: HeldPrefix, rates: EngineRates) -> float:
-    """Until what an engine's tiers hold of a prompt is on its device."""
+    """Return the time until what an engine's tiers hold of a prompt is on its device."""
     cpu_ms = 1000.0 * held.cpu_tokens / rates.cpu_load_tokens_per_second
     return cpu_ms + shared_time_ms(held, rates) if held.shared_tokens else cpu_ms
 
 
 def _shared_link_ms(engine: EngineView) -> float:
-    """Until the loads ahead of a prompt's have come, of the tiers that it is loaded from."""
+    """Return the time of the loads ahead of a prompt's, of the tiers that it is loaded from."""
     held, rates = engine.held, engine.rates
     below_rate = rates.below_load_tokens_per_second or rates.shared_load_tokens_per_second
     below_ms = 1000.0 * engine.below_link_tokens / below_rate if held.below_tokens else 0.0

@@ -65,7 +65,7 @@ class PodCosts:
         self.outcomes: Counter[tuple[str, str]] = Counter()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Write the costs until cancelled."""
         while True:
             await self._pause(LOOK_SECONDS)
             for fleet in list(self._fleets):

@@ -61,7 +61,7 @@ class WarmStarts:
         self.outcomes: Counter[tuple[str, str]] = Counter()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Warm new engines until cancelled."""
         try:
             while True:
                 await self._pause(LOOK_SECONDS)

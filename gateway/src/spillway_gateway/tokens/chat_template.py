@@ -245,7 +245,7 @@ def _aliases(tree: nodes.Template, names: set[str]) -> set[str]:
 
 
 def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
-    """Without filters, tests and slices around it."""
+    """Return the node without filters, tests and slices around it."""
     while True:
         if isinstance(node, (nodes.Filter, nodes.Test)) or (
             isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)

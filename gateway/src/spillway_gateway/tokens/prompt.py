@@ -76,7 +76,7 @@ class BlockSizes(Protocol):
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """At least one; that of most engines first."""
+        """The sizes of blocks, at least one; that of most engines comes first."""
 
 
 class PromptReader:
@@ -157,7 +157,7 @@ class PromptReader:
         tenant: str,
         adapter: str | None,
     ) -> PromptBlocks | None:
-        """Without a thread; None if that would block the event loop for too long. Raises CannotRender."""
+        """Read without a thread; None if that would block the event loop for too long. Raises CannotRender."""
         text = render(tokenizer, prompt)
         ids = tokenizer.encode_inline(
             text,

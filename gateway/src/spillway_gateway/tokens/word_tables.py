@@ -33,8 +33,10 @@ _LETTER = "a"
 
 
 class TinyModels(NamedTuple):
-    """For one renewal, as tables are those of an object, not of its file. Together some 35 MB, of which the C library
-    may keep a half for the next renewal."""
+    """The models of one renewal, because tables are those of an object, not of its file.
+
+    Together they take some 35 MB, of which the C library may keep a half for the next renewal.
+    """
 
     keeping: list[fastokens.Tokenizer]  # their tables take a place among the parked ones
     passing: fastokens.Tokenizer  # its tables are dropped when another model is used

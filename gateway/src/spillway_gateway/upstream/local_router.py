@@ -206,7 +206,7 @@ def may_be_sent_again(
 
 
 def log_decision(request_id: bytes, decision: Decision, tried: Collection[str]) -> None:
-    """At debug level: which engine a request was routed to, and why."""
+    """Log at debug level to which engine a request was routed, and why."""
     if logger.isEnabledFor(logging.DEBUG):
         held = decision.held
         logger.debug(

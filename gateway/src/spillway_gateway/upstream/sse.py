@@ -53,7 +53,7 @@ class EventFramer:
         return whole
 
     def rest(self) -> bytes:
-        """At the end of a stream: its last event, if that has no blank line."""
+        """Return the last event at the end of a stream, if no blank line follows it."""
         rest = bytes(self._pending)
         self._pending.clear()
         return rest

@@ -112,7 +112,7 @@ class Suspects:
         self.on_added(fingerprint, until)
 
     def put(self, fingerprint: Fingerprint, until: float) -> None:
-        """One that another process found."""
+        """Add a suspect that another process found."""
         if fingerprint not in self._until:
             self._lengths[fingerprint.body_bytes] += 1
         for oldest in self._put(self._until, fingerprint, until):

@@ -78,7 +78,7 @@ def usage_in_events(events: bytes) -> Usage | None:
 
 
 def usage_in_reply(body: bytes) -> Usage | None:
-    """From a plain reply; None if it reports none."""
+    """Read the usage of a plain reply; None if it reports none."""
     if len(body) <= WHOLE_BYTES_MAX:
         return _usage_in(body) if _MARK in body else None
     reader = ReplyUsage()

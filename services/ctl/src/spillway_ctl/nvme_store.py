@@ -48,7 +48,7 @@ class NvmeStore:
         return " and ".join(name for name, part in (("files", self._files), ("slab", self._slabs)) if part.exists())
 
     def now_s(self) -> float:
-        """By the clock of this node's engines, if they have set one; nothing is written if they have not."""
+        """The time by the clock of this node's engines, if they have set one; nothing is written if they have not."""
         ages = AgeClock(self._root, self._clock, time.time)
         if (self._root / f"{CLOCK_PREFIX}{boot_tag()}").exists():
             ages.share()
@@ -120,7 +120,7 @@ class NvmeStore:
         )
 
     def sweep(self, namespace: bytes) -> None:
-        """Nothing: the document, a few hundred bytes, stays for an engine that may be using it."""
+        """Do nothing: the document, a few hundred bytes, stays for an engine that may be using it."""
 
     def _bytes(self) -> tuple[int, int]:
         """The bytes of frames in use, and the bytes of all files, which include free slots."""

@@ -67,7 +67,7 @@ class S3BucketStore:
                 yield StoredNamespace(bytes.fromhex(digest), self._document(digest))
 
     def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:
-        """Without headers a frame's creation is that of its object."""
+        """Yield the frames; without headers a frame's creation is that of its object."""
         whole = len(namespace_prefix) == 32
         folder = S3Names(self._root, namespace_prefix).folder if whole else self._root
         pages = self._said(lambda: iter(obstore.list(self._client.bucket, folder, chunk_size=1000)))
@@ -140,7 +140,7 @@ class S3BucketStore:
         )
 
     def _with_headers(self, frames: Sequence[StoredFrame]) -> list[StoredFrame]:
-        """Without those that were removed since they were listed."""
+        """Read the headers of the frames, except of those that were removed since they were listed."""
 
         async def read(frame: StoredFrame) -> StoredFrame | None:
             if frame.stored_bytes < HEADER_BYTES:

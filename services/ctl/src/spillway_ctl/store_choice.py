@@ -43,7 +43,7 @@ class StoreChoice:
         return self.encryption_key_file is not None or self.encryption_key_env is not None
 
     def open(self, timeout_seconds: float) -> Store:
-        """Nothing is read or connected yet. Raises ConfigError, CommandError."""
+        """Open the store; nothing is read or connected yet. Raises ConfigError, CommandError."""
         if self.nvme is not None:
             return NvmeStore(self.nvme, max_bytes=self.max_bytes)
         if self.s3 is not None:

@@ -82,7 +82,7 @@ class ServerParser:
 
 
 def installed_parser() -> ServerParser:
-    """That of the vLLM that this interpreter imports, which takes seconds. No device is opened.
+    """Return the parser of the vLLM that this interpreter imports, which takes seconds. No device is opened.
 
     Raises ArgumentVerdictError.
     """

@@ -125,7 +125,7 @@ def _pair(version: str | None) -> tuple[int, int] | None:
 
 
 def _public(version: str | None) -> str:
-    """Without what a local build adds after +."""
+    """Return the version without what a local build adds after +."""
     return (version or "").partition("+")[0]
 
 

@@ -363,7 +363,7 @@ def answers(address: tuple[str, int]) -> bool:
 
 
 def _die_with_parent() -> None:
-    """In the child between fork and exec: the API server gets SIGKILL when the parent dies.
+    """Let the API server get SIGKILL when the parent dies. Runs in the child between fork and exec.
 
     A second line of defence behind the watchdog, which also reaches the API server's own children.
     """

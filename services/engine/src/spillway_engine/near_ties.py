@@ -75,7 +75,7 @@ def difference(one: Scored, other: Scored, rounding: float = ROUNDING) -> str | 
 
 
 def compared_tokens(one: Scored, other: Scored) -> int:
-    """At how many positions two answers can be compared: up to the first that has another token, itself included."""
+    """Return at how many positions two answers can be compared: up to the first with another token, included."""
     same = 0
     for token, its in zip(one.tokens, other.tokens, strict=False):
         if token != its:

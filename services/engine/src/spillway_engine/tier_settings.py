@@ -185,7 +185,10 @@ def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAME
 
 
 def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[str, Any]], names: SettingNames) -> None:
-    """Also of tiers not in use: whatever stands in the file is shown by /spillway/config. Raises SettingsError."""
+    """Refuse credentials, also of tiers not in use: /spillway/config shows whatever stands in the file.
+
+    Raises SettingsError.
+    """
     if "@" in tier.redis.url:
         raise SettingsError(
             f"{names.name(REDIS + 'url')} holds credentials; keep them out of files: name environment variables in "

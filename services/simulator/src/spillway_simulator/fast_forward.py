@@ -50,7 +50,7 @@ class FastForward:
             heapq.heappush(self._wakeups, (due, engine))
 
     def run(self, until: float = float("inf")) -> None:
-        """Until nothing is left to do, or the next thing is later than `until`."""
+        """Run until nothing is left to do, or the next thing is later than `until`."""
         while True:
             while self._wakeups and self.engines[self._wakeups[0][1]].next_time != self._wakeups[0][0]:
                 heapq.heappop(self._wakeups)

@@ -11,7 +11,7 @@ VLLM_VERSIONS = (VLLM_HERE, "0.30", "0.32")  # requirements/vllm-*.in
 
 
 def interpreter(vllm: str) -> Path:
-    """For VLLM_HERE the Python that runs this process; else that of .venv/vllm-<vllm>, which need not exist."""
+    """Return the Python that runs this process for VLLM_HERE; else that of .venv/vllm-<vllm>, which need not exist."""
     if vllm == VLLM_HERE:
         return Path(sys.executable)
     return Path(sys.prefix).parent / f"vllm-{vllm}" / "bin" / "python"

@@ -52,7 +52,7 @@ class StackSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> StackSettings:
-        """From the variables of `make up`. Raises StackError naming the variable."""
+        """Read the settings from the variables of `make up`. Raises StackError naming the variable."""
         default = cls()
         settings = cls(
             port=_number(environment, "PORT", default.port, least=1, most=65_535 - 420),

@@ -36,7 +36,7 @@ class StateFolder:
 
     @property
     def node_tier(self) -> Path:
-        """In shared memory, named after this folder, so that two stacks share no rows."""
+        """The node's tier in shared memory, named after this folder, so that two stacks share no rows."""
         # Not at the top: the engine's image prepares the model with this distribution alone (bundled_model.py).
         from spillway_engine.machine import SHARED_MEMORY_FOLDER  # noqa: PLC0415
 

@@ -133,7 +133,7 @@ class CpuTier(OffloadingManager):
         self._holds.hold(tenant, share, seconds, keys, self._clock())
 
     def _held_of(self, keys: Collection[OffloadKey], now: float) -> set[OffloadKey]:
-        """Those of these resident chunks that are held."""
+        """Return those of these resident chunks that are held."""
         return self._holds.held_of(keys, now)
 
     def take_ended_sessions(self) -> int:

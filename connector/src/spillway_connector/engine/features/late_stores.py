@@ -405,7 +405,7 @@ class LateStores:
 
 
 def _free_blocks(device: BlockPool) -> Iterator[KVCacheBlock]:
-    """In the order in which vLLM takes them."""
+    """Yield the free blocks in the order in which vLLM takes them."""
     queue = device.free_block_queue
     block = queue.fake_free_list_head.next_free_block
     while block is not None and block is not queue.fake_free_list_tail:

@@ -202,7 +202,7 @@ class NodeRows(NodePicture):
 
     @override
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
-        """For a store to a shared tier. None: some of the chunks have left, and nothing is pinned."""
+        """Pin the rows for a store to a shared tier; None, and nothing is pinned, if some of the chunks have left."""
         if self._left is None and self._unpublished.keys() >= set(keys):  # no other engine may touch them yet
             self._index.pin(self.rows_of(keys), self._place)
             return super().prepare_load(keys, req_context)
@@ -247,7 +247,7 @@ class NodeRows(NodePicture):
 
     @override
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Without those of chunks that left before they could be pinned."""
+        """Return the rows, without those of chunks that left before they could be pinned."""
         return [row for row in map(self._rows.get, keys) if row is not None]
 
     @override

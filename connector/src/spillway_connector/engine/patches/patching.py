@@ -76,7 +76,7 @@ class Patch:
 
     @property
     def parameters(self) -> list[str] | None:
-        """Those that vLLM declares; None if the function is added."""
+        """The parameters that vLLM declares; None if the function is added."""
         _, declared, parameters = self.signature.partition("(")
         return parameters.rstrip(")").split(", ") if declared else None
 

@@ -42,7 +42,7 @@ class ResetJob:
 
 
 def blocks_in_use(device_blocks: BlockPool) -> int:
-    """By requests: the count that vLLM's own reset of the device's prefix cache refuses on.
+    """Count the blocks that requests use, on which vLLM's own reset of the device's prefix cache refuses.
 
     The null block is always in use and belongs to no request.
     """

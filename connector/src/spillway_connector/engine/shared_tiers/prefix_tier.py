@@ -191,7 +191,7 @@ class SharedTierBase(PrefixTier):
         logger.info("Shared tier %s: namespace %s", self.names, namespace.hex)
 
     def _finished_of_former(self) -> list[JobOutcome]:
-        """Those whose last store has ended are closed, which waits for their threads, on a thread of its own."""
+        """Close those whose last store has ended, on a thread of its own, because closing waits for their threads."""
         ended = []
         for former in self._former:
             ended += former.finished()

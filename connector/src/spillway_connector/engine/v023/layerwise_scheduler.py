@@ -31,7 +31,7 @@ from spillway_connector.plan.step_loads import OTHERS_WAIT_MS_MAX, load_within_s
 
 @dataclass(slots=True)
 class _Load:
-    """Until every rank has reported its end."""
+    """A load within a step, until every rank has reported its end."""
 
     keys: list[OffloadKey]
     context: ReqContext

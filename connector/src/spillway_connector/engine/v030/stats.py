@@ -16,7 +16,7 @@ _METADATA: dict[Kind, type[OffloadingMetricMetadata]] = {
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """By name, as OffloadingSpec.build_metric_definitions returns them."""
+    """Return the metrics by name, as OffloadingSpec.build_metric_definitions does."""
     return {
         metric.name: _METADATA[metric.kind](documentation=metric.help, labelnames=metric.labels)
         for metric in metrics.ALL

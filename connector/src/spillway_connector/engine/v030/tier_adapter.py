@@ -79,7 +79,7 @@ def remote_store_source() -> Any:
 
 
 class RemoteTierAdapter(SharedTierAdapter):
-    """Whose store is on another machine."""
+    """An adapter whose store is on another machine."""
 
     cache_hit_source: ClassVar[Any] = remote_store_source()
 

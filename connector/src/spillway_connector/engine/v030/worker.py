@@ -103,7 +103,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def take_invalid_blocks(self) -> set[int]:
-        """Likewise; empty if failures are reported for whole requests."""
+        """Return the blocks as the base does; none if failures are reported for whole requests."""
         invalid = super().take_invalid_blocks()
         return invalid if self._names_blocks else set()
 

@@ -150,7 +150,7 @@ class CopyJobs:
             self._in_pieces[piece.job_id].invalid_blocks.update(int(block) for block in piece.device_blocks)
 
     def queue_store(self, job_id: int, sides: Sides) -> None:
-        """To be submitted by the next :meth:`submit_stores`."""
+        """Keep the store for the next :meth:`submit_stores`."""
         self._waiting_stores.append((job_id, sides))
 
     def submit_stores(self) -> None:

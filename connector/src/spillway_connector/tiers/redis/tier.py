@@ -115,7 +115,7 @@ class RedisTier:
 
     @property
     def store_id(self) -> bytes | None:
-        """By the servers' configured address: under two names one server counts as two."""
+        """Name the store by the servers' configured address: under two names one server counts as two."""
         return store_id_of(self._endpoint.place, self._digest)
 
     @property
@@ -181,7 +181,7 @@ class RedisTier:
         digests = [running_digest() for _ in names]
 
         def receive(indices: Sequence[int]) -> None:
-            """On one connection, each verified while it and the next arrive."""
+            """Receive the values on one connection, and verify each while it and the next arrive."""
 
             def take_in(place: int, offset: int, stretch: memoryview) -> None:
                 with self._receiving:

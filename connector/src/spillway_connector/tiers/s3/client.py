@@ -32,7 +32,7 @@ CANCEL_SECONDS = 1.0  # what a cancelled request may take to end
 
 
 class RequestRate:
-    """At most ``per_second`` requests, after a pause more at once."""
+    """Allows ``per_second`` requests a second, and more at once after a pause."""
 
     def __init__(self, per_second: float) -> None:
         self._seconds_each = 1.0 / per_second

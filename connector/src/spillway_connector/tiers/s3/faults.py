@@ -117,5 +117,5 @@ def _status(error: Exception) -> int | None:
 
 
 def _first_lines(error: Exception) -> str:
-    """Without obstore's debugging text, which repeats the request."""
+    """Return the message without obstore's debugging text, which repeats the request."""
     return " ".join(str(error).partition("\n\nDebug source")[0].split())[:_TEXT_MAX]

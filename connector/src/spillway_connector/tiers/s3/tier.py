@@ -95,7 +95,7 @@ class S3Tier:
 
     @property
     def store_id(self) -> bytes | None:
-        """By endpoint, bucket and prefix as configured: under two names one bucket counts as two."""
+        """Name the store by endpoint, bucket and prefix as configured: under two names one bucket counts as two."""
         return store_id_of(self._place.name, self._digest)
 
     @property
@@ -180,7 +180,7 @@ class S3Tier:
         return StoreOutcome.STORED
 
     def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
-        """Nothing: to write again, so that lifecycle rules count anew, costs what a store costs."""
+        """Do nothing: to write again, so that lifecycle rules count from now on, costs what a store costs."""
 
     def discard(self, key: bytes, deadline: float) -> None:
         async def delete() -> None:

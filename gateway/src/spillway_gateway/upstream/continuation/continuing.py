@@ -175,7 +175,7 @@ class Continuing:
         return msgspec.structs.replace(self._request, path=continued_events.PATH, body=body), events
 
     async def _decoded_junction(self, engine: Engine, ask: Ask) -> Junction:
-        """By the text that the engine gives for the last tokens."""
+        """Find the junction by the text that the engine gives for the last tokens."""
         sent, withheld_chars = self._sent, self._known_plan.held_back
         for piece in pieces(sent, withheld_chars):
             text = await self._text_of(sent.tokens[piece.start : piece.end], engine, ask)

@@ -146,7 +146,7 @@ class EngineHost:
         self.model.restart()
 
     def close(self) -> None:
-        """For good."""
+        """Close the engine for good."""
         self.stop()
         for task in self._tasks:
             task.cancel()

@@ -190,7 +190,7 @@ class EngineRoutes:
 
 
 def _anthropic_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """With the system text as the first message, the place that chats have for it."""
+    """Return the chat with the system text as its first message, the place that chats have for it."""
     system, messages = body.get("system"), body.get("messages")
     if not system or not isinstance(messages, list):
         return body

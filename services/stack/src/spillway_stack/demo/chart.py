@@ -64,7 +64,7 @@ def draw_chart(rows: Sequence[Row], subtitle: str, path: Path) -> None:
 
 
 def _scale(axes: Axes, seconds: Sequence[float]) -> None:
-    """With room for a label behind the longest bar."""
+    """Return the scale, with room for a label behind the longest bar."""
     longest, shortest = max(seconds), min(seconds)
     if longest / shortest >= LOG_SCALE_FROM_RATIO:
         axes.set_xscale("log")

@@ -43,7 +43,7 @@ class EngineCounters:
 
 
 def parse_counters(text: str) -> EngineCounters:
-    """From Prometheus text format. A counter that is absent has counted nothing yet."""
+    """Read the counters from Prometheus text format. A counter that is absent has counted nothing yet."""
     totals: dict[tuple[str, str], float] = defaultdict(float)  # name and the label that divides it, if any
     for line in text.splitlines():
         if match := _SAMPLE.match(line):

@@ -207,7 +207,7 @@ class Demo:
         take_blocks(self._running.engine_port(FIRST), self._running.model, blocks)
 
     def _wait_slow_start(self) -> None:
-        """Until then the gateway may prefer the other engine to one that has a document on its device."""
+        """Wait for it: until then the gateway may prefer the other engine to one that has a document on its device."""
         deadline = time.monotonic() + SLOW_START_TIMEOUT_SECONDS
         while time.monotonic() < deadline and is_in_slow_start(self._running.gateway_port):
             time.sleep(POLL_SECONDS)

@@ -80,7 +80,7 @@ def require_offload(settings: StackSettings) -> None:
 
 
 def limits_from_configuration(configuration: dict[str, Any]) -> EngineLimits:
-    """From an engine's /spillway/config. Raises StackError when its cache sizes are not stated."""
+    """Read the limits from an engine's /spillway/config. Raises StackError when its cache sizes are not stated."""
     settings, memory = configuration["settings"], configuration["memory"]
     if memory["device_blocks"] is None:
         raise StackError("the engine's device cache has no stated size; run `make up` with DEVICE_BLOCKS=<number>")

@@ -231,7 +231,7 @@ def plan_shape(slot_bytes: int, limit_bytes: int) -> SizeClassShape | None:
 
 
 def copies_bytes(payload_bytes: int, limit_bytes: int) -> int:
-    """At most so much memory an engine core needs for its copies of the index, with payloads of this size."""
+    """Return the most memory that an engine core needs for its copies of the index, with payloads of this size."""
     return limit_bytes // slot_bytes_of(payload_bytes) * COPY_BYTES_PER_SLOT + COPY_BYTES_BESIDE
 
 

@@ -117,7 +117,7 @@ class SizeClassSessions:
         self._off_until_s = 0
 
     def note(self, use: SessionUse) -> None:
-        """To be taken in by the next holder of the lock in this process."""
+        """Keep the use for the next holder of the lock in this process, who writes it."""
         self._uses.append((use, self._now_s()))
 
     def order(self, size_class: SizeClass) -> SessionOrder | None:

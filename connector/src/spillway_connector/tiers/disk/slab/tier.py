@@ -202,9 +202,10 @@ class SlabTier:
         return self._live(size_class.index, keys)
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """From the copy of the index. A size class that another process replaced a moment ago is seen late.
+        """Look the keys up in the copy of the index.
 
-        None before the directory has been prepared, and if so much was changed that all of the index has to be read.
+        A size class that another process replaced a moment ago is seen late. None before the directory has been
+        prepared, and if so much was changed that all of the index has to be read.
         """
         size_class = self._size_class.last_used()
         if self._closed or size_class is None:
@@ -245,7 +246,7 @@ class SlabTier:
         return entry
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """From the page cache."""
+        """Read the frame from the page cache; None if it is not there."""
         if not self._files.uses_page_cache:
             return None
         entry = self._entry(key, deadline)

@@ -126,7 +126,7 @@ class RedisConnection(ValueConnection):
                 pass
 
     def interrupt(self) -> None:
-        """From another thread: end a wait in progress at once."""
+        """End a wait in progress at once. Called by another thread."""
         sock = self._sock
         try:
             if sock is not None:
@@ -154,7 +154,7 @@ class _Login(CredentialProvider):
 
 
 class SentinelConnection(RedisConnection, SentinelManagedConnection):
-    """To the primary that the pool's sentinels name when it connects."""
+    """A connection to the primary that the pool's sentinels name when it connects."""
 
     def connect_to(self, address: tuple[str, int]) -> None:
         self.endpoint = self.endpoint.at(Address(*address))

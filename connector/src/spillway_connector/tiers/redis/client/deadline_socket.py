@@ -73,7 +73,7 @@ class DeadlineSocket:
         self.begin(deadline)
 
     def encrypt(self, context: ssl.SSLContext, server_hostname: str) -> None:
-        """From now on speak TLS. Raises OSError, ssl.SSLError, TimeoutError; the socket is closed then."""
+        """Speak TLS from now on. Raises OSError, ssl.SSLError, TimeoutError; the socket is closed then."""
         try:
             self._plain.settimeout(self._remaining("encrypting"))
             self._plain = context.wrap_socket(self._plain, server_hostname=server_hostname)

@@ -53,7 +53,7 @@ class Resolver:
         self._asking: dict[Address, Future[list[SocketAddress]]] = {}
 
     def resolve(self, address: Address, clock: Clock, deadline: float) -> list[SocketAddress]:
-        """At least one address. Raises OSError if there is none, TimeoutError if none is known in time."""
+        """Return at least one address. Raises OSError if there is none, TimeoutError if none is known in time."""
         numeric = _numeric(address)
         if numeric:
             return numeric
