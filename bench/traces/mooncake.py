@@ -54,18 +54,6 @@ def read_mooncake(lines: Iterable[str], block_tokens: int = BLOCK_TOKENS) -> Ite
         yield request
 
 
-def write_mooncake(requests: Iterable[MooncakeRequest]) -> Iterator[str]:
-    for request in requests:
-        yield json.dumps(
-            {
-                "timestamp": request.timestamp_ms,
-                "input_length": request.input_tokens,
-                "output_length": request.output_tokens,
-                "hash_ids": list(request.hash_ids),
-            }
-        )
-
-
 def mooncake_trace(
     requests: Iterable[MooncakeRequest], *, speed: float = 1.0, block_tokens: int = BLOCK_TOKENS
 ) -> Trace:

@@ -27,7 +27,7 @@ ENGINE = SHARED | DEVICE | {"node", "torch"}
 REQUESTS = frozenset({"engine.ipc", "engine.namespace", "engine.patches", "engine.requests"})
 ROOMS = (
     REQUESTS
-    | {"engine.generation", "engine.engine_logging", "engine.layouts", "engine.shared_tiers"}
+    | {"engine.generation", "engine.layouts", "engine.shared_tiers"}
     | {
         "engine.cpu_tier",
         "engine.node_tier",
@@ -70,7 +70,6 @@ ALLOWED: Mapping[str, Set[str]] = {
     # The rooms of the engine. First what both processes use, then the scheduler's, then the worker's.
     "engine": frozenset(),  # the package's own __init__
     "engine.generation": BOTTOM | {"vllm"},
-    "engine.engine_logging": frozenset({"vllm"}),
     "engine.patches": BOTTOM | {"engine.generation", "vllm"},
     "engine.ipc": BOTTOM | {"tiers", "vllm", "torch"},
     "engine.layouts": BOTTOM | {"device", "vllm", "torch"},

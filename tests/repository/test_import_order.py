@@ -12,7 +12,7 @@ from lanes.rules import ROOT
 
 LEVELS = {
     "ctl": (
-        "census errors evidence interruption pace plan_arithmetic planned_tier quantities store tier_rates",
+        "census errors evidence interruption plan_arithmetic planned_tier quantities store tier_rates",
         "frame_filter namespace_summary nvme_store plan_input progress readings redis_store s3_store seal_check "
         "tier_findings",
         "findings named_text run store_choice",

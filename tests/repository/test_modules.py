@@ -14,7 +14,6 @@ LINES_MIN = 25
 SHORT: dict[str, str] = {
     "connector/src/spillway_connector/device/cuda/gather.py": "the kernel: imported only where Triton is installed",
     "connector/src/spillway_connector/engine/connector.py": "a path that users' configurations of vLLM name",
-    "connector/src/spillway_connector/engine/engine_logging.py": "called by the connector of every generation",
     "connector/src/spillway_connector/engine/spec.py": "a path that users' configurations of vLLM name",
     "connector/src/spillway_connector/testing/cache_first.py": "loads as an engine's, for tests of three rooms",
     "connector/src/spillway_connector/testing/clock.py": "the stepped clock, for tests of every room",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 
 from spillway_gateway.access.keys import NOBODY, Tenant
 from spillway_gateway.api import models
-from spillway_gateway.api.models import STEP_CARDS, ModelList, merge_in_steps, merge_models
+from spillway_gateway.api.models import STEP_CARDS, ModelList, merge_in_steps
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.fleet.listed_models import read_listed_models
 from spillway_gateway.fleet.model_fleet import ModelFleet
@@ -28,7 +29,8 @@ def fleet_of(*adapters: int, **settings: Any) -> ModelFleet:
 
 
 def test_the_smallest_length_holds_and_each_name_has_one_card() -> None:
-    cards = merge_models([fleet_of(2, 1, aliases=("nick",))], 7)
+    cards: dict[str, Any] = {}
+    deque(merge_in_steps([fleet_of(2, 1, aliases=("nick",))], 7, cards), maxlen=0)
 
     assert list(cards) == ["m", "nick", "lora-0", "lora-1"]
     documents = {name: msgspec.json.decode(card.body) for name, card in cards.items()}

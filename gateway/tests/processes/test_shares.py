@@ -4,7 +4,7 @@ from msgspec import structs
 
 from spillway_gateway.config.settings import GatewayConfig, parse_config
 from spillway_gateway.config.shared_limits import SharedLimitsConfig
-from spillway_gateway.processes.shares import front_config
+from spillway_gateway.processes.server import front_config
 from spillway_settings.typed import settings_of_json
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from spillway_connector.testing.clock import SteppedClock
-from spillway_ctl.pace import Pace
+from spillway_ctl.verify import Pace
 
 
 def test_reading_is_held_to_the_rate() -> None:

@@ -7,9 +7,9 @@ import pytest
 from spillway_simulator.errors import RequestTooLong
 from spillway_simulator.model.engine import SimulatedEngine
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, Medium
-from spillway_simulator.model.load_meter import LoadMeter
 from spillway_simulator.model.prefill_meter import PrefillMeter
 from spillway_simulator.model.request import CachedTokens
+from spillway_simulator.model.tiering import LoadMeter
 from spillway_simulator.model.tiers import LoadLink, SharedTier
 from spillway_simulator.wire.metrics_text import metrics_page
 

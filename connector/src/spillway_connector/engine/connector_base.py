@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.request import Request
 
-from spillway_connector.engine.engine_logging import join_engine_logging
 from spillway_connector.engine.features.feature import Feature
 from spillway_connector.engine.features.hints import HintOutcome
 from spillway_connector.engine.generation import Seams, require
@@ -39,6 +38,14 @@ from spillway_connector.namespace import Namespace
 from spillway_settings.vllm_salts import why_salts_are_dropped
 
 logger = logging.getLogger(__name__)
+
+
+def join_engine_logging() -> None:
+    """Send every `spillway_connector.*` record to vLLM's handlers, at vLLM's level. Idempotent."""
+    ours, engines = logging.getLogger("spillway_connector"), logging.getLogger("vllm")
+    ours.handlers = list(engines.handlers)
+    ours.setLevel(engines.level)
+    ours.propagate = engines.propagate
 
 
 def filtering_preprocess(preprocess: Any) -> Callable[..., Any]:

@@ -153,11 +153,6 @@ class SharedTier:
         """Record the chunks of a new request, once: under pressure the tier admits chunks requested at least twice."""
         self._frequency.note(keys)
 
-    @property
-    def follows_sessions(self) -> bool:
-        """Whether the tier's order of eviction follows sessions."""
-        return self._session_tier is not None
-
     def begin_request_of_session(self, tenant: bytes, hint: SessionHint) -> None:
         if self._session_tier is not None:
             self._sessions.begin_request(tenant, hint, self._clock())

@@ -120,10 +120,6 @@ class TierStats:
     weights_changed: bool  # the tier is not used because the model's weights are no longer those of its namespace
     breakers: dict[Operation, BreakerState]
 
-    @property
-    def stores_skipped(self) -> int:
-        return sum(self.skipped.values())
-
 
 @dataclass(slots=True)
 class TierCounters:

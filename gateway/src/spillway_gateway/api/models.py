@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,14 +71,6 @@ class ModelList:
 def list_of(cards: Mapping[str, Card]) -> bytes:
     """The document of GET /v1/models."""
     return b'{"object":"list","data":[' + b",".join([card.body for card in cards.values()]) + b"]}"
-
-
-def merge_models(fleets: Iterable[ModelFleet], started_at: int) -> dict[str, Card]:
-    """merge_in_steps() at once."""
-    cards: dict[str, Card] = {}
-    for _ in merge_in_steps(list(fleets), started_at, cards):
-        pass
-    return cards
 
 
 def merge_in_steps(fleets: Sequence[ModelFleet], started_at: int, cards: dict[str, Card]) -> Iterator[None]:

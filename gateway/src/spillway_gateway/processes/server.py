@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
@@ -36,15 +38,45 @@ from spillway_gateway.processes.counts import SummedCounts
 from spillway_gateway.processes.front_session import FrontSession
 from spillway_gateway.processes.fronts import Fronts, Spawn, spawn
 from spillway_gateway.processes.messages import Message
-from spillway_gateway.processes.shares import front_config
 from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.turns import Turns
 from spillway_gateway.upstream.local_router import LocalRouter
 from spillway_gateway.upstream.suspects import Fingerprint
+from spillway_settings.typed import settings_json
 
 logger = logging.getLogger(__name__)
 
 END_SECONDS_MAX = 5.0  # beyond what a drain may take
+
+
+def front_config(config: GatewayConfig) -> bytes:
+    """The configuration of one front, as JSON. Bounds of connections, memory and retries are divided, so that all
+    fronts together keep within them; what tenants and engines are allowed is counted by the router alone, so fronts do
+    not know what shares the limits of replicas."""
+    fronts = config.processes
+    connections, limits, continuation = config.connections, config.limits, config.continuation
+
+    def share(whole: int) -> int:
+        return math.ceil(whole / fronts)
+
+    divided = structs.replace(
+        config,
+        auth=structs.replace(config.auth, shared_limits=None),
+        connections=structs.replace(
+            connections,
+            open_max=share(connections.open_max),
+            per_address_max=share(connections.per_address_max),
+        ),
+        limits=structs.replace(
+            limits,
+            bodies_bytes_max=share(limits.bodies_bytes_max),
+            replies_bytes_max=share(limits.replies_bytes_max),
+            upstream_connections_max=share(limits.upstream_connections_max),
+            retry_burst=share(limits.retry_burst),
+        ),
+        continuation=structs.replace(continuation, bytes_max=share(continuation.bytes_max)),
+    )
+    return settings_json(divided)
 
 
 class ServingFronts:

@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame, StoredNamespace
+from spillway_connector.tiers.tier import Clock
 from spillway_ctl.listing import as_json
-from spillway_ctl.pace import Pace
 from spillway_ctl.quantities import format_bytes, format_seconds, plural
 from spillway_ctl.run import DAMAGED, INTERRUPTED, OK, Run
 
 DAMAGED_LISTED_MAX = 10_000  # in the JSON document, which is written at the end; the counts are of all
+
+
+BURST_SECONDS = 0.25  # of quiet that may be made up for: one large block does not stop what follows it
+
+
+class Pace:
+    """bytes_per_second: None for no limit. wait: sleeps for the seconds it is given."""
+
+    def __init__(self, bytes_per_second: int | None, clock: Clock, wait: Callable[[float], None]) -> None:
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._wait = wait
+        self._free_at = clock()
+
+    def after(self, size_bytes: int) -> None:
+        """Call when so many bytes have been read: returns when the next may be."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        self._free_at = max(self._free_at, now - BURST_SECONDS) + size_bytes / self._rate
+        if self._free_at > now:
+            self._wait(self._free_at - now)
 
 
 def verify(

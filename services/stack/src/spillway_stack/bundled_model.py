@@ -48,10 +48,6 @@ def prepared_folder() -> Path:
     return models_folder() / f"{SERVED_NAME}-{digest[:12]}-{RECIPE_VERSION}"
 
 
-def is_prepared() -> bool:
-    return prepared_folder().is_dir()
-
-
 def prepare(progress: Callable[[str], None]) -> Path:
     """Convert the model unless the folder exists; atomic, so an interrupted run leaves no folder of that name.
 

@@ -1,6 +1,6 @@
 from demo_samples import counted, rows_of, sample, whole_run
 
-from spillway_stack.demo.closing import closing_sentences
+from spillway_stack.demo.command import closing_sentences
 from spillway_stack.demo.phases import Phase
 from spillway_stack.demo.table import duration, footnotes, header, line
 

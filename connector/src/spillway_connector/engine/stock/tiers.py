@@ -34,12 +34,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from spillway_connector.config import S3TierConfig, TierConfig, parse_tier
+from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.requests.tenancy import tenant_of
 from spillway_connector.engine.shared_tiers.open_tier import open_tier
-from spillway_connector.engine.shared_tiers.tier_stats import TierReport
+from spillway_connector.engine.shared_tiers.tier_stats import REPORTED, TierReport
 from spillway_connector.engine.stock.engine_objects import EngineObjects, engine_objects
 from spillway_connector.engine.stock.namespace import stock_namespace
-from spillway_connector.engine.stock.stats import take_stats, tier_metric_definitions
+from spillway_connector.engine.v030.stats import connector_stats, metric_definitions
 from spillway_connector.engine.v030.tier_adapter import remote_store_source
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import Namespace
@@ -55,6 +56,22 @@ logger = logging.getLogger(__name__)
 _ANSWER = {Lookup.HIT: LookupResult.HIT, Lookup.MISS: LookupResult.MISS, Lookup.PENDING: LookupResult.RETRY}
 # vLLM 0.30 neither passes a detector of backpressure nor takes the bytes of a job; 0.32 does both.
 _REPORTS_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
+
+
+def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """The definitions of what a TierReport fills in, by name, for vLLM to register in its API server.
+
+    The others are of Spillway's own connector: its device copies, CPU tier and load gate.
+    """
+    defined = metric_definitions()
+    return {metric.name: defined[metric.name] for metric in REPORTED}
+
+
+def take_stats(report: TierReport) -> OffloadingConnectorStats | None:
+    """What changed since the last call; None if nothing did."""
+    samples = Samples()
+    report.add_to(samples)
+    return connector_stats(samples)
 
 
 class StockTier(SecondaryTierManager):

@@ -20,7 +20,6 @@ class EngineCounters:
     shared_lookup_hits: int = 0
     shared_lookup_misses: int = 0
     not_worth_blocks: int = 0
-    stores_dropped_blocks: int = 0
     device_stored_tokens: int = 0  # device -> CPU tier
     device_loaded_tokens: int = 0  # CPU tier -> device
     device_store_seconds: float = 0.0

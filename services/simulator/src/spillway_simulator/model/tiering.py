@@ -17,11 +17,38 @@ from typing import NamedTuple
 from spillway_settings.wire import type_of_store
 from spillway_simulator.model.counters import EngineCounters
 from spillway_simulator.model.events import BlocksRemoved, BlocksStored, KvEvent, Medium
-from spillway_simulator.model.load_meter import WORTH_RATIO, LoadMeter
+from spillway_simulator.model.prefill_meter import HALF_LIFE_SECONDS
 from spillway_simulator.model.rates import EngineRates, LinkRates
 from spillway_simulator.model.tiers import LoadLink, LruTier, SharedTier
 
 BACKLOG_SECONDS_MAX = 2.0  # stores that would wait longer for their link are dropped
+
+
+# Whether loads from a tier pay, as the gate of Spillway's connector judges it: by what lately asked loads take beside
+# computing, as a mean that fades, and not by one request.
+
+WORTH_RATIO = 0.9  # load only if it takes at most this share of the time that recomputing takes
+
+
+class LoadMeter:
+    """The meter of one shared tier. Loads that are not made count with what they would have taken."""
+
+    def __init__(self) -> None:
+        self._load_seconds = 0.0
+        self._compute_seconds = 0.0
+        self._updated_at = 0.0
+
+    def add(self, load_seconds: float, compute_seconds: float, now: float) -> None:
+        """A request asks for a load."""
+        fade = 0.5 ** (max(0.0, now - self._updated_at) / HALF_LIFE_SECONDS)
+        self._load_seconds = self._load_seconds * fade + load_seconds
+        self._compute_seconds = self._compute_seconds * fade + compute_seconds
+        self._updated_at = now
+
+    @property
+    def pays(self) -> bool:
+        """True before the first load."""
+        return self._load_seconds <= WORTH_RATIO * self._compute_seconds
 
 
 class LoadPlan(NamedTuple):
@@ -201,7 +228,6 @@ class Tiering:
             return
         started = max(now, self._cpu_store_free_at)
         if started - now > BACKLOG_SECONDS_MAX:
-            self._counters.stores_dropped_blocks += len(missing)
             return
         seconds = len(missing) * self._block_tokens / self._rates.cpu.store_tokens_per_second
         self._cpu_store_free_at = started + seconds
@@ -241,7 +267,6 @@ class Tiering:
             return
         started = max(now, level.store_free_at)
         if started - now > BACKLOG_SECONDS_MAX:
-            self._counters.stores_dropped_blocks += len(missing)
             return
         seconds = len(missing) * self._block_tokens / level.rates.store_tokens_per_second
         level.store_free_at = started + seconds
