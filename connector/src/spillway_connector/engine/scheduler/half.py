@@ -5,7 +5,6 @@ vLLM's class has the same duties in every generation, but its names differ. Each
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -49,8 +48,6 @@ from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.leaving import LeavingWindow
 from spillway_connector.plan.load_cost import PrefillTimer
 from spillway_connector.plan.sessions import SessionHint
-
-logger = logging.getLogger(__name__)
 
 _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
 
