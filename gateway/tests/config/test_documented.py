@@ -1,4 +1,4 @@
-"""The gateway reads every piece of its configuration that docs/gateway.md shows."""
+"""docs/gateway.md: the gateway reads every piece of configuration in it, and the page has every route and section."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from spillway_gateway.api.routes import ROUTES
 from spillway_gateway.config.settings import GatewayConfig, parse_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "gateway.md"
@@ -34,3 +35,14 @@ def test_each_piece_of_configuration_is_read() -> None:
             whole["auth"] = KEYS | whole["auth"]
         parse_config(whole)
     assert {name for piece in found for name in piece} >= {"listen", "models", "auth", "tracing", "audit", "cors"}
+
+
+def test_each_route_has_its_row() -> None:
+    chapter = PAGE.read_text(encoding="utf-8").split("\n## Routes\n")[1].split("\n## ")[0]
+    assert [route.path for route in ROUTES if f"{route.path}`" not in chapter] == []
+
+
+def test_the_first_table_has_each_section() -> None:
+    table = PAGE.read_text(encoding="utf-8").split("| section | decides |")[1].split("\n\n")[0]
+    named = {name for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    assert named == SECTIONS
