@@ -27,7 +27,10 @@ command = EngineCommand(
     {"SPILLWAY_TEST": "yes"},
     PodBrief(served_name="m"),
     LifecycleSettings(drain_delay_seconds=0, drain_timeout_seconds=float(sys.argv[2]), stop_timeout_seconds=1),
-    ("127.0.0.1", int(sys.argv[3])) if len(sys.argv) > 3 else None,
+    ("127.0.0.1", int(sys.argv[3])) if sys.argv[3] != "0" else None,
+    index=1 if sys.argv[3] != "0" else 0,
+    further_pods=1 if sys.argv[3] == "0" and sys.argv[4] != "0" else 0,
+    lines_port=int(sys.argv[4]),
 )
 sys.exit(run_engine(command, log=lambda line: print("pod:", line, flush=True)))
 """
@@ -46,11 +49,16 @@ print("group", os.getpgrp(), flush=True)
 
 
 class Pod:
-    def __init__(self, engine: str, drain_timeout_seconds: float = 60.0, leader_port: int | None = None) -> None:
+    """leader_port: of the leader's server; 0: it leads itself. lines_port: at which it expects a further pod; 0: none,
+    or a port that nobody listens on."""
+
+    def __init__(
+        self, engine: str, drain_timeout_seconds: float = 60.0, leader_port: int = 0, lines_port: int = 0
+    ) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, textwrap.dedent(engine), str(drain_timeout_seconds)]
-            + ([] if leader_port is None else [str(leader_port)]),
+            [sys.executable, "-c", PARENT, textwrap.dedent(engine)]
+            + [str(each) for each in (drain_timeout_seconds, leader_port, lines_port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -316,3 +324,73 @@ def test_a_further_pod_whose_leader_serves_already_starts_nothing(pods: list[Pod
     assert code == 5
     assert f"pod: the leader, 127.0.0.1:{port}, serves already" in output
     assert "vLLM starts" not in output
+
+
+SERVING = ENGINE + "tell(event='serving'); tell(event='ready'); signal.pause()"
+
+
+@pytest.fixture
+def pair(pods: list[Pod]) -> tuple[Pod, Pod]:
+    """A leader that serves, and a further pod that has its line to it."""
+    with socket.socket() as unused, socket.socket() as lines:
+        for each in (unused, lines):
+            each.bind(("127.0.0.1", 0))
+        server, port = unused.getsockname()[1], lines.getsockname()[1]
+    pods.append(leader := Pod(SERVING, lines_port=port))
+    pods.append(further := Pod(ENGINE + "signal.pause()", leader_port=server, lines_port=port))
+    leader.wait_for("ready")
+    further.group()
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not joined(port):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return leader, further
+
+
+def joined(port: int) -> bool:
+    """Whether a connection to that port is established."""
+    tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    return any(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "01" for line in tables.splitlines()[1:])
+
+
+@pytest.mark.parametrize("how", ["its parent process", "its engine"])
+def test_a_leader_that_serves_ends_with_all_processes_once_a_further_pod_is_killed(
+    pair: tuple[Pod, Pod], how: str
+) -> None:
+    leader, further = pair
+    group = int(next(line for line in further.lines if line.startswith("group")).split()[1])
+    if how == "its engine":
+        os.kill(group, signal.SIGKILL)
+    else:
+        further.process.kill()
+    code, output = leader.end()
+    assert code == 6
+    assert "pod 1 of this replica is gone" in output
+    ours = int(next(line for line in leader.lines if line.startswith("group")).split()[1])
+    assert not group_members(ours)
+
+
+def test_a_leader_that_drains_does_not_wait_for_a_lost_pod_either(pair: tuple[Pod, Pod]) -> None:
+    leader, further = pair
+    leader.send(signal.SIGTERM)
+    leader.wait_for("draining")
+    further.process.kill()
+    code, output = leader.end()
+    assert code == 6, output
+
+
+def test_a_further_pod_that_ends_after_its_leader_is_no_loss(pair: tuple[Pod, Pod]) -> None:
+    leader, further = pair
+    leader.process.kill()
+    leader.process.wait(DEADLINE_SECONDS)
+    assert further.process.poll() is None, "its ranks are left to Kubernetes"
+    further.send(signal.SIGTERM)
+    assert further.end()[0] == 0
+
+
+def test_a_leader_whose_port_for_lines_is_taken_serves_without_them(pods: list[Pod]) -> None:
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+        pods.append(leader := Pod(SERVING, lines_port=taken.getsockname()[1]))
+        leader.wait_for("a lost pod is left to Kubernetes")
+        leader.wait_for("ready")
+        assert leader.process.poll() is None

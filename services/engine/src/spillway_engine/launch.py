@@ -24,14 +24,17 @@ from msgspec import structs
 
 from spillway_engine.exit_report import OutputTail, exit_code_of, explain_exit
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
+from spillway_engine.replica_lines import BEAT_SECONDS, FurtherLine, LeaderLines
 from spillway_engine.settings import LifecycleSettings
 from spillway_engine.shared_memory import files_of_group, group_members, sweep_stale_regions
 from spillway_engine.watchdog import dismiss_watchdog, end_group, is_resource_tracker, start_watchdog
 from spillway_settings.byte_sizes import format_byte_count
+from spillway_settings.values.engine import LINES_PORT
 
 REFUSED_EXIT_CODE = 2
 SELF_CHECK_EXIT_CODE = 4
 LATE_EXIT_CODE = 5
+LOST_EXIT_CODE = 6
 DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so
 HURRIED_REPLY_SECONDS = 7.0
 LEADER_LOOK_SECONDS = 1.0  # between two looks at the leader's port, and of one
@@ -57,6 +60,9 @@ class EngineCommand:
     brief: PodBrief
     lifecycle: LifecycleSettings
     leader: tuple[str, int] | None = None  # host and port of the server, if this pod has ranks of another one's engine
+    index: int = 0  # of this pod in its replica
+    further_pods: int = 0  # that this one leads
+    lines_port: int = LINES_PORT  # of the leader
 
 
 def run_engine(command: EngineCommand, log: Callable[[str], None]) -> int:
@@ -136,15 +142,26 @@ class _Pod:
         self._selector.register(self._exit_fd, selectors.EVENT_READ, self._on_exit)
         self._selector.register(self._control, selectors.EVENT_READ, self._on_message)
         self._selector.register(signals.reader, selectors.EVENT_READ, lambda: self._on_signals(signals.reader))
+        self._lines: LeaderLines | FurtherLine | None = None
+        self._look_at: float | None = None  # at the lines
+        if command.leader is not None:
+            self._lines = FurtherLine((command.leader[0], command.lines_port), command.index)
+        elif command.further_pods:
+            self._lines = self._leader_lines(command)
         log(f"vLLM starts as process {self._engine.pid}")
 
     def run(self) -> int:
         while self._phase is not Phase.ENDED:
-            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            due = [each for each in (self._deadline, self._look_at) if each is not None]
+            timeout = max(0.0, min(due) - time.monotonic()) if due else None
             for key, _ in self._selector.select(timeout):
                 key.data()
+            if self._look_at is not None and time.monotonic() >= self._look_at:
+                self._on_look()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
+        if self._lines is not None:
+            self._lines.close()
         return self._conclude()
 
     def close(self) -> None:
@@ -159,7 +176,33 @@ class _Pod:
         if self._engine.stdout is not None:
             self._engine.stdout.close()
 
+    def _leader_lines(self, command: EngineCommand) -> LeaderLines | None:
+        try:
+            lines = LeaderLines(command.lines_port, command.further_pods, self._selector, self._on_pod_lost)
+        except OSError as error:
+            self._log(f"port {command.lines_port} is taken ({error.strerror}), so a lost pod is left to Kubernetes")
+            return None
+        self._look_at = time.monotonic() + BEAT_SECONDS
+        return lines
+
     # Events
+
+    def _on_look(self) -> None:
+        assert isinstance(self._lines, LeaderLines)
+        self._look_at = time.monotonic() + BEAT_SECONDS
+        self._lines.look()
+
+    def _on_pod_lost(self, index: int, what: str) -> None:
+        """Its ranks are lost to all others, which would wait for them without end."""
+        if self._phase in (Phase.STOPPING, Phase.ENDED):
+            return
+        self._refusal = (
+            LOST_EXIT_CODE,
+            f"pod {index} of this replica {what}, and no rank can do without its ranks. Ending with status "
+            f"{LOST_EXIT_CODE}, so that the LeaderWorkerSet controller starts the whole replica again",
+        )
+        self._phase = Phase.STOPPING
+        self._kill()
 
     def _on_output(self) -> None:
         data = os.read(self._output_fd, 65_536)
@@ -175,7 +218,10 @@ class _Pod:
         self._phase = Phase.ENDED
 
     def _on_message(self) -> None:
-        data = self._control.recv(4096)
+        try:
+            data = self._control.recv(4096)
+        except ConnectionResetError:  # it was killed with an order that it had not read
+            data = b""
         if not data:
             self._selector.unregister(self._control)
             return

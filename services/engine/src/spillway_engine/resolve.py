@@ -86,6 +86,8 @@ class ResolvedEngine:
             brief=self._brief(arguments),
             lifecycle=settings.lifecycle,
             leader=(settings.leader, settings.port) if is_worker else None,
+            index=settings.node_rank,
+            further_pods=0 if is_worker else settings.nodes_per_replica - 1,
         )
 
     def _brief(self, arguments: Sequence[str]) -> PodBrief:

@@ -24,7 +24,7 @@ from spillway_engine.tier_settings import SectionNames, SharedTierSettings, chec
 from spillway_settings.typed import LARGEST, CamelSection, Count, NotNegative, Port
 from spillway_settings.values.engine import (
     DATA_PARALLEL_RANKS_MAX,
-    RENDEZVOUS_PORT,
+    LEADER_PORTS,
     Engine,
     KvCacheDtype,
     ranks_of_pod,
@@ -312,8 +312,9 @@ def _check_ports(settings: EngineSettings) -> None:
                 "apart, and other ports out of these"
             )
     for key, taken in ports.items():
-        if settings.nodes_per_replica > 1 and RENDEZVOUS_PORT in taken[: settings.cores_here]:
-            raise SettingsError(
-                f"{names.given(key, taken[0])} takes {RENDEZVOUS_PORT}, where the ranks of all pods of "
-                f"{names.given('nodesPerReplica', settings.nodes_per_replica)} meet; choose another"
-            )
+        for own in LEADER_PORTS if settings.nodes_per_replica > 1 else ():
+            if own in taken[: settings.cores_here]:
+                raise SettingsError(
+                    f"{names.given(key, taken[0])} takes {own}, where the pods of "
+                    f"{names.given('nodesPerReplica', settings.nodes_per_replica)} meet; choose another"
+                )

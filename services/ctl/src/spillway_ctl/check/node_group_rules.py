@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from spillway_ctl.check.finding import Finding, quoted
 from spillway_ctl.check.group import Group, Release
 from spillway_engine.extra_arguments import argument_value
-from spillway_settings.values.engine import RENDEZVOUS_PORT
+from spillway_settings.values.engine import LEADER_PORTS
 
 _KIND = "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet"
 
@@ -76,9 +76,10 @@ def node_group_findings(group: Group, release: Release) -> Iterator[Finding]:
         ports["kvEvents.port"] = (engine.kv_events.port, group.cores)
         ports["kvEvents.replayPort"] = (engine.kv_events.replay_port, group.cores)
     for key, (first, count) in ports.items():
-        if first <= RENDEZVOUS_PORT < first + count:
-            yield Finding(
-                f"{path}.{key}",
-                f"{first} takes {RENDEZVOUS_PORT}, where the ranks of all pods of nodesPerReplica: {nodes} meet",
-                "choose another",
-            )
+        for own in LEADER_PORTS:
+            if first <= own < first + count:
+                yield Finding(
+                    f"{path}.{key}",
+                    f"{first} takes {own}, where the pods of nodesPerReplica: {nodes} meet",
+                    "choose another",
+                )
