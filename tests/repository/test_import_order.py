@@ -43,7 +43,7 @@ LEVELS = {
     ),
     "engine": (
         "argument_verdicts ascend_versions chart_keys engine_core errors exit_report headless in_flight messages_usage "
-        "near_ties pod_channel",
+        "near_ties pod_channel replica_lines",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "argument_memory kv_transfer settling",
