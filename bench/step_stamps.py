@@ -1,7 +1,7 @@
 """When an engine's scheduler planned each step and when its result was there, and how long the user's prompts waited.
 
 vLLM is given `step_stamps.Stamped` or `step_stamps.StampedAsync` as its scheduler class; both do what vLLM's own do. A
-request whose name begins with MARK is an order from the bench: `file PATH` begins a file of stamps, and any other word
+request whose name begins with MARK is an order from the bench: `file=PATH` begins a file of stamps, and any other word
 sets a constant of the rule of fair steps, `STEP_TIMES=1.1`.
 
 A line of the file is `step,planned,seconds of planning,result,prompt tokens,requests that decode` or
@@ -39,9 +39,11 @@ class _Stamping:
     def add_request(self, request: Any) -> None:
         name = request.request_id
         if name.startswith(MARK):
-            for word in name.rpartition("-")[0].removeprefix(MARK).split():
-                self._obey(word)
-        self._came[request.request_id] = time.monotonic()
+            for word in name.removeprefix(MARK).split():
+                if "=" in word:  # the others are the request's number and vLLM's
+                    self._obey(word)
+        else:
+            self._came[name] = time.monotonic()
         super().add_request(request)  # type: ignore[misc]
 
     def _obey(self, order: str) -> None:
@@ -60,7 +62,8 @@ class _Stamping:
         for name, tokens in output.num_scheduled_tokens.items():
             if tokens > 1:
                 prompts += tokens
-                self._first.setdefault(name, began)
+                if name in self._came:
+                    self._first.setdefault(name, began)
             else:
                 decoding += 1
         self._planned[id(output)] = began, time.monotonic() - began, prompts, decoding
