@@ -1,10 +1,13 @@
 """Bytes of KV that a prompt takes in each tier, beside what its KV groups need. No engine, no device.
 
-    python bench/kv_rows.py [--tokens 32768] [--block-tokens 16]
+    python bench/kv_rows.py [--tokens 32800] [--block-tokens 16]
 
 The layers have the shapes of published models. vLLM's own functions make KV groups and device blocks of them; chunks
 are counted by the connector's plan/kv_groups.py, as in `spillway plan` and the chart. `needed` counts the chunks that
-the prompt's prefix is loaded by: all of full attention, the last window, the last state, without padding. `rows_all`
+the prompt's prefix is loaded by: all of full attention, the last window, the last state, without padding. A prompt
+that ends with a chunk of full attention (--tokens 32768) goes on from there, but is found again without its last token,
+so it leaves windows and states before its last chunk as well: the default length is no multiple of usual blocks.
+`rows_all`
 and `rows_last` are what the CPU tier takes with windowChunks: all and last, a row for each chunk; `payloads_last` is
 what those chunks hold without the rows' padding. One rank, one device block to a chunk.
 """
@@ -15,14 +18,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import vllm
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -36,6 +38,11 @@ from vllm.v1.kv_cache_interface import (
 
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.plan.kv_groups import KvGroup, read_chunks, stored_chunks
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 try:
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -86,6 +93,9 @@ def deepseek_v4(_block_tokens: int = 256) -> Specs:
         **aligned, "head_size": 512, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla",
         "model_version": "deepseek_v4",
     }  # fmt: skip
+    ratio_name = "compress_ratio"
+    if "tokens_per_state" in {field.name for field in fields(MLAAttentionSpec)}:  # vLLM 0.32
+        ratio_name, latent["state_content_bytes"] = "tokens_per_state", 584
     state: dict[str, Any] = {**aligned, "dtype": torch.float32}
     specs: Specs = {}
     for n in range(43):
@@ -93,7 +103,7 @@ def deepseek_v4(_block_tokens: int = 256) -> Specs:
         if n < 2:
             continue
         ratio = 128 if n % 2 else 4
-        specs[f"layer.{n}"] = MLAAttentionSpec(block_size=256, compress_ratio=ratio, **latent)
+        specs[f"layer.{n}"] = MLAAttentionSpec(block_size=256, **{ratio_name: ratio}, **latent)
         specs[f"layer.{n}.state"] = SlidingWindowMLASpec(
             block_size=4 if ratio == 4 else 8,
             head_size=(4 if ratio == 4 else 2) * 512,
@@ -102,7 +112,7 @@ def deepseek_v4(_block_tokens: int = 256) -> Specs:
         )
         if ratio == 4:
             specs[f"layer.{n}.index"] = MLAAttentionSpec(
-                block_size=256, head_size=132, dtype=torch.uint8, compress_ratio=4, **aligned
+                block_size=256, head_size=132, dtype=torch.uint8, **{ratio_name: 4}, **aligned
             )
             specs[f"layer.{n}.index_state"] = SlidingWindowMLASpec(
                 block_size=4, head_size=4 * 128, sliding_window=8, **state
@@ -132,7 +142,7 @@ class Group:
 
 
 def groups_of(specs: Specs) -> tuple[list[Group], int]:
-    """The groups that this vLLM makes, and the bytes of a device block."""
+    """The groups that this vLLM makes, and how many bytes of a row a block takes."""
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(
@@ -146,13 +156,20 @@ def groups_of(specs: Specs) -> tuple[list[Group], int]:
     )
     made = get_kv_cache_groups(config, specs)
     caches = get_kv_cache_config_from_groups(config, made, 64 << 30)
-    sizes = [tensor.size for tensor in caches.kv_cache_tensors]
-    device_bytes = sum(sizes) if hasattr(caches.kv_cache_tensors[0], "shared_by") else sizes[0]
     groups = []
     for group in made:
         of_layers = list(_specs_of(group))
         groups.append(Group(of_layers[0], len(of_layers), sum(map(_plain_bytes, of_layers))))
-    return groups, device_bytes // caches.num_blocks
+    return groups, _row_block_bytes(caches)
+
+
+def _row_block_bytes(caches: Any) -> int:
+    if _LAYOUT is None:
+        from spillway_connector.engine.v023.spec import group_block_bytes  # noqa: PLC0415
+
+        return group_block_bytes(caches)
+    # Each tensor describes a place in one allocation.
+    return int(caches.kv_cache_tensors[0].size // caches.num_blocks)
 
 
 def _specs_of(group: Any) -> Iterator[KVCacheSpec]:
@@ -206,7 +223,7 @@ def measured(name: str, specs: Specs, tokens: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=32_800, help="of the prompt")
     parser.add_argument("--block-tokens", type=int, default=16, help="what vLLM is given as --block-size")
     wanted = parser.parse_args(arguments)
     for name, specs in MODELS.items():

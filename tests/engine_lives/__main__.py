@@ -1,6 +1,7 @@
 """`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks ...]`
 and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier; with `--stalls 20`, a tier
-that stalls while a prompt is computed, in simulated time; with `--partings 20`, what prompts with windows find."""
+that stalls while a prompt is computed, in simulated time; with `--partings 20`, what prompts with windows and with
+states find."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stalls", type=int, default=0, help="of a tier that is read while a prompt is computed, first"
     )
-    parser.add_argument("--partings", type=int, default=0, help="of prompts with windows, first")
+    parser.add_argument("--partings", type=int, default=0, help="of prompts with windows and with states, first")
     parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
     given = parser.parse_args(arguments)
     for shape, cases, count, what in (
         ("nvme", RACES, given.races, "races"),
         ("meetings", STALLS, given.stalls, "prompts"),
-        ("windows-of-one-block", PARTINGS, given.partings, "partings"),
+        *((shape, cases, given.partings, "partings") for shape, cases in PARTINGS.items()),
     ):
         if count:
             with tempfile.TemporaryDirectory() as folder:

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -85,9 +86,13 @@ _MODEL = {
 }
 
 
+STATES = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """windows: tokens a group's attention reads, None for all of them; one group each."""
+    """windows: tokens a group's attention reads, None for all of them, STATES if it has recurrent states; one group
+    each."""
 
     windows: tuple[int | None, ...]
     device_blocks: int
@@ -112,6 +117,9 @@ SHAPES = {
     "windows-of-two-sizes": Shape((None, BLOCK_TOKENS, 5 * BLOCK_TOKENS + 3), device_blocks=60, cpu_rows=90),
     "windows-chunks": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=40, blocks_per_chunk=2),
     "windows-shared": Shape((3 * BLOCK_TOKENS, None), device_blocks=40, cpu_rows=60, shared_tier=True),
+    "states": Shape((None, STATES), device_blocks=40, cpu_rows=60),
+    "states-shared": Shape((STATES, None), device_blocks=40, cpu_rows=40, shared_tier=True),
+    "states-async": Shape((None, STATES, STATES), device_blocks=60, cpu_rows=60, asynchronous=True),
     "shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True),
     "nvme": Shape((None,), device_blocks=28, cpu_rows=24, nvme_tier=True),
     "window-alone": Shape((2 * BLOCK_TOKENS + 5,), device_blocks=22, cpu_rows=40),
@@ -210,6 +218,8 @@ class Engine:
         self.shape = shape
         self.config = _engine_config(shape, folder)
         self.config.cache_config.num_gpu_blocks = shape.device_blocks
+        if STATES in shape.windows:
+            self.config.cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such a model
         self.groups = [f"group{index}" for index in range(len(shape.windows))]
         self.kv_config = _kv_cache_config(shape, self.groups)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
@@ -224,7 +234,11 @@ class Engine:
         # As vLLM lays out several groups: the layers of one group share their tensors with those of the others.
         views = [self._view(cache) for cache in caches]
         self._worker.register_kv_caches(
-            {f"{group}.{layer}": view for group in self.groups for layer, view in enumerate(views)}
+            {
+                f"{group}.{layer}": [view] if window == STATES else view
+                for group, window in zip(self.groups, shape.windows, strict=True)
+                for layer, view in enumerate(views)
+            }
         )
         self.kv = [cache.numpy().view(np.uint64).reshape(shape.device_blocks, BLOCK_TOKENS) for cache in caches]
         self.copiers: dict[Direction, ManualCopier] = self._worker.connector_worker.spec.copiers
@@ -619,8 +633,10 @@ class Engine:
     def _write(self, name: str, work: _Work, layer: int) -> None:
         """The KV of one layer of the tokens behind those computed."""
         row = work.row
-        for group in range(len(self.shape.windows)):
-            for position in range(row.computed, len(work.written)):
+        for group, window in enumerate(self.shape.windows):
+            # Of states there is one, in the block of the last token.
+            first = len(work.written) - 1 if window == STATES else row.computed
+            for position in range(first, len(work.written)):
                 block = row.blocks[group][position // BLOCK_TOKENS]
                 assert block, f"{name}: token {position} has no block of group {group}"
                 digest = _WRONG_DIGEST if name in self._stale else work.written[position]
@@ -641,7 +657,10 @@ class Engine:
         vLLM's asynchronous scheduler frees what lies before the window of the tokens that it believes to be computed.
         Where drafts are rejected then, that is up to a draft's length too much, with any connector and with none.
         """
-        first = 0 if window is None else max(0, max(row.computed, row.believed) - window + 1)
+        if window == STATES:
+            first = max(0, row.computed - 1)
+        else:
+            first = 0 if window is None else max(0, max(row.computed, row.believed) - window + 1)
         for position in range(first, row.computed):
             block = row.blocks[group][position // BLOCK_TOKENS]
             if int(self.kv[layer][block, position % BLOCK_TOKENS]) != digests[position] + 10 * group + layer:
@@ -818,12 +837,22 @@ def _tiers(shape: Shape, folder: Path) -> list[dict[str, Any]]:
 
 def _kv_cache_config(shape: Shape, groups: list[str]) -> KVCacheConfig:
     common = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    page = BLOCK_TOKENS * TOKEN_BYTES
+    states = MambaSpec(
+        block_size=BLOCK_TOKENS,
+        shapes=((BLOCK_TOKENS, TOKEN_BYTES // 4),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+    )
     specs = [
-        FullAttentionSpec(**common) if window is None else SlidingWindowSpec(**common, sliding_window=window)
+        FullAttentionSpec(**common)
+        if window is None
+        else states
+        if window == STATES
+        else SlidingWindowSpec(**common, sliding_window=window)
         for window in shape.windows
     ]
-    page = specs[0].page_size_bytes
-    assert page == BLOCK_TOKENS * TOKEN_BYTES
+    assert {spec.page_size_bytes for spec in specs} == {page}
     return KVCacheConfig(
         num_blocks=shape.device_blocks,
         kv_cache_tensors=_kv_cache_tensors(page * shape.device_blocks, page, groups),

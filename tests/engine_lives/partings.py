@@ -1,4 +1,5 @@
-"""Prompts of a model with windows that come again, go on and part: what they find, and what lies in the CPU tier."""
+"""Prompts of models with windows or states that come again, go on and part: what they find, and what lies in the CPU
+tier."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from engine_lives.engine import BLOCK_TOKENS, Engine
 COMMON, OWN, ANSWER = 6, 5, 1  # blocks
 ENDS = 3  # blocks of a window that are stored for the end of a prompt: its own, one more, and the prompt's last
 PARTING = 2  # for the end of what is common
+STEP = 6  # blocks of a step of a prefill, as many as are common: a state is left there
 
 
 def a_conversation(engine: Engine, number: int) -> None:
@@ -21,16 +23,31 @@ def a_conversation(engine: Engine, number: int) -> None:
     assert _found(engine, f"on {number}", [*answer, 1]) >= len(answer) - BLOCK_TOKENS
 
 
+def a_conversation_of_states(engine: Engine, number: int) -> None:
+    a_conversation(engine, 1 + number % (BLOCK_TOKENS - 1))  # a prompt that ends with a block leaves no state before it
+
+
 def prompts_that_part(engine: Engine, number: int) -> None:
     """The second one with a common beginning finds nothing and stores the window that ends it; the third finds it."""
+    _part(engine, number, behind=[], rows=COMMON + 3 * OWN + 3 * ENDS + PARTING)
+
+
+def prompts_that_part_with_states(engine: Engine, number: int) -> None:
+    """As with windows; of states each prompt leaves its last one."""
+    assert COMMON == STEP
+    _part(engine, number, behind=[1], rows=COMMON + 3 * OWN + 3 + 1)
+
+
+def _part(engine: Engine, number: int, *, behind: list[int], rows: int) -> None:
+    """behind: Tokens at the end of each prompt. rows: How many are taken in the end."""
     engine.reset_prefix_cache()
     rng = random.Random(f"parting {number}")
     common = _tokens(rng, COMMON)
-    prompts = [common + _tokens(rng, OWN) for _ in range(3)]
+    prompts = [common + _tokens(rng, OWN) + behind for _ in range(3)]
     found = [_found(engine, f"parting {number} {which}", prompt) for which, prompt in enumerate(prompts)]
     assert found == [0, 0, COMMON * BLOCK_TOKENS], found
-    rows = len(engine._scheduler_half.manager.primary_tier.resident)
-    assert rows == COMMON + 3 * OWN + 3 * ENDS + PARTING, f"{rows} chunks, of windows amid prompts as well"
+    taken = len(engine._scheduler_half.manager.primary_tier.resident)
+    assert taken == rows, f"{taken} chunks, amid prompts as well"
 
 
 def _tokens(rng: random.Random, blocks: int) -> list[int]:
@@ -53,4 +70,10 @@ def _serve(engine: Engine, name: str, prompt: list[int], answer_tokens: int) -> 
     return list(request.all_token_ids)
 
 
-PARTINGS = {"conversation": a_conversation, "prompts-that-part": prompts_that_part}
+PARTINGS = {
+    "windows-of-one-block": {"conversation": a_conversation, "prompts-that-part": prompts_that_part},
+    "states": {
+        "conversation-of-states": a_conversation_of_states,
+        "prompts-that-part-with-states": prompts_that_part_with_states,
+    },
+}

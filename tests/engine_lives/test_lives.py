@@ -13,7 +13,7 @@ from spillway_connector.engine.generation import Generation, generation
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
 SHAPES += ("meetings", "meetings-async", "exclusive-async", "exclusive-shared", "fair", "fair-async", "fair-meetings")
-SHAPES += ("windows-of-two-sizes", "windows-shared")
+SHAPES += ("windows-of-two-sizes", "windows-shared", "states", "states-shared", "states-async")
 if generation() is Generation.V023:
     SHAPES += ("layers", "exclusive-layers")
 COUNT = 92  # of each shape
@@ -40,7 +40,7 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     assert int(settled[0]), "an engine without work stored nothing"
     overtakes = re.findall(r"^(\S+): .* (\d+) times another request was next", done.stdout, re.M)
     ordered = {shape for shape, count in overtakes if int(count)}
-    in_order_of_arrival = {shape for shape in SHAPES if shape.startswith("window")} | {"async-drafts"}
+    in_order_of_arrival = {shape for shape in SHAPES if shape.startswith(("window", "states"))} | {"async-drafts"}
     steered = {shape for shape in SHAPES if shape.startswith("fair")}  # their queues are shown in part
     assert ordered - steered == set(SHAPES) - in_order_of_arrival - steered, "only where attention reads a prefix whole"
     steps = re.findall(r"^(\S+): .* (\d+) steps without a flood, (\d+) short ones", done.stdout, re.M)
@@ -60,4 +60,9 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     stalls = re.findall(rf"^(\S+): {STALLS} prompts", done.stdout, re.M)
     assert stalls == ["load-that-is-met", "tier-that-stalls"]
     partings = re.findall(rf"^(\S+): {PARTINGS} partings", done.stdout, re.M)
-    assert partings == ["conversation", "prompts-that-part"]
+    assert partings == [
+        "conversation",
+        "prompts-that-part",
+        "conversation-of-states",
+        "prompts-that-part-with-states",
+    ]

@@ -117,7 +117,7 @@ class StubbedScheduler(SpillwayConnectorScheduler):
     """vLLM's tests replace `_maximal_prefix_lookup`, which Spillway calls only for models with several KV groups. They
     count the chunks of windows that vLLM's own rule stores."""
 
-    def _chooses_windows(self, has_states: bool) -> bool:
+    def _chooses_windows(self) -> bool:
         return False
 
     def _lookup(self, req_status: Any, max_num_new_tokens: int | None = None) -> int | None:

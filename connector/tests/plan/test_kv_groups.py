@@ -27,24 +27,29 @@ def enumerated(tokens: int, whole: int, group: KvGroup, *, every: bool) -> int:
     return sum(chunk % in_whole >= in_whole - window for chunk in range(begin, tokens // whole * in_whole))
 
 
-@given(st.integers(0, 40), sizes, st.sampled_from([64, 128, 256]), st.integers(1, 700), st.booleans())
-def test_windows_are_counted_as_they_are_stored(wholes, size, whole, window, every):
-    group, tokens = KvGroup(size, window), wholes * whole
+@given(st.integers(0, 40), sizes, st.sampled_from([64, 128, 256]), st.integers(1, 700), st.booleans(), st.data())
+def test_windows_are_counted_as_they_are_stored(wholes, size, whole, window, every, data):
+    group, tokens = KvGroup(size, window), wholes * whole + data.draw(st.integers(0, whole - 1))
     expected = enumerated(tokens, whole, group, every=every) if tokens else 0
 
     assert stored_chunks([KvGroup(whole), group], tokens, every_window=every) == [wholes, expected]
-    assert read_chunks([KvGroup(whole), group], tokens) == [wholes, min(tokens // size, -(-window // size))]
+    in_wholes = wholes * whole // size
+    assert read_chunks([KvGroup(whole), group], tokens) == [wholes, min(in_wholes, -(-window // size))]
 
 
-def test_states_are_one_for_each_step_of_a_prefill_and_read_once():
+def test_a_state_is_stored_for_each_end_of_a_prompt_or_each_step_and_read_once():
     groups = [KvGroup(1024), KvGroup(1024, has_states=True)]
 
-    assert stored_chunks(groups, 32_768, every_window=False) == [32, 4]
+    assert stored_chunks(groups, 32_800, every_window=True) == [32, 4]
+    assert stored_chunks(groups, 32_800, every_window=False) == [32, 1]
+    assert stored_chunks(groups, 32_768, every_window=False) == [32, 2]  # it ends with a chunk
+    assert stored_chunks(groups, 1000, every_window=False) == [0, 0]
     assert read_chunks(groups, 32_768) == [32, 1]
 
 
 def test_without_full_attention_every_window_is_stored():
     assert stored_chunks([KvGroup(16, 32)], 1600, every_window=False) == [100]
+    assert stored_chunks([KvGroup(16, has_states=True)], 16_384, every_window=False) == [2]
 
 
 @pytest.mark.parametrize("every", [True, False])

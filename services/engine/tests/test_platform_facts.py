@@ -22,6 +22,14 @@ def test_blocks_fit_the_platforms_kernels(platform: str, size: int, fits: bool) 
     assert found == ([] if fits else ["blockSize: 64, a multiple of 128 needed on this platform (npu); set it to 128"])
 
 
+@pytest.mark.parametrize(("size", "fits"), [(256, True), (128, False), (512, False)])
+def test_packed_layers_have_one_size_of_blocks(size: int, fits: bool) -> None:
+    found = problems(replace(SHAPE, packed="deepseek-v4-flash"), blockSize=size)
+
+    text = f"blockSize: {size}, but this model's kernels take blocks of 256 tokens alone; set it to 256"
+    assert found == ([] if fits else [text])
+
+
 @pytest.mark.parametrize(("ranks", "better"), [(1, None), (4, None), (8, None), (16, None), (3, 2), (6, 4), (12, 8)])
 def test_ranks_share_kv_heads_evenly(ranks: int, better: int | None) -> None:
     found = problems(tensorParallelSize=ranks)

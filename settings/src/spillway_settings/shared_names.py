@@ -78,12 +78,15 @@ QUANTIZED_EIGHTHS = {
     r"[-_.](awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|w4a)": 3,
 }
 
-# Models whose layers of many sizes vLLM packs into blocks in its own way: tokens of a block of full attention, bytes of
-# a block of any group on one rank, and groups: their number, tokens of their window (0: none) and of a block.
+# Models whose layers of many sizes vLLM packs into blocks in its own way: tokens of a block of full attention, which
+# their kernels take no other of; bytes of a block of any group on one rank; those of them that the largest group uses,
+# which a row holds once for all ranks of a stage; and groups: their number, tokens of their window (0: none) and of a
+# block.
 PACKED_MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v4-flash": {
         "blockTokens": 256,
         "blockBytes": 1_039_680,
+        "rowBytes": 1_002_240,
         "groups": [[1, 0, 256], [1, 128, 64], [1, 128, 64], [1, 8, 4], [1, 128, 8]],
     }
 }

@@ -4,9 +4,10 @@ vLLM puts layers into KV groups that have blocks of their own, and a tier stores
 row as large as the largest group's. A group has full attention, a sliding window or recurrent states:
 
 - of full attention every chunk is stored, and a load reads all of them;
-- of a window a load reads the last chunks. With `windowChunks: last` the tier stores only those before the end of a
-  prompt, and the last whole chunk of full attention, because the prompt is found again without its last token;
-- of states vLLM keeps one for each step of a prefill, and a load reads the last one.
+- of a window a load reads the last chunks, and of states the last one. With `windowChunks: last` the tier stores only
+  those before the end of a prompt. If a prompt ends with a chunk, it goes on from there, but is found again without its
+  last token, so those before its last chunk are stored as well;
+- with `windowChunks: all` the tier stores every chunk of a window, and the state of each step of a prefill.
 
 Sizes of tiers, `spillway plan` and benchmarks count by this module; what an engine stores is chosen by
 `engine/features/window_stores.py`, which takes the ends of prefixes and windows from here.
@@ -55,8 +56,10 @@ class KvGroup:
             every_window: `windowChunks: all`.
         """
         wholes = tokens // whole_chunk_tokens
+        ends_with_chunk = tokens % whole_chunk_tokens == 0
         if self.has_states:
-            return -(-wholes * whole_chunk_tokens // max(STEP_TOKENS, self.chunk_tokens))
+            every = -(-wholes * whole_chunk_tokens // max(STEP_TOKENS, self.chunk_tokens))
+            return every if every_window else min(every, 1 + ends_with_chunk)
         in_whole = whole_chunk_tokens // self.chunk_tokens
         if not self.window_tokens:
             return wholes * in_whole
@@ -67,7 +70,7 @@ class KvGroup:
         if every_window:
             return every
         before_end = window if window < in_whole else chunks_before_end(self.window_tokens, self.chunk_tokens)
-        return min(every, kept + before_end)
+        return min(every, kept * ends_with_chunk + before_end)
 
     def read(self, tokens: int, whole_chunk_tokens: int) -> int:
         """Count those that a load of the prompt reads."""
@@ -84,8 +87,8 @@ def whole_chunk_tokens(groups: Sequence[KvGroup]) -> int:
 def stored_chunks(groups: Sequence[KvGroup], tokens: int, *, every_window: bool) -> list[int]:
     """Chunks of each group that a prompt takes in a tier; each takes a row of the CPU tier."""
     whole = whole_chunk_tokens(groups)
-    # Without full attention nothing shows where prompts part, and states are kept for few ends of prefixes.
-    every_window |= any(group.has_states for group in groups) or all(group.window_tokens for group in groups)
+    # Without full attention nothing shows where prompts part.
+    every_window |= all(group.window_tokens or group.has_states for group in groups)
     return [group.stored(tokens, whole, every_window=every_window) for group in groups]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.holds import RetentionHint
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
-STATES = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.bfloat16,))
+STATES = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
 
 
 def full(block_tokens: int = 16) -> FullAttentionSpec:
@@ -37,10 +38,12 @@ def kept(
     more_tokens: int = 0,
     mark: int | None = None,
     bound: int | None = None,
+    junction: int = 0,
+    step_tokens: int = 80,
 ) -> list[list[int]]:
     """The chunks of each group that a request with an answer of `more_tokens` stores in one step."""
     chunk_tokens = [spec.block_size * blocks_per_chunk for spec in specs]
-    stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk)
+    stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens)
     assert stores is not None
     states = [
         SimpleNamespace(
@@ -51,7 +54,7 @@ def kept(
         for group, tokens in enumerate(chunk_tokens)
     ]
     request: Any = SimpleNamespace(
-        req=SimpleNamespace(num_prompt_tokens=prompt_tokens),
+        req=SimpleNamespace(num_prompt_tokens=prompt_tokens, shared_prefix_boundary=junction),
         group_states=states,
         window_ends=None,
         max_offload_tokens=bound,
@@ -91,9 +94,32 @@ def test_what_the_request_found_is_not_touched() -> None:
     assert kept([full(), window(32)], 20 * 16, found_tokens=5 * 16)[1] == [*range(5), 16, 17, 18, 19]
 
 
-@pytest.mark.parametrize("specs", [[full()], [window(32)], [window(32), window(64)], [full(), window(32), STATES]])
+@pytest.mark.parametrize("specs", [[full()], [window(32)], [window(32), window(64)], [STATES], [window(32), STATES]])
 def test_models_in_which_every_chunk_is_stored(specs: list[KVCacheSpec]) -> None:
-    assert WindowStores.of(specs, [16] * len(specs), 1) is None
+    assert WindowStores.of(specs, [16] * len(specs), 1, 80) is None
+
+
+def test_of_states_the_end_of_the_prompt_and_the_answer_are_stored() -> None:
+    states, of_window, whole = kept([STATES, window(32), full()], 20 * 16 + 3, more_tokens=4 * 16)
+    assert whole == list(range(24))
+    assert states == list(range(18, 24))  # one more for a drafter, without whose last block a prompt is found again
+    assert of_window == list(range(17, 24))
+
+
+@pytest.mark.parametrize(
+    "given", [{"parts_at": 160}, {"mark": 165}, {"bound": 165}, {"junction": 160}, {"parts_at": 160, "junction": 160}]
+)
+def test_of_states_one_that_a_step_may_end_with_is_stored_before_an_end_amid_a_prompt(given: dict[str, int]) -> None:
+    """A step has at most five chunks, so one of the five before the tenth ends with a step."""
+    assert kept([full(), STATES], 20 * 16 + 3, **given)[1] == [5, 6, 7, 8, 9, 18, 19]
+    assert kept([full(), STATES], 20 * 16 + 3, **given, step_tokens=16)[1] == [8, 9, 18, 19]
+    every = dataclasses.replace(STATES, mamba_cache_mode="all")
+    assert kept([full(), every], 20 * 16 + 3, **given)[1] == [8, 9, 18, 19]
+
+
+def test_a_prompt_that_ends_with_a_chunk_is_found_again_by_the_step_before() -> None:
+    """Its last step ends behind the last prefix that it is found by."""
+    assert kept([full(), STATES], 20 * 16)[1] == [14, 15, 16, 17, 18, 19]
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,12 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
 
 _COMMON: dict[str, Any] = {"block_size": 128, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
 LATENT, HEADS = MLAAttentionSpec(**_COMMON), FullAttentionSpec(**_COMMON)
+OF_WINDOW = SlidingWindowMLASpec(**_COMMON, sliding_window=256)
 EACH = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs={"layer 0": LATENT, "layer 1": LATENT})
 MIXED = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs={"layer 0": LATENT, "drafter": HEADS})
 
@@ -35,7 +42,7 @@ def held_by(
     return ranks_hold_the_same(config, caches)
 
 
-@pytest.mark.parametrize("groups", [[LATENT], [LATENT, LATENT], [EACH]])
+@pytest.mark.parametrize("groups", [[LATENT], [LATENT, LATENT], [EACH], [LATENT, OF_WINDOW]])
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_latents_are_the_same_on_all_ranks_of_a_stage(groups, pipeline):
     assert held_by(groups, pipeline=pipeline)

@@ -99,7 +99,11 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes, len(groups))
     offload = settings.offload
     geometry = ChunkGeometry(
-        block_of_rank_bytes, offload.blocks_per_chunk, ranks, shape.latent_dim is not None, stages=stages
+        shape.row_block_bytes_of_rank(kv_dtype, *split, settings.block_size),
+        offload.blocks_per_chunk,
+        ranks,
+        shape.ranks_hold_the_same,
+        stages=stages,
     )
     row_bytes = geometry.row_bytes
     chunks = _cpu_chunks(settings, row_bytes)

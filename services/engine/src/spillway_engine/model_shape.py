@@ -83,6 +83,22 @@ class ModelShape:
         tokens = self.block_tokens(kv_dtype, tensor_parallel_size, block_size)
         return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size, stages) * tokens
 
+    def row_block_bytes_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int, block_size: int) -> int:
+        """Those of them that a row of the CPU tier has room for."""
+        if self.packed:
+            return int(PACKED_MODELS[self.packed]["rowBytes"])
+        return self.block_bytes_of_rank(kv_dtype, tensor_parallel_size, stages, block_size)
+
+    @property
+    def ranks_hold_the_same(self) -> bool:
+        """Whether a row holds the KV of a stage once for all its ranks: that of latents."""
+        return self.latent_dim is not None or bool(self.packed)
+
+    @property
+    def only_block_size(self) -> int | None:
+        """The one number of tokens of a block that the model's kernels take; None: they take several."""
+        return int(PACKED_MODELS[self.packed]["blockTokens"]) if self.packed else None
+
     def groups(self, block_tokens: int, blocks_per_chunk: int) -> tuple[KvGroup, ...]:
         """The KV groups. block_tokens: of a block of full attention."""
         if self.packed:
@@ -128,9 +144,9 @@ class ModelShape:
         return layers * self._layer_bytes_per_token(kv_dtype, tensor_parallel_size)
 
     def bytes_per_block(self, kv_dtype: str, tensor_parallel_size: int, stages: int, block_size: int) -> int:
-        """KV bytes of a block of a replica: of all groups and ranks; a latent once for each stage."""
-        copies = tensor_parallel_size if self.latent_dim is None else 1
-        of_rank = self.block_bytes_of_rank(kv_dtype, tensor_parallel_size, stages, block_size)
+        """KV bytes of a block of a replica in its tiers: of all groups and ranks; a latent once for each stage."""
+        copies = 1 if self.ranks_hold_the_same else tensor_parallel_size
+        of_rank = self.row_block_bytes_of_rank(kv_dtype, tensor_parallel_size, stages, block_size)
         return of_rank * self.kv_groups * copies * stages
 
     def _layer_bytes_per_token(self, kv_dtype: str, tensor_parallel_size: int) -> int:

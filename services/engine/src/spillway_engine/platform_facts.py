@@ -23,6 +23,12 @@ def fact_problems(settings: EngineSettings, shape: ModelShape, platform: str) ->
             f"{names.given('blockSize', settings.block_size)}, a multiple of {step} needed on this platform "
             f"({platform}); set it to {-(-settings.block_size // step) * step}"
         )
+    only = shape.only_block_size
+    if only is not None and settings.block_size != only:
+        problems.append(
+            f"{names.given('blockSize', settings.block_size)}, but this model's kernels take blocks of {only} tokens "
+            f"alone; set it to {only}"
+        )
     if shape.latent_dim is None and not _share_evenly(shape.kv_heads, ranks):
         fitting = max(number for number in range(1, ranks + 1) if _share_evenly(shape.kv_heads, number))
         problems.append(

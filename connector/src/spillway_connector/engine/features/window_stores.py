@@ -1,8 +1,8 @@
-"""Which chunks of a sliding window are stored: those that a prefix can end with.
+"""Which chunks of sliding windows and recurrent states are stored: those that a prefix can end with.
 
-To load a prefix, vLLM needs every chunk of full attention and only the last chunks of each window. So a chunk in the
-middle of a prompt, of which a window has as many as full attention, is read only if a prefix ends soon after it.
-Prefixes end
+To load a prefix, vLLM needs every chunk of full attention, only the last chunks of each window, and one state. So a
+chunk in the middle of a prompt, of which a window has as many as full attention, is read only if a prefix ends soon
+after it. Prefixes end
 
 - at the end of a prompt, which is sent again or continued by its conversation;
 - in the answer to it;
@@ -12,6 +12,9 @@ Prefixes end
 The first three are known when the prompt is computed. The fourth is known when the later prompt arrives: the tier has
 the chunks of full attention up to that point, but not those of the window. That prompt is computed, and its window at
 that point is stored for the prompts that follow.
+
+vLLM keeps a state at the end of a prompt, in its answer, and at the end of each step of a prefill. Before a point
+amid a prompt, the last step that ended there counts.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey
 
 from spillway_connector.engine.manager.tiering import TieringManager
@@ -32,31 +35,47 @@ _LEFT_OUT = 0  # vLLM's scheduler half does not store a block with this id
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A KV group with a sliding window.
+    """A KV group with a sliding window, or with states.
 
     Args:
         group: Its index.
         chunk_tokens: Tokens of a chunk.
         chunks: How many chunks before the end of a prefix are read at most.
+        searched_chunks: How many chunks before an end amid a prompt are kept: with states, so many that one of them
+            ends with a step.
     """
 
     group: int
     chunk_tokens: int
     chunks: int
+    searched_chunks: int
 
     @classmethod
-    def of(cls, spec: SlidingWindowSpec, group: int, chunk_tokens: int) -> Window:
+    def of(cls, spec: SlidingWindowSpec | MambaSpec, group: int, chunk_tokens: int, step_tokens: int) -> Window:
+        """step_tokens: What a step computes of a prompt at most."""
+        if isinstance(spec, MambaSpec):
+            chunks = chunks_before_end(chunk_tokens, chunk_tokens)
+            in_step = -(-step_tokens // chunk_tokens) if spec.mamba_cache_mode == "align" else 0
+            return cls(group, chunk_tokens, chunks, max(chunks, in_step))
         # vLLM 0.32 keeps a few tokens more for drafts of several modules.
         kept_tokens = spec.sliding_window + int(getattr(spec, "extra_retained_tokens", 0))
-        return cls(group, chunk_tokens, chunks_before_end(kept_tokens, chunk_tokens))
+        chunks = chunks_before_end(kept_tokens, chunk_tokens)
+        return cls(group, chunk_tokens, chunks, chunks)
 
     def first_chunk(self, end_tokens: int) -> int:
         """The first chunk that is read for a prefix of so many tokens; below 0 if all of them are."""
         return end_tokens // self.chunk_tokens - self.chunks
 
+    def is_stored(self, chunk: int, end_tokens: int, ends_amid: Iterable[int]) -> bool:
+        """end_tokens: of the prompt. ends_amid: those in it, in chunks."""
+        if chunk >= self.first_chunk(end_tokens):
+            return True
+        return any(end - self.searched_chunks <= chunk < end for end in ends_amid)
+
 
 class WindowStores:
-    """Chooses the chunks for models that have windows and full attention. Used on the scheduler's thread."""
+    """Chooses the chunks for models that have windows or states beside full attention. Used on the scheduler's
+    thread."""
 
     def __init__(
         self, windows: Sequence[Window], whole_group: int, whole_chunk_tokens: int, blocks_per_chunk: int
@@ -68,19 +87,24 @@ class WindowStores:
 
     @classmethod
     def of(
-        cls, specs: Sequence[KVCacheSpec], chunk_tokens: Sequence[int], blocks_per_chunk: int
+        cls, specs: Sequence[KVCacheSpec], chunk_tokens: Sequence[int], blocks_per_chunk: int, step_tokens: int
     ) -> WindowStores | None:
         """Make it for these KV groups.
 
+        Args:
+            specs: Of the KV groups.
+            chunk_tokens: Of a chunk of each group.
+            blocks_per_chunk: Blocks of a chunk.
+            step_tokens: What a step computes of a prompt at most.
+
         Returns:
-            None if every chunk is stored. Without full attention, nothing shows at which point prompts differ; with
-            recurrent states, vLLM keeps states for only a few ends of prefixes.
+            None if every chunk is stored. Without full attention, nothing shows at which point prompts differ.
         """
         windows: list[Window] = []
         whole: list[int] = []
         for group, (spec, tokens) in enumerate(zip(specs, chunk_tokens, strict=True)):
-            if isinstance(spec, SlidingWindowSpec):
-                windows.append(Window.of(spec, group, tokens))
+            if isinstance(spec, SlidingWindowSpec | MambaSpec):
+                windows.append(Window.of(spec, group, tokens, step_tokens))
             elif isinstance(spec, FullAttentionSpec):
                 whole.append(group)
             else:
@@ -97,28 +121,46 @@ class WindowStores:
             if request is not None:
                 self._leave_out(request, resident)
 
+    def keeps_state(self, request: RequestFields, group: int, tokens: int) -> bool:
+        """Whether the state of so many tokens is stored, which vLLM 0.32 hands over by itself. group: its index."""
+        window = next(window for window in self._windows if window.group == group)
+        if request.window_ends is None or tokens % window.chunk_tokens:  # the state of a prompt's end within a chunk
+            return True
+        end_tokens = last_end_tokens(request.req.num_prompt_tokens, self._whole_chunk_tokens)
+        return window.is_stored(tokens // window.chunk_tokens - 1, end_tokens, self._ends_amid(request, window))
+
+    def _ends_amid(self, request: RequestFields, window: Window) -> list[int]:
+        """In chunks of the window."""
+        whole_tokens = self._whole_chunk_tokens
+        return [end // whole_tokens * whole_tokens // window.chunk_tokens for end in request.window_ends or ()]
+
     def _leave_out(self, request: RequestFields, resident: Container[OffloadKey]) -> None:
         whole_tokens, per_chunk = self._whole_chunk_tokens, self._blocks_per_chunk
         if request.window_ends is None:
             keys = request.group_states[self._whole_group].offload_keys
             found = next((index for index, key in enumerate(keys) if key not in resident), len(keys))
-            request.window_ends = (found * whole_tokens, *_marks(request))
+            request.window_ends = (found * whole_tokens, *_ends(request, whole_tokens))
         end_tokens = last_end_tokens(request.req.num_prompt_tokens, whole_tokens)
         for window in self._windows:
             state = request.group_states[window.group]
             last = window.first_chunk(end_tokens)
-            ends = [end // whole_tokens * whole_tokens // window.chunk_tokens for end in request.window_ends]
+            ends = self._ends_amid(request, window)
             blocks = state.block_ids
             for chunk in range(request.first_own_chunk(state), min(last, len(blocks) // per_chunk)):
-                if not any(end - window.chunks <= chunk < end for end in ends):
+                if not window.is_stored(chunk, end_tokens, ends):
                     blocks[chunk * per_chunk : (chunk + 1) * per_chunk] = [_LEFT_OUT] * per_chunk
 
 
-def _marks(request: RequestFields) -> Iterable[int]:
-    """The numbers of tokens up to which the client retains its prompt or allows it to be stored."""
+def _ends(request: RequestFields, whole_tokens: int) -> Iterable[int]:
+    """The numbers of tokens at which a prefix can end amid a prompt, for reasons that the prompt or its client has."""
     if (bound := request.max_offload_tokens) is not None:
         yield bound
     context = request.req_context
     retention = context.retention if isinstance(context, TenantContext) else None
     if retention is not None:
         yield from (tokens for tokens, _ in retention.marks if tokens is not None)
+    # vLLM 0.32 ends a step where the device shows that prompts part.
+    yield getattr(request.req, "shared_prefix_boundary", 0)
+    if request.req.num_prompt_tokens % whole_tokens == 0:
+        # The last state is that of the whole prompt, which is found without its last token when it comes again.
+        yield last_end_tokens(request.req.num_prompt_tokens, whole_tokens)

@@ -99,8 +99,11 @@ class SchedulerHalf(ResettableHalf):
         self._conversations = Conversations()
         self._uses = ChunkUses(self.manager, chunk_tokens)
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         chooses_windows = chooses_windows and (settings is None or settings.window_chunks == "last")
-        self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk) if chooses_windows else None
+        self.window_stores = (
+            WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens) if chooses_windows else None
+        )
         self._stores_adapters_alone = lora_mixes_weights(vllm_config)
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
         self.without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
@@ -111,7 +114,6 @@ class SchedulerHalf(ResettableHalf):
         self.meetings: Meetings | None = None
         one_block = one_prefix and blocks_per_chunk == 1  # a chunk's key is the hash of a block on the device
         if settings is not None:
-            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             shared = bool(self.manager.secondary_tiers)
             if one_block and loading is not None and settings.stores_late(shared):
                 window = LeavingWindow(-(-step_tokens // self._block_tokens))

@@ -38,10 +38,9 @@ class SpillwayOffloadingSpec(SpecBase):
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, kv_cache_config)
         parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
-        device_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self._begin(
             region_id=region_id(vllm_config),
-            rank_block_bytes=device_bytes // kv_cache_config.num_blocks,
+            rank_block_bytes=group_block_bytes(kv_cache_config),
             num_ranks=parallel.world_size,
             num_stages=parallel.pipeline_parallel_size,
             ranks_hold_the_same=ranks_hold_the_same(vllm_config, kv_cache_config),
@@ -82,6 +81,18 @@ class SpillwayOffloadingSpec(SpecBase):
             self.load_handler = load
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
         yield from self._handlers
+
+
+def group_block_bytes(config: KVCacheConfig) -> int:
+    """Bytes of a block of the group that needs most. vLLM packs the layers of some models (DeepSeek V4) so that no
+    group has a layer in every tensor.
+
+    Tensors are counted as a whole: the scheduler's process knows the size of one layer of each group alone.
+    """
+    groups = [set(group.layer_names) for group in config.kv_cache_groups]
+    tensors = [(set(tensor.shared_by), tensor.size) for tensor in config.kv_cache_tensors]
+    of_groups = [sum(size for layers, size in tensors if layers & group) for group in groups]
+    return max(of_groups) // config.num_blocks
 
 
 def region_id(vllm_config: VllmConfig) -> str:

@@ -83,18 +83,18 @@ class SpillwayConnectorScheduler(SchedulerHalf):
             # Events that describe themselves are recorded in upstream's search.
             and not self._events_tracker.self_describing_enabled,
             loading=self._chunks_being_loaded,
-            chooses_windows=self._chooses_windows(any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)),
+            chooses_windows=self._chooses_windows(),
         )
 
-    def _chooses_windows(self, has_states: bool) -> bool:
-        """Let one rule choose the chunks of windows that are stored; return whether it is Spillway's.
+    def _chooses_windows(self) -> bool:
+        """Let one rule choose the chunks of windows and states that are stored; return whether it is Spillway's.
 
-        vLLM 0.32's `prefix_cache_retention_interval` chooses as well. Its default, 0, would leave out windows in
+        vLLM 0.32's `prefix_cache_retention_interval` chooses as well. Its default, 0, would leave out those in
         answers, and those where prompts part unless the device holds that point. A number above 0 is the operator's
         choice.
         """
         interval = getattr(self.config, "retention_interval", None)
-        if interval == 0 and not has_states:
+        if interval == 0:
             self.config = self.config._replace(retention_interval=None)
         return not interval
 
@@ -169,15 +169,32 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        """Upstream's contract, except that a bound of 0 tokens is one: of a request of which nothing may be stored."""
+        """Upstream's contract, except that a bound of 0 tokens is one, of a request of which nothing may be stored, and that
+        states which no prefix ends with are left out."""
         state = scheduler_output.kv_connector_block_state
         handoffs = (state.boundary_state_offloads if state else None) or {}
         for request_id in list(handoffs):
             status = self._req_status.get(request_id)
             if status is not None and status.max_offload_tokens == 0:
                 del handoffs[request_id]
+        self._leave_out_states(handoffs)
         jobs: dict[int, TransferJob] = super()._build_partial_tail_store_jobs(scheduler_output)
         return jobs
+
+    def _leave_out_states(self, handed_over: dict[str, list[tuple[int, int, int]]]) -> None:
+        """vLLM 0.32 hands states over by themselves, whatever a request's block ids are. handed_over: KV group, block
+        and tokens before it, by request."""
+        if self.window_stores is None:
+            return
+        index_of = {group.group_idx: index for index, group in enumerate(self.config.kv_group_configs)}
+        for request_id, entries in handed_over.items():
+            status = self.known_state(request_id)
+            if status is not None:
+                entries[:] = [
+                    (group, block, tokens)
+                    for group, block, tokens in entries
+                    if self.window_stores.keeps_state(status, index_of[group], tokens)
+                ]
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -258,6 +258,13 @@ def _parallelism(group: Group) -> Iterator[Finding]:
             f"{engine.accelerator.preset}",
             f"set it to {-(-engine.block_size // step) * step}",
         )
+    only = shape.only_block_size
+    if only is not None and engine.block_size != only:
+        yield Finding(
+            f"{path}.blockSize",
+            f"{engine.block_size} given, but this model's kernels take blocks of {only} tokens alone",
+            f"set it to {only}",
+        )
 
 
 def _pipeline(group: Group) -> Iterator[Finding]:

@@ -58,9 +58,8 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
     cores, ranks_here = ranks_of_pod(engine.data_parallel_size, ranks, engine.nodes_per_replica)
     tensor_ranks = engine.tensor_parallel_size
     block_of_rank = shape.block_bytes_of_rank(kv_dtype, tensor_ranks, stages, engine.block_size)
-    row = ChunkGeometry(
-        block_of_rank, offload.blocks_per_chunk, ranks, shape.latent_dim is not None, stages=stages
-    ).row_bytes
+    row_block = shape.row_block_bytes_of_rank(kv_dtype, tensor_ranks, stages, engine.block_size)
+    row = ChunkGeometry(row_block, offload.blocks_per_chunk, ranks, shape.ranks_hold_the_same, stages=stages).row_bytes
     device_blocks = _device_blocks(engine, path, on_cpu, shape.kv_groups, found)
     device = device_blocks * block_of_rank * ranks_here * cores if on_cpu else 0
     weights = shape.weight_bytes
