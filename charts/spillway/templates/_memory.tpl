@@ -89,8 +89,8 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $blockSize = mul (div (add $stateBytes (sub $pageBytes 1)) $pageBytes) $blockSize -}}{{- end -}}
 {{- $blockBytes := mul $rankTokenBytes $blockSize -}}{{- $rowBlockBytes := mul $rowTokenBytes $blockSize -}}
 {{- with get .names.packedModels (default "" $shape.packed) -}}
-{{- $blockSize = int64 .blockTokens -}}{{- $blockBytes = int64 .blockBytes -}}
-{{- $rowBlockBytes = mul (int64 .rowBytes) $stages -}}{{- $groups = len .groups -}}{{- $whole = 1 -}}{{- $kinds = .groups -}}
+{{- $blockSize = int64 .blockTokens -}}{{- $blockBytes = int64 .blockBytes -}}{{- $groups = len .groups -}}
+{{- $rowBlockBytes = mul (int64 .rowBytes) $stages -}}{{- $whole = 1 -}}{{- $kinds = .groups -}}
 {{- end -}}
 
 {{- /* Device cache and weights. On a CPU both are this pod's memory. */ -}}
