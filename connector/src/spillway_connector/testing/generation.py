@@ -119,7 +119,6 @@ def scheduler_half(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         lora_config=None,
         speculative_config=None,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8 * block_tokens),
     )
     spec: Any
     if generation() is Generation.V023:
