@@ -79,8 +79,8 @@ def test_calls_that_never_end_their_first_message_stay_within_the_budget_for_bod
                             break
 
     held = BOUND + CONNECTIONS * CALLS * UNCOUNTED_BYTES
-    # Buffers that grow are moved, and the allocator keeps the holes: as much again, or somewhat more.
-    target.suffer(attack, rounds=1).assert_bearable(grown_mib_max=3 * held // MIB)
+    # Buffers that grow are moved, and the allocator keeps the holes: two to three times what is held.
+    target.suffer(attack, rounds=1).assert_bearable(grown_mib_max=4 * held // MIB)
 
 
 def flood(kind: str) -> Iterator[bytes]:

@@ -181,6 +181,16 @@ def test_whatever_comes_and_goes_nobody_is_forgotten_and_no_engine_gets_more(ste
     assert fleet.cold.waiting_requests == 0
 
 
+def test_callers_without_an_event_loop_are_woken_at_once() -> None:
+    """The simulations in bench/ have a clock of their own and no event loop."""
+    fleet, turn, woken = fleet_of("a"), ColdTurn(), list[bool]()
+    attempt = sent(fleet, BOUND)
+    turn.wake = lambda: woken.append(True)
+    assert ask(fleet, BOUND, turn) is None
+    attempt.first_byte(1.0, measures_prefill=False)
+    assert woken == [True]
+
+
 async def test_all_that_wait_are_routed_anew_over_iterations_of_the_event_loop() -> None:
     fleet = fleet_of("a", "b")
     for _ in range(2):

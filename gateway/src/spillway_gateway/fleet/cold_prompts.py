@@ -107,8 +107,18 @@ class ColdPrompts:
         assert turn.until is not None
         if turn.woken:
             return
-        woken = asyncio.get_running_loop().create_future()
-        turn.wake = lambda: None if woken.done() else woken.set_result(None)
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+
+        def begin() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        def wake() -> None:
+            if self._turns.take(loop, begin):
+                begin()
+
+        turn.wake = wake
         try:
             async with asyncio.timeout(max(0.0, turn.until - self._clock())):
                 await woken
@@ -148,5 +158,5 @@ class ColdPrompts:
 
     def _wake(self, turn: ColdTurn) -> None:
         turn.woken = True
-        if turn.wake is not None and self._turns.take(asyncio.get_running_loop(), turn.wake):
+        if turn.wake is not None:
             turn.wake()
