@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 import spillway_gateway.client.bounded_connection
 import spillway_gateway.upstream.relay  # noqa: F401 - rooms have errors of their own
-from spillway_gateway.error_bodies import RETRY_JITTER_SECONDS_MAX, Dialect, body_of, event_of, headers_of
+from spillway_gateway.error_bodies import (
+    RETRY_JITTER_SECONDS_MAX,
+    Dialect,
+    body_of,
+    event_of,
+    headers_of,
+    response_of,
+)
 from spillway_gateway.errors import EngineDisconnected, GatewayError, GatewayOverloaded, KeyMissing, TenantLimited
 
 
@@ -77,3 +84,15 @@ def test_retry_after_is_never_early_and_little_late(seconds: int) -> None:
 def test_refused_clients_do_not_all_retry_at_once() -> None:
     waits = {dict(headers_of(GatewayOverloaded("full")))[b"retry-after"] for _ in range(200)}
     assert len(waits) > 1
+
+
+def test_routes_of_the_framework_say_when_to_return_as_the_others_do() -> None:
+    for kind in all_errors(GatewayError):
+        error = GatewayError("why", kind.retry_after_seconds)
+        error.status = kind.status
+        response = response_of(error, {"x-more": "1"})
+        assert (response.status_code, response.body) == (error.status, body_of(error))
+        assert response.headers["x-more"] == "1" and response.headers["content-type"] == "application/json"
+        assert ("retry-after" in response.headers) == (error.retry_after_seconds is not None)
+    sources = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path.name != "error_bodies.py"}
+    assert [str(path) for path, text in sources.items() if re.search(r"Response\(\s*body_of\(", text)] == []

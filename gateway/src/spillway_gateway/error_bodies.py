@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from spillway_gateway.errors import GatewayError
 
@@ -112,11 +114,21 @@ def error_in(body: bytes) -> Said | None:
         return None
 
 
+def retry_after(seconds: int) -> bytes:
+    """The value of the header. It has jitter, so that clients refused together do not retry together."""
+    jitter = random.randint(0, min(RETRY_JITTER_SECONDS_MAX, seconds + 1))  # noqa: S311 - no secret depends on it
+    return b"%d" % (seconds + jitter)
+
+
 def headers_of(error: GatewayError) -> list[tuple[bytes, bytes]]:
-    """Retry-After has jitter, so that clients refused together do not retry together."""
     headers = [(b"content-type", b"application/json")]
-    seconds = error.retry_after_seconds
-    if seconds is not None:
-        jitter = random.randint(0, min(RETRY_JITTER_SECONDS_MAX, seconds + 1))  # noqa: S311 - no secret depends on it
-        headers.append((b"retry-after", str(seconds + jitter).encode()))
+    if error.retry_after_seconds is not None:
+        headers.append((b"retry-after", retry_after(error.retry_after_seconds)))
     return headers
+
+
+def response_of(error: GatewayError, more_headers: Mapping[str, str] | None = None) -> Response:
+    """The error as the framework answers it."""
+    response = Response(body_of(error), error.status, more_headers)
+    response.raw_headers += headers_of(error)
+    return response

@@ -32,7 +32,7 @@ from spillway_gateway.api.openapi import (
 )
 from spillway_gateway.api.routes import ROUTES
 from spillway_gateway.client.cors import Cors
-from spillway_gateway.error_bodies import INTERNAL_ERROR, body_of, error_body
+from spillway_gateway.error_bodies import INTERNAL_ERROR, error_body, response_of
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.roster.served import model_not_found
 
@@ -123,7 +123,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 async def _gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    return Response(body_of(error), error.status, media_type="application/json")
+    return response_of(error)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

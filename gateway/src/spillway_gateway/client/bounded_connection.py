@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 
 from spillway_gateway.client.open_connections import Connection, OpenConnections
 from spillway_gateway.client.reply_budget import UnreadBytes
-from spillway_gateway.error_bodies import error_body
+from spillway_gateway.error_bodies import error_body, retry_after
 
 HELD_BYTES_MAX = 64 * 1024  # of requests that wait for their turn, or for the reply to the one before them
 FRAMING_BYTES_PER_BYTE_MAX = 8  # of a chunked body: chunks of one byte take six
@@ -205,7 +205,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _answer(self, refusal: Refusal) -> None:
         body = error_body(refusal.message, "invalid_request_error", None, refusal.code)
-        retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
+        retry = b"retry-after: %s\r\n" % retry_after(1) if refusal.status == 503 else b""
         more = b"".join([b"%s: %s\r\n" % header for header in self.refusal_headers()])
         head = b"%scontent-type: application/json\r\nconnection: close\r\n%s%scontent-length: %d\r\n\r\n"
         self._refusal_sent = True

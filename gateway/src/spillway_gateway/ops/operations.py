@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.config.settings import GatewayConfig, shown_config
-from spillway_gateway.error_bodies import body_of
+from spillway_gateway.error_bodies import response_of
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.model_fleet import ModelFleet
@@ -120,7 +120,7 @@ class Operations:
             try:
                 self._gatekeeper.allow_operator(request.headers.raw)
             except GatewayError as error:
-                return Response(body_of(error), error.status, media_type="application/json")
+                return response_of(error)
             return await answer(request)
 
         return asked

@@ -16,7 +16,7 @@ from spillway_gateway import logs
 from spillway_gateway.app import Elsewhere, Gateway
 from spillway_gateway.background import supervised
 from spillway_gateway.config.settings import GatewayConfig
-from spillway_gateway.error_bodies import body_of
+from spillway_gateway.error_bodies import response_of
 from spillway_gateway.errors import ConfigError, GatewayError
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind_shared
@@ -157,7 +157,7 @@ class Front:
         try:
             answer = await self._client.ask(asked, messages.OperatorAnswer)
         except GatewayError as error:
-            return Response(body_of(error), error.status, media_type="application/json")
+            return response_of(error)
         response = Response(answer.body, answer.status)
         response.raw_headers = list(answer.headers)
         return response

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.gatekeeper import Gatekeeper
-from spillway_gateway.error_bodies import body_of
+from spillway_gateway.error_bodies import response_of
 from spillway_gateway.errors import GatewayError
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.recent import Recent
@@ -86,5 +86,5 @@ class PageRoutes:
         try:
             self._gatekeeper.allow_operator(request.headers.raw)
         except GatewayError as error:
-            return Response(body_of(error), error.status, SECURITY_HEADERS, "application/json")
+            return response_of(error, SECURITY_HEADERS)
         return await self._state(request)
