@@ -94,5 +94,7 @@ def test_routes_of_the_framework_say_when_to_return_as_the_others_do() -> None:
         assert (response.status_code, response.body) == (error.status, body_of(error))
         assert response.headers["x-more"] == "1" and response.headers["content-type"] == "application/json"
         assert ("retry-after" in response.headers) == (error.retry_after_seconds is not None)
-    sources = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path.name != "error_bodies.py"}
+    sources = {
+        path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path.name != "error_bodies.py"
+    }
     assert [str(path) for path, text in sources.items() if re.search(r"Response\(\s*body_of\(", text)] == []

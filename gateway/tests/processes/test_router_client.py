@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 
 from spillway_gateway import errors
+from spillway_gateway.access.keys import NOBODY
 from spillway_gateway.errors import GatewayError, GatewayOverloaded
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import Channel
 from spillway_gateway.processes.messages import Message, from_front
 from spillway_gateway.processes.router_client import RouterClient
+from spillway_gateway.testing.running import until
 from spillway_gateway.turns import Turns
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, GatewayError)]
@@ -88,3 +91,15 @@ async def test_what_answers_no_question_is_handed_on_and_a_late_answer_is_not() 
             router.send(message)
         await client.ask(owner_question(client), messages.OwnerIs)
     assert heard == others
+
+
+async def test_a_request_that_began_after_its_client_had_left_is_ended() -> None:
+    heard: list[Message] = []
+    async with asked_of(lambda asked: messages.Judged(0, True), heard.append) as (client, router, arrived):
+        asked = asyncio.create_task(client.ask(messages.Begin(9, NOBODY, 1), messages.Begun))
+        await until(lambda: bool(arrived))
+        asked.cancel()
+        await asyncio.wait([asked])
+        router.send(messages.Begun(9))
+        await until(lambda: len(arrived) == 2)
+    assert arrived[1] == messages.Settle(9, 0, 0, 0)

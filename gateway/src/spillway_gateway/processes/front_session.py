@@ -97,8 +97,8 @@ class FrontSession:
                 said.response, Owner(said.tenant, said.model, said.engine)
             ),
             messages.ResponseTokens: lambda said: router.set_response_tokens(said.response, said.tenant, said.tokens),
-            messages.FindOwner: lambda asked: self._spawn(self._find_owner(asked)),
-            messages.Operator: lambda asked: self._spawn(self._operator(asked)),
+            messages.FindOwner: lambda asked: self._spawn(asked.number, self._find_owner(asked)),
+            messages.Operator: lambda asked: self._spawn(asked.number, self._operator(asked)),
             messages.Counts: self._take_counts,
             messages.Ended: self._ended,
             messages.Listening: lambda said: self._on_listening(),
@@ -114,8 +114,7 @@ class FrontSession:
             self._handlers[type(message)](message)
         except Exception:
             if isinstance(message, _QUESTIONS):
-                self._drop(message.number)
-                self._refuse(message.number, GatewayError("The gateway failed on this request"))
+                self._fail(message.number)
             raise
 
     def has_spoken(self) -> bool:
@@ -147,7 +146,10 @@ class FrontSession:
         releases += [task.cancel for task in self._tasks]
         releases += [partial(admitted.end, NOTHING_OWED) for admitted in self._admitted.values()]
         for number, release in enumerate(releases, 1):
-            release()
+            try:
+                release()
+            except Exception:  # of one request; the others are released all the same
+                logger.exception("between processes: a request of a front that has ended was not released")
             if number % RELEASED_PER_ITERATION == 0:
                 await asyncio.sleep(0)
         self._places.clear()
@@ -155,16 +157,23 @@ class FrontSession:
         self._on_closed(self)
         self.ended.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, number: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do what answers the question of this number."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(partial(self._done, number))
         return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("between processes: a question was not answered", exc_info=task.exception())
+            self._fail(number)
+
+    def _fail(self, number: int) -> None:
+        """Answer a question that could not be answered: the front waits for an answer as long as its client does."""
+        self._drop(number)
+        self._refuse(number, GatewayError("The gateway failed on this request"))
 
     def _refuse(self, number: int, error: GatewayError) -> None:
         self.send(messages.Refused(number, type(error).__name__, error.message, error.retry_after_seconds))
@@ -189,7 +198,7 @@ class FrontSession:
             place.admitted(admission, asked)
             self._choose(place, asked, prompt)
         else:
-            place.waiting = self._spawn(self._wait(place, admission, fleet, asked, prompt))
+            place.waiting = self._spawn(asked.number, self._wait(place, admission, fleet, asked, prompt))
 
     async def _wait(
         self, place: RoutedPlace, admission: Admission, fleet: ModelFleet, asked: messages.Route, prompt: PromptBlocks
@@ -216,11 +225,12 @@ class FrontSession:
         place.fleet.cold.leave(place.turn)
         place.turn = ColdTurn(urgent=asked.priority is Priority.HIGH)
         if asked.leg is Leg.SECOND and place.hand_over is not None:
-            place.waiting = self._spawn(self._choose_after_hand_over(place, place.hand_over, asked, prompt))
+            waiting = self._choose_after_hand_over(place, place.hand_over, asked, prompt)
+            place.waiting = self._spawn(asked.number, waiting)
             return
         place.end_hand_over()
         if not self._choose_unless_held(place, asked, prompt):
-            place.waiting = self._spawn(self._choose_in_turn(place, asked, prompt))
+            place.waiting = self._spawn(asked.number, self._choose_in_turn(place, asked, prompt))
 
     async def _choose_after_hand_over(
         self, place: RoutedPlace, hand_over: HandOver, asked: messages.Route, prompt: PromptBlocks
@@ -348,7 +358,7 @@ class FrontSession:
     # -- limits ------------------------------------------------------------------------------------------------------
 
     def _begin(self, asked: messages.Begin) -> None:
-        self._spawn(self._begun(asked))
+        self._spawn(asked.number, self._begun(asked))
 
     async def _begun(self, asked: messages.Begin) -> None:
         try:
@@ -376,11 +386,13 @@ class FrontSession:
             self._router.count_continued(said.model, said.seconds)
 
     async def _find_owner(self, asked: messages.FindOwner) -> None:
-        for looked in range(OWNER_LOOKS_MAX):
+        quiet = 0
+        for _ in range(OWNER_LOOKS_MAX):
             owner = await self._router.owner_of(asked.response, asked.tenant)
-            # Another front may have sent it already: its message then waits in a socket that this iteration has yet to
-            # read, or for its turn.
-            if owner is not None or (looked >= 2 and not self._turns.spent):
+            # Another front may have sent it already: its message then waits for its turn, or in a socket that is read
+            # in the iteration after one in which no message waits.
+            quiet = 0 if self._turns.spent else quiet + 1
+            if owner is not None or quiet > 2:
                 break
             await asyncio.sleep(0)
         if owner is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from spillway_gateway import errors
+from spillway_gateway.access.limits import NOTHING_OWED
 from spillway_gateway.errors import GatewayError, GatewayOverloaded
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.channel import HANDLED_PER_ITERATION, Channel
@@ -83,6 +84,8 @@ class RouterClient:
             answer = self._answers.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message)
+            elif isinstance(message, messages.Begun):  # who asked is gone: nothing else would end what has begun
+                self.send(messages.Settle(message.number, *NOTHING_OWED))
         else:
             self._on_message(message)
 
