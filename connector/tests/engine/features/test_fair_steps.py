@@ -128,7 +128,7 @@ def test_a_step_of_the_flood_has_few_tokens_besides_those_that_decode() -> None:
     for number in range(10):
         rig.runs(f"decodes {number}", "user", computed=PROMPT - 1)
 
-    assert rig.step()[0] == "begun"
+    assert rig.step()[-1] == "begun"
     assert rig.bound == 10 + LEAST_TOKENS
 
 
@@ -140,6 +140,32 @@ def test_a_short_step_has_room_for_a_block_and_for_drafts() -> None:
     rig.runs("decodes", "user", computed=PROMPT - 1)
     rig.step()
     assert rig.bound == 3 + 512
+
+
+def test_a_prompt_that_was_overtaken_takes_no_step_from_those_that_decode() -> None:
+    """vLLM gives out a step's tokens in the order of its running requests."""
+    rig = Rig()
+    rig.runs("begun", "flood", computed=500)
+    rig.runs("begun too", "other", computed=500)
+    rig.runs("answers", "user", computed=PROMPT - 1)
+    rig.runs("decodes", "flood", computed=PROMPT - 1)
+    in_order = ["answers", "decodes", "begun", "begun too"]
+    assert rig.step() == in_order, "without a flood"
+    rig.runs("answers too", "user", computed=PROMPT - 1)
+    rig.flood()
+    rig.step()
+    assert [each.request_id for each in rig.scheduler.running] == [*in_order[:2], "answers too", *in_order[2:]]
+
+
+def test_a_flood_whose_drafts_are_verified_decodes_in_every_step() -> None:
+    """vLLM's worker has the drafts of its last step alone, and reads a placeholder as a token for others."""
+    rig = Rig()
+    rig.scheduler.num_spec_tokens = 2
+    rig.flood()
+    rig.runs("begun", "flood", computed=500)
+    rig.runs("decodes", "flood", computed=PROMPT - 1)
+    rig.waits("asked", "user")
+    assert [rig.step(), rig.step()] == [["decodes", "asked"]] * 2
 
 
 @pytest.mark.parametrize("other_queue", OTHER_QUEUES)
@@ -197,7 +223,7 @@ def test_the_flood_decodes_in_a_step_of_the_user_that_may_have_no_room_either() 
     rig.waits("asked", "user")
 
     assert rig.step(computes=0) == ["asked"]
-    assert rig.step() == ["begun", "decodes"], "a step of the flood"
+    assert rig.step() == ["decodes", "begun"], "a step of the flood"
     assert rig.step() == ["decodes", "asked"], "blocks may be short still"
     assert rig.step() == ["asked"], "there was room"
 
@@ -287,6 +313,12 @@ def test_a_step_is_planned_at_once_if_a_user_comes_and_not_if_the_flood_does() -
     assert seconds_until_planned(rig, "flood") == pytest.approx(HELD_SHARE * STEP_SECONDS)
     rig.step(computes=STEP_TOKENS)
     assert seconds_until_planned(rig, "user") == pytest.approx(STEP_SECONDS / 2)
+
+
+def test_a_step_is_planned_at_once_behind_one_of_a_flood_that_had_no_room() -> None:
+    rig = a_flood_whose_steps_were_measured()
+    rig.step(computes=0)
+    assert seconds_until_planned(rig) == 0
 
 
 def test_a_step_is_planned_at_once_if_none_is_under_way_and_behind_one_of_the_user() -> None:

@@ -3,7 +3,11 @@
 vLLM fills a step with the prompts that it began, then with waiting prompts, regardless of who sent them. Before it
 does, this module leaves prompts out of the step. A running prompt gets the mark with which vLLM itself lets a request
 skip a step; a waiting one leaves the queue until the step is planned. The number of tokens is vLLM's own bound of a
-step. Requests of a flood that decode are left out likewise. Nothing else of vLLM's planning changes.
+step. Requests of a flood that decode are left out likewise, unless drafts are verified.
+
+Who is left out is overtaken, so vLLM's running requests do not stand in an order in which those that decode come before
+the prompts that have begun, and a prompt would take a whole step. So they are put into that order. Nothing else of
+vLLM's planning changes.
 
 EngineCore process, scheduler thread; no method blocks.
 """
@@ -81,6 +85,7 @@ class FairSteps(SteeringFeature):
             output = plan()
             self._shares.computed_alone(output.total_num_scheduled_tokens, now)
             return output
+        scheduler.running.sort(key=_computes_prompt)
         begun = [(request, self._party_of(request)) for request in scheduler.running]
         running = [(request, party) for request, party in begun if _computes_prompt(request)]
         waiting = [(request, self._party_of(request)) for each in _queues(scheduler) for request in each]
@@ -90,7 +95,10 @@ class FairSteps(SteeringFeature):
             output = plan()
         else:
             others = [request for request, party in running if party not in step.parties]
-            others += [request for request, party in begun if party in step.pauses and not _computes_prompt(request)]
+            # A worker keeps the draft behind a request's last token, and the states behind each token of it, only for
+            # the requests of its last step.
+            pauses = step.pauses if not scheduler.num_spec_tokens else ()
+            others += [request for request, party in begun if party in pauses and not _computes_prompt(request)]
             # vLLM finds that a load or a grammar is done only of requests that it plans with. In a step of a flood,
             # which comes at least after a few of others, those of everybody are.
             queued = {
@@ -106,7 +114,7 @@ class FairSteps(SteeringFeature):
         self._shares.computed(tokens, now)
         if step is not None and not any(tokens[party] for party in step.parties):
             self._shares.passed_over(step.parties)
-        if step is not None:
+        elif step is not None:
             self._held_seconds = step.held_seconds
         return output
 
