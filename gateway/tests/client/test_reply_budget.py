@@ -12,7 +12,7 @@ import pytest
 
 from spillway_gateway.client import open_connections
 from spillway_gateway.client.open_connections import OpenConnections
-from spillway_gateway.client.reply_budget import STALLED_SECONDS, ReplyBudget
+from spillway_gateway.client.reply_budget import STALLED_SECONDS, ReplyBudget, UnreadBytes
 from spillway_gateway.config.settings import ConnectionsConfig
 from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
@@ -125,3 +125,12 @@ def test_a_budget_gives_no_more_than_it_has() -> None:
     assert budget.excess_bytes == 5
     budget.hold(-15)
     assert (budget.excess_bytes, budget.held_bytes) == (0, 0)
+
+
+def test_a_client_that_has_read_everything_between_two_looks_reads() -> None:
+    unread = UnreadBytes(ReplyBudget(MIB), 60.0)
+    for now in range(0, 200, 10):  # as many bytes each time, of another part
+        assert not unread.look(1_000, float(now))
+        unread.drained()
+    assert not unread.look(1_000, 200.0) and not unread.look(1_000, 260.0)
+    assert unread.look(1_000, 261.0)

@@ -664,6 +664,28 @@ async def test_a_client_that_reads_nothing_of_a_call_or_of_a_connection_is_ended
     assert unread.wire.closed and not peer.wire.closed
 
 
+async def flow(call: Call) -> None:
+    while not call.ended:
+        await call.write(bytes(1_000))
+
+
+async def test_a_client_that_reads_more_slowly_than_it_is_sent_is_not_ended() -> None:
+    """What is unread of a call stays the same meanwhile, and what is unread of the connection grows."""
+    opened = OpenConnections(BOUNDS, 1024)
+    peer = await Peer(opened, INITIAL_WINDOW_SIZE=100).connect()
+    peer.connection._methods = {b"/test.Service/Echo": flow}
+    peer.connection.data_received(frame(Kind.WINDOW_UPDATE, 0, 0, struct.pack(">I", MIB)))
+    peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS, 1, BLOCK))
+    (call,) = peer.connection._calls.values()
+    for second in range(2, 2 * int(BOUNDS.stalled_seconds)):
+        await until(lambda: bool(call.unsent))
+        peer.wire.unread += 1
+        tick(opened, second)
+        peer.connection.data_received(frame(Kind.WINDOW_UPDATE, 0, 1, struct.pack(">I", 1_005)))
+    assert not peer.wire.closed and not call.ended
+    peer.connection.connection_lost(None)
+
+
 async def test_calls_count_among_the_connections_that_may_be_open() -> None:
     opened = OpenConnections(ConnectionsConfig(), 4)  # of one address: 3
     peer = await Peer(opened).connect()

@@ -422,4 +422,4 @@ class BoundedConnection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unread.hold(0)
+        self._unread.drained()

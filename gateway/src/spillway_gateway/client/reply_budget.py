@@ -52,22 +52,32 @@ class UnreadBytes:
         self._budget = budget
         self._stalled_seconds = stalled_seconds
         self._held_bytes = 0
-        self._seen_bytes = 0
+        self._seen_read_bytes = 0  # by the client
         self.since: float | None = None
 
     def hold(self, unread_bytes: int) -> None:
         self._budget.hold(unread_bytes - self._held_bytes)
         self._held_bytes = unread_bytes
 
-    def look(self, unread_bytes: int | None, now: float) -> bool:
-        """Whether the client is gone. Called about once a second. unread_bytes: None if the client reads."""
+    def drained(self) -> None:
+        """The client has read what it had not."""
+        self.hold(0)
+        self.since = None
+
+    def look(self, unread_bytes: int | None, now: float, written_bytes: int = 0) -> bool:
+        """Whether the client is gone. Called about once a second.
+
+        unread_bytes: None if the client reads. written_bytes: all that was written for the client; by it one that reads
+        while more is written differs from one that reads nothing. 0 if nothing is written before drained().
+        """
         if unread_bytes is None:
             self.since = None
             return False
         self.hold(unread_bytes)
-        if self.since is None or unread_bytes < self._seen_bytes:
+        read_bytes = written_bytes - unread_bytes
+        if self.since is None or read_bytes > self._seen_read_bytes:
             self.since = now
-        self._seen_bytes = unread_bytes
+        self._seen_read_bytes = read_bytes
         return self.is_stalled(now)
 
     def is_stalled(self, now: float) -> bool:

@@ -97,6 +97,7 @@ class Call:
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()
         self._failure: CallFailed | BodyBudgetSpent | None = None
+        self._written_bytes = 0  # of all messages to the client
         self._queued_bytes = 0  # of unread messages
         self._reserved_bytes = 0  # of the budget
         self._reader: asyncio.Future[None] | None = None
@@ -133,6 +134,7 @@ class Call:
         if self.ended:
             return
         self.unsent.append(memoryview(_PREFIX.pack(0, len(message)) + message))
+        self._written_bytes += _PREFIX.size + len(message)
         self._connection.send(self)
         while self.unsent and not self.ended:
             if self._writer is None:
@@ -235,7 +237,7 @@ class Call:
 
     def is_expired(self, now: float) -> bool:
         unsent = sum(map(len, self.unsent))
-        return self._unread.look(unsent or None, now) or now > self.deadline
+        return self._unread.look(unsent or None, now, self._written_bytes) or now > self.deadline
 
     def expire(self, now: float) -> None:
         if self._unread.is_stalled(now):

@@ -103,6 +103,7 @@ class GrpcConnection(asyncio.Protocol):
         self._window_grew = False  # of the connection, or of all calls
         self._frame_bytes = FRAME_BYTES_MAX
         self._out: list[bytes | memoryview] = []
+        self._written_bytes = 0
         self._writable = True
         self._going_away = False
         self._handlers: dict[int, Callable[[Frame], None]] = {
@@ -196,7 +197,7 @@ class GrpcConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._writable = True
-        self._unread.hold(0)
+        self._unread.drained()
         if self._waiting is None:
             self._transport.resume_reading()
         self._send_all()
@@ -205,9 +206,8 @@ class GrpcConnection(asyncio.Protocol):
 
     def is_expired(self, now: float) -> bool:
         unsent = self._transport.get_write_buffer_size()
-        return (
-            self._unread.look(unsent if self._transport.is_closing() else unsent or None, now) or now > self._deadline
-        )
+        unread = unsent if self._transport.is_closing() else unsent or None
+        return self._unread.look(unread, now, self._written_bytes) or now > self._deadline
 
     def expire(self, now: float) -> None:
         if self._unread.is_stalled(now) or now > self._deadline:
@@ -464,6 +464,7 @@ class GrpcConnection(asyncio.Protocol):
     def _flush(self) -> None:
         parts, self._out = self._out, []
         if parts and not self._transport.is_closing():
+            self._written_bytes += sum(map(len, parts))
             self._transport.writelines(parts)
 
     # -- the end -----------------------------------------------------------------------------------------------------
