@@ -329,6 +329,36 @@ async def test_a_request_for_whose_bytes_there_is_no_room_is_answered_with_503(s
         await until(lambda: idle(running) and budget.reserved_bytes == 4 * mib)
 
 
+async def test_a_reply_passes_while_bodies_of_others_fill_their_budget(start_engine: StartEngine):
+    engine = await start_engine()
+    body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
+    document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
+    async with (
+        running_gateway(document) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
+    ):
+        opened = running.gateway.open_connections
+        call = channel.stream_stream(f"/{SERVICE}/Process")()
+        await call.write(opening())
+        await call.write(ProcessingRequest(request_body={"body": body, "end_of_stream": True}).SerializeToString())
+        for _ in range(2):
+            await call.read()
+        opened.body_budget.reserve(opened.body_budget.bytes_max, 1)
+        head = ProcessingRequest(response_headers=HttpHeaders())
+        head.response_headers.headers.headers.add(key=":status", raw_value=b"200")
+        await call.write(head.SerializeToString())
+        sent = b"x" * 1_000_000
+        await call.write(ProcessingRequest(response_body={"body": sent, "end_of_stream": True}).SerializeToString())
+        await call.done_writing()
+        came = b""
+        while (message := await call.read()) is not grpc.aio.EOF:
+            came += ProcessingResponse.FromString(message).response_body.response.body_mutation.streamed_response.body
+        assert came == sent and await call.code() is grpc.StatusCode.OK
+        await until(lambda: idle(running))
+        assert opened.reply_budget.held_bytes == 0
+        assert opened.body_budget.reserved_bytes == opened.body_budget.bytes_max
+
+
 async def test_trailers_of_a_request_are_answered_after_its_body(start_engine: StartEngine):
     engine = await start_engine()
     body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()

@@ -32,7 +32,14 @@ from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.config.settings import ConnectionsConfig, TlsConfig
 from spillway_gateway.picker import grpc_connection
 from spillway_gateway.picker.frames import FRAME_BYTES_MAX, PREFACE, WINDOW_BYTES_MAX, Code, Flag, Kind, frame
-from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, MESSAGE_BYTES_MAX, Call, CallFailed, Status
+from spillway_gateway.picker.grpc_call import (
+    CALL_WINDOW_BYTES,
+    MESSAGE_BYTES_MAX,
+    UNCOUNTED_BYTES,
+    Call,
+    CallFailed,
+    Status,
+)
 from spillway_gateway.picker.grpc_connection import CONNECTION_WINDOW_BYTES, GrpcConnection
 from spillway_gateway.picker.messages import HttpHeaders, ProcessingRequest
 from spillway_gateway.picker.server import EndpointPicker
@@ -618,6 +625,45 @@ async def test_what_calls_have_unread_stays_within_the_budget_and_is_given_back(
         peer.connection.connection_lost(None)
     await until(lambda: len(opened) == 0)
     assert opened.body_budget.reserved_bytes == 0 and opened.reply_budget.held_bytes == 0
+
+
+async def test_what_is_unread_of_a_reply_counts_in_the_budget_for_replies_and_is_given_back() -> None:
+    opened = OpenConnections(BOUNDS, 1024, bodies_bytes_max=MIB, replies_bytes_max=MIB)
+    peer = await Peer(opened).connect()
+    for number in (1, 3):
+        peer.call(number, "/test.Service/Hold")
+        await peer.exchange()
+        peer.http.send_data(number, packed(bytes(9_995)))
+
+    async def send(number: int, data: bytes) -> None:
+        left = memoryview(data)
+        while left and number not in peer.resets:
+            size = min(len(left), FRAME_BYTES_MAX, peer.http.local_flow_control_window(number))
+            peer.http.send_data(number, bytes(left[:size]))
+            left = left[size:]
+            await peer.exchange()
+
+    await send(1, packed(bytes(89_995)))
+    assert opened.body_budget.reserved_bytes == 100_000 - UNCOUNTED_BYTES
+    for call in peer.connection._calls.values():
+        call.begin_reply(opened.reply_budget)
+    assert (opened.body_budget.reserved_bytes, opened.reply_budget.held_bytes) == (0, 100_000 - UNCOUNTED_BYTES)
+    opened.body_budget.reserve(MIB, 1)  # by others
+    await send(1, packed(bytes(99_995)))
+    opened.reply_budget.hold(MIB)
+    await send(3, packed(bytes(199_995)))
+    assert opened.reply_budget.held_bytes == MIB + 200_000 + 210_000 - 2 * UNCOUNTED_BYTES and not peer.trailers
+    peer.call(5)
+    await peer.exchange()
+    peer.connection._calls[5].begin_reply(opened.reply_budget)
+    await send(5, packed(bytes(MIB)))
+    assert peer.trailers[5]["grpc-status"] == str(int(Status.RESOURCE_EXHAUSTED))
+    assert opened.reply_budget.held_bytes == MIB + 200_000 + 210_000 - 2 * UNCOUNTED_BYTES
+    peer.http.reset_stream(1)
+    await peer.exchange()
+    assert opened.reply_budget.held_bytes == MIB + 210_000 - UNCOUNTED_BYTES
+    peer.connection.connection_lost(None)
+    assert opened.reply_budget.held_bytes == MIB and opened.body_budget.reserved_bytes == MIB
 
 
 async def test_a_call_without_a_message_and_a_connection_without_a_frame_end_after_the_time_for_a_head() -> None:

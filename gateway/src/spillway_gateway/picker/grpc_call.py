@@ -2,7 +2,7 @@
 
 To the listener a call is what a connection is that has a request: it counts among those that may be open, and ends if
 its client is silent before the first message, or reads nothing. What has arrived and is not read yet counts in the
-budget for bodies.
+budget for bodies, and once it is a reply in the one for replies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from spillway_gateway.client.body_budget import BodyBudget, BodyBudgetSpent
-from spillway_gateway.client.reply_budget import UnreadBytes
+from spillway_gateway.client.reply_budget import ReplyBudget, UnreadBytes
 
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 CALL_WINDOW_BYTES = 256 * 1024
@@ -100,6 +100,7 @@ class Call:
         self._written_bytes = 0  # of all messages to the client
         self._queued_bytes = 0  # of unread messages
         self._reserved_bytes = 0  # of the budget
+        self._replies: ReplyBudget | None = None  # once messages hold a reply: in place of the budget for bodies
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
 
@@ -141,6 +142,13 @@ class Call:
                 self._writer = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._writer)
 
+    def begin_reply(self, budget: ReplyBudget) -> None:
+        """The client's further messages hold a reply. It counts in this budget, which bodies do not fill, and ends only
+        if a message longer than the window finds no room."""
+        self._budget.release(self._reserved_bytes)
+        self._replies = budget
+        budget.hold(self._reserved_bytes)
+
     # -- for the connection ------------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
@@ -150,18 +158,24 @@ class Call:
             try:
                 self._reserve()
                 self._cut()
-            except BodyBudgetSpent as spent:
+            except (BodyBudgetSpent, CallFailed) as spent:
                 self._fail(spent)
         self._give_back()
 
     def _reserve(self) -> None:
-        """Raises BodyBudgetSpent. Less than before always fits."""
+        """Raises BodyBudgetSpent, or CallFailed for a reply. Less than before always fits."""
         unread = self._queued_bytes + len(self._partial)
         counted = max(0, unread - UNCOUNTED_BYTES)
-        if counted > self._reserved_bytes:
-            self._budget.reserve(counted - self._reserved_bytes, unread)
+        more_bytes = counted - self._reserved_bytes
+        if self._replies is not None:
+            if more_bytes <= 0 or unread <= CALL_WINDOW_BYTES:
+                self._replies.hold(more_bytes)
+            elif not self._replies.take(more_bytes):
+                raise CallFailed(Status.RESOURCE_EXHAUSTED, "limits.repliesBytesMax has no room for this reply")
+        elif more_bytes > 0:
+            self._budget.reserve(more_bytes, unread)
         else:
-            self._budget.release(self._reserved_bytes - counted)
+            self._budget.release(-more_bytes)
         self._reserved_bytes = counted
 
     def _cut(self) -> None:

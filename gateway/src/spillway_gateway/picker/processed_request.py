@@ -44,6 +44,9 @@ class Proxy(Protocol):
     def refuse(self, kind: str) -> None:
         """The message that came last is not due: the stream ends with an error."""
 
+    def begin_reply(self) -> None:
+        """The proxy's further messages are the engine's reply."""
+
     async def write(self, message: bytes) -> None: ...
 
 
@@ -265,6 +268,7 @@ class EngineSide:
         """Give the proxy the request for the engine, and wait for the reply's head."""
         head, body = self._outgoing
         self._outgoing = ()
+        self._proxy.begin_reply()
         await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
         for piece in mutations.request_body_pieces(body, last=not self.request_trailers):
             await self._proxy.write(piece)

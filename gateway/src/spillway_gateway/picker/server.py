@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 
 from spillway_gateway.client.open_connections import Connection, OpenConnections
+from spillway_gateway.client.reply_budget import ReplyBudget
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.picker.grpc_call import Call, CallFailed, Status
 from spillway_gateway.picker.grpc_connection import GrpcConnection
@@ -36,10 +37,11 @@ class Application(Protocol):
 
 
 class _Proxy:
-    """The messages of one request."""
+    """The messages of one request. replies: the budget for what is not read of its reply."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, replies: ReplyBudget) -> None:
         self._call = call
+        self._replies = replies
         self.write = call.write
         self.failure: Exception | None = None
 
@@ -52,6 +54,9 @@ class _Proxy:
 
     def take(self) -> Any:
         return self._request(None if self.failure is not None else self._call.take())
+
+    def begin_reply(self) -> None:
+        self._call.begin_reply(self._replies)
 
     def refuse(self, kind: str) -> None:
         self.failure = CallFailed(Status.INVALID_ARGUMENT, f"a message of the kind {kind} is not due")
@@ -89,7 +94,7 @@ class EndpointPicker:
                 Status.INVALID_ARGUMENT,
                 "the first message has to hold the request's headers: set request_header_mode: SEND",
             )
-        proxy = _Proxy(call)
+        proxy = _Proxy(call, self._open_connections.reply_budget)
         request = ProcessedRequest(proxy, opening, self._open_connections)
         call.on_end = request.disconnect  # the client left, or the engine broke off
         try:
