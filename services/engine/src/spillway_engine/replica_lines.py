@@ -2,9 +2,10 @@
 leader's. vLLM's leader watches the processes of its own pod alone, so without a line a lost rank lets requests wait
 until Kubernetes has noticed the loss.
 
-A further pod says once which one it is, and then a byte each second. It holds one line in its life: its ranks cannot
-join a second time either. A line that ends before the leader does, or is silent, means that the pod's ranks are lost.
-Whoever else connects is no pod, and means nothing. Neither side trusts more of the other than that.
+A further pod says once which one it is, until the leader accepts its line, and then a byte each second. It holds one
+line in its life: its ranks cannot join a second time either. A line that ends before the leader does, or is silent,
+means that the pod's ranks are lost. Whoever else connects is no pod, and means nothing. As at the port where the ranks
+meet, who says that it is a pod is believed; a NetworkPolicy keeps others out.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0  # a busy node delays a process; a lost one stays silent
-HELLO_BYTES = 2  # the index of the pod
 STRANGERS_MAX = 16  # connections that have not said which pod they are
+_HELLO = b"spillway pod "  # and the pod's index; no other protocol begins like that
+_INDEX_BYTES = 2
+_ACCEPTED = b"+"
 
 
 class LeaderLines:
@@ -38,7 +41,7 @@ class LeaderLines:
         self._selector = selector
         self._on_lost = on_lost
         self._lines: dict[socket.socket, int] = {}  # connection -> index of its pod; 0: not known yet
-        self._heard_at: dict[socket.socket, float] = {}
+        self._silent_looks: dict[socket.socket, int] = {}
         self._listener = _listener(port)
         self._listener.setblocking(False)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -49,10 +52,13 @@ class LeaderLines:
         return found
 
     def look(self) -> None:
-        """Called each second: ends the lines that are silent."""
-        now = time.monotonic()
-        for line, heard_at in list(self._heard_at.items()):
-            if now - heard_at > SILENT_SECONDS:
+        """Called once in BEAT_SECONDS, or later: ends the lines that are silent.
+
+        It counts its calls, not the time, so a leader that was held up itself takes no pod for lost.
+        """
+        for line, looks in list(self._silent_looks.items()):
+            self._silent_looks[line] = looks + 1
+            if looks >= SILENT_SECONDS / BEAT_SECONDS:
                 self._end(line, f"said nothing for {SILENT_SECONDS:g} s")
 
     def close(self) -> None:
@@ -70,7 +76,7 @@ class LeaderLines:
             line.close()
             return
         line.setblocking(False)
-        self._lines[line], self._heard_at[line] = 0, time.monotonic()
+        self._lines[line] = self._silent_looks[line] = 0
         self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(line))
 
     def _hear(self, line: socket.socket) -> None:
@@ -84,18 +90,20 @@ class LeaderLines:
         if not data:
             self._end(line, "is gone")
             return
-        self._heard_at[line] = time.monotonic()
+        self._silent_looks[line] = 0
         if not self._lines[line]:
-            index = int.from_bytes(data[:HELLO_BYTES], "big")
-            if len(data) < HELLO_BYTES or not 1 <= index <= self._pods or index in self._lines.values():
+            index = _index_in(data)
+            if not 1 <= index <= self._pods or index in self._lines.values():
                 self._end(line, "")
             else:
                 self._lines[line] = index
+                with suppress(OSError):  # it is gone again, which its end says
+                    line.send(_ACCEPTED)
 
     def _end(self, line: socket.socket, what: str) -> None:
         self._selector.unregister(line)
         line.close()
-        del self._heard_at[line]
+        del self._silent_looks[line]
         if index := self._lines.pop(line):
             self._on_lost(index, what)
 
@@ -110,7 +118,7 @@ class FurtherLine:
 
     def __init__(self, leader: tuple[str, int], index: int) -> None:
         self._leader = leader
-        self._hello = index.to_bytes(HELLO_BYTES, "big")
+        self._hello = _HELLO + index.to_bytes(_INDEX_BYTES, "big")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="line to the leader", daemon=True)
         self._thread.start()
@@ -120,18 +128,25 @@ class FurtherLine:
 
     def _hold(self) -> None:
         while not self._ended.is_set():
-            try:
-                line = socket.create_connection(self._leader, SILENT_SECONDS)
-            except OSError:  # it has not started yet
-                self._ended.wait(BEAT_SECONDS)
-                continue
-            with line:
-                try:
-                    line.sendall(self._hello)
-                    while not self._ended.wait(BEAT_SECONDS):
-                        line.sendall(b".")
-                except OSError:
-                    return  # the leader has ended
+            with suppress(OSError), socket.create_connection(self._leader, SILENT_SECONDS) as line:
+                line.settimeout(None)  # a leader that is held up reads a line later, and would take its end for a loss
+                line.sendall(self._hello)
+                if line.recv(1) == _ACCEPTED:
+                    self._beat(line)
+                    return
+            self._ended.wait(BEAT_SECONDS)  # the leader has not started yet, or strangers hold its lines
+
+    def _beat(self, line: socket.socket) -> None:
+        with suppress(OSError):  # the leader has ended
+            while not self._ended.wait(BEAT_SECONDS):
+                line.sendall(b".")
+
+
+def _index_in(data: bytes) -> int:
+    """0: it is not said by a pod."""
+    if len(data) != len(_HELLO) + _INDEX_BYTES or not data.startswith(_HELLO):
+        return 0
+    return int.from_bytes(data[len(_HELLO) :], "big")
 
 
 def _listener(port: int) -> socket.socket:
