@@ -219,3 +219,18 @@ async def test_all_that_wait_are_routed_anew_over_iterations_of_the_event_loop()
 
     assert max(routed) <= ROUTED_PER_ITERATION
     assert sum(routed) == len(tasks)
+
+
+async def test_a_prompt_takes_one_turn_however_often_engines_change() -> None:
+    fleet = fleet_of("a")
+    sent(fleet, BOUND)
+    turns = [ColdTurn() for _ in range(3 * ROUTED_PER_ITERATION)]
+    for turn in turns:
+        assert ask(fleet, BOUND, turn) is None
+    waiting = [asyncio.create_task(fleet.cold.wait(turn)) for turn in turns]
+    await asyncio.sleep(0)
+    for _ in range(100):
+        fleet.cold.changed()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert all(task.done() for task in waiting) and not fleet.cold._turns._waiting

@@ -157,6 +157,8 @@ class ColdPrompts:
         return None
 
     def _wake(self, turn: ColdTurn) -> None:
+        if turn.woken:  # it has its turn, which a second one would take from another prompt
+            return
         turn.woken = True
         if turn.wake is not None:
             turn.wake()
