@@ -6,6 +6,8 @@ import os
 import time
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
@@ -19,6 +21,7 @@ from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.worker.transports import OpenTransport
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.testing.generation import scheduler_half
 from spillway_connector.testing.memory import mapped_bytes
 
 ROWS, ROW_BYTES = 3, 3 << 20
@@ -68,8 +71,8 @@ def region():
 class _Spec(SpillwayOffloadingSpec):
     """The spec of this vLLM's generation, without the engine that vLLM's constructor reads."""
 
-    def __init__(self, region: HostRegion, tiers: int) -> None:
-        self.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": [{}] * tiers}
+    def __init__(self, region: HostRegion, tiers: int, **settings: object) -> None:
+        self.extra_config = {"num_cpu_blocks": ROWS, "secondary_tiers": [{}] * tiers, **settings}
         self._begin(**SHAPE)
         self._region_of_test = region
 
@@ -80,10 +83,10 @@ class _Spec(SpillwayOffloadingSpec):
         return _Tier()
 
 
-def make_spec(region: HostRegion, tiers: int) -> _Spec:
+def make_spec(region: HostRegion, tiers: int, **settings: object) -> _Spec:
     if tiers:
         write_layout(region.create_kv_memoryview().cast("B"), 0, ROW_BYTES, LAYOUT)
-    return _Spec(region, tiers)
+    return _Spec(region, tiers, **settings)
 
 
 def test_a_shared_tiers_first_load_meets_no_page_faults(region: HostRegion):
@@ -120,6 +123,25 @@ def test_an_engine_whose_weights_are_unknown_serves_without_its_shared_tiers(
     assert ended == built
     assert spec.not_shared == "model 'm': its folder holds no file of weights"
     assert "serves without its shared tiers: model 'm'" in caplog.text
+
+
+@pytest.mark.parametrize(("is_known", "storing"), [(True, "eager"), (False, "auto")])
+def test_storing_auto_waits_for_the_device_unless_the_engine_uses_a_shared_tier(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch, is_known: bool, storing: str
+):
+    """One that is configured, and that the engine serves without, is none."""
+    spec = make_spec(region, tiers=1, storing="auto")
+
+    def create(config: object, view: memoryview) -> SecondaryTierManager:
+        if not is_known:
+            raise WeightsUnknown("model 'm': its folder holds no file of weights")
+        return _Tier()
+
+    monkeypatch.setattr(spec, "_create_tier", create)
+    attention = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    half = scheduler_half(spec.get_manager(), [attention], settings=spec.settings)
+    assert half.settings()["storing"] == storing
+    assert (half.late_stores is None) == is_known
 
 
 def test_a_shared_tier_hears_how_the_workers_registered_their_caches(region: HostRegion):
