@@ -13,7 +13,9 @@ from spillway_connector.plan.step_shares import (
     FLOOD_STEPS,
     HELD_SHARE,
     LATELY_SECONDS,
+    LEAST_TIMES_KEPT,
     LEAST_TOKENS,
+    MEASURED_EVERY,
     PARTIES_MAX,
     STEP_TIMES,
     STEPS_WITHOUT_DECODES_MAX,
@@ -178,6 +180,31 @@ def test_while_others_may_ask_a_floods_step_is_a_short_one_and_the_next_is_plann
     held = [each for each in waits[300:] if each]
     assert len(held) >= 300 * 61 // 64
     assert max(held) == pytest.approx(HELD_SHARE * took) and min(held) == pytest.approx(HELD_SHARE * took)
+
+
+def test_a_plan_is_held_no_longer_than_the_last_measured_step_allows() -> None:
+    shares, now = shares_of(USER, FLOOD), 0.0
+    shares.computed({FLOOD: 10 * FLOODING}, now)
+
+    def held_after(took: float) -> float:
+        """The wait for a plan, behind so many steps that one of them is measured."""
+        nonlocal now
+        held_seconds = 0.0
+        for _ in range(MEASURED_EVERY):
+            shares.came(USER, now)
+            step = shares.next_step([FLOOD], now)
+            assert step is not None and step.tokens is not None
+            shares.computed({FLOOD: step.tokens}, now)
+            held_seconds = step.held_seconds or held_seconds
+            now += max(took, step.held_seconds)
+        return held_seconds
+
+    for _ in range(LEAST_TIMES_KEPT):
+        held_after(0.06)
+    assert held_after(0.06) == pytest.approx(HELD_SHARE * 0.06)
+    assert held_after(0.02) == pytest.approx(HELD_SHARE * 0.02), "steps became shorter"
+    assert held_after(0.06) == pytest.approx(HELD_SHARE * 0.06), "one step was measured wrongly"
+    assert held_after(0.09) == pytest.approx(HELD_SHARE * 0.06)
 
 
 def test_others_who_have_a_request_in_the_engine_are_not_awaited() -> None:
