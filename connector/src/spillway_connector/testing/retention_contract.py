@@ -10,7 +10,7 @@ for about that many chunks. Shared tiers are driven by :class:`RenewedTier`, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import key_of, payload_of
@@ -58,10 +58,13 @@ class RenewedTier:
         self._renewals = Renewals(tier, clock)
 
     @classmethod
-    def stepped(cls, make: Callable[[Clock, Clock], Tier], chunks: int) -> RenewedTier:
-        """make: from a monotonic and a wall clock."""
+    def stepped(
+        cls, make: Callable[[Clock, Clock], Tier], chunks: int, settle: Callable[[Any], None] = lambda tier: None
+    ) -> RenewedTier:
+        """make: from a monotonic and a wall clock. settle: does what the tier's thread has to do before time passes."""
         clock = SteppedClock()
-        return cls(make(clock, lambda: 1e9 + clock()), chunks, clock, clock, lambda seconds: None)
+        tier = make(clock, lambda: 1e9 + clock())
+        return cls(tier, chunks, clock, clock, lambda seconds: settle(tier))
 
     @property
     def honours_holds(self) -> bool:
@@ -83,8 +86,8 @@ class RenewedTier:
     def pass_time(self, seconds: float) -> None:
         while seconds > 0:
             passed = min(seconds, RENEW_SECONDS)
-            self._clock.advance(passed)
             self._step(passed)
+            self._clock.advance(passed)
             self._renew()
             seconds -= passed
 

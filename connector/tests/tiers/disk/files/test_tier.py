@@ -100,7 +100,9 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], FileTier]:
 @pytest.fixture
 def make_retaining(make_tier: MakeTier) -> MakeRetaining:
     return lambda chunks: RenewedTier.stepped(
-        lambda clock, wall_clock: make_tier(max_bytes=chunks * FRAME_BYTES, clock=clock, wall_clock=wall_clock), chunks
+        lambda clock, wall_clock: make_tier(max_bytes=chunks * FRAME_BYTES, clock=clock, wall_clock=wall_clock),
+        chunks,
+        FileTier._maintain,  # a thread that comes late would evict between a step of the clock and the renewals
     )
 
 
