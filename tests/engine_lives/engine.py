@@ -438,12 +438,22 @@ class Engine:
         self.scheduled.append(output)
         region = getattr(self._scheduler_half, "_step_region", None)  # since 0.33
         assert region is None, "vLLM holds the manager's lock beyond the step"
+        self._require_known_drafts(output)
         self.last_step = dict(output.num_scheduled_tokens)
         self.figures.steps += 1
         self._record_step(output, output.kv_connector_metadata)
         self._require_kept_for_waiting()
         self.figures.early_loads += sum(piece.last for piece in getattr(output.kv_connector_metadata, "pieces", ()))
         self.figures.step_loads += len(getattr(output.kv_connector_metadata, "step_loads", ()))
+
+    def _require_known_drafts(self, output: SchedulerOutput) -> None:
+        """With asynchronous scheduling a worker has the drafts that it made in its last step, and no others."""
+        if self.shape.asynchronous and self.shape.fair_steps:
+            unknown = output.scheduled_spec_decode_tokens.keys() - self.last_step.keys()
+            # vLLM 0.30 and later fill the first step of a request up with drafts of no meaning.
+            unknown -= {new.req_id for new in output.scheduled_new_reqs}
+            unknown -= output.scheduled_cached_reqs.resumed_req_ids
+            assert not unknown, f"{unknown} were left out of the step that made their drafts"
 
     def _require_kept_for_waiting(self) -> None:
         """The CPU tier keeps at most its share, for requests that have no blocks alone."""
