@@ -22,6 +22,7 @@ SETTLED_REQUESTS = 20  # before anything is done to the service, and after it
 SETTLED_REQUESTS_REAL = 6  # of real engines, which may take ten seconds for one
 REQUESTS_SECONDS = 120.0  # until that many more have ended
 REQUESTS_SECONDS_REAL = 900.0
+WORKERS = 6  # that ask at once
 
 
 @dataclass
@@ -49,6 +50,14 @@ class LoadResult:
         for failure in self.failures[:3]:
             parts.append(f"{failure['what'][:160]} ({failure['at'] - self.begun:.1f} s in)")
         return "; ".join(parts)
+
+    def require_only_lost_ones(self, workers: int) -> None:
+        """Failures are of requests that ran at one moment, whenever the kubelet killed a process, and no more than
+        could: none was asked after another had failed."""
+        assert self.failed <= workers, self.failures
+        first = min((failure["at"] for failure in self.failures), default=0.0)
+        later = [failure for failure in self.failures if failure["asked"] > first]
+        assert not later, f"asked after the kill, and failed: {later}"
 
 
 class ClientPod:
@@ -96,7 +105,7 @@ class ClientPod:
         return int(self._ask(f"{self.url}/v1/chat/completions", json.dumps(body))["status"])
 
     @contextmanager
-    def load(self, workers: int = 6, real_engines: bool = False) -> Iterator[LoadResult]:
+    def load(self, workers: int = WORKERS, real_engines: bool = False) -> Iterator[LoadResult]:
         """Requests run while the block does; afterwards the result holds what became of all of them.
 
         real_engines: they are slow, and may decide near ties either way; of others a different answer to the same

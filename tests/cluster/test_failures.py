@@ -11,7 +11,7 @@ import time
 from datetime import datetime
 
 import pytest
-from cluster.client_pod import ClientPod, LoadResult
+from cluster.client_pod import WORKERS, ClientPod, LoadResult
 from cluster.commands import CommandFailed
 from cluster.discovery_watch import DiscoveryWatch
 from cluster.helm import Release
@@ -30,7 +30,6 @@ from cluster.values import OPERATIONS_PORT, Values, simulated
 from stack_driver.deadlines import eventually
 
 ENGINES_SERVICE = "chat-spillway-engine-pods"
-WORKERS = 6
 PASSWORDS = "a" * 32, "b" * 32
 
 
@@ -69,13 +68,8 @@ def kill(namespace: Kubernetes, pod: Object) -> None:
 
 
 def require_only_lost_ones(result: LoadResult, case: Row) -> None:
-    """Failures are of requests that ran at one moment, whenever the kubelet killed the process, and no more than could:
-    none was asked after another had failed."""
     case.requests, case.failed, case.note = result.requests, result.failed, result.words()
-    assert result.failed <= WORKERS, result.failures
-    first = min((failure["at"] for failure in result.failures), default=0.0)
-    later = [failure for failure in result.failures if failure["asked"] > first]
-    assert not later, f"asked after the kill, and failed: {later}"
+    result.require_only_lost_ones(WORKERS)
 
 
 def test_engine_killed(namespace: Kubernetes, client: ClientPod, case: Row, report: Report) -> None:

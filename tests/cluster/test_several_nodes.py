@@ -1,6 +1,7 @@
 """Replicas of two pods each, made by the controller of LeaderWorkerSets itself.
 
-A replica has one endpoint, and what is done to one of its pods costs no request.
+A replica has one endpoint. What is announced to one of its pods costs no request; ranks that are lost end the answers
+that they were computing.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cluster.client_pod import ClientPod, LoadResult
+from cluster.client_pod import WORKERS, ClientPod, LoadResult
 from cluster.helm import Release
 from cluster.kube import Kubernetes, name_of
 from cluster.local_cluster import NODES
@@ -64,18 +65,18 @@ def test_a_replica_loses_a_pod(namespace: Kubernetes, client: ClientPod, case: R
 
 
 def test_a_pod_that_is_lost_unseen(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
-    """replicas of two pods: a pod deleted with --force, which the controller does not see, costs no request either"""
+    """replicas of two pods: a pod deleted with --force, which the controller does not see, costs begun answers"""
     before = uids(namespace)
     with client.load() as result:
         client.wait_for_requests(20)
         namespace.kubectl("delete", "pod", f"{SET}-1-1", "--force", "--grace-period=0")
         eventually("the whole replica is new", lambda: are_new(namespace, before, 1), RESTART_SECONDS)
         client.wait_for_requests(client.progress() + 40)
-    no_failure(result, case)
+    only_lost_answers(result, case)
 
 
 def test_a_process_of_a_further_pod_ends(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
-    """replicas of two pods: a process of the second pod that is killed costs its replica a restart, and no request"""
+    """replicas of two pods: a process of the second pod that is killed costs its replica a restart and its answers"""
     before = uids(namespace)
     with client.load() as result:
         client.wait_for_requests(20)
@@ -83,7 +84,7 @@ def test_a_process_of_a_further_pod_ends(namespace: Kubernetes, client: ClientPo
         namespace.execute(f"{SET}-1-1", "python3", "-c", kill)
         eventually("the whole replica is new", lambda: are_new(namespace, before, 1), RESTART_SECONDS)
         client.wait_for_requests(client.progress() + 40)
-    no_failure(result, case)
+    only_lost_answers(result, case)
 
 
 def test_a_node_is_drained(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
@@ -128,6 +129,12 @@ def test_scaling(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
 def no_failure(result: LoadResult, case: Row) -> None:
     case.requests, case.failed, case.note = result.requests, result.failed, result.words()
     assert result.failed == 0, result.failures
+
+
+def only_lost_answers(result: LoadResult, case: Row) -> None:
+    case.requests, case.failed, case.note = result.requests, result.failed, result.words()
+    assert all(failure["streamed"] for failure in result.failures), "an answer that had not begun comes from elsewhere"
+    result.require_only_lost_ones(WORKERS)
 
 
 def uids(namespace: Kubernetes) -> dict[str, str]:
