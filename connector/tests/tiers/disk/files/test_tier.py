@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import resource
@@ -34,7 +35,7 @@ from spillway_connector.tiers.disk.clock import boot_tag
 from spillway_connector.tiers.disk.files.space import Space
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.io import FrameFiles, tier_error
-from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, StoreOutcome
+from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome
 
 NEVER = 1e7  # a deadline for tiers on a stepped clock
 FRAME_BYTES = 4096 * 5  # header page, three whole pages, one padded page
@@ -99,11 +100,15 @@ def make_small_tier(make_tier: MakeTier) -> Callable[[int], FileTier]:
 
 @pytest.fixture
 def make_retaining(make_tier: MakeTier) -> MakeRetaining:
-    return lambda chunks: RenewedTier.stepped(
-        lambda clock, wall_clock: make_tier(max_bytes=chunks * FRAME_BYTES, clock=clock, wall_clock=wall_clock),
-        chunks,
-        FileTier._maintain,  # a thread that comes late would evict between a step of the clock and the renewals
-    )
+    """The tier's thread does not run, as it would evict between a step of the clock and the renewals that follow; the
+    test does its work instead."""
+
+    def make(chunks: int, clock: Clock, wall_clock: Clock) -> FileTier:
+        tier = make_tier(max_bytes=chunks * FRAME_BYTES, clock=clock, wall_clock=wall_clock)
+        tier._maintenance.stop()
+        return tier
+
+    return lambda chunks: RenewedTier.stepped(functools.partial(make, chunks), chunks, FileTier._maintain)
 
 
 class TestFileTier(BoundedTierContract, RetentionContract):
