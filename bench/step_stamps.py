@@ -132,21 +132,21 @@ def medians(stamps: Stamps, asked: Mapping[str, tuple[float, float]]) -> dict[st
     for name in asked.keys() & stamps.requests.keys():
         (sent, first), (came, planned, result) = asked[name], stamps.requests[name]
         before = max((each for each in results if each < result), default=planned)
-        parts["to_the_engine"].append(came - sent)
-        parts["until_planned"].append(planned - came)
-        parts["steps_under_way"].append(max(0.0, before - planned))
-        parts["own_step"].append(result - max(before, planned))
-        parts["to_the_user"].append(first - result)
-        parts["in_all"].append(first - sent)
+        parts["to_the_engine"].append(1e3 * (came - sent))
+        parts["until_planned"].append(1e3 * (planned - came))
+        parts["steps_under_way"].append(1e3 * max(0.0, before - planned))
+        parts["own_step"].append(1e3 * (result - max(before, planned)))
+        parts["to_the_user"].append(1e3 * (first - result))
+        parts["in_all"].append(1e3 * (first - sent))
     own = {stamps.requests[name][1] for name in asked.keys() & stamps.requests.keys()}
     for earlier, step in pairwise(stamps.steps):
         if step.prompts and step.planned not in own:
-            parts["floods_step"].append(step.result - earlier.result)
-            parts["floods_step_planning"].append(step.planning)
-            parts["floods_step_prompt_tokens"].append(step.prompts / 1e3)
-            parts["floods_step_decoding"].append(step.decoding / 1e3)
+            parts["floods_step"].append(1e3 * (step.result - earlier.result))
+            parts["floods_step_planning"].append(1e3 * step.planning)
+            parts["floods_step_prompt_tokens"].append(step.prompts)
+            parts["floods_step_decoding"].append(step.decoding)
     return {
-        f"{part}_{name}": round(value * 1e3, 2)
+        f"{part}_{name}": round(value, 2)
         for part, values in parts.items()
         if len(values) > 1
         for name, value in (("p50", statistics.median(values)), ("p90", statistics.quantiles(values, n=10)[-1]))

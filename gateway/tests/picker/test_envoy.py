@@ -40,6 +40,18 @@ async def behind_envoy(*engines: Any, **sections: Any) -> AsyncIterator[tuple[st
         yield url, running
 
 
+@asynccontextmanager
+async def running_picker(
+    document: dict[str, Any], host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[RunningGateway, grpc.aio.Channel]]:
+    """The gateway, and a channel to its picker as a proxy has one."""
+    async with (
+        running_gateway(document) as running,
+        grpc.aio.insecure_channel(f"{host}:{running.picker_port}") as channel,
+    ):
+        yield running, channel
+
+
 async def post(url: str, path: str, body: object, **headers: str) -> tuple[int, dict[str, str], bytes]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"content-type": "application/json", **headers}
@@ -210,10 +222,7 @@ async def test_while_no_picker_answers_requests_pass_or_fail_as_the_proxy_says(s
 async def test_the_health_service_says_when_the_gateway_drains(start_engine: StartEngine):
     engine = await start_engine()
     document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
-    async with (
-        running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
-    ):
+    async with running_picker(document) as (running, channel):
         health = health_pb2_grpc.HealthStub(channel)
         states = health_pb2.HealthCheckResponse
         serving = states.SERVING
@@ -238,10 +247,7 @@ async def test_the_health_service_says_when_the_gateway_drains(start_engine: Sta
 @pytest.mark.parametrize(("host", "client"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::", "[::1]")])
 async def test_the_picker_listens_on_both_families_of_addresses(start_engine: StartEngine, host: str, client: str):
     document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0, "host": host})
-    async with (
-        running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"{client}:{running.picker_port}") as channel,
-    ):
+    async with running_picker(document, client) as (_, channel):
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -288,10 +294,7 @@ async def test_a_body_that_cannot_be_read_ends_the_call_and_is_no_fault_of_the_g
     start_engine: StartEngine, message: bytes, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ):
     document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0})
-    async with (
-        running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
-    ):
+    async with running_picker(document) as (running, channel):
         call = channel.stream_stream(f"/{SERVICE}/Process")()
         await call.write(opening())
         await call.write(message)
@@ -314,10 +317,7 @@ async def test_a_request_for_whose_bytes_there_is_no_room_is_answered_with_503(s
     mib = 1024 * 1024
     limits = {"bodyBytesMax": 3 * mib, "bodiesBytesMax": 4 * mib}
     document = gateway_config([await start_engine()], limits=limits, listen={"port": 0, "pickerPort": 0})
-    async with (
-        running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
-    ):
+    async with running_picker(document) as (running, channel):
         budget = running.gateway.open_connections.body_budget
         budget.reserve(4 * mib, 1)  # by others
         body = ProcessingRequest(request_body={"body": bytes(100_000)}).SerializeToString()
@@ -333,10 +333,7 @@ async def test_a_reply_passes_while_bodies_of_others_fill_their_budget(start_eng
     engine = await start_engine()
     body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
     document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
-    async with (
-        running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
-    ):
+    async with running_picker(document) as (running, channel):
         opened = running.gateway.open_connections
         call = channel.stream_stream(f"/{SERVICE}/Process")()
         await call.write(opening())
@@ -363,10 +360,7 @@ async def test_trailers_of_a_request_are_answered_after_its_body(start_engine: S
     engine = await start_engine()
     body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
     document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
-    async with (
-        running_gateway(document) as running,
-        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
-    ):
+    async with running_picker(document) as (running, channel):
         call = channel.stream_stream(f"/{SERVICE}/Process")()
         await call.write(opening())
         await call.write(ProcessingRequest(request_body={"body": body}).SerializeToString())

@@ -135,6 +135,15 @@ class Peer:
         headers = dict(REQUEST) | {":path": path} | {name.replace("_", "-"): text for name, text in changed.items()}
         self.http.send_headers(number, list(headers.items()))
 
+    async def send(self, number: int, data: bytes) -> None:
+        """All of it, or what the call takes until it is reset, within the window."""
+        left = memoryview(data)
+        while left and number not in self.resets:
+            size = min(len(left), FRAME_BYTES_MAX, self.http.local_flow_control_window(number))
+            self.http.send_data(number, bytes(left[:size]))
+            left = left[size:]
+            await self.exchange()
+
     async def exchange(self, cut: Callable[[bytes], Iterator[bytes]] = lambda data: iter([data])) -> None:
         """Until neither side has anything more to say."""
         while True:
@@ -174,9 +183,7 @@ LENGTHS = st.sampled_from([0, 1, 7, 300, 16_379, 16_384, 70_000, 300_000])
 
 @settings(deadline=None, max_examples=60)
 @given(
-    lengths=st.lists(
-        st.lists(st.sampled_from([0, 1, 7, 300, 16_379, 16_384, 70_000, 300_000]), max_size=5), max_size=4
-    ),
+    lengths=st.lists(st.lists(LENGTHS, max_size=5), max_size=4),
     window=st.sampled_from([1, 1_000, 65_535, 1_000_000]),
     frame_bytes=st.sampled_from([16_384, 60_000]),
     seed=st.integers(),
@@ -230,12 +237,7 @@ async def test_a_message_longer_than_its_window_arrives_and_one_longer_than_the_
     long = packed(random.Random(1).randbytes(MESSAGE_BYTES_MAX))
     for number, data in ((1, long), (3, struct.pack(">BI", 0, MESSAGE_BYTES_MAX + 1))):
         peer.call(number)
-        left = memoryview(data)
-        while left:
-            size = min(len(left), FRAME_BYTES_MAX, peer.http.local_flow_control_window(number))
-            peer.http.send_data(number, bytes(left[:size]))
-            left = left[size:]
-            await peer.exchange()
+        await peer.send(number, data)
     assert peer.messages[1] == long and 1 not in peer.trailers
     assert peer.trailers[3]["grpc-status"] == str(int(Status.RESOURCE_EXHAUSTED)) and peer.resets == {3: Code.NO_ERROR}
 
@@ -635,28 +637,20 @@ async def test_what_is_unread_of_a_reply_counts_in_the_budget_for_replies_and_is
         await peer.exchange()
         peer.http.send_data(number, packed(bytes(9_995)))
 
-    async def send(number: int, data: bytes) -> None:
-        left = memoryview(data)
-        while left and number not in peer.resets:
-            size = min(len(left), FRAME_BYTES_MAX, peer.http.local_flow_control_window(number))
-            peer.http.send_data(number, bytes(left[:size]))
-            left = left[size:]
-            await peer.exchange()
-
-    await send(1, packed(bytes(89_995)))
+    await peer.send(1, packed(bytes(89_995)))
     assert opened.body_budget.reserved_bytes == 100_000 - UNCOUNTED_BYTES
     for call in peer.connection._calls.values():
         call.begin_reply(opened.reply_budget)
     assert (opened.body_budget.reserved_bytes, opened.reply_budget.held_bytes) == (0, 100_000 - UNCOUNTED_BYTES)
     opened.body_budget.reserve(MIB, 1)  # by others
-    await send(1, packed(bytes(99_995)))
+    await peer.send(1, packed(bytes(99_995)))
     opened.reply_budget.hold(MIB)
-    await send(3, packed(bytes(199_995)))
+    await peer.send(3, packed(bytes(199_995)))
     assert opened.reply_budget.held_bytes == MIB + 200_000 + 210_000 - 2 * UNCOUNTED_BYTES and not peer.trailers
     peer.call(5)
     await peer.exchange()
     peer.connection._calls[5].begin_reply(opened.reply_budget)
-    await send(5, packed(bytes(MIB)))
+    await peer.send(5, packed(bytes(MIB)))
     assert peer.trailers[5]["grpc-status"] == str(int(Status.RESOURCE_EXHAUSTED))
     assert opened.reply_budget.held_bytes == MIB + 200_000 + 210_000 - 2 * UNCOUNTED_BYTES
     peer.http.reset_stream(1)

@@ -50,7 +50,7 @@ print("group", os.getpgrp(), flush=True)
 
 class Pod:
     """leader_port: of the leader's server; 0: it leads itself. lines_port: at which it expects a further pod; 0: none,
-    or a port that nobody listens on."""
+    or a port at which no leader listens."""
 
     def __init__(
         self, engine: str, drain_timeout_seconds: float = 60.0, leader_port: int = 0, lines_port: int = 0

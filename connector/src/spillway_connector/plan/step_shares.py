@@ -35,7 +35,7 @@ from typing import Generic, NamedTuple, TypeVar
 HALF_LIFE_SECONDS = 60.0
 LATELY_SECONDS = 60.0  # a party that neither came nor had a prompt computed for so long has left
 FLOOD_TIMES = 4.0  # as much as another party, and at least that part of the most: less is as between two users
-FLOOD_STEPS = 8  # full steps of prompts within a half-life or so; who takes less disturbs nobody
+FLOOD_STEPS = 8  # full steps of prompts within a half-life or so; who takes less disturbs no other
 FLOOD_STEP_TOKENS = 256  # of a flood's prompts in one step, until steps were measured
 LEAST_TOKENS = 64  # of a step that measures the least time that a step takes; two in a row of MEASURED_EVERY are such
 MEASURED_EVERY = 64
@@ -62,7 +62,7 @@ class Step(NamedTuple):
     tokens: of them, at most; None: as many as the engine's step takes.
     begins: whether prompts that wait may begin; else those that have begun are computed alone.
     pauses: whose requests that decode are left out.
-    held_seconds: for how long the step behind this one shall not be planned, unless a party comes that floods nobody.
+    held_seconds: for how long the step behind this one shall not be planned, unless a party comes that is no flood.
     """
 
     parties: frozenset[Party]

@@ -12,6 +12,7 @@ from spillway_settings.wire import PROMOTE_UTILITY, SETTLE_UTILITY, WEIGHTS_UTIL
 
 _ENGINE = "spillway_connector.engine"
 _ENGINE_CORE = "vllm.v1.engine.core:EngineCore"
+_ENGINE_CORE_PROC = f"{_ENGINE_CORE}Proc"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _BLOCK_POOL = "vllm.v1.core.block_pool:BlockPool"
 
@@ -169,7 +170,7 @@ def _steering(schedule: str) -> Sequence[Patch]:
         ),
         Patch(
             name="fair-step-plans",
-            place=f"{_ENGINE_CORE}Proc",
+            place=_ENGINE_CORE_PROC,
             signature="_process_input_queue(self)",
             replacement=f"{_ENGINE}.features.fair_steps:awaiting_others",
             needed_by=Needed.FAIR_STEPS,
@@ -215,7 +216,7 @@ V023: Sequence[Patch] = (
     ),
     Patch(
         name="failed-pauses",
-        place="vllm.v1.engine.core:EngineCoreProc",
+        place=_ENGINE_CORE_PROC,
         signature="_notify_idle_state_callbacks(self)",
         replacement=f"{_ENGINE}.v023.pauses:answering_notify",
         reason="what fails at the end of a pause ends the engine core, instead of answering its caller",
