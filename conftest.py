@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,3 +27,21 @@ def pytest_runtest_setup() -> None:
     server imports, sets ERROR), and `caplog` would then hear nothing in every later test of the same process.
     """
     logging.root.setLevel(logging.WARNING)
+
+
+@pytest.fixture
+def decisions() -> Iterator[list[str]]:
+    """What the connector logs at debug, whatever another test of this process has done to its logger."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("spillway_connector"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)

@@ -6,6 +6,7 @@ dict.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
@@ -38,6 +39,8 @@ from spillway_settings.values.offload import (
     NvmeMode,
     Offload,
 )
+
+logger = logging.getLogger(__name__)
 
 # Keys of the extra config that vLLM itself reads; we pass them by.
 _PROMPT_ONLY = "offload_prompt_only"  # what vLLM calls generated_tokens: off
@@ -186,11 +189,14 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
     copy_table: CopyTable | None = None
     node_tier: NodeTierConfig | None = None  # None: the CPU tier belongs to the engine
 
-    def stores_late(self, shared_tiers: bool) -> bool:
-        """Whether chunks are stored only when they are about to leave the device, once the CPU tier is full."""
-        wanted = self.storing == "late" or (self.storing == "auto" and not shared_tiers)
-        # With a node's tier, what one engine's device keeps is nothing to the others.
-        return wanted and self.eviction_policy == "lru" and self.node_tier is None
+    def why_stored_early(self, shared_tiers: bool) -> str | None:
+        """Why a chunk is stored when it was computed; None: it is stored when it is about to leave the device, once the
+        CPU tier is full."""
+        if self.storing == "eager" or (self.storing == "auto" and shared_tiers):
+            return "a shared tier is offered every chunk" if shared_tiers else "it is asked for"
+        if self.eviction_policy != "lru":
+            return f"eviction_policy: {self.eviction_policy} does not know what the device holds"
+        return "what one engine's device keeps is nothing to the others of the node" if self.node_tier else None
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
@@ -209,6 +215,8 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
                 f"given num_cpu_blocks={config.num_cpu_blocks}, cpu_bytes_to_use={config.cpu_bytes_to_use}"
             )
         check_node_tier(config, PLAIN_NAMES)
+        for key in given:
+            logger.debug("kv_connector_extra_config sets %s: %r", key, getattr(config, key))
         return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -165,6 +166,23 @@ def test_rows_go_out_and_come_back_elsewhere(rig: Rig) -> None:
     assert (stats.written_bytes, stats.read_bytes) == (32 * PAYLOAD, 32 * PAYLOAD)
     assert (stats.queued_load_bytes, stats.queued_store_bytes) == (0, 0)
     assert stats.failures == {}
+
+
+def test_the_log_says_which_chunks_were_not_moved_and_why(rig: Rig, decisions: list[str]) -> None:
+    shared = rig.start(limits=replace(LIMITS, load_queue_bytes_max=2 * PAYLOAD))
+    shared.submit_store(1, keys(range(2)), range(2))
+    rig.outcome(1)
+    shared.submit_store(2, keys(range(2)), range(2))
+    shared.submit_load(3, keys([0, 9, 1]), range(32, 35))
+    rig.outcome(3)
+    without_times = [re.sub(r"[\d.]+ s:", "T s:", line) for line in decisions]
+    assert without_times == [
+        "memory store job 1 ended after T s: 2 of 2 chunks were moved",
+        "memory store job 2: 2 chunks are not stored: present",
+        "memory store job 2 ended after T s: 0 of 0 chunks were moved",
+        f"memory load job 3: 1 chunks are refused: load_queue_bytes_max: {2 * PAYLOAD} bytes are in hand",
+        "memory load job 3 ended after T s: 1 of 2 chunks were moved; 1 failed: miss; 1 failed: queue_full",
+    ]
 
 
 def test_lookups_are_asked_in_one_batch_per_step_and_remembered(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 import yaml
 
-from spillway_gateway.config.follower import merge_live
+from spillway_gateway.config.follower import differences, merge_live
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
@@ -133,6 +134,7 @@ async def test_a_bad_file_leaves_what_was_and_says_so(
     path = tmp_path / "gateway.yaml"
     document = gateway_config([engine], **NO_POLL)
     write(path, document)
+    caplog.set_level(logging.DEBUG, logger="spillway_gateway.config")
     async with (
         running_gateway(document, config_path=path) as running,
         aiohttp.ClientSession() as client,
@@ -155,6 +157,19 @@ async def test_a_bad_file_leaves_what_was_and_says_so(
         assert "spillway_gateway_config_refused 0.0" in page
         assert "spillway_gateway_config_restart_pending 1.0" in page
         assert "restart to apply: routing" in caplog.text
+        assert "limits.bodyBytesMax: 67108864 becomes 10 now" in caplog.text
+        assert "routing.runningRequestMs: 10 becomes 3.0 after a restart" in caplog.text
+
+
+def test_settings_that_differ_are_named_with_both_values() -> None:
+    before = {"limits": {"a": 1, "b": 2}, "log": {"level": "info"}, "models": [1]}
+    after = {"limits": {"a": 1, "b": 3}, "models": [2], "tracing": {"c": 4}}
+    assert list(differences(before, after)) == [
+        ("limits.b", 2, 3),
+        ("log", {"level": "info"}, None),
+        ("models", [1], [2]),
+        ("tracing", None, {"c": 4}),
+    ]
 
 
 def test_only_live_sections_change() -> None:

@@ -215,6 +215,11 @@ class Movers:
             return None
 
     @property
+    def tier_name(self) -> str:
+        """The tier's metric label."""
+        return self._tier.name
+
+    @property
     def received_chunks(self) -> float:
         """What has arrived since the start, parts of chunks included. If the tier cannot tell these apart, what its
         threads are loading counts as a whole."""

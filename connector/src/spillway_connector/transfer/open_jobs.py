@@ -6,8 +6,10 @@ which :meth:`OpenJobs.collect` takes in; so counters and the presence index are 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused, TierTimeout
@@ -20,6 +22,8 @@ from spillway_connector.transfer.breaker import Breaker
 from spillway_connector.transfer.jobs import Behind, JobOutcome, TransferJob
 from spillway_connector.transfer.movers import LateEnd, Movers
 from spillway_connector.transfer.stats import Operation, SkipReason, TierCounters, miss_of_error
+
+logger = logging.getLogger(__name__)
 
 ARRIVALS_REPORTED_SECONDS = 0.01  # a load that ends sooner is reported as a whole, which costs the scheduler less
 
@@ -98,6 +102,8 @@ class OpenJobs:
         if keys:
             self._counters.skipped[reason] += len(keys)
             job.done += keys
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s: %d chunks are not stored: %s", self._name(job), len(keys), reason.value)
 
     def refuse(self, job: TransferJob, keys: Sequence[bytes], reason: RefusedReason, message: str) -> None:
         """Fail keys without moving them."""
@@ -105,6 +111,8 @@ class OpenJobs:
             error = TierRefused(reason, message)
             job.failed.update(dict.fromkeys(keys, error))
             self._fail(job.operation, keys, error)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s: %d chunks are refused: %s", self._name(job), len(keys), message)
 
     def finished(self) -> list[JobOutcome]:
         """The jobs that ended since the last call, loads first: requests wait for them. Each is returned once."""
@@ -173,6 +181,8 @@ class OpenJobs:
             return
         self._counters.moved = True
         self._ended.append(job)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_end(job)
         if not job.keys:
             return
         operation, moved = job.operation, job.moved()
@@ -193,6 +203,20 @@ class OpenJobs:
             key = job.keys[index]
             job.failed[key] = error
             self._fail(operation, (key,), error)
+
+    def _name(self, job: TransferJob) -> str:
+        return f"{self._movers.tier_name} {job.operation.value} job {job.job_id}"
+
+    def _log_end(self, job: TransferJob) -> None:
+        failures = Counter(error.reason for error in (*job.errors.values(), *job.failed.values()))
+        logger.debug(
+            "%s ended after %.3f s: %d of %d chunks were moved%s",
+            self._name(job),
+            self._clock() - job.queued_at,
+            len(job.moved()),
+            len(job.keys),
+            "".join(f"; {count} failed: {reason}" for reason, count in failures.items()),
+        )
 
     def _fail(self, operation: Operation, keys: Sequence[bytes], error: TierError) -> None:
         self._counters.count_failure(operation, error.reason, len(keys))

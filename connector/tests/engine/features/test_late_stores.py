@@ -306,6 +306,40 @@ def test_a_chunk_of_two_sessions_is_stored_at_once(region: HostRegion, second: s
     rig.require_right()
 
 
+def test_the_log_says_when_and_why_a_chunk_is_stored_late(region: HostRegion, decisions: list[str]):
+    rig = Rig(region)
+    for prompt in range(6):
+        rig.begin(prompt)
+        rig.step()
+        rig.end(0)
+    assert any(line.endswith("chunks stay on the device alone for now") for line in decisions)
+    assert any(": late store " in line and line.endswith("the device gives them up") for line in decisions)
+
+
+@pytest.mark.parametrize(
+    ("settings", "meant"),
+    [
+        ({}, "storing: auto means late"),
+        ({"storing": "eager"}, "storing: eager means eager: it is asked for"),
+        (
+            {"storing": "late", "eviction_policy": "arc"},
+            "storing: late means eager: eviction_policy: arc does not know what the device holds",
+        ),
+    ],
+)
+def test_the_log_says_why_chunks_are_stored_early(
+    region: HostRegion, settings: dict[str, str], meant: str, decisions: list[str]
+):
+    config = ConnectorConfig.parse({"num_cpu_blocks": ROWS, **settings})
+    late = LateStores.wanted(Rig(region).manager, config, LeavingWindow(1), ranks=1)
+    assert decisions[-1] == meant
+    assert (late is not None) is meant.endswith("late")
+    assert [line for line in decisions if line.startswith("kv_connector")] == [
+        f"kv_connector_extra_config sets {name}: {value!r}"
+        for name, value in {"num_cpu_blocks": ROWS, **settings}.items()
+    ]
+
+
 def test_an_engine_without_requests_begins_no_copy_of_what_stays_on_its_device(region: HostRegion):
     rig = Rig(region)
     for prompt in range(3):

@@ -386,3 +386,33 @@ def test_loads_are_compared_with_computing_once_a_step_unless_their_request_is_c
     stack.manager.forbid_probing("r1")
     stack.manager._process_finished_jobs()
     assert asked == [(0.1, [False]), (0.1, [True])]
+
+
+def test_the_log_says_what_was_decided_about_a_load_and_why(stack: Stack, decisions: list[str]):
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    stack.tier.set_held(keys, False)
+    stack.manager.lookup_prefix(keys, context)
+    stack.apply("hold", 1, CHUNKS)
+    stack.manager.lookup_prefix(keys, context)  # 5 of 6: a quarter of 20 rows may be in flight
+    stack.clock.advance(3.1)
+    stack.apply("nothing", 0, 0)
+    stack.manager.lookup_prefix(keys, context)
+    assert decisions == [
+        "request r1: 0 of 6 chunks are in the CPU tier; 0 can be loaded: the tier lacks the next one",
+        "request r1: 0 of 6 chunks are in the CPU tier; it waits: there are no rows to promote more",
+        "request r1: job 0 promotes 5 chunks",
+        "request r1: 0 of 6 chunks are in the CPU tier; 0 can be loaded: its time for waiting is over",
+    ]
+
+
+def test_the_log_says_what_was_decided_about_a_store_and_why(stack: Stack, decisions: list[str]):
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    stack.manager.complete_store(stack.manager.prepare_store(keys, context).keys_to_store, context)
+    stack.manager.prepare_load(keys, context)
+    stack.manager.prepare_store([bytes([100 + number]) * 36 for number in range(ROWS)], context)
+    assert decisions == [
+        "request r1: 6 of 6 chunks are copied to the CPU tier, the others are there; 0 others are evicted",
+        "request r1: job 0 stores 6 chunks",
+        "request r1 loads 6 chunks to the device: all are in the CPU tier",
+        "request r1: 20 chunks are not stored: no rows can be freed",
+    ]

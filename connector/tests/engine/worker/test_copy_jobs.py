@@ -142,3 +142,16 @@ def test_what_moved_and_what_failed_is_counted():
         sample_key(metrics.DEVICE_COPY_SECONDS, "store"): 0.5,
     }
     assert not jobs.take_samples()
+
+
+def test_the_log_says_how_each_copy_ended(decisions: list[str]):
+    jobs = make_jobs()
+    jobs.start_load(1, "r", [7], lambda: True)
+    jobs.queue_store(2, ([1], [1]))
+    jobs.queue_store(3, ([2], [2]))
+    jobs.submit_stores()
+    jobs.finish([EndedCopy(1, success=True, size_bytes=4096, seconds=0.5), EndedCopy(2, success=False)])
+    assert decisions[:2] == [
+        "load jobs [1] are copied: 4096 bytes in 0.5 s",
+        "store jobs [2, 3] are not copied: None bytes in None s",
+    ]

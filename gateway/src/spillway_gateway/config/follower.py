@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import structs
 
 from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.certificate import file_state
-from spillway_gateway.config.settings import GatewayConfig, load_config
+from spillway_gateway.config.settings import GatewayConfig, load_config, shown_config
 from spillway_gateway.errors import ConfigError
 from spillway_settings import shared_names
 
@@ -70,6 +70,10 @@ class ConfigFollower:
             return
         self.refused_now = False
         effective, self.restart_pending = merge_live(self.current, given)
+        if logger.isEnabledFor(logging.DEBUG):
+            for name, before, after in differences(shown_config(self.current), shown_config(given)):
+                when = "now" if name.split(".")[0] in LIVE_SECTIONS else "after a restart"
+                logger.debug("%s: %r becomes %r %s", name, before, after, when)
         if self.restart_pending:
             logger.warning("--config %s: restart to apply: %s", self._path, ", ".join(self.restart_pending))
         if effective == self.current:
@@ -80,6 +84,15 @@ class ConfigFollower:
         self.current = effective
         self.applied_total += 1
         logger.info("--config %s: applied", self._path)
+
+
+def differences(before: object, after: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield the settings that differ, by their dotted names, each with both values; None if one side lacks it."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in {**before, **after}:
+            yield from differences(before.get(key), after.get(key), f"{name}.{key}" if name else key)
+    elif before != after:
+        yield name, before, after
 
 
 def merge_live(current: GatewayConfig, given: GatewayConfig) -> tuple[GatewayConfig, tuple[str, ...]]:

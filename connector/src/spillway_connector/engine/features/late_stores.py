@@ -21,6 +21,7 @@ use them, and all of them, those used last first, while the engine settles (engi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -30,10 +31,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 
+from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.patches.patching import replace_on
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, session_of_context
 from spillway_connector.plan.leaving import LeavingWindow
+
+logger = logging.getLogger(__name__)
 
 _HELD_SHARE_MAX = 0.5  # of the device's blocks, for copies: what is beyond it can be taken before it has been copied
 
@@ -84,6 +88,16 @@ class LateStores:
         self._held_blocks = 0
         self._jobs: dict[int, _Job] = {}
         self._copied_blocks: dict[int, tuple[_Job, OffloadKey]] = {}  # by device block
+
+    @classmethod
+    def wanted(
+        cls, manager: TieringManager, settings: ConnectorConfig, window: LeavingWindow, *, ranks: int
+    ) -> LateStores | None:
+        """Make them, unless the settings have every chunk stored when it was computed."""
+        shared = bool(manager.secondary_tiers)
+        why_not = settings.why_stored_early(shared)
+        logger.debug("storing: %s means %s", settings.storing, f"eager: {why_not}" if why_not else "late")
+        return None if why_not else cls(manager, window, ranks=ranks, shared=shared)
 
     def bind(self, device: BlockPool) -> None:
         """Learn which blocks vLLM takes."""
@@ -241,7 +255,8 @@ class LateStores:
                     room -= 1
         if self._common or (settling or 0) > 0:
             kept = {key: block for key, block in self._never_stored(settling or 0).items() if key not in leaving}
-            yield from self._store(kept, {}, new_job_id, settling=settling is not None)
+            why = "the engine has time, or several sessions use them"
+            yield from self._store(kept, {}, new_job_id, why=why, settling=settling is not None)
         if leaving:
             to_hold, self._to_hold = self._to_hold, {}
             yield from self._store(leaving, to_hold, new_job_id)
@@ -290,6 +305,7 @@ class LateStores:
         held: dict[OffloadKey, KVCacheBlock],
         new_job_id: Callable[[], int],
         *,
+        why: str = "the device gives them up",
         settling: bool = False,
     ) -> Iterator[LateStore]:
         by_context: dict[int, tuple[ReqContext, list[OffloadKey]]] = {}
@@ -315,6 +331,8 @@ class LateStores:
             self._held_blocks += len(job.held)
             job_id = new_job_id()
             self._jobs[job_id] = job
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("request %s: late store %d of %d chunks: %s", context.req_id, job_id, len(stored), why)
             self._copied_blocks.update((block, (job, key)) for block, key in zip(blocks, stored, strict=True))
             yield LateStore(job_id, context, blocks, output.store_spec)
         self._let_go(list(held.values()))  # no row could be freed for them

@@ -6,6 +6,7 @@ worker made of it.
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from vllm.platforms import current_platform
 from spillway_connector import metrics
 from spillway_connector.engine.ipc.samples import SEPARATOR, Samples
 from spillway_connector.tiers.tier import Clock
+
+logger = logging.getLogger(__name__)
 
 ENGINE_CORE = "EngineCore"
 RESEND_SECONDS = 10.0  # vLLM may drop the statistics of a step; gauges that are sent once would be lost
@@ -32,6 +35,7 @@ class ProcessSettings:
         self._samples = Samples()
         for setting, value in {**_versions(), **settings}.items():
             text = str(value).replace(SEPARATOR, "/")
+            logger.debug("%s obeys %s: %s", process, setting, text)
             self._samples.add(metrics.PROCESS_SETTING, 1, process, setting, text)
 
     def add_to(self, samples: Samples) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.samples import Samples
+from spillway_connector.engine.manager.promotion import Bounds, Promotion, Wait
 from spillway_connector.engine.requests.state import Prefix, TierState
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, gate_of
 from spillway_connector.plan.load_cost import LoadPolicy, RateMeter
@@ -26,6 +27,8 @@ from spillway_connector.plan.prefix_memo import ChangeLog, PrefixMemo, Step
 from spillway_connector.transfer.jobs import ARRIVALS_REPORTED_FROM
 from spillway_connector.transfer.lookups import Lookup
 from spillway_connector.transfer.stats import MissReason
+
+logger = logging.getLogger(__name__)
 
 # A load starts when ARRIVALS_REPORTED_FROM of it is ready, from the first chunk on, and the rest is expected within
 # this time. Chunks arrive a little out of order: with half asked for, no copy started before three quarters were read.
@@ -52,32 +55,7 @@ class _Asked(NamedTuple):
     valid_until: float
     condition: TierState | None
     complete: bool  # all chunks before `stop` are being promoted; none is still looked up
-
-
-@dataclass(slots=True)
-class _Wait:
-    """The waiting time and rows of one request, over all its lookups."""
-
-    deadline: float | None = None  # from the first answer that made it wait
-    rows_promoted: int = 0
-    answers: dict[OffloadKey, Prefix] = field(default_factory=dict)  # by first key
-
-
-@dataclass(slots=True)
-class _Bounds:
-    in_flight_rows_max: int
-    request_rows_max: int
-    rows_in_flight: int = 0
-    waits: dict[str, _Wait] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Promotion:
-    """The chunks that one tier is to load for one request, and their rows."""
-
-    context: ReqContext
-    keys: list[OffloadKey] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    why: str = "others are on their way"  # for the log
 
 
 class PrefixLookupManager(OffloadingManager):
@@ -126,7 +104,7 @@ class PrefixLookupManager(OffloadingManager):
         self.step: Step[TierState] | None = None
         self._wait_seconds = config.request_wait_seconds
         self._clock = clock
-        self._bounds = _Bounds(
+        self._bounds = Bounds(
             in_flight_rows_max=max(1, int(num_rows * config.promotion_in_flight_fraction)),
             request_rows_max=max(1, int(num_rows * config.promotion_per_request_fraction)),
         )
@@ -189,9 +167,18 @@ class PrefixLookupManager(OffloadingManager):
 
     def find_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, step: Step[TierState]) -> Prefix:
         """Look up a prefix of at least one key. The caller keeps the answer while PrefixMemo finds it current."""
-        chunks, valid_until, condition, ready, expected = self._answer(
+        chunks, valid_until, condition, ready, expected, why = self._answer(
             keys, req_context, self._wait_of(req_context), step
         )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s: %d of %d chunks are in the CPU tier; %s: %s",
+                req_context.req_id,
+                ready,
+                len(keys),
+                "it waits" if chunks is None else f"{chunks} can be loaded",
+                why,
+            )
         if self._promotions:
             self._flush_promotions()  # now, not at the end of the step: the I/O threads can start
         return self.memo.record(keys, chunks, valid_until, condition, step, ready=ready, expected=expected)
@@ -308,10 +295,10 @@ class PrefixLookupManager(OffloadingManager):
         """The time of the present step; before its first lookup, the clock's time."""
         return self._clock() if self.step is None else self.step.now
 
-    def _wait_of(self, req_context: ReqContext) -> _Wait:
+    def _wait_of(self, req_context: ReqContext) -> Wait:
         wait = self._bounds.waits.get(req_context.req_id)
         if wait is None:
-            wait = self._bounds.waits[req_context.req_id] = _Wait()
+            wait = self._bounds.waits[req_context.req_id] = Wait()
         return wait
 
     def _condition_of(self, request_id: str, step: Step[TierState]) -> TierState:
@@ -322,17 +309,17 @@ class PrefixLookupManager(OffloadingManager):
         return TierState(passes, state.open)
 
     def _answer(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, step: Step[TierState]
-    ) -> tuple[int | None, float, TierState | None, int, int]:
-        """Return `chunks`, `valid_until`, `condition`, `ready` and `expected` of a PrefixAnswer."""
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: Wait, step: Step[TierState]
+    ) -> tuple[int | None, float, TierState | None, int, int, str]:
+        """Return `chunks`, `valid_until`, `condition`, `ready` and `expected` of a PrefixAnswer, and why it is so."""
         now = step.now
         ready = self.primary_tier.ready
         if ready.issuperset(keys):
-            return len(keys), math.inf, None, len(keys), len(keys)
+            return len(keys), math.inf, None, len(keys), len(keys), "no other is wanted"
         first = 0 if keys[0] not in ready else list(map(ready.__contains__, keys)).index(False)
         if wait.deadline is not None and now >= wait.deadline:
             self._count_miss(MissReason.REQUEST_DEADLINE)
-            return first, math.inf, None, first, first
+            return first, math.inf, None, first, first, "its time for waiting is over"
         resident = self.primary_tier.resident
         missing = keys[first:] if first else keys
         if not resident.isdisjoint(missing):
@@ -342,29 +329,29 @@ class PrefixLookupManager(OffloadingManager):
             self.primary_tier.touch(keys, req_context)
         asked = self._ask_for(missing, req_context, wait, step) if missing else _Asked(None, math.inf, None, True)
         if asked.stop == keys[first]:
-            return first, asked.valid_until, asked.condition, first, first
+            return first, asked.valid_until, asked.condition, first, first, asked.why
         if wait.deadline is None:
             wait.deadline = now + self._wait_seconds
         expected = 0
         if asked.complete:
             expected = len(keys) if asked.stop is None else keys.index(asked.stop)
-        return None, min(asked.valid_until, wait.deadline), asked.condition, first, expected
+        return None, min(asked.valid_until, wait.deadline), asked.condition, first, expected, asked.why
 
     def _ask_for(
-        self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: _Wait, step: Step[TierState]
+        self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: Wait, step: Step[TierState]
     ) -> _Asked:
         """Look the chunks up and promote them, up to the first one that no tier can provide."""
         tier = self._prefix_tier
         if tier is None:  # several tiers, or one of vLLM's own: chunk by chunk, and the answer is not kept
             absent = ChunkState.ABSENT
             stop = next((key for key in missing if self._ask_tiers(key, req_context) is absent), None)
-            return _Asked(stop, -math.inf, None, complete=False)
+            return _Asked(stop, -math.inf, None, False, "several tiers are asked, chunk by chunk")
         if not self._may_load(tier, req_context):
-            return _Asked(missing[0], math.inf, None, complete=True)
+            return _Asked(missing[0], math.inf, None, True, "the request may not load from the tier")
         condition = self._condition_of(req_context.req_id, step)
         if not condition.passes:
             self._count_not_worth(tier.tier_type)
-            return _Asked(missing[0], math.inf, condition, complete=True)
+            return _Asked(missing[0], math.inf, condition, True, "computing is faster than the tier")
         found, valid_until = tier.lookup_prefix(missing, req_context)
         if found.count(Lookup.HIT) == len(missing):  # the usual prompt that is in the tier, without a loop
             hits = list(missing)
@@ -373,11 +360,13 @@ class PrefixLookupManager(OffloadingManager):
         promoted = self._promote(tier, hits, req_context, wait) if hits else 0
         if promoted < len(hits):
             self._count_miss(MissReason.NO_ROOM)
-            return _Asked(hits[promoted], -math.inf, condition, complete=False)  # rows may be freed at any time
+            # rows may be freed at any time
+            return _Asked(hits[promoted], -math.inf, condition, False, "there are no rows to promote more")
         stop = missing[len(found) - 1] if found[-1] is Lookup.MISS else None
-        return _Asked(stop, valid_until, condition, complete=len(hits) == len(found) - (stop is not None))
+        why = "they are looked up or promoted" if stop is None else "the tier lacks the next one"
+        return _Asked(stop, valid_until, condition, len(hits) == len(found) - (stop is not None), why)
 
-    def _promote(self, tier: SecondaryTierManager, keys: list[OffloadKey], req_context: ReqContext, wait: _Wait) -> int:
+    def _promote(self, tier: SecondaryTierManager, keys: list[OffloadKey], req_context: ReqContext, wait: Wait) -> int:
         """Allocate rows for leading `keys`, as far as the bounds allow, and queue their loads. Returns how many."""
         bounds = self._bounds
         room = min(
@@ -432,7 +421,7 @@ class PrefixLookupManager(OffloadingManager):
         if not hits:
             return [], found[0] is Lookup.PENDING
         self.primary_tier.touch(keys, req_context)  # they must not make room for the others
-        promoted = self._promote(tier, missing[: min(hits, rows_max)], req_context, _Wait())
+        promoted = self._promote(tier, missing[: min(hits, rows_max)], req_context, Wait())
         self._flush_promotions()
         return missing[:promoted], promoted > 0 and (hits > promoted or found[-1] is Lookup.PENDING)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +26,8 @@ from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.manager.early_loads import PendingRows
-from spillway_connector.engine.manager.prefix_lookup import PrefixLookupManager, Promotion
+from spillway_connector.engine.manager.prefix_lookup import PrefixLookupManager
+from spillway_connector.engine.manager.promotion import Promotion
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, SharedTierBase, TierJobResult
 from spillway_connector.namespace import Namespace
@@ -34,6 +36,8 @@ from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
 from spillway_settings.wire import NODE_STORE
+
+logger = logging.getLogger(__name__)
 
 
 class TierJob(Protocol):
@@ -169,6 +173,9 @@ class TieringManager(PrefixLookupManager):
         self._last_job_id += 1
         job = self._make_job(self._last_job_id, keys, rows, is_promotion, context)
         self._transfer_jobs[job.job_id] = job
+        if logger.isEnabledFor(logging.DEBUG):
+            verb = "promotes" if is_promotion else "stores"
+            logger.debug("request %s: job %d %s %d chunks", context.req_id, job.job_id, verb, len(keys))
         return job
 
     @override
@@ -232,7 +239,11 @@ class TieringManager(PrefixLookupManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Upstream's contract (rows, pinned), except that not all chunks need be ready: then PendingRows, unpinned."""
         self._maybe_process_finished_jobs()
-        if self.loads_begin_early and not self.primary_tier.ready.issuperset(keys):
+        pending = self.loads_begin_early and not self.primary_tier.ready.issuperset(keys)
+        if logger.isEnabledFor(logging.DEBUG):
+            how = "some are still being promoted" if pending else "all are in the CPU tier"
+            logger.debug("request %s loads %d chunks to the device: %s", req_context.req_id, len(keys), how)
+        if pending:
             return PendingRows(list(keys))
         return self.primary_tier.prepare_load(keys, req_context)
 
@@ -297,11 +308,27 @@ class TieringManager(PrefixLookupManager):
             and req_context.req_id not in self._request_level_tiers
             and self._late_stores.postpones(keys, req_context)
         ):
+            logger.debug("request %s: %d chunks stay on the device alone for now", req_context.req_id, len(keys))
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         written = self.primary_tier.prepare_store(keys, req_context)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_store(len(keys), written, req_context)
         if written is not None and self._request_level_tiers:
             self._store_existing(keys, set(written.keys_to_store), req_context)
         return written
+
+    @staticmethod
+    def _log_store(wanted: int, written: PrepareStoreOutput | None, req_context: ReqContext) -> None:
+        if written is None:
+            logger.debug("request %s: %d chunks are not stored: no rows can be freed", req_context.req_id, wanted)
+            return
+        logger.debug(
+            "request %s: %d of %d chunks are copied to the CPU tier, the others are there; %d others are evicted",
+            req_context.req_id,
+            len(written.keys_to_store),
+            wanted,
+            len(written.evicted_keys),
+        )
 
     def _store_existing(self, keys: Collection[OffloadKey], new: set[OffloadKey], req_context: ReqContext) -> None:
         """Chunks that are in the CPU tier already go to the tiers that want all chunks of a request."""
@@ -322,6 +349,7 @@ class TieringManager(PrefixLookupManager):
         if failed:
             self._failed_stores -= failed
             self.primary_tier.complete_store(failed, req_context, False)
+            logger.debug("request %s: %d chunks are not stored: their copy failed", req_context.req_id, len(failed))
             keys = [key for key in keys if key not in failed]
         if not keys:
             return

@@ -114,10 +114,9 @@ class SchedulerHalf(ResettableHalf):
         self.meetings: Meetings | None = None
         one_block = one_prefix and blocks_per_chunk == 1  # a chunk's key is the hash of a block on the device
         if settings is not None:
-            shared = bool(self.manager.secondary_tiers)
-            if one_block and loading is not None and settings.stores_late(shared):
+            if one_block and loading is not None:
                 window = LeavingWindow(-(-step_tokens // self._block_tokens))
-                self.late_stores = LateStores(self.manager, window, ranks=self.config.num_workers, shared=shared)
+                self.late_stores = LateStores.wanted(self.manager, settings, window, ranks=self.config.num_workers)
             if settings.queue_order == "prefix" and one_prefix:
                 self.features.append(QueueOrder(self, settings.queue_overtake_seconds))
             if settings.fair_steps == "on":

@@ -12,7 +12,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent, OffloadKey, R
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 
 from spillway_connector.engine.ipc.samples import Samples
-from spillway_connector.engine.manager.prefix_lookup import ChunkState, Promotion
+from spillway_connector.engine.manager.prefix_lookup import ChunkState
+from spillway_connector.engine.manager.promotion import Promotion
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.v030.stats import connector_stats
 

@@ -189,6 +189,10 @@ class CopyJobs:
         for copy in (*(EndedCopy(job_id, success=False) for job_id in refused), *ended):
             load, is_piece = self._loads.get(copy.job_id), copy.job_id in self._pieces
             direction = Direction.STORE if load is None and not is_piece else Direction.LOAD
+            if logger.isEnabledFor(logging.DEBUG):
+                jobs = self._stores.get(copy.job_id, [copy.job_id])
+                size, seconds, end = copy.size_bytes, copy.seconds, "copied" if copy.success else "not copied"
+                logger.debug("%s jobs %s are %s: %s bytes in %s s", direction.value, jobs, end, size, seconds)
             if copy.success and copy.size_bytes is not None and copy.seconds is not None:
                 self._samples.add(metrics.DEVICE_COPY_BYTES, copy.size_bytes, direction.value)
                 self._samples.add(metrics.DEVICE_COPY_SECONDS, copy.seconds, direction.value)

@@ -1,0 +1,35 @@
+"""What requests that wait for promotions may use: time and rows, each request and all together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from spillway_connector.engine.requests.state import Prefix
+
+
+@dataclass(slots=True)
+class Wait:
+    """The waiting time and rows of one request, over all its lookups."""
+
+    deadline: float | None = None  # from the first answer that made it wait
+    rows_promoted: int = 0
+    answers: dict[OffloadKey, Prefix] = field(default_factory=dict)  # by first key
+
+
+@dataclass(slots=True)
+class Bounds:
+    in_flight_rows_max: int
+    request_rows_max: int
+    rows_in_flight: int = 0
+    waits: dict[str, Wait] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Promotion:
+    """The chunks that one tier is to load for one request, and their rows."""
+
+    context: ReqContext
+    keys: list[OffloadKey] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
