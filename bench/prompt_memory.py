@@ -56,7 +56,7 @@ async def _read(folder: Path, texts: Texts, threads: FairThreads, prompts: int, 
     )
     index.add_engine("engine")
     tables = WordTables(threads)
-    reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig(), tables=tables)
+    reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig, tables=tables)
     process = psutil.Process()
     tokens = 0
     names = "prompts", "tokens", "blocks held", "evicted", "resident MB", "CPU s", "renewals"

@@ -57,7 +57,7 @@ async def _measure(port: int, rounds: int) -> dict[tuple[str, bool], list[float]
     messages = [{"role": "user", "content": "word " * (BODY_BYTES // 5)}]  # a client reads none of it
     bodies = {stream: [chat_body(messages, stream=stream)] * count for stream, count in REQUESTS.items()}
     engine = Engine("m", EngineConfig(name="engine", url=f"http://127.0.0.1:{port}"), RoutingConfig())
-    pool = ConnectionPool(CONCURRENT, 5.0, time.monotonic)
+    pool = ConnectionPool(lambda: CONCURRENT, lambda: 5.0, time.monotonic)
     url = f"http://127.0.0.1:{port}{PATH.decode()}"
 
     async def own(body: bytes) -> int:

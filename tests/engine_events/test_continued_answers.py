@@ -119,7 +119,7 @@ def test_an_answer_that_is_cut_at_any_token_has_the_same_text(
     plan = plan_of(json.dumps(body).encode(), chat=chat)
     whole = shown_text(b"".join(asked))
     for cut in range(1, len(asked)):
-        sent = SentAnswer(KeptBytes(1 << 20), chat=chat, tokens_max=10_000)
+        sent = SentAnswer(KeptBytes(lambda: 1 << 20), chat=chat, tokens_max=10_000)
         shown = b"".join(sent.take(event) for event in asked[:cut])
         assert b'token_ids":[' not in shown
         assert sent.lost is None
@@ -156,7 +156,7 @@ def test_a_continuation_samples_as_the_chat_did() -> None:
     }
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, **sampling}
     plan = plan_of(json.dumps(chat).encode(), chat=True)
-    sent = SentAnswer(KeptBytes(1 << 20), chat=True, tokens_max=100)
+    sent = SentAnswer(KeptBytes(lambda: 1 << 20), chat=True, tokens_max=100)
     sent.prompt = b"1,2"
     request = CompletionRequest(**json.loads(body_of(plan, sent, 0, 50)))
     defaults: dict[str, Any] = {}

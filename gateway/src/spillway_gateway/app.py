@@ -32,6 +32,7 @@ from spillway_gateway.client import descriptors
 from spillway_gateway.client.cors import Cors
 from spillway_gateway.client.open_connections import OpenConnections
 from spillway_gateway.config.follower import ConfigFollower
+from spillway_gateway.config.live import LiveConfig
 from spillway_gateway.config.settings import GatewayConfig
 from spillway_gateway.config.tracing import TracingConfig
 from spillway_gateway.fleet.model_fleet import ModelFleet
@@ -108,7 +109,7 @@ class Gateway:
         elsewhere: Elsewhere | None = None,
         serving: Callable[[GatewayMetrics], Serving] = ThisProcess,
     ) -> None:
-        self.config = config
+        self.live = live = LiveConfig(config)
         self.on_applied: list[Callable[[GatewayConfig], None]] = []
         self.lifecycle = Lifecycle()
         self.metrics = GatewayMetrics()
@@ -124,15 +125,15 @@ class Gateway:
         self.roster = Roster(config, self.metrics, self._tokenizing, self.engines)
         self.models = self.roster.models
         self.fleets = self.roster.fleets
-        shares = self._descriptor_shares(config)
+        self._shares = shares = self._descriptor_shares(config)
         self.open_connections = OpenConnections(
             config.connections,
             shares.clients,
-            bodies_bytes_max=config.limits.bodies_bytes_max,
-            replies_bytes_max=config.limits.replies_bytes_max,
+            bodies_bytes_max=lambda: live.limits.bodies_bytes_max,
+            replies_bytes_max=lambda: live.limits.replies_bytes_max,
         )
         self.promotion_hints = PromotionHints(self.metrics)
-        self.suspects = Suspects(config.limits.suspect_seconds)
+        self.suspects = Suspects(lambda: live.limits.suspect_seconds)
         self.recent = Recent()
         self.router = (
             elsewhere.router
@@ -156,17 +157,15 @@ class Gateway:
             self._beside["warm starts"] = self.warm_starts.run
             if config.listen.picker_port is not None:
                 self._beside["InferenceObjectives"] = self.objectives.run
-        pool = ConnectionPool(shares.upstream, config.timeouts.connect_seconds, time.monotonic)
+        pool = ConnectionPool(lambda: self._shares.upstream, lambda: live.timeouts.connect_seconds, time.monotonic)
         self.services = UpstreamServices(
             router=self.router,
             pool=pool,
-            budget=RetryBudget(config.limits.retry_ratio, config.limits.retry_burst),
+            budget=RetryBudget(lambda: live.limits),
             metrics=self.metrics,
-            timeouts=config.timeouts,
-            limits=config.limits,
+            live=live,
             running=self.lifecycle.running,
-            continuation=config.continuation,
-            kept=KeptBytes(config.continuation.bytes_max),
+            kept=KeptBytes(lambda: live.continuation.bytes_max),
             suspects=self.suspects,
             looks=EngineLooks(pool),
         )
@@ -195,6 +194,11 @@ class Gateway:
             exception_handlers={HTTPException: http_error},
         )
         self.ops_app.router.redirect_slashes = False
+
+    @property
+    def config(self) -> GatewayConfig:
+        """The configuration in effect."""
+        return self.live.current
 
     def _collect_router_families(self) -> None:
         """What the process that routes and counts knows alone."""
@@ -232,19 +236,10 @@ class Gateway:
         """Put a changed configuration into effect, as far as config.follower.LIVE_SECTIONS goes."""
         before = self.config
         await self.roster.apply(config)
-        services, limits = self.services, config.limits
-        services.timeouts, services.limits = config.timeouts, limits
-        self.suspects.seconds = limits.suspect_seconds
-        self.open_connections.body_budget.bytes_max = limits.bodies_bytes_max
-        self.open_connections.reply_budget.bytes_max = limits.replies_bytes_max
-        services.continuation, services.kept.bytes_max = config.continuation, config.continuation.bytes_max
-        services.pool.connections_max = self._descriptor_shares(config).upstream
-        services.pool.connect_timeout_seconds = config.timeouts.connect_seconds
-        if (limits.retry_ratio, limits.retry_burst) != (before.limits.retry_ratio, before.limits.retry_burst):
-            services.budget = RetryBudget(limits.retry_ratio, limits.retry_burst)
+        self._shares = self._descriptor_shares(config)
+        self.live.replace(config)
         if config.log != before.log:
             logs.apply(config.log)
-        self.config = config
         for applied in self.on_applied:
             applied(config)
 
@@ -285,8 +280,7 @@ class Gateway:
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
             )
-            self.promotion_hints.session = session
-            self.promotion_hints.engine_key = self.gatekeeper.engine_key
+            self.promotion_hints.start(session, self.gatekeeper.engine_key)
             stack.push_async_callback(self.promotion_hints.close)
             self.engines.start(Clients(session, context, self.gatekeeper.engine_key))
             stack.push_async_callback(self.engines.stop)

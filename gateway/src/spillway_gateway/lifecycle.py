@@ -32,6 +32,9 @@ class Lifecycle:
         self.closed = False
         self.running: set[RunningRequest] = set()
 
+    def drain(self) -> None:
+        self.draining = True
+
     async def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until no request runs. False when the timeout passes first."""
         loop = asyncio.get_running_loop()

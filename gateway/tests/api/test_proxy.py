@@ -167,7 +167,7 @@ async def test_state_routes(start_engine: Any, client: aiohttp.ClientSession) ->
             async with client.get(running.url + path) as reply:
                 assert reply.status == 200
                 assert needle in await reply.read()
-        running.gateway.lifecycle.draining = True
+        running.gateway.lifecycle.drain()
         async with client.get(running.url + "/ready") as reply:
             assert reply.status == 503
 

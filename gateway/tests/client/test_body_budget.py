@@ -18,7 +18,7 @@ BOUND = 16 * MIB
 
 
 def test_long_bodies_leave_a_share_to_short_ones() -> None:
-    budget = BodyBudget(BOUND)
+    budget = BodyBudget(lambda: BOUND)
     share = int(BOUND * LONG_BODY_SHARE)
     budget.reserve(share, share)
     with pytest.raises(BodyBudgetSpent):

@@ -176,7 +176,7 @@ async def test_a_draining_gateway_closes_a_connection_with_its_next_reply(start_
         assert b"connection: close" not in head
         await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
 
-        running.gateway.lifecycle.draining = True
+        running.gateway.lifecycle.drain()
         writer.write(plain_chat("after"))
         answer = await reader.read()  # to the end of the connection
         writer.close()

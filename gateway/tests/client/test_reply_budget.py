@@ -105,21 +105,22 @@ class Reader:
 
 
 def test_those_that_read_nothing_for_longest_make_room_and_no_other() -> None:
-    connections = OpenConnections(ConnectionsConfig(), 100, replies_bytes_max=100)
+    bytes_max = [100]
+    connections = OpenConnections(ConnectionsConfig(), 100, replies_bytes_max=lambda: bytes_max[-1])
     reads = [Reader(connections, 60, None) for _ in range(3)]
     just = Reader(connections, 60, 1000.0 - STALLED_SECONDS / 2)
     longest, long = Reader(connections, 60, 10.0), Reader(connections, 60, 900.0)
-    connections.reply_budget.bytes_max = 300
+    bytes_max.append(300)
     connections.tick(1000.0)
     assert [longest.evicted, long.evicted, just.evicted] == [True, False, False]
-    connections.reply_budget.bytes_max = 0
+    bytes_max.append(0)
     connections.tick(1000.1)
     assert long.evicted and not just.evicted and not any(reader.evicted for reader in reads)
     assert connections.reply_budget.ended_total == 2
 
 
 def test_a_budget_gives_no_more_than_it_has() -> None:
-    budget = ReplyBudget(10)
+    budget = ReplyBudget(lambda: 10)
     assert budget.take(10) and not budget.take(1)
     budget.hold(5)
     assert budget.excess_bytes == 5
@@ -128,7 +129,7 @@ def test_a_budget_gives_no_more_than_it_has() -> None:
 
 
 def test_a_client_that_has_read_everything_between_two_looks_reads() -> None:
-    unread = UnreadBytes(ReplyBudget(MIB), 60.0)
+    unread = UnreadBytes(ReplyBudget(lambda: MIB), 60.0)
     for now in range(0, 200, 10):  # as many bytes each time, of another part
         assert not unread.look(1_000, float(now))
         unread.drained()

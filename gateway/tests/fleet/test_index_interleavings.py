@@ -142,7 +142,7 @@ class Interleaved:
         self.now += UNUSED_SECONDS + 1.0
 
     def bytes(self, bytes_max: int, _: None) -> None:
-        self.index.bytes_max = bytes_max
+        self.index.bound(bytes_max)
 
     def agree(self) -> None:
         """Each key of a holder has its block and each block of a holder its key, and both are counted."""

@@ -892,7 +892,7 @@ def test_events_that_free_a_long_chain_of_orphans_are_applied_in_steps() -> None
 def test_a_smaller_bound_is_reached_over_several_events() -> None:
     made = index()
     made.apply("a", stored(list(range(5000)), None, list(range(5000 * BLOCK))))
-    made.bytes_max = 10 * ENTRY_BYTES
+    made.bound(10 * ENTRY_BYTES)
 
     before = made.blocks
     made.apply("a", stored([5000], None, [7] * BLOCK))
@@ -923,7 +923,7 @@ def test_a_store_that_is_forgotten_takes_no_block_that_an_engine_announced_early
     for _ in freeing:
         pass
 
-    made.bytes_max = 1
+    made.bound(1)
     made.apply("b", stored([2], None, PROMPT[:4]))
     assert made.blocks == 0
     assert set(made._held.slots) == {0, 1}

@@ -235,7 +235,7 @@ async def test_the_health_service_says_when_the_gateway_drains(start_engine: Sta
         assert [await status(service) for service in services] == [serving] * 4
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == serving
-        running.gateway.lifecycle.draining = True
+        running.gateway.lifecycle.drain()
         assert (await watch.read()).status == states.NOT_SERVING
         assert [await status(service) for service in services] == [states.NOT_SERVING] * 3 + [serving]
         with pytest.raises(grpc.aio.AioRpcError) as unknown:

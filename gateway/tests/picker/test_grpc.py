@@ -603,7 +603,7 @@ def tick(opened: OpenConnections, seconds: float) -> None:
 
 
 async def test_what_calls_have_unread_stays_within_the_budget_and_is_given_back() -> None:
-    opened = OpenConnections(BOUNDS, 1024, bodies_bytes_max=8 * MIB)
+    opened = OpenConnections(BOUNDS, 1024, bodies_bytes_max=lambda: 8 * MIB)
     peers = [await Peer(opened).connect() for _ in range(4)]
     part = struct.pack(">BI", 0, MESSAGE_BYTES_MAX) + bytes(MIB)
     for peer in peers:
@@ -630,7 +630,7 @@ async def test_what_calls_have_unread_stays_within_the_budget_and_is_given_back(
 
 
 async def test_what_is_unread_of_a_reply_counts_in_the_budget_for_replies_and_is_given_back() -> None:
-    opened = OpenConnections(BOUNDS, 1024, bodies_bytes_max=MIB, replies_bytes_max=MIB)
+    opened = OpenConnections(BOUNDS, 1024, bodies_bytes_max=lambda: MIB, replies_bytes_max=lambda: MIB)
     peer = await Peer(opened).connect()
     for number in (1, 3):
         peer.call(number, "/test.Service/Hold")

@@ -16,7 +16,7 @@ from spillway_gateway.tokens.prompt import CompletionPrompt, PromptReader
 
 def reader(sizes: tuple[int, ...], tokens_max: int | None) -> PromptReader:
     engines: Any = SimpleNamespace(block_sizes=sizes)
-    return PromptReader("m", engines, None, FairThreads(1, "t"), LimitsConfig(), tokens_max=lambda: tokens_max)
+    return PromptReader("m", engines, None, FairThreads(1, "t"), LimitsConfig, tokens_max=lambda: tokens_max)
 
 
 @pytest.mark.parametrize("sizes", [(16,), (16, 128)])

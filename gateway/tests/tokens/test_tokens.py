@@ -238,7 +238,7 @@ async def test_a_tenants_long_prompts_do_not_hold_up_anothers(folder: Path) -> N
     index = PrefixIndex("m", bytes_max=10_000, orphans_max=1, default_block_tokens=4, clock=lambda: 0.0)
     order: list[str] = []
     with contextlib.closing(FairThreads(1, "test")) as threads:
-        reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig())
+        reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig)
 
         async def read(tenant: str, text: str) -> None:
             await reader.read(CompletionPrompt(text), tenant)
@@ -357,8 +357,8 @@ async def test_reader_uses_tokens_where_it_can_and_text_elsewhere(tokenizer: Pro
     index = PrefixIndex("m", bytes_max=10_000, orphans_max=1, default_block_tokens=4, clock=lambda: 0.0)
     messages = [{"role": "user", "content": "the quick brown fox " * 10}]
     with contextlib.closing(FairThreads(1, "test")) as executor:
-        exact = PromptReader("m", index, tokenizer, executor, LimitsConfig())
-        textual = PromptReader("m", index, None, executor, LimitsConfig())
+        exact = PromptReader("m", index, tokenizer, executor, LimitsConfig)
+        textual = PromptReader("m", index, None, executor, LimitsConfig)
         by_tokens = await exact.read(ChatPrompt(messages, cache_salt="s"))
         by_text = await textual.read(ChatPrompt(messages, cache_salt="s"))
         with_image = await exact.read(ChatPrompt([{"role": "user", "content": [{"type": "image_url"}]}]))

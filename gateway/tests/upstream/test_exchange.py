@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spillway_gateway.config.settings import TimeoutsConfig
+from spillway_gateway.config.live import LiveConfig
+from spillway_gateway.config.settings import GatewayConfig, TimeoutsConfig
 from spillway_gateway.errors import (
     EngineEnding,
     EngineFirstByteTimeout,
@@ -45,6 +46,7 @@ TO: dict[State, list[Step]] = {
     State.BRIDGING: [Step.ROUTE, Step.ASK, Step.BEGIN, Step.BREAK],
     State.DONE: [Step.FINISH],
 }
+LIVE = LiveConfig(GatewayConfig(models=(), timeouts=TIMEOUTS))
 
 
 class Clock:
@@ -87,7 +89,7 @@ class Waiting:
 
     async def _serve(self) -> None:
         fleet: Any = SimpleNamespace(engines={"a": self.engine, "b": self.other})
-        services: Any = SimpleNamespace(timeouts=TIMEOUTS, ends=Turns(ENDS_PER_ITERATION))
+        services: Any = SimpleNamespace(live=LIVE, ends=Turns(ENDS_PER_ITERATION))
 
         async def send(message: Any) -> None: ...
 
@@ -239,7 +241,7 @@ async def test_the_first_cause_counts_and_a_client_that_left_in_between_ends_the
     async def send(message: Any) -> None: ...
 
     fleet: Any = SimpleNamespace(engines={})
-    services: Any = SimpleNamespace(timeouts=TIMEOUTS, ends=Turns(ENDS_PER_ITERATION))
+    services: Any = SimpleNamespace(live=LIVE, ends=Turns(ENDS_PER_ITERATION))
     exchange = Exchange(fleet, services, send, stream=True)
     exchange.client_disconnected()
     with pytest.raises(ClientDisconnected), exchange:
@@ -333,7 +335,7 @@ async def test_what_happens_to_all_requests_ends_a_few_of_them_in_each_iteration
     has left the engine when its turn comes goes on."""
     engine: Any = SimpleNamespace(name="a", routable=True, requests=set())
     fleet: Any = SimpleNamespace(engines={"a": engine, "b": SimpleNamespace(name="b", routable=True)})
-    services: Any = SimpleNamespace(timeouts=TIMEOUTS, ends=Turns(ENDS_PER_ITERATION))
+    services: Any = SimpleNamespace(live=LIVE, ends=Turns(ENDS_PER_ITERATION))
     exchanges: list[Exchange] = []
     ended = [0]
 

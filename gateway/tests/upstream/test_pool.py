@@ -60,7 +60,7 @@ async def test_connections_over_tls_share_a_context_that_no_event_loop_builds(
 
     monkeypatch.setattr(ssl, "create_default_context", counted)
     now = 1000.0
-    pool = ConnectionPool(8, 30.0, lambda: now)
+    pool = ConnectionPool(lambda: 8, lambda: 30.0, lambda: now)
     url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     engine = Engine("m", EngineConfig("e", url), RoutingConfig())
 

@@ -186,7 +186,7 @@ async def test_a_look_tells_an_ended_process_from_a_lost_host(monkeypatch: pytes
             peer = connected.enter_context(socket.socket())
             peer.setblocking(False)
             peer.connect_ex(silent.getsockname())
-        looks = EngineLooks(ConnectionPool(8, 30.0, time.monotonic))
+        looks = EngineLooks(ConnectionPool(lambda: 8, lambda: 30.0, time.monotonic))
         urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in (closed, silent)]
         ended, lost = (Engine("m", EngineConfig("e", url), RoutingConfig()) for url in urls)
         assert await looks.at(ended) is Look.ENDED
@@ -203,7 +203,7 @@ async def test_requests_that_share_a_look_go_on_over_iterations_of_the_event_loo
 
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        looks = EngineLooks(ConnectionPool(8, 30.0, time.monotonic))
+        looks = EngineLooks(ConnectionPool(lambda: 8, lambda: 30.0, time.monotonic))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         engine = Engine("m", EngineConfig("e", url), RoutingConfig())
         waiting = [asyncio.create_task(look(engine)) for _ in range(3 * GOING_ON_PER_ITERATION)]
@@ -233,7 +233,7 @@ def request(body: bytes, tenant: str = "", path: bytes = b"/v1/completions") -> 
 
 async def test_a_suspect_is_refused_for_a_short_time_first_and_in_bounded_number() -> None:
     now = [0.0]
-    listed = Suspects(600.0, lambda: now[0])
+    listed = Suspects(lambda: 600.0, lambda: now[0])
     first = await fingerprint_of(request(b"first"))
     for ended_at, refused_until in ((0.0, 60.0), (100.0, 700.0), (1000.0, 1600.0)):
         now[0] = ended_at
@@ -254,7 +254,7 @@ async def test_a_suspect_is_refused_for_a_short_time_first_and_in_bounded_number
 
 async def test_a_request_that_has_ended_two_engines_is_refused_for_long_at_once() -> None:
     for alone, begun in ((False, False), (True, True)):
-        listed = Suspects(600.0, lambda: 0.0)
+        listed = Suspects(lambda: 600.0, lambda: 0.0)
         first = await fingerprint_of(request(b"first"))
         assert listed.judge(first, alone=alone, again=False, begun=begun)
         assert not listed.judge(first, alone=alone, again=not begun, begun=begun)
@@ -276,13 +276,13 @@ async def test_a_request_whose_engine_was_to_end_goes_to_another_and_is_no_suspe
 
 def test_whose_engine_had_others_or_a_begun_reply_may_be_sent_once_more() -> None:
     one = Fingerprint(b"1", 1)
-    listed = Suspects(600.0, lambda: 0.0)
+    listed = Suspects(lambda: 600.0, lambda: 0.0)
     assert listed.judge(one, alone=False, again=False, begun=False)
     assert not len(listed)
     assert not listed.judge(one, alone=False, again=True, begun=False)
     assert len(listed) == 1
 
-    listed = Suspects(600.0, lambda: 0.0)
+    listed = Suspects(lambda: 600.0, lambda: 0.0)
     assert listed.judge(one, alone=True, again=False, begun=True)
     assert not len(listed)
     assert not listed.judge(one, alone=True, again=False, begun=True)  # the client has sent it again

@@ -106,8 +106,8 @@ class InferenceEndpoint:
         self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
         route, context = self._route, self._context
-        limits = context.upstream.limits
-        body = await read_body(headers, receive, client, limits, context.upstream.timeouts)
+        limits = context.upstream.live.limits
+        body = await read_body(headers, receive, client, limits, context.upstream.live.timeouts)
         received_at = perf_counter()
         large = len(body) > SHORT_BODY_BYTES_MAX
         parsed = await context.large_bodies.parse(route, body, limits.text_chars_max) if large else route.parse(body)
@@ -143,7 +143,7 @@ class InferenceEndpoint:
         prompt = await served.reader.read(source, tenant.name, short=not large, adapter=adapter)
         if parsed.other_tokens:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens, text_tokens=0)
-        continuation = context.upstream.continuation
+        continuation = context.upstream.live.continuation
         asks_ids = parsed.plain_stream and continuation.enabled and prompt.prompt_tokens < continuation.tokens_max
         asks_ids = asks_ids and client.engine_connections is None  # a proxy sends a request once
         if asks_ids:
@@ -280,7 +280,9 @@ class StoredResponseEndpoint:
             tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
         ) -> tuple[OutboundRequest, ServedModel]:
             context = self._context
-            body = await read_body(headers, receive, client, context.upstream.limits, context.upstream.timeouts)
+            body = await read_body(
+                headers, receive, client, context.upstream.live.limits, context.upstream.live.timeouts
+            )
             received_at = perf_counter()
             owner = await context.upstream.router.owner_of(response_id, tenant.name)
             served = context.models.get(owner.model) if owner is not None else None

@@ -6,6 +6,8 @@ Long bodies get three quarters of the budget, so that short ones still pass whil
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from spillway_gateway.config.settings import LONG_BODY_SHARE
 from spillway_gateway.errors import GatewayError
 
@@ -22,16 +24,16 @@ class BodyBudgetSpent(GatewayError):
 
 
 class BodyBudget:
-    """The budget of one gateway process. bytes_max: limits.bodiesBytesMax, which may change while it runs."""
+    """The budget of one gateway process. bytes_max: reads limits.bodiesBytesMax, which may change while it runs."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self, bytes_max: Callable[[], int]) -> None:
+        self._bytes_max = bytes_max
         self.reserved_bytes = 0
 
     def check(self, more_bytes: int, body_bytes: int) -> None:
         """Raises BodyBudgetSpent if more_bytes do not fit, of a body of body_bytes with them."""
         share = 1.0 if body_bytes <= SHORT_BYTES_MAX else LONG_BODY_SHARE
-        if self.reserved_bytes + more_bytes > share * self.bytes_max:
+        if self.reserved_bytes + more_bytes > share * self._bytes_max():
             raise BodyBudgetSpent(
                 "The gateway holds as many bytes of request bodies as its limits.bodiesBytesMax allows; try again"
             )

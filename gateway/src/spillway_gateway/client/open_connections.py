@@ -8,6 +8,7 @@ longest, so silent clients cannot keep others out; a new connection is refused o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 from spillway_gateway.client.body_budget import BodyBudget
@@ -46,8 +47,8 @@ class OpenConnections:
     Args:
         bounds: of each.
         open_max: of all addresses together; one address gets at most three quarters of them.
-        bodies_bytes_max: of the budget for bodies.
-        replies_bytes_max: of the budget for replies.
+        bodies_bytes_max: reads the bound of the budget for bodies.
+        replies_bytes_max: reads the bound of the budget for replies.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class OpenConnections:
         bounds: ConnectionsConfig,
         open_max: int,
         *,
-        bodies_bytes_max: int = UNBOUNDED,
-        replies_bytes_max: int = UNBOUNDED,
+        bodies_bytes_max: Callable[[], int] = lambda: UNBOUNDED,
+        replies_bytes_max: Callable[[], int] = lambda: UNBOUNDED,
     ) -> None:
         self.bounds = bounds
         self.open_max = open_max
@@ -164,5 +165,5 @@ class OpenConnections:
         for _, connection in sorted(stalled, key=lambda pair: pair[0])[:ENDED_PER_TICK]:
             if not self.reply_budget.excess_bytes:
                 break
-            self.reply_budget.ended_total += 1
+            self.reply_budget.count_ended()
             connection.evict()

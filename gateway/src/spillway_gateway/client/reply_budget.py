@@ -8,29 +8,35 @@ have read nothing for longest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 STALLED_SECONDS = 5.0  # without a byte read, after which a connection may be closed for room
 ENDED_PER_TICK = 32  # closing thousands at once would stop the event loop
 
 
 class ReplyBudget:
-    """The budget of one gateway process. bytes_max: limits.repliesBytesMax, which may change while it runs."""
+    """The budget of one gateway process. bytes_max: reads limits.repliesBytesMax, which may change while it runs."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self, bytes_max: Callable[[], int]) -> None:
+        self._bytes_max = bytes_max
         self.held_bytes = 0
         self.ended_total = 0  # connections that were closed for room
 
     @property
     def excess_bytes(self) -> int:
-        return max(0, self.held_bytes - self.bytes_max)
+        return max(0, self.held_bytes - self._bytes_max())
 
     def hold(self, more_bytes: int) -> None:
         """Negative: give back."""
         self.held_bytes += more_bytes
 
+    def count_ended(self) -> None:
+        """A connection was closed for room."""
+        self.ended_total += 1
+
     def take(self, more_bytes: int) -> bool:
         """Hold them if there is room. False, and nothing held, if there is none."""
-        if self.held_bytes + more_bytes > self.bytes_max:
+        if self.held_bytes + more_bytes > self._bytes_max():
             return False
         self.held_bytes += more_bytes
         return True

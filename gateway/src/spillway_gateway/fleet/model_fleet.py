@@ -230,6 +230,10 @@ class ModelFleet:
             for each in ranks_of(engine):
                 self.add_engine(each)
 
+    def configure(self, config: ModelConfig) -> None:
+        """A reload has changed the model's settings. Its engines come and go by themselves."""
+        self.config = config
+
     @property
     def prompt_tokens_max(self) -> int | None:
         """The longest prompt that any engine takes; None while one has not reported its limit."""

@@ -67,8 +67,8 @@ class PrefixIndex:
         """The bound on all of it."""
         return self._held.bytes_max
 
-    @bytes_max.setter
-    def bytes_max(self, bytes_max: int) -> None:
+    def bound(self, bytes_max: int) -> None:
+        """Hold no more bytes than that from now on."""
         self._held.bytes_max = bytes_max
 
     @property

@@ -253,7 +253,7 @@ class GatewayServer(uvicorn.Server):
 
     async def _drain_and_exit(self) -> None:
         shutdown = self._gateway.config.shutdown
-        self._gateway.lifecycle.draining = True
+        self._gateway.lifecycle.drain()
         for connection in self.server_state.connections:
             cast(ClientConnection, connection).end_with_next_reply()
         logger.info(

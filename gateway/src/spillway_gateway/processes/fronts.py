@@ -89,7 +89,11 @@ class Fronts:
         # not seconds, because a router that was late itself has not read what was said.
         self.silent_looks_max = int(STALLED_SECONDS / LOOK_SECONDS)
         self.failed = asyncio.Event()  # one ended before any has ever listened: none would fare better
-        self.on_ended: Callable[[FamilySamples], None] = lambda counts: None
+        self._count_ended: Callable[[FamilySamples], None] = lambda counts: None
+
+    def hand_counts_to(self, count_ended: Callable[[FamilySamples], None]) -> None:
+        """Call this with the counts of each front that ends."""
+        self._count_ended = count_ended
 
     @property
     def listening(self) -> int:
@@ -195,7 +199,7 @@ class Fronts:
                 process.kill()
             del self._sessions[session]
             self._listening.discard(session)
-            self.on_ended(session.counts)
+            self._count_ended(session.counts)
         return status, listened
 
     async def _watch(self, session: FrontSession, process: Process) -> None:

@@ -61,7 +61,7 @@ class ReportedEngines:
         fleet = ModelFleet(
             structs.replace(model, engines=()), routing, index, disaggregation=self._config.disaggregation
         )
-        fleet.config = model
+        fleet.configure(model)
         return fleet
 
     def block_sizes(self, fleet: ModelFleet) -> BlockSizes:
@@ -110,7 +110,7 @@ class ReportedEngines:
             return
         self._sizes[fleet.name].block_sizes = model.block_sizes
         if not model.tokenizer_usable:
-            served.reader.tokenizer = None
+            served.reader.use(None)
         for sent in model.engines:
             self._update_engine(fleet, sent)
 

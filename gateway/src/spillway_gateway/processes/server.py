@@ -85,7 +85,7 @@ class ServingFronts:
     def __init__(self, fronts: Fronts, metrics: GatewayMetrics) -> None:
         self._fronts = fronts
         self._summed = SummedCounts(metrics.registry, fronts.counts)
-        fronts.on_ended = self._summed.ended
+        fronts.hand_counts_to(self._summed.ended)
         metrics.on_removed.append(self._summed.forget_engine)
 
     def processes(self) -> Processes:
@@ -140,7 +140,7 @@ class RouterServer:
         )
         self.publisher = StatePublisher(gateway.roster, gateway.engines, self.fronts.tell)
         gateway.on_applied.append(self._applied)
-        gateway.suspects.on_added = lambda *suspect: self.fronts.tell(_suspected(*suspect))
+        gateway.suspects.announce(lambda *suspect: self.fronts.tell(_suspected(*suspect)))
         self._ops = (
             OperationsServer(gateway.ops_app, gateway.operations, ops_listener, config.connections)
             if ops_listener is not None
@@ -216,7 +216,7 @@ class RouterServer:
     def begin_shutdown(self) -> None:
         """First call: drain. Second call: end now."""
         self._signals += 1
-        self.gateway.lifecycle.draining = True
+        self.gateway.lifecycle.drain()
         self._first_signal.set()
         if self._signals > 1:
             self.fronts.drain(now=True)

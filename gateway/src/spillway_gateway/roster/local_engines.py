@@ -61,7 +61,7 @@ class LocalEngines:
     def configure(self, config: GatewayConfig) -> None:
         self._config = config
         for served in self._served.values():
-            served.fleet.index.bytes_max = self._index_bytes
+            served.fleet.index.bound(self._index_bytes)
 
     @property
     def _index_bytes(self) -> int:

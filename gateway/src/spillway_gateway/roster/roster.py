@@ -58,7 +58,7 @@ class Roster:
             interpreter.freeze()  # tables of the new indexes, while they are empty
 
     def _add_model(self, model: ModelConfig, tokenizer: PromptTokenizer | None) -> None:
-        config, engines = self._config, self._engines
+        engines = self._engines
         fleet = engines.new_fleet(model)
         if model.tokenizer is not None:
             self._metrics.tokenizer_usable.labels(model.name).set(tokenizer is not None)
@@ -67,7 +67,7 @@ class Roster:
             engines.block_sizes(fleet),
             tokenizer,
             self._threads,
-            config.limits,
+            lambda: self._config.limits,
             tokens_max=lambda: fleet.prompt_tokens_max,
             keeps_tokens=lambda: self._config.admission.promotion_hints and engines.is_full(fleet.name),
             counts_prefixes=lambda: self._config.routing.warm_start_seconds > 0,
@@ -86,10 +86,9 @@ class Roster:
 
     def _change_model(self, model: ModelConfig, tokenizers: dict[str, PromptTokenizer | None]) -> None:
         served = next(served for served in self._served() if served.fleet.name == model.name)
-        served.reader.limits = self._config.limits
-        served.fleet.config = model
+        served.fleet.configure(model)
         if model.name in tokenizers:
-            served.reader.tokenizer = tokenizers[model.name]
+            served.reader.use(tokenizers[model.name])
             self._metrics.tokenizer_usable.labels(model.name).set(served.reader.tokenizer is not None)
         self._engines.model_changed(served, new_tokenizer=model.name in tokenizers)
 

@@ -73,7 +73,7 @@ class TokenCheck:
             else:
                 logger.warning("model %s: engine %s has no /tokenize to compare with", self._model, engine.name)
         except Disagreement as error:
-            self._reader.tokenizer = None
+            self._reader.use(None)
             self._metrics.tokenizer_usable.labels(self._model).set(0)
             logger.error(
                 "model %s: the tokenizer disagrees with engine %s (%s); prompts are matched by text blocks. "

@@ -95,7 +95,7 @@ class PromptReader:
         engines: BlockSizes,
         tokenizer: PromptTokenizer | None,
         threads: FairThreads,
-        limits: LimitsConfig,
+        limits: Callable[[], LimitsConfig],
         *,
         tokens_max: Callable[[], int | None] = lambda: None,
         keeps_tokens: Callable[[], bool] = lambda: False,
@@ -112,7 +112,11 @@ class PromptReader:
         self._counts_prefixes = counts_prefixes
         self.hot = HotPrefixes()
         self._tables = tables
-        self.limits = limits
+        self._limits = limits
+
+    def use(self, tokenizer: PromptTokenizer | None) -> None:
+        """Tokenise with this one from now on; None: not at all."""
+        self.tokenizer = tokenizer
 
     async def read(
         self, prompt: Prompt, tenant: str = "", *, short: bool = True, adapter: str | None = None
@@ -213,14 +217,14 @@ class PromptReader:
         prompt_tokens = max(1, len(text) // BYTES_PER_TOKEN)
         keys = self._chains.keys(namespace, text, block_tokens * BYTES_PER_TOKEN)
         spread_key = keys[0] if keys else short_prompt_key(namespace, text)
-        whole = len(text) < self.limits.text_chars_max
+        whole = len(text) < self._limits().text_chars_max
         return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key, text_tokens=prompt_tokens if whole else 0)
 
     def _text(self, prompt: ChatPrompt | CompletionPrompt) -> bytes:
         if isinstance(prompt, ChatPrompt):
-            return chat_text(prompt.messages, prompt.tools, self.limits.text_chars_max)
+            return chat_text(prompt.messages, prompt.tools, self._limits().text_chars_max)
         assert isinstance(prompt.prompt, str)
-        return completion_text(prompt.prompt, self.limits.text_chars_max)
+        return completion_text(prompt.prompt, self._limits().text_chars_max)
 
 
 def load_tokenizer(model: str, folder: str | None) -> PromptTokenizer | None:

@@ -284,7 +284,7 @@ class Exchange:
         """Sooner if another engine could go on. Later if this one works meanwhile, as its metrics or its other streams
         show: a parser may hold the arguments of a tool call back until they are whole. The stream is then as silent as
         a plain reply, and has the bound of one."""
-        timeouts, since = self._services.timeouts, self.since
+        timeouts, since = self._services.live.timeouts, self.since
         idle = due = since + timeouts.idle_seconds
         if self._continuation is not None:
             due = min(due, since + self._continuation.stall_seconds)
@@ -308,7 +308,7 @@ class Exchange:
 
     @property
     def _answer_seconds(self) -> float:
-        timeouts = self._services.timeouts
+        timeouts = self._services.live.timeouts
         return timeouts.first_byte_seconds if self._stream else timeouts.plain_seconds
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from spillway_gateway.access.keys import Priority
-from spillway_gateway.config.settings import ContinuationConfig, LimitsConfig, TimeoutsConfig
+from spillway_gateway.config.live import LiveConfig
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.sessions import SessionKey
@@ -91,8 +91,7 @@ class RequestTrace(Protocol):
 
 @dataclass(slots=True)
 class UpstreamServices:
-    """Shared by all requests of a process. A new configuration replaces budget, timeouts, limits and continuation in
-    place.
+    """Shared by all requests of a process.
 
     running: the requests in progress, which a shutdown may end. kept: token ids of answers that may be continued.
     ends: turns of waits that end from outside.
@@ -102,10 +101,8 @@ class UpstreamServices:
     pool: ConnectionPool
     budget: RetryBudget
     metrics: GatewayMetrics
-    timeouts: TimeoutsConfig
-    limits: LimitsConfig
+    live: LiveConfig
     running: set[RunningRequest]
-    continuation: ContinuationConfig
     kept: KeptBytes
     suspects: Suspects
     looks: EngineLooks

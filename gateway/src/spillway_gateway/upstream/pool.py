@@ -35,14 +35,20 @@ class TooManyConnections(GatewayError):
 class ConnectionPool:
     """Each connection taken or opened has to be released.
 
-    connections_max: open connections to all engines together. connect_timeout_seconds: bound of one connect.
+    connections_max: reads the bound of open connections to all engines together. connect_timeout_seconds: reads the
+    bound of one connect.
     """
 
     reach_another = True
 
-    def __init__(self, connections_max: int, connect_timeout_seconds: float, clock: Callable[[], float]) -> None:
-        self.connections_max = connections_max
-        self.connect_timeout_seconds = connect_timeout_seconds
+    def __init__(
+        self,
+        connections_max: Callable[[], int],
+        connect_timeout_seconds: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._connections_max = connections_max
+        self._connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
         self._idle: dict[Engine, deque[EngineConnection]] = {}  # by the object: a name may get another address
         self._in_use = 0
@@ -66,9 +72,9 @@ class ConnectionPool:
 
     async def open(self, engine: Engine) -> EngineConnection:
         """A new connection. Raises EngineRefused, EngineConnectTimeout or TooManyConnections."""
-        if self._in_use >= self.connections_max:
+        if self._in_use >= (connections_max := self._connections_max()):
             raise TooManyConnections(
-                f"limits.upstreamConnectionsMax: all {self.connections_max} connections to engines are in use"
+                f"limits.upstreamConnectionsMax: all {connections_max} connections to engines are in use"
             )
         self._in_use += 1
         try:
@@ -78,16 +84,15 @@ class ConnectionPool:
             raise
 
     async def _connect(self, engine: Engine) -> EngineConnection:
+        seconds = self._connect_timeout_seconds()
         try:
-            async with _patient_timeout(self.connect_timeout_seconds):
+            async with _patient_timeout(seconds):
                 context = await self._tls_context() if engine.tls else None
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: EngineConnection(self._reading), engine.host, engine.port, ssl=context
                 )
         except TimeoutError as error:
-            raise EngineConnectTimeout(
-                f"Engine {engine.name} accepted no connection within {self.connect_timeout_seconds:g} s"
-            ) from error
+            raise EngineConnectTimeout(f"Engine {engine.name} accepted no connection within {seconds:g} s") from error
         except OSError as error:
             raise EngineRefused(f"Engine {engine.name} cannot be reached ({error.strerror or error})") from error
         return connection

@@ -30,21 +30,22 @@ _OUTCOMES = {202: "accepted", 429: "busy", 503: "busy", 404: "off"}
 
 
 class PromotionHints:
-    """The hints of one gateway process.
-
-    session, engine_key: as health polls use them; without a session nothing is sent.
-    """
+    """The hints of one gateway process. Nothing is sent before start()."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
-        self.session: aiohttp.ClientSession | None = None
-        self.engine_key: str | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._engine_key: str | None = None
         self._metrics = metrics
         self._under_way: set[asyncio.Task[str]] = set()
+
+    def start(self, session: aiohttp.ClientSession, engine_key: str | None) -> None:
+        """session, engine_key: as health polls use them."""
+        self._session, self._engine_key = session, engine_key
 
     def expect(self, fleet: ModelFleet, request: OutboundRequest) -> str | None:
         """Hint at a request's prefix; the name of the engine that is sent it, None: none is."""
         tokens = request.prompt.tokens
-        if tokens is None or self.session is None or request.adapter is not None:
+        if tokens is None or self._session is None or request.adapter is not None:
             return None
         decision = fleet.expected_choice(request.prompt, request.only_engine, request.session)
         if decision is None or not decision.held.shared_tokens:
@@ -54,7 +55,7 @@ class PromotionHints:
 
     def tell(self, engine: Engine, tokens: PromptTokens, first: int) -> bool:
         """Send an engine the first so many tokens of a prompt. False if too many are under way."""
-        if self.session is None:
+        if self._session is None:
             return False
         if len(self._under_way) >= HINTS_MAX:
             self._metrics.promotion_hint(engine.model, "dropped").inc()
@@ -66,12 +67,12 @@ class PromotionHints:
 
     async def send(self, engine: Engine, tokens: PromptTokens, first: int) -> str:
         """Send an engine the first so many tokens of a prompt; the outcome, as counted."""
-        session, model, body = self.session, engine.model, hint_body(tokens, first)
+        session, model, body = self._session, engine.model, hint_body(tokens, first)
         if session is None:
             return "dropped"
         headers = {"content-type": "application/json"}
-        if self.engine_key is not None:
-            headers["authorization"] = f"Bearer {self.engine_key}"
+        if self._engine_key is not None:
+            headers["authorization"] = f"Bearer {self._engine_key}"
         if engine.rank is not None:
             headers[RANK_HEADER] = str(engine.rank)
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)

@@ -89,7 +89,7 @@ class Relay:
         self.attempt: Attempt | None = None
         self._continuing: Continuing | None = None
         if request.asks_ids:
-            self._continuing = Continuing(request, fleet, services.continuation, services.kept)
+            self._continuing = Continuing(request, fleet, services.live.continuation, services.kept)
         self._exchange = Exchange(fleet, services, send, stream=request.stream, continuation=self._continuing)
         self.reply = Reply(request, services, self._exchange, client, model=fleet.name, continuing=self._continuing)
 
@@ -199,7 +199,7 @@ class Relay:
             again = may_retry(
                 bytes_sent=exchange.committed,
                 attempts=attempts,
-                attempts_max=services.limits.attempts_max,
+                attempts_max=services.live.limits.attempts_max,
                 engines_left=movable and engines_left,
             )
             if not again:

@@ -111,7 +111,9 @@ class Reply:
         self._head_sent = False
         self._comments_over = False
         self._silent_task: asyncio.Task[None] | None = None
-        self._keep_alive = KeepAlive(services.timeouts.keep_alive_seconds if request.stream else 0, self._is_silent)
+        self._keep_alive = KeepAlive(
+            services.live.timeouts.keep_alive_seconds if request.stream else 0, self._is_silent
+        )
         self.stream = StreamRelay(self, request, services, exchange, self.counts, model=model, continuing=continuing)
         self.status = 0
         self.error_code: str | None = None
@@ -193,7 +195,7 @@ class Reply:
     async def _collect_plain(
         self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None, held: HeldBytes
     ) -> None:
-        body = await collect(connection, self._services.limits.plain_reply_buffer_bytes, held)
+        body = await collect(connection, self._services.live.limits.plain_reply_buffer_bytes, held)
         if trace is not None:
             trace.first_byte()
         status, dialect = connection.status, self._request.dialect

@@ -5,6 +5,9 @@ Nothing is retried once the client has a part of an answer: a second generation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from spillway_gateway.config.settings import LimitsConfig
 from spillway_gateway.errors import (
     AdapterNotServed,
     EngineConnectTimeout,
@@ -29,19 +32,19 @@ _NEVER_SENT = (EngineRefused, EngineConnectTimeout)
 class RetryBudget:
     """Token bucket filled by requests: a share of the traffic may be retried, and a burst at once.
 
-    ratio: retries earned per request. burst: the most that can be saved up. It bounds retries after failures of an
-    engine that still runs, such as a refusal or a timeout under overload, when a retry adds load. A retry after an
-    engine that is gone is not charged; `may_retry`'s attempts_max bounds it.
+    A request earns limits.retryRatio retries, and limits.retryBurst of them can be saved up. It bounds retries after
+    failures of an engine that still runs, such as a refusal or a timeout under overload, when a retry adds load. A
+    retry after an engine that is gone is not charged; `may_retry`'s attempts_max bounds it.
     """
 
-    def __init__(self, ratio: float, burst: int) -> None:
-        self._ratio = ratio
-        self._burst = float(burst)
-        self._available = float(burst)
+    def __init__(self, limits: Callable[[], LimitsConfig]) -> None:
+        self._limits = limits
+        self._available = float(limits().retry_burst)
 
     def earn(self) -> None:
         """Called once for each request."""
-        self._available = min(self._burst, self._available + self._ratio)
+        limits = self._limits()
+        self._available = min(limits.retry_burst, self._available + limits.retry_ratio)
 
     def spend(self, failure: UpstreamError) -> bool:
         """Take one retry after this failure; False when none is left."""

@@ -73,13 +73,12 @@ async def fingerprint_of(request: OutboundRequest) -> Fingerprint:
 class Suspects:
     """The suspects of all processes of a gateway. Runs on the event loop.
 
-    seconds: for which a suspect is refused at most, limits.suspectSeconds. on_added: of each new one, with the
-    monotonic time until which it is refused.
+    seconds: reads for how long a suspect is refused at most, limits.suspectSeconds.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = seconds
-        self.on_added: Callable[[Fingerprint, float], None] = lambda fingerprint, until: None
+    def __init__(self, seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._heard: Callable[[Fingerprint, float], None] = lambda fingerprint, until: None
         self._clock = clock
         self._until: OrderedDict[Fingerprint, float] = OrderedDict()
         self._lengths: Counter[int] = Counter()
@@ -88,6 +87,10 @@ class Suspects:
 
     def __len__(self) -> int:
         return len(self._until)
+
+    def announce(self, heard: Callable[[Fingerprint, float], None]) -> None:
+        """Call this for each new one, with the monotonic time until which it is refused."""
+        self._heard = heard
 
     def judge(self, fingerprint: Fingerprint, *, alone: bool, again: bool, begun: bool) -> bool:
         """A request's engine has ended. Whether another engine may get it.
@@ -100,16 +103,17 @@ class Suspects:
             self._add(fingerprint, several=again or begun_before)
             return False
         if alone:
-            self._put(self._begun, fingerprint, self._clock() + self.seconds)
+            self._put(self._begun, fingerprint, self._clock() + self._seconds())
         return True
 
     def _add(self, fingerprint: Fingerprint, *, several: bool) -> None:
         """several: it has ended more than one engine already."""
         several = several or self._unexpired(self._found, fingerprint)
-        until = self._clock() + self.seconds * (1.0 if several else FIRST_SHARE)
-        self._put(self._found, fingerprint, until + self.seconds)
+        seconds = self._seconds()
+        until = self._clock() + seconds * (1.0 if several else FIRST_SHARE)
+        self._put(self._found, fingerprint, until + seconds)
         self.put(fingerprint, until)
-        self.on_added(fingerprint, until)
+        self._heard(fingerprint, until)
 
     def put(self, fingerprint: Fingerprint, until: float) -> None:
         """Add a suspect that another process found."""
@@ -250,7 +254,7 @@ class EndedEngines:
         if type(failure) not in _MAY_HAVE_ENDED or (look := await services.looks.at(engine)) is Look.LIVES:
             return True
         self._count += 1
-        again = self._count >= services.limits.ended_engines_max
+        again = self._count >= services.live.limits.ended_engines_max
         if look is Look.UNREACHABLE and not again:
             return True
         if await place.ended(await fingerprint_of(self._request), again=again, begun=begun):

@@ -27,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def sent_answer(*, chat: bool, tokens_max: int = 10_000, bytes_max: int = 1 << 20) -> SentAnswer:
-    return SentAnswer(KeptBytes(bytes_max), chat=chat, tokens_max=tokens_max)
+    return SentAnswer(KeptBytes(lambda: bytes_max), chat=chat, tokens_max=tokens_max)
 
 
 def documents(events: bytes) -> list[dict[str, Any]]:
@@ -293,7 +293,7 @@ def test_an_engine_without_ids_and_answers_without_room_are_not_continued() -> N
 
 
 def test_room_is_given_back() -> None:
-    kept = KeptBytes(1 << 20)
+    kept = KeptBytes(lambda: 1 << 20)
     sent = SentAnswer(kept, chat=True, tokens_max=1000)
     sent.take(ROLE)
     assert kept.taken > 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -41,18 +42,18 @@ _DONE = b"[DONE]"
 
 
 class KeptBytes:
-    """Room for the token ids of all streams together, in bytes. A new configuration may change the bound. On the event
-    loop."""
+    """Room for the token ids of all streams together, in bytes. bytes_max: reads the bound, which may change. On the
+    event loop."""
 
-    __slots__ = ("bytes_max", "taken")
+    __slots__ = ("_bytes_max", "taken")
 
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self, bytes_max: Callable[[], int]) -> None:
+        self._bytes_max = bytes_max
         self.taken = 0
 
     def take(self, more: int) -> bool:
         """False, and nothing taken, if it would exceed the bound."""
-        if self.taken + more > self.bytes_max:
+        if self.taken + more > self._bytes_max():
             return False
         self.taken += more
         return True
