@@ -282,6 +282,10 @@ bench-prefix-index: $(STAMP) ## What a turn costs the gateway in its prefix inde
 bench-attack: $(STAMP) ## How much longer another client's stream waits while the gateway is attacked. An idle machine; about four minutes
 	@$(BIN)/python -m pytest tests/attack tests/attack/large_state.py --stream-gaps
 
+.PHONY: bench-word-clock
+bench-word-clock: $(STAMP) ## What a clock tells a tenant of words that another one has sent to the gateway. One minute
+	@$(BIN)/python bench/word_clock.py $(BENCH)
+
 .PHONY: bench-scheduler
 bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
 	@$(BIN)/python bench/scheduler_step.py $(BENCH)

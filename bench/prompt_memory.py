@@ -31,7 +31,6 @@ from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import ChatPrompt, PromptReader
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
-from spillway_gateway.tokens.word_tables import WordTables
 from spillway_stack.bundled_model import choose_model
 
 BLOCK_TOKENS = 128
@@ -55,12 +54,11 @@ async def _read(folder: Path, texts: Texts, threads: FairThreads, prompts: int, 
         "m", bytes_max=index_bytes, orphans_max=1, default_block_tokens=BLOCK_TOKENS, clock=time.monotonic
     )
     index.add_engine("engine")
-    tables = WordTables(threads)
-    reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig, tables=tables)
+    reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig)
     process = psutil.Process()
     tokens = 0
-    names = "prompts", "tokens", "blocks held", "evicted", "resident MB", "CPU s", "renewals"
-    print("".join(f"{name:>{width}}" for name, width in zip(names, (10, 14, 13, 11, 13, 8, 10), strict=True)))
+    names = "prompts", "tokens", "blocks held", "evicted", "resident MB", "CPU s"
+    print("".join(f"{name:>{width}}" for name, width in zip(names, (10, 14, 13, 11, 13, 8), strict=True)))
     for count, body in enumerate(itertools.islice(distinct_bodies(texts), prompts), 1):
         prompt = await reader.read(ChatPrompt(json.loads(body)["messages"]))
         for _ in index.accepted("engine", prompt.keys, time.monotonic() + HELD_SECONDS):
@@ -71,7 +69,7 @@ async def _read(folder: Path, texts: Texts, threads: FairThreads, prompts: int, 
             resident, seconds = process.memory_info().rss / 1e6, process.cpu_times()
             print(
                 f"{count:>10,}{tokens:>14,}{index.blocks:>13,}{index.evicted_blocks_total:>11,}{resident:>13,.0f}"
-                f"{seconds.user + seconds.system:>8.0f}{tables.renewals:>10}",
+                f"{seconds.user + seconds.system:>8.0f}",
                 flush=True,
             )
 

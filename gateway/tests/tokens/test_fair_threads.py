@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Generator, Iterator
 
 import pytest
 
-from spillway_gateway.tokens.fair_threads import FairThreads, run_on_new_thread
+from spillway_gateway.tokens.fair_threads import FairThreads
 
 
 @pytest.fixture
@@ -54,28 +53,6 @@ async def test_a_cancelled_future_ends_the_work(threads: FairThreads) -> None:
     assert log.count("long") <= 1
 
 
-async def test_a_thread_ends_after_its_steps_and_a_new_one_goes_on() -> None:
-    def steps(seen: list[threading.Thread]) -> Generator[None, None, None]:
-        for _ in range(5):
-            seen.append(threading.current_thread())
-            yield
-
-    with contextlib.closing(FairThreads(1, "test", thread_steps_max=2)) as threads:
-        first: list[threading.Thread] = []
-        second: list[threading.Thread] = []
-        await asyncio.gather(threads.run("a", steps(first)), threads.run("b", steps(second)))
-        last: list[threading.Thread] = []
-        await threads.run("a", steps(last))
-
-    used = first + second + last
-    assert len(used) == 15
-    assert max(used.count(thread) for thread in used) <= 2
-    for thread in used[:-1]:
-        if thread is not used[-1]:
-            thread.join(60)
-            assert not thread.is_alive()
-
-
 async def test_a_panic_of_a_library_ends_its_job_alone(threads: FairThreads) -> None:
     class Panic(BaseException):
         pass
@@ -104,20 +81,3 @@ async def test_closed_threads_take_nothing(threads: FairThreads) -> None:
     threads.close()
     with pytest.raises(asyncio.CancelledError):
         await threads.run("a", job("x", 1, [], threading.Event()))
-
-
-async def test_what_is_done_once_leaves_no_thread() -> None:
-    def work(first: int, *, second: int) -> tuple[int, threading.Thread]:
-        return first + second, threading.current_thread()
-
-    total, thread = await run_on_new_thread(work, 1, second=2)
-    assert total == 3
-    assert thread is not threading.current_thread()
-    thread.join(60)
-    assert not thread.is_alive()
-
-    def failing() -> None:
-        raise RecursionError
-
-    with pytest.raises(RecursionError):
-        await run_on_new_thread(failing)

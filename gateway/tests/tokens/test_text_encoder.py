@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from spillway_gateway.routing.prefix import token_bytes
 from spillway_gateway.tokens import text_encoder
-from spillway_gateway.tokens.text_encoder import WORD_CHARS_MAX, TextEncoder, has_long_word
+from spillway_gateway.tokens.text_encoder import TextEncoder
 
 CORPUS = ["the quick brown fox, who had read it twice, jumps over the lazy dog. It's 9 p.m. and all is well! " * 20]
 _SPLIT = (
@@ -112,52 +112,6 @@ def test_a_model_that_only_the_library_reads_is_left_to_it() -> None:
     assert encoder.encode("AB a", add_special_tokens=False) == exact(tokenizer, "AB a")
 
 
-@pytest.mark.parametrize(
-    "letter", ["a", "\u00e9", "\u4e2d", "7", "_", "=", "e\u0301", "\u0e17\u0e35\u0e48", "a_", "_-", "\u0301"]
-)
-@given(before=pieces, after=pieces, spaces=st.integers(0, WORD_CHARS_MAX))
-@settings(deadline=None, max_examples=50)
-def test_a_long_word_is_found_wherever_it_is(letter: str, before: str, after: str, spaces: int) -> None:
-    assert has_long_word(before + " " * spaces + letter * WORD_CHARS_MAX + after)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        CORPUS[0] * 20,
-        " " * 10_000,
-        "the fox\n" * 1_000,
-        "no_spaces(here,but=words);" * 500,
-        "e\u0301t\u0301e\u0301, " * 500,
-        "\u4e2d\u6587\u6ca1\u6709\u7a7a\u683c\uff0c" * 500,
-        '{"key":1,"other_key":[2.5,"three"]},' * 500,
-        ("a." * 100 + "b" * 300) * 50,
-        "a" * (WORD_CHARS_MAX - 1),
-    ],
-)
-def test_usual_text_holds_none(text: str) -> None:
-    assert not has_long_word(text)
-
-
-def test_long_words_are_kept_in_no_table_that_tenants_share(
-    tokenizer_and_encoder: tuple[Tokenizer, TextEncoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, encoder = tokenizer_and_encoder
-    fast, taken = encoder._fast, []
-    assert fast is not None
-
-    class Recording:
-        @staticmethod
-        def encode_batch_flat(texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
-            taken.extend(texts)
-            return fast.encode_batch_flat(texts, add_special_tokens)
-
-    monkeypatch.setattr(encoder, "_fast", Recording())
-    for text in (usual := "the quick fox ", word := "fox" * WORD_CHARS_MAX, usual + word, word + usual, f"({word})"):
-        assert encoder.encode(text, add_special_tokens=False) == exact(tokenizer, text)
-    assert taken == [usual]
-
-
 def test_text_that_is_not_split_into_words_is_left_to_the_library() -> None:
     tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -178,14 +132,14 @@ class OneIdMore:
 
 def faulty(monkeypatch: pytest.MonkeyPatch, word: str) -> Tokenizer:
     tokenizer = trained(PRE_TOKENIZERS["byte level"])
-    right = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
+    read = fastokens.Tokenizer.from_json_str
 
     class Faulty:
         @staticmethod
-        def from_json_str(_: str) -> OneIdMore:
-            return OneIdMore(right, word)
+        def from_json_str(document: str) -> OneIdMore:
+            return OneIdMore(read(document), word)
 
-    monkeypatch.setattr(text_encoder.fastokens, "Tokenizer", Faulty)
+    monkeypatch.setattr(fastokens, "Tokenizer", Faulty)
     return tokenizer
 
 

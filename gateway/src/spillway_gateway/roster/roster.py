@@ -5,17 +5,19 @@ A change is applied without an await, so no request sees half of it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from spillway_gateway import interpreter
+from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.settings import GatewayConfig, ModelConfig
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.roster.model_engines import ModelEngines
 from spillway_gateway.roster.served import ServedModel
 from spillway_gateway.routing.hot_prefixes import HotPrefixes
-from spillway_gateway.tokens.fair_threads import FairThreads, run_on_new_thread
+from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import PromptReader, load_tokenizer
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
-from spillway_gateway.tokens.word_tables import WordTables
 
 
 class Roster:
@@ -29,7 +31,6 @@ class Roster:
         self._metrics = metrics
         self._threads = threads
         self._engines = engines
-        self._tables = WordTables(threads)
         self.models: dict[str, ServedModel] = {}
         self.fleets: list[ModelFleet] = []
         for model in config.models:
@@ -40,7 +41,7 @@ class Roster:
         before = {fleet.name: fleet.config for fleet in self.fleets}
         # The slow part first, on a thread: nothing has changed while it runs.
         tokenizers = {
-            model.name: await run_on_new_thread(load_tokenizer, model.name, model.tokenizer)
+            model.name: await on_daemon_thread(partial(load_tokenizer, model.name, model.tokenizer))
             for model in config.models
             if model.name not in before or before[model.name].tokenizer != model.tokenizer
         }
@@ -71,7 +72,6 @@ class Roster:
             tokens_max=lambda: fleet.prompt_tokens_max,
             keeps_tokens=lambda: self._config.admission.promotion_hints and engines.is_full(fleet.name),
             counts_prefixes=lambda: self._config.routing.warm_start_seconds > 0,
-            tables=self._tables,
         )
         served = ServedModel(fleet, reader)
         self.fleets.append(fleet)

@@ -2,9 +2,6 @@
 
 A job is a generator that yields between steps of a few milliseconds. Groups (tenants) take turns, and within a group
 its jobs do, so a long prompt, or a thousand prompts of one tenant, delay another tenant's by one step.
-
-A thread ends after a number of steps, and a new one goes on: fastokens keeps the words that it has seen for each
-thread, up to some 100 MB, until the thread ends (word_tables.py has the rest).
 """
 
 from __future__ import annotations
@@ -14,12 +11,9 @@ import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
-
-THREAD_STEPS_MAX = 1_000  # of some thousand words each
 
 
 class _Job:
@@ -56,27 +50,11 @@ class _Job:
             self.loop.call_soon_threadsafe(on_loop)
 
 
-async def run_on_new_thread(
-    function: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
-) -> Result:
-    """As asyncio.to_thread(), on a thread that ends with the function, and its tables of words with it. For what is
-    done once; cancelling does not end the function."""
-    with contextlib.closing(FairThreads(1, function.__name__, thread_steps_max=1)) as threads:
-
-        def step() -> Generator[None, None, Result]:
-            return function(*arguments, **named)
-            yield
-
-        return await threads.run("", step())
-
-
 class FairThreads:
-    """threads: the most; each starts when there is work for it, and ends after thread_steps_max. run() and close() on
-    the event loop."""
+    """threads: the most; each starts when there is work for it. run() and close() on the event loop."""
 
-    def __init__(self, threads: int, name: str, thread_steps_max: int = THREAD_STEPS_MAX) -> None:
+    def __init__(self, threads: int, name: str) -> None:
         self._threads_max = threads
-        self._thread_steps_max = thread_steps_max
         self._name = name
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
@@ -95,13 +73,10 @@ class FairThreads:
             if self._idle:
                 self._changed.notify()
             elif len(self._threads) < self._threads_max:
-                self._start_thread()
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
         return answer
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     def close(self) -> None:
         """Drop queued jobs; a running step finishes."""
@@ -111,7 +86,7 @@ class FairThreads:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        for _ in range(self._thread_steps_max):
+        while True:
             with self._changed:
                 while not self._groups:
                     if self._closed:
@@ -128,7 +103,3 @@ class FairThreads:
                     if not self._closed:
                         self._groups.setdefault(group, deque()).append(job)
             del job, jobs  # or an idle thread would hold a reference to a prompt
-        with self._changed:
-            self._threads.remove(threading.current_thread())
-            if self._groups:
-                self._start_thread()

@@ -28,7 +28,6 @@ from spillway_gateway.tokens.estimates import holds_media, text_tokens, value_to
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
 from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, TokenizerUnusable
-from spillway_gateway.tokens.word_tables import WordTables
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +84,7 @@ class PromptReader:
     tokenizer: owned, and replaced when the configuration changes or an engine disagrees with it. threads: shared,
     closed by the application. tokens_max: the longest prompt that the model's engines take, if that is known.
     keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens.
-    counts_prefixes: whether new engines are sent the beginnings that prompts share, which are in `hot`. tables: of
-    the event loop, shared by all models; without it fastokens' own bounds hold.
+    counts_prefixes: whether new engines are sent the beginnings that prompts share, which are in `hot`.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class PromptReader:
         tokens_max: Callable[[], int | None] = lambda: None,
         keeps_tokens: Callable[[], bool] = lambda: False,
         counts_prefixes: Callable[[], bool] = lambda: False,
-        tables: WordTables | None = None,
     ) -> None:
         self._model = model
         self._chains = KeyChains()
@@ -111,7 +108,6 @@ class PromptReader:
         self._keeps_tokens = keeps_tokens
         self._counts_prefixes = counts_prefixes
         self.hot = HotPrefixes()
-        self._tables = tables
         self._limits = limits
 
     def use(self, tokenizer: PromptTokenizer | None) -> None:
@@ -168,7 +164,7 @@ class PromptReader:
             add_special_tokens=prompt.add_special_tokens,
             new_chars_max=tokenizer.inline_chars_max,
             owner=tenant,
-            tables=self._tables,
+            on_loop=True,
         )
         return None if ids is None else self._of_tokens(namespace, ids, prompt.cache_salt, adapter)
 

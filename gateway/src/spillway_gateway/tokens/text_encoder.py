@@ -5,38 +5,24 @@ implementation of the same file. So it is used only if it reads the file and agr
 CHECK_INTERVAL_TEXTS is encoded by both, and the first difference ends its use. A wrong id would cost a match, never an
 answer: the engine tokenises for itself.
 
-fastokens also keeps the words that it has met, for all tenants together, so a clock could tell a long word that another
-tenant has sent: 15,000 letters take 1.9 ms, and 0.03 ms when they come again. Text with such a word goes to tokenizers,
-which keeps none of more than 256 bytes. So does all text of a model whose pre-tokenizer does not split it into words.
+Neither library keeps a tenant's words for another's texts, because a clock would then tell a word that somebody else
+has sent: fast_tokenizer.py sees to fastokens, and tokenizers is given a cache of no words.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
-import re
-import string
 
-import fastokens
 import tokenizers
 
 from spillway_gateway.routing.prefix import token_bytes
+from spillway_gateway.tokens.fast_tokenizer import FastTokenizer
 
 logger = logging.getLogger(__name__)
 
-# Texts come one at a time and in pieces. So the library's threads, one per core, would gain nothing, and each would
-# keep tables of words until the process ends.
-os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-
-WORD_CHARS_MAX = 512  # a longer one goes to tokenizers; one of that length takes fastokens 55 us, and 1 us again
-# Within so many characters after a word's beginning another word has to begin. Fewer than WORD_CHARS_MAX, as for some
-# tokenizers a sign or a space begins the word that follows it.
-_REACH_CHARS = WORD_CHARS_MAX - 32
-# Beside a letter or a digit each of these ends a word for every tokenizer; "_" and accents do so for some only.
-_SIGNS = rf"[\s{re.escape(string.punctuation.replace('_', ''))}\u060c\u0964\u3001-\u3003\u3008-\u3011\uff01\uff0c]"
-_edges = re.compile(rf"(?<=[^\W_]){_SIGNS}|{_SIGNS}(?=[^\W_])")
 CHECK_INTERVAL_TEXTS = 1_024  # adds 3 % to the cost of new text
+CHECK_CHARS_MAX = 4_096  # of a text that both encode, perhaps on the event loop: some 3 ms
 _PROBES = (
     "",
     " ",
@@ -60,6 +46,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+        _keep_no_words(tokenizer)
         self._texts = itertools.count(1)  # atomic: the event loop and the tokenizer threads share it
         self._fast = self._load_fast()
 
@@ -70,23 +57,22 @@ class TextEncoder:
 
     def is_fast_for(self, text: str) -> bool:
         """As `fast`, for this text."""
-        return self._fast is not None and not has_long_word(text)
+        return self._fast is not None and (not self._fast.left_out or self._fast.left_out not in text)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """Token ids as little-endian uint32. Raises UnicodeEncodeError for lone surrogates."""
+    def encode(self, text: str, *, add_special_tokens: bool, owner: str = "") -> bytes:
+        """Token ids as little-endian uint32. owner: whose text it is. Raises UnicodeEncodeError for lone surrogates."""
         fast = self._fast
-        if fast is None or has_long_word(text):
+        if fast is None:
             return self._encode_exactly(text, add_special_tokens)
-        ids: bytes
         try:
-            ids, _ = fast.encode_batch_flat([text], add_special_tokens)
+            ids = fast.encode(text, add_special_tokens, owner)
         except UnicodeEncodeError:
             raise
         except ValueError:  # a byte that the vocabulary lacks, or what the other library would refuse as well
             return self._encode_exactly(text, add_special_tokens)
-        if not next(self._texts) % CHECK_INTERVAL_TEXTS:
+        if len(text) <= CHECK_CHARS_MAX and not next(self._texts) % CHECK_INTERVAL_TEXTS:
             exact = self._encode_exactly(text, add_special_tokens)
-            if ids != exact:
+            if exact not in (ids, fast.encode(text, add_special_tokens, owner)):  # twice: a merge may have been dropped
                 logger.error("fastokens gave other ids than tokenizers for one text; it is not used any more")
                 self._fast = None
             return exact
@@ -108,20 +94,23 @@ class TextEncoder:
             text = normalizer.normalize_str(text)
         return [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
-    def _load_fast(self) -> fastokens.Tokenizer | None:
+    def _load_fast(self) -> FastTokenizer | None:
         if len(self._words_of(_PROBES[2])) < len(_PROBES[2].split()):
             logger.info("fastokens is not used: the tokenizer does not split text into words")
             return None
         try:
-            fast = fastokens.Tokenizer.from_json_str(self._tokenizer.to_str())
+            fast = FastTokenizer(self._tokenizer.to_str())
         except Exception as error:  # of a model or a rule that it does not have
             logger.info("fastokens does not read this tokenizer, tokenizers does: %s", error)
+            return None
+        if fast.left_out and not _refuses(fast, 2 * fast.left_out):
+            logger.warning("fastokens would keep words of this tokenizer from text to text; it is not used")
             return None
         specials = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()][:3]
         probes = [*_PROBES, *(f"{probe}{special} {probe}\n{special}" for special in specials for probe in _PROBES)]
         for probe, add_special_tokens in itertools.product(probes, (False, True)):
             try:
-                ids, _ = fast.encode_batch_flat([probe], add_special_tokens)
+                ids = fast.encode(probe, add_special_tokens)
             except ValueError:  # then encode() falls back, too
                 continue
             if ids != self._encode_exactly(probe, add_special_tokens):
@@ -130,22 +119,16 @@ class TextEncoder:
         return fast
 
 
-def has_long_word(text: str) -> bool:
-    """Whether it may hold a word of WORD_CHARS_MAX characters. Of spaces it does not matter how many there are."""
-    begin, last, find_space = 0, len(text) - WORD_CHARS_MAX, text.rfind
-    while begin <= last:
-        at = find_space(" ", begin + 1, begin + _REACH_CHARS)
-        if at < 0:
-            at = _edge_after(text, begin)
-            if at < 0:
-                return True
-        begin = at
+def _refuses(fast: FastTokenizer, text: str) -> bool:
+    try:
+        fast.encode(text, add_special_tokens=False)
+    except ValueError:
+        return True
     return False
 
 
-def _edge_after(text: str, begin: int) -> int:
-    """A place within _REACH_CHARS after `begin` at which a word ends, rather one that is far; -1: there is none."""
-    middle, end = begin + _REACH_CHARS // 2, begin + _REACH_CHARS
-    if (far := _edges.search(text, middle, end)) is not None:
-        return far.start()
-    return max((match.start() for match in _edges.finditer(text, begin + 1, middle)), default=-1)
+def _keep_no_words(tokenizer: tokenizers.Tokenizer) -> None:
+    """tokenizers keeps 10,000 words of a model, whoever sent them. Models without such a cache lack the method."""
+    resize = getattr(tokenizer.model, "_resize_cache", None)
+    if resize is not None:
+        resize(0)

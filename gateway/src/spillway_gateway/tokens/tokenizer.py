@@ -23,7 +23,6 @@ from spillway_gateway.routing.prefix import TOKEN_BYTES
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
 from spillway_gateway.tokens.text_encoder import TextEncoder
-from spillway_gateway.tokens.word_tables import WordTables
 
 # Texts are tokenised one at a time, so the library's thread pool would only add latency.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -112,30 +111,30 @@ class PromptTokenizer:
         add_special_tokens: bool,
         new_chars_max: int,
         owner: str = "",
-        tables: WordTables | None = None,
+        on_loop: bool = False,
     ) -> bytes | None:
         """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
         the event loop for short prompts, if handing them to a thread would cost more. owner: whose texts are cached
-        apart. tables: of the event loop, if it is called there; of text that is slow it takes INLINE_NEW_CHARS_MAX."""
+        apart. on_loop: it is called there; of text that is slow it takes INLINE_NEW_CHARS_MAX."""
         if add_special_tokens or self._special is None:
-            if self._is_too_long([text], new_chars_max, tables):
+            if self._is_too_long([text], new_chars_max, on_loop):
                 return None
-            return self._encode(text, add_special_tokens, tables)
+            return self._encode(text, add_special_tokens, owner)
         cuts = [0, *[match.start() for match in self._special.finditer(text)], len(text)]
         segments = [text[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
         keys = [segment_key(owner, segment) for segment in segments]
         found = self._segments.get_all(keys)
         new = [at for at, ids in enumerate(found) if ids is None]
-        if self._is_too_long([segments[at] for at in new], new_chars_max, tables):
+        if self._is_too_long([segments[at] for at in new], new_chars_max, on_loop):
             return None
         for at in new:
-            found[at] = ids = self._encode(segments[at], False, tables)
+            found[at] = ids = self._encode(segments[at], False, owner)
             self._segments.put(keys[at], ids)
         return b"".join(found)  # type: ignore[arg-type]
 
-    def _is_too_long(self, texts: list[str], chars_max: int, tables: WordTables | None) -> bool:
+    def _is_too_long(self, texts: list[str], chars_max: int, on_loop: bool) -> bool:
         chars = sum(map(len, texts))
-        if tables is None or chars <= INLINE_NEW_CHARS_MAX:
+        if not on_loop or chars <= INLINE_NEW_CHARS_MAX:
             return chars > chars_max
         return chars > chars_max or not all(map(self._encoder.is_fast_for, texts))
 
@@ -162,8 +161,8 @@ class PromptTokenizer:
             key = segment_key(owner, segment)
             (known,) = self._segments.get_all([key])
             first, end = len(parts), chars + len(segment)
-            for piece in self._pieces_of(segment) if known is None else [segment]:
-                parts.append(self._encode(piece, False) if known is None else known)
+            for piece in self._pieces_of(segment, owner) if known is None else [segment]:
+                parts.append(self._encode(piece, False, owner) if known is None else known)
                 count += len(parts[-1]) // TOKEN_BYTES
                 chars += len(piece)
                 new_chars += len(piece) if known is None else 0
@@ -200,14 +199,14 @@ class PromptTokenizer:
         if begin < len(text):
             yield text[begin:]
 
-    def _pieces_of(self, segment: str) -> Iterator[str]:
+    def _pieces_of(self, segment: str, owner: str) -> Iterator[str]:
         """Cut the segment at places that change no token.
 
         If there is no such place, the last piece is cut at STEP_CHARS, and its last tokens may differ from the text's.
         """
         begin = 0
         while len(segment) - begin > 2 * STEP_CHARS:
-            end = self._cut_of(segment, begin + STEP_CHARS)
+            end = self._cut_of(segment, begin + STEP_CHARS, owner)
             if end is None:
                 yield segment[begin : begin + STEP_CHARS]
                 return
@@ -215,14 +214,14 @@ class PromptTokenizer:
             begin = end
         yield segment[begin:]
 
-    def _cut_of(self, text: str, begin: int) -> int | None:
+    def _cut_of(self, text: str, begin: int, owner: str) -> int | None:
         """A place after `begin` where the text around it has the same tokens as its two halves. Merges stay within the
         words of the pre-tokenizer, so a cut that is safe nearby is safe in the whole text."""
         for match in itertools.islice(_cut_places(text, begin, begin + STEP_CHARS), CUT_TRIES):
             at = match.start()
             left, right = text[at - CUT_REACH_CHARS : at], text[at : at + CUT_REACH_CHARS]
-            whole = self._encode(left + right, False)
-            if whole == self._encode(left, False) + self._encode(right, False):
+            whole = self._encode(left + right, False, owner)
+            if whole == self._encode(left, False, owner) + self._encode(right, False, owner):
                 return at
         return None
 
@@ -237,10 +236,8 @@ class PromptTokenizer:
             found.add((full[:at], full[at + len(plain) :]))
         return found.pop() if len(found) == 1 else (b"", b"")
 
-    def _encode(self, text: str, add_special_tokens: bool, tables: WordTables | None = None) -> bytes:
-        if tables is not None and self._encoder.fast:
-            tables.count(text)
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+    def _encode(self, text: str, add_special_tokens: bool, owner: str = "") -> bytes:
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens, owner=owner)
 
     def _segments_agree(self) -> bool:
         specials = _special_texts(self._tokenizer)[:3] or [""]

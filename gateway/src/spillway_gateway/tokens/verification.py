@@ -7,12 +7,13 @@ unnoticed: it is an error in the log, a metric at 0, and prompts are matched by 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import aiohttp
 import msgspec
 
+from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.tokens.chat_template import CannotRender
-from spillway_gateway.tokens.fair_threads import run_on_new_thread
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt, render_and_encode
 from spillway_gateway.tokens.tokenizer import PromptTokenizer
 
@@ -42,7 +43,7 @@ async def verify_tokenizer(
     if tokenizer.template is not None:
         body: dict[str, object] = {"model": model, "messages": list(PROBE_MESSAGES)}
         try:
-            own = await run_on_new_thread(render_and_encode, tokenizer, ChatPrompt(PROBE_MESSAGES))
+            own = await on_daemon_thread(partial(render_and_encode, tokenizer, ChatPrompt(PROBE_MESSAGES)))
         except CannotRender as error:
             logger.warning("engine %s: the chat probe cannot be rendered here: %s", engine_name, error)
         else:
@@ -50,7 +51,7 @@ async def verify_tokenizer(
             answered = theirs is not None
             if theirs is not None and theirs != list(own):
                 raise Disagreement(f"chat: {_difference(list(own), theirs)}")
-    own = await run_on_new_thread(render_and_encode, tokenizer, CompletionPrompt(PROBE_TEXT))
+    own = await on_daemon_thread(partial(render_and_encode, tokenizer, CompletionPrompt(PROBE_TEXT)))
     theirs = await _tokenize(engine_url, session, {"model": model, "prompt": PROBE_TEXT})
     if theirs is not None and theirs != list(own):
         raise Disagreement(f"completion: {_difference(list(own), theirs)}")

@@ -19,7 +19,7 @@ from spillway_ctl.check.finding import (
 )
 from spillway_ctl.check.group import Release
 from spillway_ctl.check.shared_rules import behavior, is_own_pod, replica_bounds
-from spillway_settings.gateway_memory import PROCESS_BYTES, TOKENIZER_BYTES, WORDS_BYTES
+from spillway_settings.gateway_memory import PROCESS_BYTES, TOKENIZER_BYTES
 from spillway_settings.shared_names import VARIABLES
 
 _ROOM_BYTES_LEAST = 64 << 20
@@ -74,25 +74,21 @@ def _memory(release: Release) -> Iterator[Finding]:
         )
     index, bodies = size(gateway.index.bytes_max), size(gateway.limits.bodies_bytes_max)
     replies, models = size(gateway.limits.replies_bytes_max), len(release.groups)
-    # Each process of several has a tokenizer and buffers, and those that serve clients meet words. One more has the
-    # index.
+    # Each process of several has a tokenizer and buffers. One more has the index.
     serving = gateway.processes
     processes = serving + 1 if serving > 1 else 1
     needed = index * models + processes * (TOKENIZER_BYTES * models + PROCESS_BYTES) + bodies + replies
-    needed += serving * WORDS_BYTES
     if limit < needed:
-        own, words = bytes_text(PROCESS_BYTES), f"{bytes_text(WORDS_BYTES)} for words that its tokenizers keep"
-        tokenizer = f"{bytes_text(TOKENIZER_BYTES)} of tokenizer"
+        own, tokenizer = bytes_text(PROCESS_BYTES), f"{bytes_text(TOKENIZER_BYTES)} of tokenizer"
         bounded = f"limits.bodiesBytesMax {bytes_text(bodies)}, limits.repliesBytesMax {bytes_text(replies)}"
         parts = (
             f"gateway.index.bytesMax {bytes_text(index)} and {tokenizer} x {models} models, {bounded}, {own} for the "
-            f"process and {words}"
+            "process"
         )
         if processes > 1:
             parts = (
                 f"gateway.index.bytesMax {bytes_text(index)} x {models} models, {bounded}, {own} and {tokenizer} for "
-                f"each model in each of {processes} processes (gateway.processes: {serving} and one that routes), and "
-                f"in each but that one {words}"
+                f"each model in each of {processes} processes (gateway.processes: {serving} and one that routes)"
             )
         yield Finding(
             "gateway.resources.limits.memory",
