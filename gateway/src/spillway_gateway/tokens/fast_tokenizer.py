@@ -57,22 +57,27 @@ class FastTokenizer:
     def encode(self, text: str, add_special_tokens: bool, owner: str = "") -> bytes:
         """Ids as little-endian uint32. owner: whose text it is. Raises UnicodeEncodeError for lone surrogates, and
         ValueError for a byte that the vocabulary lacks."""
-        if self._other is not None:
-            kept = _kept  # of all models: the tables of one are emptied when another is used
-            kept.chars += len(text)
-            if kept.owner != owner or kept.chars > KEPT_CHARS:
-                self._other.encode_batch_flat([_LETTER], False)
-                kept.owner, kept.chars = owner, len(text)
+        if self._other is not None and _kept.have_to_go(owner, len(text)):
+            self._other.encode_batch_flat([_LETTER], False)
         ids: bytes
         ids, _ = self._model.encode_batch_flat([text], add_special_tokens)
         return ids
 
 
 class _Kept(threading.local):
-    """What the calling thread's tables hold words of."""
+    """What the calling thread's tables hold words of: one tenant's texts. Of all models, as the tables of one are
+    emptied when another is used."""
 
-    owner = ""
-    chars = 0
+    _owner = ""
+    _chars = 0
+
+    def have_to_go(self, owner: str, chars: int) -> bool:
+        """Whether the tables have to be emptied before a text of so many characters. They are then counted as empty."""
+        self._chars += chars
+        if owner == self._owner and self._chars <= KEPT_CHARS:
+            return False
+        self._owner, self._chars = owner, chars
+        return True
 
 
 _kept = _Kept()
