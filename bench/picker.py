@@ -1,102 +1,196 @@
 """The gateway as an endpoint picker behind a real Envoy, beside the gateway itself and Envoy alone, in one run.
 
-    python bench/picker.py [--tokens 200,8000,50000] [--connections 1,64,150] [--seconds 4] [--rounds 1]
+    python bench/picker.py [--tokens 200,8000,50000] [--connections 1,64,150] [--rates 400] [--seconds 4] [--rounds 1]
+                           [--processes 1] [--envoy-threads 1] [--envoy-calls N] [--engine-processes 1]
+                           [--cores gateway=0-3,envoy=4-7,engines=8-11,load=12] [--beside NAME=CHECKOUT ...]
                            [--tokenizer FOLDER] [--output build/bench/picker.json]
 
 Four mock engines are one process (gateway_load/engine.py), and the load generator is this process. One gateway serves
 its own clients and Envoy's questions, from one index. The rows: the engines alone, which is the limit of every other
 row; Envoy that spreads over them without asking; the gateway; Envoy that asks the gateway. All get the same chats, of
 which each is sent many times, so that its beginning was seen before. Added times are a row's percentile minus that of
-the engines alone at the same length and number of connections; CPU time is that of the gateway's process for each
-request. Envoy has one worker thread. Everything shares this machine's cores. About three minutes.
+the engines alone in the same cell; CPU time is that of the gateway's processes for each request. About three minutes.
+
+A cell is a length and a number of connections, each of which sends its next request once the last one is answered: its
+rate is the limit with so many connections, and its latency at this limit is connections by rate. With `--rates`, there
+are further cells for the largest number of connections, in which so many requests arrive in a second, at random times;
+their latencies count from the arrival.
+
+`--processes`: of the gateway. `--envoy-calls`: of one connection to the picker, which is of one gateway process.
+`--cores` pins the named parts; what is not named runs anywhere. `--beside` adds rows with the gateway of another
+checkout of this repository; rows take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
+from typing import NamedTuple
 
 import uvloop
 from gateway_load.load_generator import generate_load, requests_of
 from gateway_load.processes import cost, free_ports, mock_engines, running
-from gateway_load.routers import MODEL, routers
+from gateway_load.routers import MODEL, routers, sources
 
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
-from spillway_stack.bundled_model import choose_model
 
 ENGINES = 4
 CHATS = 16  # of each length
 WARM_SECONDS = 1.5
 ALONE, ENVOY, GATEWAY, PICKER = "engines alone", "envoy alone", "gateway", "envoy and picker"
 OUTPUT = Path("build/bench/picker.json")
-_Cell = tuple[str, int, int]  # row, tokens, connections
+
+
+class Cell(NamedTuple):
+    """rate: of arrivals in a second; 0: each connection sends the next request after a reply."""
+
+    row: str
+    tokens: int
+    connections: int
+    rate: int
+
+
+class Target(NamedTuple):
+    """What requests of a row are sent to, and CPU seconds of its gateway's processes so far."""
+
+    ports: list[int]
+    cpu_seconds: Callable[[], float] | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=_numbers, default=[200, 8_000, 50_000])
-    parser.add_argument("--connections", type=_numbers, default=[1, 64, 150])
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    given = parser.parse_args(arguments)
-    given.tokenizer = given.tokenizer or Path(choose_model("", lambda line: print(line, file=sys.stderr)).folder)
-    engines, (port, operations, picker) = free_ports(ENGINES), free_ports(3)
-    spillway = next(router for router in routers(given.tokenizer, picker_port=picker) if router.name == "spillway")
-    with (
-        mock_engines(engines, given.tokenizer, 1, 0.0),
-        tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
-        running(
-            spillway, spillway.start(spillway.install(), Path(folder), port, operations, engines), Path(folder), port
-        ) as process,
-    ):
-        cells = uvloop.run(_measure(given, engines, port, picker, lambda: cost(process).cpu_seconds))
+    given = _parse(arguments)
+    if given.tokenizer is None:
+        from spillway_stack.bundled_model import choose_model  # noqa: PLC0415 - not on a machine that has a folder
+
+        given.tokenizer = Path(choose_model("", lambda line: print(line, file=sys.stderr)).folder)
+    engines = free_ports(ENGINES)
+    gc.disable()  # of this process: a pause here would look like one of a row
+    with ExitStack() as stack:
+        with _on_cores(given.cores.get("engines")):
+            for at in range(given.engine_processes):
+                stack.enter_context(mock_engines(engines[at :: given.engine_processes], given.tokenizer, 1, 0.0))
+        targets: dict[str, Target] = {ALONE: Target(engines)}
+        pickers: dict[str, int] = {}
+        with _on_cores(given.cores.get("gateway")):
+            for name, checkout in {"": Path(), **given.beside}.items():
+                row = f", {name}" if name else ""
+                target, pickers[PICKER + row] = _start_gateway(stack, given, engines, checkout)
+                targets[GATEWAY + row], targets[PICKER + row] = target, target
+        if "load" in given.cores:
+            os.sched_setaffinity(0, given.cores["load"])
+        cells, failures = uvloop.run(_measure(given, targets, pickers))
     report = flat(cells)
     print(render(cells, report))
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {given.output}")
-    return 0
+    for failure in failures:
+        print(f"failed: {failure}")
+    return 1 if failures else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=_numbers, default=[200, 8_000, 50_000])
+    parser.add_argument("--connections", type=_numbers, default=[1, 64, 150])
+    parser.add_argument("--rates", type=_numbers, default=[])
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--envoy-threads", type=int, default=1)
+    parser.add_argument("--envoy-calls", type=int)
+    parser.add_argument("--engine-processes", type=int, default=1)
+    parser.add_argument("--cores", type=_cores, default={})
+    parser.add_argument("--beside", type=lambda text: text.split("=", 1), action="append", default=[])
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    given = parser.parse_args(arguments)
+    given.beside = {name: Path(folder) for name, folder in given.beside}
+    return given
 
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _cores(text: str) -> dict[str, set[int]]:
+    """Of `gateway=0-3,envoy=4-7,load=8`."""
+    found: dict[str, set[int]] = {}
+    for part in text.split(","):
+        name, _, cores = part.partition("=")
+        first, _, last = cores.partition("-")
+        if name not in ("gateway", "envoy", "engines", "load"):
+            raise argparse.ArgumentTypeError(f"{name!r} is none of gateway, envoy, engines and load")
+        found[name] = set(range(int(first), int(last or first) + 1))
+    return found
+
+
+@contextmanager
+def _on_cores(cores: set[int] | None) -> Iterator[None]:
+    """What is started inside runs on these."""
+    before = os.sched_getaffinity(0)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _start_gateway(
+    stack: ExitStack, given: argparse.Namespace, engines: Sequence[int], checkout: Path
+) -> tuple[Target, int]:
+    """Of that checkout, and the port of its picker."""
+    port, operations, picker = free_ports(3)
+    listed = routers(given.tokenizer, processes=[given.processes], picker_port=picker)
+    name = f"spillway, {given.processes} processes" if given.processes > 1 else "spillway"
+    spillway = next(router for router in listed if router.name == name)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
+    start = spillway.start(spillway.install(), folder, port, operations, engines)
+    start = replace(start, environment={**start.environment, "PYTHONPATH": sources(checkout)})
+    process = stack.enter_context(running(spillway, start, folder, port))
+    return Target([port], lambda: cost(process).cpu_seconds), picker
+
+
 async def _measure(
-    given: argparse.Namespace, engines: list[int], gateway: int, picker: int, cpu_seconds: Callable[[], float]
-) -> dict[_Cell, list[dict[str, float]]]:
-    cells: dict[_Cell, list[dict[str, float]]] = {}
+    given: argparse.Namespace, targets: Mapping[str, Target], pickers: Mapping[str, int]
+) -> tuple[dict[Cell, list[dict[str, float]]], list[str]]:
+    """The figures of each round, and what failed."""
+    cells: dict[Cell, list[dict[str, float]]] = {}
+    failures: list[str] = []
     async with AsyncExitStack() as stack:
-        alone = envoy_config(picker, processed=False, fail_open_to=[f"127.0.0.1:{engine}" for engine in engines])
-        asking = envoy_config(picker)
-        ports = {
-            ALONE: engines,
-            ENVOY: [_port(await stack.enter_async_context(running_envoy(alone)))],
-            GATEWAY: [gateway],
-            PICKER: [_port(await stack.enter_async_context(running_envoy(asking)))],
-        }
+        engines = [f"127.0.0.1:{engine}" for engine in targets[ALONE].ports]
+        first = next(iter(pickers.values()))
+        configs = {ENVOY: envoy_config(first, processed=False, fail_open_to=engines)}
+        configs |= {row: envoy_config(picker, calls_max=given.envoy_calls) for row, picker in pickers.items()}
+        rows = dict(targets)
+        with _on_cores(given.cores.get("envoy")):
+            for row, config in configs.items():
+                url = await stack.enter_async_context(running_envoy(config, given.envoy_threads))
+                rows[row] = Target([int(url.rpartition(":")[2])], targets[row].cpu_seconds if row in targets else None)
+        most = max(given.connections)
+        loads = [(connections, 0) for connections in given.connections] + [(most, rate) for rate in given.rates]
         for number, tokens in itertools.product(range(given.rounds), given.tokens):
             bodies = [_chat(random.Random(f"{tokens} {at}"), tokens) for at in range(CHATS)]
-            for connections in given.connections:
-                for row in sorted(ports, reverse=bool(number % 2)):
-                    print(f"round {number + 1}: {tokens} tokens, {connections} connections, {row}", file=sys.stderr)
-                    cell = await _cell(bodies, ports[row], connections, given.seconds, cpu_seconds)
-                    cells.setdefault((row, tokens, connections), []).append(cell)
-    return cells
-
-
-def _port(url: str) -> int:
-    return int(url.rpartition(":")[2])
+            for connections, rate in loads:
+                for row in sorted(rows, reverse=bool(number % 2)):
+                    cell = Cell(row, tokens, connections, rate)
+                    print(f"round {number + 1}: {cell}", file=sys.stderr)
+                    measured, failed = await _run(bodies, rows[row], cell, given.seconds)
+                    cells.setdefault(cell, []).append(measured)
+                    failures += [f"{cell}: {failed}"] if failed else []
+    return cells, failures
 
 
 def _chat(draw: random.Random, tokens: int) -> bytes:
@@ -111,53 +205,68 @@ def _chat(draw: random.Random, tokens: int) -> bytes:
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he")
 
 
-async def _cell(
-    bodies: list[bytes], ports: Sequence[int], connections: int, seconds: float, cpu_seconds: Callable[[], float]
-) -> dict[str, float]:
-    """cpu_seconds: of the gateway's process so far."""
-    requests: Iterator[bytes] = requests_of(itertools.cycle(bodies), ports[0])
+async def _run(bodies: list[bytes], target: Target, cell: Cell, seconds: float) -> tuple[dict[str, float], str]:
+    """The cell's figures, and what failed."""
+    requests: Iterator[bytes] = requests_of(itertools.cycle(bodies), target.ports[0])
     used: list[float] = []
+
+    def note() -> None:
+        used.append(target.cpu_seconds() if target.cpu_seconds is not None else 0.0)
+
     measured = await generate_load(
-        ports,
+        target.ports,
         requests,
         stream=False,
-        concurrent=connections,
+        concurrent=cell.connections,
         warm_seconds=WARM_SECONDS,
         seconds=seconds,
-        at_start=lambda: used.append(cpu_seconds()),
-        at_end=lambda: used.append(cpu_seconds()),
+        at_start=note,
+        at_end=note,
+        rate=cell.rate,
     )
     whole = sorted(measured.whole)
-    if measured.failures or len(whole) < 2:
-        raise SystemExit(f"{measured.failures} requests failed, {len(whole)} ended: {measured.first_failure}")
+    if len(whole) < 2:
+        raise SystemExit(f"{cell}: {measured.failures} requests failed, {len(whole)} ended: {measured.first_failure}")
     cuts = quantiles(whole, n=100, method="inclusive")
     cpu = (used[1] - used[0]) / len(whole)
-    return {"p50": median(whole), "p99": cuts[98], "rate": len(whole) / measured.seconds, "cpu": cpu}
+    figures = {"p50": median(whole), "p99": cuts[98], "rate": len(whole) / measured.seconds, "cpu": cpu}
+    return figures, f"{measured.failures} requests: {measured.first_failure}" if measured.failures else ""
 
 
-def flat(cells: dict[_Cell, list[dict[str, float]]]) -> dict[str, float]:
+def _name(cell: Cell) -> str:
+    name = f"{cell.row.replace(',', '').replace(' ', '_')}_{cell.tokens}_tokens_{cell.connections}_connections"
+    return f"{name}_at_{cell.rate}_per_second" if cell.rate else name
+
+
+def flat(cells: dict[Cell, list[dict[str, float]]]) -> dict[str, float]:
     """Figures with units in their keys; of several rounds the medians."""
     middle = {cell: {key: median(one[key] for one in rounds) for key in rounds[0]} for cell, rounds in cells.items()}
     report: dict[str, float] = {}
-    for (row, tokens, connections), figures in middle.items():
-        name = f"{row.replace(' ', '_')}_{tokens}_tokens_{connections}_connections"
+    for cell, figures in middle.items():
+        name = _name(cell)
         report[f"{name}_requests_per_second"] = round(figures["rate"], 1)
-        if row in (GATEWAY, PICKER):
+        if cell.row not in (ALONE, ENVOY):
             report[f"{name}_cpu_milliseconds"] = round(1000 * figures["cpu"], 3)
-        limit = middle[ALONE, tokens, connections]
+        limit = middle[cell._replace(row=ALONE)]
         for key in ("p50", "p99"):
+            report[f"{name}_{key}_milliseconds"] = round(1000 * figures[key], 3)
             report[f"{name}_added_{key}_milliseconds"] = round(1000 * (figures[key] - limit[key]), 3)
     return report
 
 
-def render(cells: dict[_Cell, list[dict[str, float]]], report: dict[str, float]) -> str:
-    lines = ["| tokens | connections | row | added p50 ms | added p99 ms | requests/s | CPU ms |", "|" + "---|" * 7]
-    for row, tokens, connections in sorted(cells, key=lambda cell: (cell[1], cell[2], cell[0])):
-        name = f"{row.replace(' ', '_')}_{tokens}_tokens_{connections}_connections"
+def render(cells: dict[Cell, list[dict[str, float]]], report: dict[str, float]) -> str:
+    columns = "tokens | connections | arrivals/s | row | added p50 ms | added p99 ms | requests/s | CPU ms"
+    lines = [f"| {columns} |", "|" + "---|" * 8]
+    for cell in sorted(cells, key=lambda cell: (cell.tokens, cell.connections, cell.rate, cell.row)):
+        name = _name(cell)
         added = [report[f"{name}_added_{key}_milliseconds"] for key in ("p50", "p99")]
         rate = report[f"{name}_requests_per_second"]
         cpu = report.get(f"{name}_cpu_milliseconds", "")
-        lines.append(f"| {tokens} | {connections} | {row} | {added[0]:.2f} | {added[1]:.2f} | {rate:.0f} | {cpu} |")
+        arriving = cell.rate or "after each reply"
+        lines.append(
+            f"| {cell.tokens} | {cell.connections} | {arriving} | {cell.row} | {added[0]:.2f} | {added[1]:.2f} | "
+            f"{rate:.0f} | {cpu} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,4 +1,8 @@
-"""A closed-loop load generator: raw HTTP/1.1 on kept connections, with little work per request.
+"""A load generator: raw HTTP/1.1 on kept connections, with little work per request.
+
+By default its loop is closed: a connection sends its next request once a reply is whole. At saturation latency is then
+connections by rate, whatever is measured. With a rate the loop is open: requests arrive at random times that do not
+depend on replies, and a request's time counts from its arrival, also if it waits for a connection.
 
 Of a reply only the status line and the content length or the last chunk are read, and events are counted. A reply other
 than 200 or one that breaks off is a failure.
@@ -7,7 +11,11 @@ than 200 or one that breaks off is a failure.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import random
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -21,7 +29,7 @@ _EVENT = b"data:"
 class Measured:
     """The result of one run. Times in seconds, of requests that ended in the measured window."""
 
-    whole: array[float] = field(default_factory=lambda: array("d"))  # request sent -> last byte
+    whole: array[float] = field(default_factory=lambda: array("d"))  # request sent (open loop: arrived) -> last byte
     first_event: array[float] = field(default_factory=lambda: array("d"))  # request sent -> first event; streams
     events: int = 0
     failures: int = 0
@@ -29,11 +37,72 @@ class Measured:
     seconds: float = 0.0
 
 
-class Client(asyncio.Protocol):
-    """One connection: the next request is sent when a reply is whole."""
+class Arrivals:
+    """Requests that arrive at a mean rate, with exponential gaps. Each is sent at once if a connection is idle,
+    otherwise by the first that becomes so. The event loops' timers are of milliseconds, so a timerfd is used.
 
-    def __init__(self, requests: Iterator[bytes], stream: bool, measured: Measured) -> None:
+    Args:
+        per_second: the mean rate.
+    """
+
+    def __init__(self, per_second: float) -> None:
+        self._gap = lambda: random.expovariate(per_second)
+        self._waiting: deque[float] = deque()  # times of arrival
+        self._idle: list[Client] = []
+        self._next = 0.0
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._timer = self._libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK)
+        if self._timer < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+
+    def start(self) -> None:
+        self._next = perf_counter() + self._gap()
+        asyncio.get_running_loop().add_reader(self._timer, self._due)
+        self._arm()
+
+    def stop(self) -> None:
+        """Let no more arrive; those that wait are not sent."""
+        asyncio.get_running_loop().remove_reader(self._timer)
+        os.close(self._timer)
+        self._waiting.clear()
+        for client in self._idle:
+            client.stop()
+
+    def take(self, client: Client) -> float | None:
+        """The arrival that the idle connection sends now; None: it is called later."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self._idle.append(client)
+        return None
+
+    def _due(self) -> None:
+        os.read(self._timer, 8)
+        now = perf_counter()
+        while self._next <= now:
+            self._waiting.append(self._next)
+            self._next += self._gap()
+            if self._idle:
+                self._idle.pop().send_next()
+        self._arm()
+
+    def _arm(self) -> None:
+        wait = max(1e-6, self._next - perf_counter())
+        whole = int(wait)
+        setting = (ctypes.c_long * 4)(0, 0, whole, int((wait - whole) * 1e9))
+        self._libc.timerfd_settime(self._timer, 0, setting, None)
+
+
+_CLOCK_MONOTONIC = 1
+
+
+class Client(asyncio.Protocol):
+    """One connection: the next request is sent when a reply is whole, or when one arrives."""
+
+    def __init__(
+        self, requests: Iterator[bytes], stream: bool, measured: Measured, arrivals: Arrivals | None = None
+    ) -> None:
         self._requests = requests
+        self._arrivals = arrivals
         self._stream = stream
         self._measured = measured
         self._sent = 0.0
@@ -58,9 +127,19 @@ class Client(asyncio.Protocol):
         self._head = b""
         self._first = 0.0
         self._tail = b""
+        arrived = None
+        if self._arrivals is not None:
+            arrived = self._arrivals.take(self)
+            if arrived is None:
+                return
         request = next(self._requests)
-        self._sent = perf_counter()
+        self._sent = arrived or perf_counter()
         self._transport.write(request)
+
+    def stop(self) -> None:
+        """An idle connection has nothing to send any more."""
+        self.stopping = True
+        self._finish()
 
     def data_received(self, data: bytes) -> None:
         if self._left == -1:
@@ -152,20 +231,25 @@ async def generate_load(
     seconds: float,
     at_start: Callable[[], None],
     at_end: Callable[[], None],
+    rate: float = 0.0,
 ) -> Measured:
     """Keep `concurrent` requests open for warm_seconds + seconds; only the latter count. requests: more than are sent.
-    at_start and at_end are called when that window opens and closes."""
+    at_start and at_end are called when that window opens and closes. With a rate, so many requests arrive in a second,
+    for as many connections."""
     loop = asyncio.get_running_loop()
     measured = Measured()
+    arrivals = Arrivals(rate) if rate else None
     clients: list[Client] = []
     for at in range(concurrent):
         async with asyncio.timeout(CONNECT_SECONDS_MAX):
             _, client = await loop.create_connection(
-                lambda: Client(requests, stream, measured), "127.0.0.1", ports[at % len(ports)]
+                lambda: Client(requests, stream, measured, arrivals), "127.0.0.1", ports[at % len(ports)]
             )
         clients.append(client)
     for client in clients:
         client.send_next()
+    if arrivals is not None:
+        arrivals.start()
     await asyncio.sleep(warm_seconds)
     for client in clients:
         client.measuring = True
@@ -177,6 +261,8 @@ async def generate_load(
     for client in clients:
         client.measuring = False
         client.stopping = True
+    if arrivals is not None:
+        arrivals.stop()
     return await _ended(clients, measured)
 
 

@@ -22,12 +22,16 @@ import yaml
 from gateway_load.prompts import MODEL
 
 HOME = Path(os.environ.get("SPILLWAY_RIVALS", "~/.cache/spillway/rivals")).expanduser()
-SOURCES = os.pathsep.join(str(Path(folder, "src").absolute()) for folder in ("gateway", "settings"))
 INSTALL_SECONDS_MAX = 900
 LITELLM_KEY = "sk-" + "bench" * 8  # not NUMBER, which is replaced in each request
 BODIES_BYTES_EACH = 128 * 1024 * 1024  # limits.bodiesBytesMax of each of two processes by default
 PRODUCTION_STACK_COMMIT = "a6c01db05f65f556235413ba8dbcfb0c01132fff"
 PRODUCTION_STACK_URL = "https://github.com/vllm-project/production-stack"
+
+
+def sources(checkout: Path = Path()) -> str:
+    """The gateway's own code, as PYTHONPATH has it."""
+    return os.pathsep.join(str((checkout / folder / "src").absolute()) for folder in ("gateway", "settings"))
 
 
 class CannotInstall(Exception):
@@ -82,7 +86,7 @@ def routers(
             document["index"] = {"bytesMax": index_bytes}
         path = folder / "gateway.yaml"
         command = [str(python), "-m", "spillway_gateway", "--config", str(path)]
-        return Start(command, {path.name: yaml.safe_dump(document)}, {"PYTHONPATH": SOURCES})
+        return Start(command, {path.name: yaml.safe_dump(document)}, {"PYTHONPATH": sources()})
 
     own = Router("spillway", lambda: Path(sys.executable), spillway, "/ready", operations=True)
     versions = {python: _version_of(python) for python in pythons}
@@ -167,7 +171,7 @@ def _start_litellm(python: Path, folder: Path, port: int, other: int, engines: S
 
 
 def _spillway(python: Path, version: str) -> Path:
-    """What the gateway imports, at the pinned versions. Its own code is that of SOURCES; it is installed for its
+    """What the gateway imports, at the pinned versions. Its own code is that of sources(); it is installed for its
     metadata alone."""
     pinned = Path("requirements/gateway.txt")
     name = f"gateway-{version}-{hashlib.sha256(pinned.read_bytes()).hexdigest()[:8]}"

