@@ -47,7 +47,7 @@ from spillway_gateway.testing.envoy import envoy_config, running_envoy
 
 ENGINES = 4
 CHATS = 16  # of each length
-WARM_SECONDS = 1.5
+WARM_SECONDS = 1.0
 ALONE, ENVOY, GATEWAY, PICKER = "engines alone", "envoy alone", "gateway", "envoy and picker"
 OUTPUT = Path("build/bench/picker.json")
 

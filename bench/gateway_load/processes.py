@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-from gateway_load.routers import Router, Start
+from gateway_load.routers import Router, Start, python_path
 
 START_SECONDS_MAX = 90.0
 STOP_SECONDS_MAX = 10.0
@@ -59,7 +59,7 @@ def mock_engines(ports: list[int], tokenizer: Path, chunks: int, chunk_seconds: 
     """One process that is all engines."""
     command = [sys.executable, "-m", "gateway_load.engine", "--ports", ",".join(map(str, ports))]
     command += ["--tokenizer", str(tokenizer), "--chunks", str(chunks), "--chunk-seconds", str(chunk_seconds)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[1])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         try:
             assert process.stdout is not None
@@ -73,7 +73,7 @@ def mock_engines(ports: list[int], tokenizer: Path, chunks: int, chunk_seconds: 
 def start_probing(targets: list[str]) -> subprocess.Popen[str]:
     """targets: PORT/PATH each."""
     command = [sys.executable, "-m", "gateway_load.probing", *targets]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parents[1])}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 

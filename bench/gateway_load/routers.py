@@ -30,8 +30,13 @@ PRODUCTION_STACK_URL = "https://github.com/vllm-project/production-stack"
 
 
 def sources(checkout: Path = Path()) -> str:
-    """The gateway's own code, as PYTHONPATH has it."""
-    return os.pathsep.join(str((checkout / folder / "src").absolute()) for folder in ("gateway", "settings"))
+    """The gateway's own code before everything else, as PYTHONPATH has it."""
+    return python_path(*((checkout / folder / "src").absolute() for folder in ("gateway", "settings")))
+
+
+def python_path(*folders: Path) -> str:
+    """These before what is there."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class CannotInstall(Exception):
