@@ -3,7 +3,7 @@
     python bench/picker.py [--tokens 200,8000,50000] [--connections 1,64,150] [--rates 400] [--seconds 4] [--rounds 1]
                            [--processes 1] [--envoy-threads 1] [--envoy-calls N] [--engine-processes 1]
                            [--cores gateway=0-3,envoy=4-7,engines=8-11,load=12] [--beside NAME=CHECKOUT ...]
-                           [--tokenizer FOLDER] [--output build/bench/picker.json]
+                           [--only times,trace,restarts] [--tokenizer FOLDER] [--output build/bench/picker.json]
 
 Four mock engines are one process (gateway_load/engine.py), and the load generator is this process. One gateway serves
 its own clients and Envoy's questions, from one index. The rows: the engines alone, which is the limit of every other
@@ -19,6 +19,10 @@ their latencies count from the arrival.
 `--processes`: of the gateway. `--envoy-calls`: of one connection to the picker, which is of one gateway process.
 `--cores` pins the named parts; what is not named runs anywhere. `--beside` adds rows with the gateway of another
 checkout of this repository; rows take turns.
+
+Then two gateways of equal state get one trace of chats, one of them behind Envoy: the engines that each request reaches
+are compared. And a picker's process is ended (SIGTERM), and killed, under load, while Envoy fails open; once more with
+a hop in front that repeats requests which no picker has answered. `--only` leaves out `times`, `trace` or `restarts`.
 """
 
 from __future__ import annotations
@@ -29,19 +33,23 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
 
 import uvloop
 from gateway_load.load_generator import generate_load, requests_of
+from gateway_load.picker_cases import decisions, restarts
 from gateway_load.processes import cost, free_ports, mock_engines, running
 from gateway_load.routers import MODEL, routers, sources
+from traces.synthetic import multi_turn
 
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
 
@@ -80,18 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _on_cores(given.cores.get("engines")):
             for at in range(given.engine_processes):
                 stack.enter_context(mock_engines(engines[at :: given.engine_processes], given.tokenizer, 1, 0.0))
-        targets: dict[str, Target] = {ALONE: Target(engines)}
-        pickers: dict[str, int] = {}
-        with _on_cores(given.cores.get("gateway")):
-            for name, checkout in {"": Path(), **given.beside}.items():
-                row = f", {name}" if name else ""
-                target, pickers[PICKER + row] = _start_gateway(stack, given, engines, checkout)
-                targets[GATEWAY + row], targets[PICKER + row] = target, target
-        if "load" in given.cores:
-            os.sched_setaffinity(0, given.cores["load"])
-        cells, failures = uvloop.run(_measure(given, targets, pickers))
-    report = flat(cells)
-    print(render(cells, report))
+        report, failures = _times(given, engines) if "times" in given.only else ({}, [])
+        if "trace" in given.only:
+            report |= _trace(given, engines)
+        if "restarts" in given.only:
+            port, operations, picker = free_ports(3)
+            bodies = [_chat(random.Random(str(at)), 2_000) for at in range(CHATS)]
+            report |= uvloop.run(
+                restarts(lambda: _gateway(given, engines, (port, operations, picker)), picker, engines, bodies)
+            )
+    others = {key: value for key, value in report.items() if key.startswith(("trace_", "picker_"))}
+    print("\n".join(f"{key}: {value}" for key, value in others.items()))
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {given.output}")
@@ -113,6 +120,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine-processes", type=int, default=1)
     parser.add_argument("--cores", type=_cores, default={})
     parser.add_argument("--beside", type=lambda text: text.split("=", 1), action="append", default=[])
+    parser.add_argument("--only", type=lambda text: text.split(","), default=["times", "trace", "restarts"])
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args(arguments)
@@ -136,6 +144,41 @@ def _cores(text: str) -> dict[str, set[int]]:
     return found
 
 
+def _times(given: argparse.Namespace, engines: list[int]) -> tuple[dict[str, float], list[str]]:
+    """The report, which is printed too, and what failed."""
+    targets: dict[str, Target] = {ALONE: Target(engines)}
+    pickers: dict[str, int] = {}
+    with ExitStack() as stack:
+        for name, checkout in {"": Path(), **given.beside}.items():
+            row = f", {name}" if name else ""
+            port, operations, picker = free_ports(3)
+            process = stack.enter_context(_gateway(given, engines, (port, operations, picker), checkout))
+            target = Target([port], partial(_cpu_seconds, process))
+            targets[GATEWAY + row], targets[PICKER + row], pickers[PICKER + row] = target, target, picker
+        if "load" in given.cores:
+            os.sched_setaffinity(0, given.cores["load"])
+        cells, failures = uvloop.run(_measure(given, targets, pickers))
+    report = flat(cells)
+    print(render(cells, report))
+    return report, failures
+
+
+def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    return cost(process).cpu_seconds
+
+
+def _trace(given: argparse.Namespace, engines: list[int]) -> dict[str, float]:
+    ports = [free_ports(3) for _ in range(2)]
+    trace = multi_turn(sessions=100, opening_tokens=2_000)
+
+    async def compared() -> dict[str, float]:
+        async with running_envoy(envoy_config(ports[1][2])) as url:
+            return await decisions([f"http://127.0.0.1:{ports[0][0]}", url], trace)
+
+    with _gateway(given, engines, ports[0]), _gateway(given, engines, ports[1]):
+        return uvloop.run(compared())
+
+
 @contextmanager
 def _on_cores(cores: set[int] | None) -> Iterator[None]:
     """What is started inside runs on these."""
@@ -148,19 +191,21 @@ def _on_cores(cores: set[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _start_gateway(
-    stack: ExitStack, given: argparse.Namespace, engines: Sequence[int], checkout: Path
-) -> tuple[Target, int]:
-    """Of that checkout, and the port of its picker."""
-    port, operations, picker = free_ports(3)
+@contextmanager
+def _gateway(
+    given: argparse.Namespace, engines: Sequence[int], ports: Sequence[int], checkout: Path = Path()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """That of the checkout. ports: its main one, the operators' and the picker's."""
+    port, operations, picker = ports
     listed = routers(given.tokenizer, processes=[given.processes], picker_port=picker)
     name = f"spillway, {given.processes} processes" if given.processes > 1 else "spillway"
     spillway = next(router for router in listed if router.name == name)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
-    start = spillway.start(spillway.install(), folder, port, operations, engines)
-    start = replace(start, environment={**start.environment, "PYTHONPATH": sources(checkout)})
-    process = stack.enter_context(running(spillway, start, folder, port))
-    return Target([port], lambda: cost(process).cpu_seconds), picker
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder, ExitStack() as stack:
+        start = spillway.start(spillway.install(), Path(folder), port, operations, engines)
+        start = replace(start, environment={**start.environment, "PYTHONPATH": sources(checkout)})
+        with _on_cores(given.cores.get("gateway")):
+            process = stack.enter_context(running(spillway, start, Path(folder), port))
+        yield process
 
 
 async def _measure(

@@ -79,11 +79,15 @@ class Arrivals:
         os.read(self._timer, 8)
         now = perf_counter()
         while self._next <= now:
-            self._waiting.append(self._next)
+            self.arrive(self._next)
             self._next += self._gap()
-            if self._idle:
-                self._idle.pop().send_next()
         self._arm()
+
+    def arrive(self, at: float) -> None:
+        """One request, at that time."""
+        self._waiting.append(at)
+        if self._idle:
+            self._idle.pop().send_next()
 
     def _arm(self) -> None:
         wait = max(1e-6, self._next - perf_counter())

@@ -85,6 +85,8 @@ def routers(
             "models": [model],
             "processes": processes,
         }
+        if picker_port is not None:  # proxies see the health service's answer before it goes; the chart's default
+            document["shutdown"] = {"drainDelaySeconds": 1}
         if processes > 2:  # from four on, the default leaves each too small a share for one long body, and is refused
             document["limits"] = {"bodiesBytesMax": processes * BODIES_BYTES_EACH}
         if index_bytes is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from time import perf_counter
 
 import pytest
-from gateway_load.load_generator import Client, Measured, requests_of
+from gateway_load.load_generator import Arrivals, Client, Measured, requests_of
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = HEAD + b"Content-Length: 4\r\n\r\nokay"
@@ -104,3 +105,22 @@ async def test_a_connection_that_ends_in_the_middle_is_a_failure() -> None:
 
     assert measured.failures == 1 and "closed" in measured.first_failure
     assert client.idle.done() and len(measured.whole) == 0
+
+
+async def test_requests_that_arrive_wait_for_a_connection_and_their_time_counts_from_the_arrival() -> None:
+    measured, wire, arrivals = Measured(), Wire(), Arrivals(per_second=1.0)
+    client = Client(itertools.cycle(REQUESTS), False, measured, arrivals)
+    client.connection_made(wire)
+    client.measuring = True
+    client.send_next()
+    assert not wire.sent, "nothing has arrived"
+    arrivals.arrive(perf_counter())
+    arrivals.arrive(perf_counter() - 100.0)
+    assert len(wire.sent) == 1, "the connection is busy"
+    client.data_received(WHOLE)
+    assert len(wire.sent) == 2
+    client.data_received(WHOLE)
+    assert len(wire.sent) == 2 and measured.whole[1] >= 100.0
+    assert measured.failures == 0 and not client.idle.done()
+    client.stop()
+    assert client.idle.done()

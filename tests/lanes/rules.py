@@ -94,6 +94,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/ops": (NOTHING,),
     "gateway/tests/picker": (NOTHING,),
     "gateway/tests/picker/test_envoy.py": ("servers",),
+    "gateway/tests/picker/test_restarts.py": ("servers",),
+    "gateway/tests/picker/test_same_decisions.py": ("servers",),
     "gateway/tests/processes": (NOTHING,),
     "gateway/tests/ops/ui": (NOTHING,),
     "gateway/tests/roster": (NOTHING,),

@@ -244,6 +244,31 @@ async def test_the_health_service_says_when_the_gateway_drains(start_engine: Sta
         watch.cancel()
 
 
+async def test_before_its_engines_have_answered_the_picker_serves_nobody(start_engine: StartEngine):
+    engine = await start_engine()
+    engine.ready = (503, {"ready": False})
+    document = gateway_config([engine], listen={"port": 0, "pickerPort": 0})
+    async with (
+        running_gateway(document, wait_ready=False) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.picker_port}") as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        states = health_pb2.HealthCheckResponse
+
+        async def status(service: str) -> int:
+            found: int = (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+            return found
+
+        assert [await status(service) for service in (SERVICE, "readiness")] == [states.NOT_SERVING] * 2
+        assert await status("liveness") == states.SERVING
+        engine.ready = (200, {"ready": True})
+        await running.until_engine(engine.name, lambda engine: engine.routable)
+        assert await status(SERVICE) == states.SERVING
+        await engine.stop()
+        await running.until_engine(engine.name, lambda engine: not engine.routable)
+        assert await status(SERVICE) == states.SERVING, "the picker itself says that no engine can take a request"
+
+
 @pytest.mark.parametrize(("host", "client"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::", "[::1]")])
 async def test_the_picker_listens_on_both_families_of_addresses(start_engine: StartEngine, host: str, client: str):
     document = gateway_config([await start_engine()], listen={"port": 0, "pickerPort": 0, "host": host})

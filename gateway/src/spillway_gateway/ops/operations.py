@@ -100,6 +100,10 @@ class Operations:
         self._started = True
         return Answer(200, {"ready": True, "unavailable": missing, "models": engines})
 
+    def was_ready(self) -> bool:
+        """Whether the gateway has been ready since its start. May be called in any thread."""
+        return self._started or self.readiness().status == 200
+
     async def _health(self, request: Request) -> Response:
         return _response(self.health())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -108,11 +108,15 @@ class EndpointPicker:
 class _Health:
     """Whether the gateway takes requests, by the standard protocol; `liveness`: whether it runs.
 
+    It takes them from when it was first ready until it drains: before, it knows of no engine, and a proxy that fails
+    open has a better answer. Without engines later it answers each request itself, with the reason.
+
     The names of the services are those of the Inference Extension's protocol (proposal 004, "Health Checking").
     """
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, was_ready: Callable[[], bool]) -> None:
         self._lifecycle = lifecycle
+        self._was_ready = was_ready
         self._ended = asyncio.Event()
 
     def end(self) -> None:
@@ -136,7 +140,7 @@ class _Health:
     def _answer(self, service: str) -> bytes:
         if service not in ("", SERVICE, READINESS, LIVENESS):
             raise CallFailed(Status.NOT_FOUND, f"the services are {SERVICE}, {READINESS} and {LIVENESS}")
-        closed = self._lifecycle.draining and service != LIVENESS
+        closed = service != LIVENESS and (self._lifecycle.draining or not self._was_ready())
         answer: bytes = HealthCheckResponse(status=NOT_SERVING if closed else SERVING).SerializeToString()
         return answer
 
@@ -147,11 +151,24 @@ async def _service(call: Call) -> str:
 
 
 class Picker:
-    """Serves the connections of proxies, from the first one to close()."""
+    """Serves the connections of proxies, from the first one to close().
 
-    def __init__(self, application: Application, open_connections: OpenConnections, lifecycle: Lifecycle) -> None:
+    Args:
+        application: the gateway's.
+        open_connections: of the listener.
+        lifecycle: of this process.
+        was_ready: whether the gateway has been ready since its start.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        open_connections: OpenConnections,
+        lifecycle: Lifecycle,
+        was_ready: Callable[[], bool],
+    ) -> None:
         self._open_connections = open_connections
-        self._health = health = _Health(lifecycle)
+        self._health = health = _Health(lifecycle, was_ready)
         self._methods = {
             f"/{SERVICE}/Process".encode(): EndpointPicker(application, open_connections).process,
             f"/{HEALTH_SERVICE}/Check".encode(): health.check,

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import yaml
@@ -18,7 +19,14 @@ import yaml
 from spillway_gateway.picker.mutations import DESTINATION_HEADER, SUBSET_KEY, SUBSET_NAMESPACE
 
 START_SECONDS = 60.0
+UNPICKED_STATUS = 500  # of a request that no picker has answered; Envoy's own default
+REPEATED_BODY_BYTES_MAX = 4 * 1024 * 1024
+REPEATED_AT_ONCE_MAX = 1024  # Envoy's default is 3
 _TYPES = "type.googleapis.com/envoy.extensions"
+_ROUTER = {
+    "name": "envoy.filters.http.router",
+    "typed_config": {"@type": f"{_TYPES}.filters.http.router.v3.Router"},
+}
 _LOOPBACK = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
 
 
@@ -30,6 +38,7 @@ def envoy_config(
     fail_open_to: Sequence[str] | None = None,
     subset: Sequence[str] | None = None,
     calls_max: int | None = None,
+    retries: int = 0,
 ) -> dict[str, Any]:
     """Envoy's bootstrap: one listener whose requests the picker processes.
 
@@ -40,6 +49,8 @@ def envoy_config(
         fail_open_to: IP:PORT of the engines that get requests which no picker has processed; None: they are refused.
         subset: IP:PORT of the engines that requests may go to; None: any.
         calls_max: of one connection to the picker, beyond which Envoy opens another; None: its own default.
+        retries: of a request that a picker has taken and not answered. Envoy's routes repeat what engines fail, and not
+            what fails before them: so these are a listener's in front, which sends requests to the one that asks.
     """
     http2 = {} if calls_max is None else {"max_concurrent_streams": calls_max}
     clusters = [
@@ -114,6 +125,7 @@ def envoy_config(
                     "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
                     "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "0s"},
                     "failure_mode_allow": fail_open_to is not None,
+                    "status_on_error": {"code": UNPICKED_STATUS},
                     "message_timeout": "60s",
                     "mutation_rules": {"allow_all_routing": True},
                     "metadata_options": {"forwarding_namespaces": {"untyped": [SUBSET_NAMESPACE]}},
@@ -141,23 +153,47 @@ def envoy_config(
         "stat_prefix": "clients",
         "stream_idle_timeout": "0s",
         "early_header_mutation_extensions": [early],
-        "http_filters": [
-            *filters,
-            {
-                "name": "envoy.filters.http.router",
-                "typed_config": {"@type": f"{_TYPES}.filters.http.router.v3.Router"},
-            },
-        ],
+        "http_filters": [*filters, _ROUTER],
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]},
     }
-    listener = {
-        "name": "clients",
-        "address": _LOOPBACK,
-        "filter_chains": [
-            {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
-        ],
+    listeners = [_listener("clients", _LOOPBACK, manager)]
+    if retries:
+        asking = {"pipe": {"path": f"@spillway-{uuid4()}"}}
+        listeners = [_listener("clients", _LOOPBACK, _repeating(retries)), _listener("asking", asking, manager)]
+        endpoints = [{"lb_endpoints": [{"endpoint": {"address": asking}}]}]
+        assignment = {"cluster_name": "asking", "endpoints": endpoints}
+        breakers = {"thresholds": [{"max_retries": REPEATED_AT_ONCE_MAX}]}
+        asked = {"name": "asking", "type": "STATIC", "load_assignment": assignment, "circuit_breakers": breakers}
+        clusters.append(asked)
+    return {"admin": {"address": _LOOPBACK}, "static_resources": {"listeners": listeners, "clusters": clusters}}
+
+
+def _listener(name: str, address: dict[str, Any], manager: dict[str, Any]) -> dict[str, Any]:
+    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    return {
+        "name": name,
+        "address": address,
+        "per_connection_buffer_limit_bytes": REPEATED_BODY_BYTES_MAX,
+        "filter_chains": [{"filters": filters}],
     }
-    return {"admin": {"address": _LOOPBACK}, "static_resources": {"listeners": [listener], "clusters": clusters}}
+
+
+def _repeating(retries: int) -> dict[str, Any]:
+    """Of a listener whose requests go to the one that asks the picker, again if that failed."""
+    policy = {
+        "retry_on": "reset,retriable-status-codes",
+        "retriable_status_codes": [UNPICKED_STATUS],
+        "num_retries": retries,
+        "retry_back_off": {"base_interval": "0.1s", "max_interval": "1s"},
+    }
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "asking", "timeout": "0s", "retry_policy": policy}}
+    return {
+        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "repeating",
+        "stream_idle_timeout": "0s",
+        "http_filters": [_ROUTER],
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+    }
 
 
 def _assignment(name: str, *addresses: str) -> dict[str, Any]:
@@ -202,7 +238,8 @@ async def _listening(root: Path, process: asyncio.subprocess.Process) -> str:
                     live = ready.status == 200
                 async with session.get(f"http://{address}/listeners?format=json") as reply:
                     statuses = (await reply.json(content_type=None)).get("listener_statuses", [])
-                if live and statuses:
-                    socket = statuses[0]["local_address"]["socket_address"]
+                clients = [each for each in statuses if each["name"] == "clients"]
+                if live and clients:
+                    socket = clients[0]["local_address"]["socket_address"]
                     return f"http://{socket['address']}:{socket['port_value']}"
             await asyncio.sleep(0.05)
