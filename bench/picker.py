@@ -133,7 +133,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _cores(text: str) -> dict[str, set[int]]:
-    """Of `gateway=0-3,envoy=4-7,load=8`."""
+    """The sets in `gateway=0-3,envoy=4-7,load=8`."""
     found: dict[str, set[int]] = {}
     for part in text.split(","):
         name, _, cores = part.partition("=")

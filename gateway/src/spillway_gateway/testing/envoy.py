@@ -179,7 +179,7 @@ def _listener(name: str, address: dict[str, Any], manager: dict[str, Any]) -> di
 
 
 def _repeating(retries: int) -> dict[str, Any]:
-    """Of a listener whose requests go to the one that asks the picker, again if that failed."""
+    """The manager of a listener whose requests go to the one that asks the picker, again if that failed."""
     policy = {
         "retry_on": "reset,retriable-status-codes",
         "retriable_status_codes": [UNPICKED_STATUS],
