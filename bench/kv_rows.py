@@ -4,11 +4,9 @@
 
 The layers have the shapes of published models. vLLM's own functions make KV groups and device blocks of them; chunks
 are counted by the connector's plan/kv_groups.py, as in `spillway plan` and the chart. `needed` counts the chunks that
-the prompt's prefix is loaded by: all of full attention, the last window, the last state, without padding. A prompt
-that ends with a chunk of full attention (--tokens 32768) goes on from there, but is found again without its last token,
-so it leaves windows and states before its last chunk as well: the default length is no multiple of usual blocks.
-`rows_all`
-and `rows_last` are what the CPU tier takes with windowChunks: all and last, a row for each chunk; `payloads_last` is
+the prompt's prefix is loaded by: all of full attention, the last window, the last state, without padding. A prompt of
+a model with states that ends with a chunk leaves one state more: the default length is no multiple of usual blocks.
+`rows_all` and `rows_last` are what the CPU tier takes with windowChunks: all and last, a row for each chunk; `payloads_last` is
 what those chunks hold without the rows' padding. One rank, one device block to a chunk.
 """
 

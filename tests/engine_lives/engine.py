@@ -107,6 +107,10 @@ class Shape:
     storing: str = "eager"  # auto, late: the CPU tier gets what the device gives up, once it is full
     meetings: bool = False  # what the shared tier holds is loaded from its end while the request is computed
     fair_steps: bool = False  # a session's flood is left out of others' steps
+    window_parts: int = 1  # so many blocks of a window have the tokens of one of full attention
+
+    def block_tokens(self, group: int) -> int:
+        return BLOCK_TOKENS // self.window_parts if self.windows[group] else BLOCK_TOKENS
 
 
 SHAPES = {
@@ -116,6 +120,9 @@ SHAPES = {
     "windows-of-one-block": Shape((None, BLOCK_TOKENS), device_blocks=40, cpu_rows=80),
     "windows-of-two-sizes": Shape((None, BLOCK_TOKENS, 5 * BLOCK_TOKENS + 3), device_blocks=60, cpu_rows=90),
     "windows-chunks": Shape((None, 3 * BLOCK_TOKENS), device_blocks=40, cpu_rows=40, blocks_per_chunk=2),
+    "windows-within-chunks": Shape(
+        (None, BLOCK_TOKENS // 4, BLOCK_TOKENS // 2), device_blocks=90, cpu_rows=70, window_parts=4
+    ),
     "windows-shared": Shape((3 * BLOCK_TOKENS, None), device_blocks=40, cpu_rows=60, shared_tier=True),
     "states": Shape((None, STATES), device_blocks=40, cpu_rows=60),
     "states-shared": Shape((STATES, None), device_blocks=40, cpu_rows=40, shared_tier=True),
@@ -224,7 +231,8 @@ class Engine:
         self.kv_config = _kv_cache_config(shape, self.groups)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        self._block_hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+        self.hash_tokens = BLOCK_TOKENS // shape.window_parts
+        self._block_hasher = get_request_block_hasher(self.hash_tokens, hash_fn)
         self._worker: Any = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
         layer_bytes = shape.device_blocks * BLOCK_TOKENS * TOKEN_BYTES
         if SINCE_0_30:  # one allocation for all
@@ -232,18 +240,17 @@ class Engine:
         else:
             caches = [torch.zeros(layer_bytes, dtype=torch.uint8) for _ in range(LAYERS)]
         # As vLLM lays out several groups: the layers of one group share their tensors with those of the others.
-        views = [self._view(cache) for cache in caches]
         self._worker.register_kv_caches(
             {
-                f"{group}.{layer}": [view] if window == STATES else view
-                for group, window in zip(self.groups, shape.windows, strict=True)
-                for layer, view in enumerate(views)
+                f"{name}.{layer}": [view] if shape.windows[group] == STATES else view
+                for group, name in enumerate(self.groups)
+                for layer, view in enumerate(self._view(cache, shape.block_tokens(group)) for cache in caches)
             }
         )
         self.kv = [cache.numpy().view(np.uint64).reshape(shape.device_blocks, BLOCK_TOKENS) for cache in caches]
         self.copiers: dict[Direction, ManualCopier] = self._worker.connector_worker.spec.copiers
         self.scheduler = (AsyncScheduler if shape.asynchronous else Scheduler)(
-            self.config, self.kv_config, StructuredOutputManager(self.config), BLOCK_TOKENS, BLOCK_TOKENS
+            self.config, self.kv_config, StructuredOutputManager(self.config), BLOCK_TOKENS, self.hash_tokens
         )
         manager = self._scheduler_half.manager
         self.tier: RandomTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
@@ -292,9 +299,10 @@ class Engine:
         for copier in self.copiers.values():
             copier.trace = self.trace
 
-    def _view(self, cache: torch.Tensor) -> torch.Tensor:
+    def _view(self, cache: torch.Tensor, block_tokens: int) -> torch.Tensor:
         """A layer's cache as vLLM registers it; since 0.30 (blocks, heads, tokens, bytes of a token)."""
-        return cache.view(self.shape.device_blocks, 1, BLOCK_TOKENS, TOKEN_BYTES) if SINCE_0_30 else cache
+        shape = self.shape.device_blocks, BLOCK_TOKENS // block_tokens, block_tokens, TOKEN_BYTES
+        return cache.view(shape) if SINCE_0_30 else cache
 
     def pace(self, prefill_tokens_per_second: float) -> None:
         """How fast the engine believes that it computes; a tier of prompts that are computed meanwhile is slower."""
@@ -647,10 +655,11 @@ class Engine:
             # Of states there is one, in the block of the last token.
             first = len(work.written) - 1 if window == STATES else row.computed
             for position in range(first, len(work.written)):
-                block = row.blocks[group][position // BLOCK_TOKENS]
+                number, place = divmod(position, self.shape.block_tokens(group))
+                block = row.blocks[group][number]
                 assert block, f"{name}: token {position} has no block of group {group}"
                 digest = _WRONG_DIGEST if name in self._stale else work.written[position]
-                self.kv[layer][block, position % BLOCK_TOKENS] = digest + 10 * group + layer
+                self.kv[layer][block, place] = digest + 10 * group + layer
 
     def _draft(self, digests: list[int]) -> list[int]:
         """Tokens that the model would sample behind these, up to a wrong one."""
@@ -672,8 +681,9 @@ class Engine:
         else:
             first = 0 if window is None else max(0, max(row.computed, row.believed) - window + 1)
         for position in range(first, row.computed):
-            block = row.blocks[group][position // BLOCK_TOKENS]
-            if int(self.kv[layer][block, position % BLOCK_TOKENS]) != digests[position] + 10 * group + layer:
+            number, place = divmod(position, self.shape.block_tokens(group))
+            block = row.blocks[group][number]
+            if int(self.kv[layer][block, place]) != digests[position] + 10 * group + layer:
                 return position
         self.figures.checked_tokens += (row.computed - first) * (layer == 0)
         return None
@@ -859,8 +869,11 @@ def _kv_cache_config(shape: Shape, groups: list[str]) -> KVCacheConfig:
         if window is None
         else states
         if window == STATES
-        else SlidingWindowSpec(**common, sliding_window=window)
-        for window in shape.windows
+        else SlidingWindowSpec(
+            **common
+            | {"block_size": shape.block_tokens(group), "num_kv_heads": shape.window_parts, "sliding_window": window}
+        )
+        for group, window in enumerate(shape.windows)
     ]
     assert {spec.page_size_bytes for spec in specs} == {page}
     return KVCacheConfig(

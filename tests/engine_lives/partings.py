@@ -8,7 +8,7 @@ import random
 from engine_lives.engine import BLOCK_TOKENS, Engine
 
 COMMON, OWN, ANSWER = 6, 5, 1  # blocks
-ENDS = 3  # blocks of a window that are stored for the end of a prompt: its own, one more, and the prompt's last
+ENDS = 2  # blocks of a window that are stored for the end of a prompt: its own, and one more
 PARTING = 2  # for the end of what is common
 STEP = 6  # blocks of a step of a prefill, as many as are common: a state is left there
 
@@ -36,6 +36,19 @@ def prompts_that_part_with_states(engine: Engine, number: int) -> None:
     """As with windows; of states each prompt leaves its last one."""
     assert COMMON == STEP
     _part(engine, number, behind=[1], rows=COMMON + 3 * OWN + 3 + 1)
+
+
+def prompts_that_end_with_a_chunk(engine: Engine, number: int) -> None:
+    """One window serves such a prompt when it comes again, which computes its last token, and when it goes on."""
+    engine.reset_prefix_cache()
+    rng = random.Random(f"end {number}")
+    prompt, found = _tokens(rng, COMMON), COMMON * BLOCK_TOKENS
+    assert _found(engine, f"first {number}", prompt) == 0
+    windows = [-(-window // engine.hash_tokens) for window in engine.shape.windows if window]
+    taken = len(engine._scheduler_half.manager.primary_tier.resident)
+    assert taken == COMMON + sum(windows), f"{taken} chunks"
+    assert _found(engine, f"again {number}", prompt) == found - 1
+    assert _found(engine, f"on {number}", prompt + _tokens(rng, OWN)) == found
 
 
 def _part(engine: Engine, number: int, *, behind: list[int], rows: int) -> None:
@@ -72,6 +85,10 @@ def _serve(engine: Engine, name: str, prompt: list[int], answer_tokens: int) -> 
 
 PARTINGS = {
     "windows-of-one-block": {"conversation": a_conversation, "prompts-that-part": prompts_that_part},
+    "windows-within-chunks": {
+        "conversation-with-short-windows": a_conversation,
+        "prompts-that-end-with-a-chunk": prompts_that_end_with_a_chunk,
+    },
     "states": {
         "conversation-of-states": a_conversation_of_states,
         "prompts-that-part-with-states": prompts_that_part_with_states,

@@ -13,7 +13,7 @@ from spillway_connector.engine.generation import Generation, generation
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
 SHAPES += ("meetings", "meetings-async", "exclusive-async", "exclusive-shared", "fair", "fair-async", "fair-meetings")
-SHAPES += ("windows-of-two-sizes", "windows-shared", "states", "states-shared", "states-async")
+SHAPES += ("windows-of-two-sizes", "windows-within-chunks", "windows-shared", "states", "states-shared", "states-async")
 if generation() is Generation.V023:
     SHAPES += ("layers", "exclusive-layers")
 COUNT = 92  # of each shape
@@ -63,6 +63,8 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     assert partings == [
         "conversation",
         "prompts-that-part",
+        "conversation-with-short-windows",
+        "prompts-that-end-with-a-chunk",
         "conversation-of-states",
         "prompts-that-part-with-states",
     ]

@@ -21,7 +21,7 @@ sizes = st.sampled_from([4, 8, 16, 32, 64])
 def enumerated(tokens: int, whole: int, group: KvGroup, *, every: bool) -> int:
     """Chunks of a window that vLLM offers, from the first that a prefix of the prompt is read by."""
     size, window = group.chunk_tokens, -(-group.window_tokens // group.chunk_tokens)
-    end = last_end_tokens(tokens, whole)
+    end = last_end_tokens(tokens, whole, rewinds=True)
     begin = 0 if every else max(0, end // size - chunks_before_end(group.window_tokens, size))
     in_whole = whole // size
     return sum(chunk % in_whole >= in_whole - window for chunk in range(begin, tokens // whole * in_whole))

@@ -5,8 +5,9 @@ row as large as the largest group's. A group has full attention, a sliding windo
 
 - of full attention every chunk is stored, and a load reads all of them;
 - of a window a load reads the last chunks, and of states the last one. With `windowChunks: last` the tier stores only
-  those before the end of a prompt. If a prompt ends with a chunk, it goes on from there, but is found again without its
-  last token, so those before its last chunk are stored as well;
+  those before the end of a prompt. A state cannot be rewound by the one token that vLLM computes at least. So if a
+  prompt of a model with states ends with a chunk, those before its last chunk are stored as well: it goes on behind
+  that chunk, but is found again without it;
 - with `windowChunks: all` the tier stores every chunk of a window, and the state of each step of a prefill.
 
 Sizes of tiers, `spillway plan` and benchmarks count by this module; what an engine stores is chosen by
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 STEP_TOKENS = 8192  # of a step of a prefill: what vLLM computes at once on accelerators by default
 
 
-def last_end_tokens(prompt_tokens: int, whole_chunk_tokens: int) -> int:
-    """The longest prefix of a prompt that can be loaded when the prompt is sent again: vLLM computes at least its last
-    token, and prefixes end with a chunk of full attention."""
-    return (prompt_tokens - 1) // whole_chunk_tokens * whole_chunk_tokens
+def last_end_tokens(prompt_tokens: int, whole_chunk_tokens: int, *, rewinds: bool) -> int:
+    """The longest prefix of a prompt that can be loaded when the prompt is sent again: prefixes end with a chunk of
+    full attention, and vLLM computes at least the last token. rewinds: whether it does so behind a load of the whole
+    prompt, as attention can."""
+    return (prompt_tokens - (not rewinds)) // whole_chunk_tokens * whole_chunk_tokens
 
 
 def chunks_before_end(window_tokens: int, chunk_tokens: int) -> int:
@@ -47,19 +49,20 @@ class KvGroup:
     window_tokens: int = 0
     has_states: bool = False
 
-    def stored(self, tokens: int, whole_chunk_tokens: int, *, every_window: bool) -> int:
+    def stored(self, tokens: int, whole_chunk_tokens: int, *, every_window: bool, rewinds: bool) -> int:
         """Count those of a prompt.
 
         Args:
             tokens: Tokens of the prompt. Only whole chunks of full attention count.
             whole_chunk_tokens: Tokens of a chunk of full attention.
             every_window: `windowChunks: all`.
+            rewinds: As of `last_end_tokens`.
         """
         wholes = tokens // whole_chunk_tokens
-        ends_with_chunk = tokens % whole_chunk_tokens == 0
+        more_ends = wholes - last_end_tokens(tokens, whole_chunk_tokens, rewinds=rewinds) // whole_chunk_tokens
         if self.has_states:
             every = -(-wholes * whole_chunk_tokens // max(STEP_TOKENS, self.chunk_tokens))
-            return every if every_window else min(every, 1 + ends_with_chunk)
+            return every if every_window else min(every, 1 + more_ends)
         in_whole = whole_chunk_tokens // self.chunk_tokens
         if not self.window_tokens:
             return wholes * in_whole
@@ -70,7 +73,7 @@ class KvGroup:
         if every_window:
             return every
         before_end = window if window < in_whole else chunks_before_end(self.window_tokens, self.chunk_tokens)
-        return min(every, kept * ends_with_chunk + before_end)
+        return min(every, kept * more_ends + before_end)
 
     def read(self, tokens: int, whole_chunk_tokens: int) -> int:
         """Count those that a load of the prompt reads."""
@@ -89,7 +92,8 @@ def stored_chunks(groups: Sequence[KvGroup], tokens: int, *, every_window: bool)
     whole = whole_chunk_tokens(groups)
     # Without full attention nothing shows where prompts part.
     every_window |= all(group.window_tokens or group.has_states for group in groups)
-    return [group.stored(tokens, whole, every_window=every_window) for group in groups]
+    rewinds = not any(group.has_states for group in groups)
+    return [group.stored(tokens, whole, every_window=every_window, rewinds=rewinds) for group in groups]
 
 
 def read_chunks(groups: Sequence[KvGroup], tokens: int) -> list[int]:

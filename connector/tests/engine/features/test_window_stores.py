@@ -40,10 +40,11 @@ def kept(
     bound: int | None = None,
     junction: int = 0,
     step_tokens: int = 80,
+    drafts: bool = False,
 ) -> list[list[int]]:
     """The chunks of each group that a request with an answer of `more_tokens` stores in one step."""
     chunk_tokens = [spec.block_size * blocks_per_chunk for spec in specs]
-    stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens)
+    stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens, drafts=drafts)
     assert stores is not None
     states = [
         SimpleNamespace(
@@ -74,29 +75,38 @@ def kept(
 def test_of_a_window_the_end_of_the_prompt_and_the_answer_are_stored() -> None:
     whole, of_window = kept([full(), window(32)], 20 * 16, more_tokens=4 * 16)
     assert whole == list(range(24))
-    # The prompt comes again: 19 chunks are found, for which a window of 2 and one more are stored.
-    assert of_window == list(range(16, 24))
+    # A window of 2, and one more. If the prompt comes again, vLLM loads all of it and computes its last token.
+    assert of_window == list(range(17, 24))
+
+
+def test_where_the_last_token_alone_cannot_be_computed_a_prompt_that_ends_with_a_chunk_leaves_two_windows() -> None:
+    assert kept([full(), window(32)], 20 * 16, drafts=True)[1] == [16, 17, 18, 19]
+    assert kept([full(), window(32), STATES], 20 * 16)[1] == [16, 17, 18, 19]
+    short = [full(64), window(16)]
+    assert kept(short, 4 * 64)[1] == [14, 15]
+    assert kept(short, 4 * 64 + 1)[1] == [14, 15]
+    assert kept(short, 4 * 64, drafts=True)[1] == [10, 11, 12, 13, 14, 15]
 
 
 def test_a_prompt_that_parts_from_another_one_leaves_a_window_there() -> None:
-    assert kept([full(), window(32)], 20 * 16, parts_at=10 * 16)[1] == [7, 8, 9, 16, 17, 18, 19]
+    assert kept([full(), window(32)], 20 * 16, parts_at=10 * 16)[1] == [7, 8, 9, 17, 18, 19]
 
 
 def test_a_prompt_that_a_client_retains_in_part_leaves_a_window_at_the_mark() -> None:
-    assert kept([full(), window(32)], 20 * 16, mark=10 * 16 + 5)[1] == [7, 8, 9, 16, 17, 18, 19]
+    assert kept([full(), window(32)], 20 * 16, mark=10 * 16 + 5)[1] == [7, 8, 9, 17, 18, 19]
 
 
 def test_a_prompt_of_which_a_client_lets_a_part_be_stored_leaves_a_window_at_that_bound() -> None:
-    assert kept([full(), window(32)], 20 * 16, bound=10 * 16 + 5)[1] == [7, 8, 9, 16, 17, 18, 19]
+    assert kept([full(), window(32)], 20 * 16, bound=10 * 16 + 5)[1] == [7, 8, 9, 17, 18, 19]
 
 
 def test_what_the_request_found_is_not_touched() -> None:
-    assert kept([full(), window(32)], 20 * 16, found_tokens=5 * 16)[1] == [*range(5), 16, 17, 18, 19]
+    assert kept([full(), window(32)], 20 * 16, found_tokens=5 * 16)[1] == [*range(5), 17, 18, 19]
 
 
 @pytest.mark.parametrize("specs", [[full()], [window(32)], [window(32), window(64)], [STATES], [window(32), STATES]])
 def test_models_in_which_every_chunk_is_stored(specs: list[KVCacheSpec]) -> None:
-    assert WindowStores.of(specs, [16] * len(specs), 1, 80) is None
+    assert WindowStores.of(specs, [16] * len(specs), 1, 80, drafts=False) is None
 
 
 def test_of_states_the_end_of_the_prompt_and_the_answer_are_stored() -> None:
@@ -129,15 +139,29 @@ def test_a_prompt_that_ends_with_a_chunk_is_found_again_by_the_step_before() -> 
     st.integers(1, 3),
     st.integers(0, 400),
     st.integers(0, 60),
+    st.booleans(),
 )
 def test_every_prefix_that_is_expected_is_found_whole(
-    prompt_tokens: int, windows: list[tuple[int, int]], blocks_per_chunk: int, parts_at: int, more_tokens: int
+    prompt_tokens: int,
+    windows: list[tuple[int, int]],
+    blocks_per_chunk: int,
+    parts_at: int,
+    more_tokens: int,
+    drafts: bool,
 ) -> None:
     specs: list[KVCacheSpec] = [full(), *(window(tokens, block_tokens) for tokens, block_tokens in windows)]
     whole_tokens = 16 * blocks_per_chunk
     parts_at = min(parts_at, prompt_tokens) // whole_tokens * whole_tokens
-    stored = kept(specs, prompt_tokens, parts_at=parts_at, blocks_per_chunk=blocks_per_chunk, more_tokens=more_tokens)
-    ends = {parts_at, *range((prompt_tokens - 1) // whole_tokens * whole_tokens, prompt_tokens + more_tokens, 16)}
+    stored = kept(
+        specs,
+        prompt_tokens,
+        parts_at=parts_at,
+        blocks_per_chunk=blocks_per_chunk,
+        more_tokens=more_tokens,
+        drafts=drafts,
+    )
+    last_end = (prompt_tokens - drafts) // whole_tokens * whole_tokens
+    ends = {parts_at, *range(last_end, prompt_tokens + more_tokens, 16)}
     for end_tokens in {end // whole_tokens * whole_tokens for end in ends}:
         for chunks, (tokens, block_tokens) in zip(stored[1:], windows, strict=True):
             chunk_tokens = block_tokens * blocks_per_chunk

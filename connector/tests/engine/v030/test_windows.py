@@ -58,7 +58,7 @@ def test_one_rule_chooses_the_chunks_of_windows(
 
 def test_a_window_is_as_long_as_drafts_of_several_modules_need() -> None:
     longer = dataclasses.replace(WINDOW, extra_retained_tokens=2)
-    stores = WindowStores.of([FULL, longer], [BLOCK_TOKENS, BLOCK_TOKENS], 1, 8 * BLOCK_TOKENS)
+    stores = WindowStores.of([FULL, longer], [BLOCK_TOKENS, BLOCK_TOKENS], 1, 8 * BLOCK_TOKENS, drafts=True)
     assert stores is not None
     (window,) = stores._windows
     assert window.chunks == 3 + 1  # 34 tokens, and one chunk more for the draft's layers

@@ -78,16 +78,29 @@ class WindowStores:
     thread."""
 
     def __init__(
-        self, windows: Sequence[Window], whole_group: int, whole_chunk_tokens: int, blocks_per_chunk: int
+        self,
+        windows: Sequence[Window],
+        whole_group: int,
+        whole_chunk_tokens: int,
+        blocks_per_chunk: int,
+        *,
+        rewinds: bool,
     ) -> None:
         self._windows = windows
+        self._rewinds = rewinds
         self._whole_group = whole_group
         self._whole_chunk_tokens = whole_chunk_tokens
         self._blocks_per_chunk = blocks_per_chunk
 
     @classmethod
     def of(
-        cls, specs: Sequence[KVCacheSpec], chunk_tokens: Sequence[int], blocks_per_chunk: int, step_tokens: int
+        cls,
+        specs: Sequence[KVCacheSpec],
+        chunk_tokens: Sequence[int],
+        blocks_per_chunk: int,
+        step_tokens: int,
+        *,
+        drafts: bool,
     ) -> WindowStores | None:
         """Make it for these KV groups.
 
@@ -96,6 +109,7 @@ class WindowStores:
             chunk_tokens: Of a chunk of each group.
             blocks_per_chunk: Blocks of a chunk.
             step_tokens: What a step computes of a prompt at most.
+            drafts: Whether the engine speculates: vLLM computes the last chunk of a prompt for a draft's layers.
 
         Returns:
             None if every chunk is stored. Without full attention, nothing shows at which point prompts differ.
@@ -112,7 +126,8 @@ class WindowStores:
         if not windows or not whole:
             return None
         coarsest = max(whole, key=lambda group: chunk_tokens[group])
-        return cls(windows, coarsest, chunk_tokens[coarsest], blocks_per_chunk)
+        rewinds = not drafts and not any(isinstance(spec, MambaSpec) for spec in specs)
+        return cls(windows, coarsest, chunk_tokens[coarsest], blocks_per_chunk, rewinds=rewinds)
 
     def leave_out(self, requests: Iterable[RequestFields | None], manager: TieringManager) -> None:
         """Leave out the chunks that no prefix ends with, before vLLM's scheduler half chooses what a step stores."""
@@ -126,8 +141,13 @@ class WindowStores:
         window = next(window for window in self._windows if window.group == group)
         if request.window_ends is None or tokens % window.chunk_tokens:  # the state of a prompt's end within a chunk
             return True
-        end_tokens = last_end_tokens(request.req.num_prompt_tokens, self._whole_chunk_tokens)
-        return window.is_stored(tokens // window.chunk_tokens - 1, end_tokens, self._ends_amid(request, window))
+        return window.is_stored(
+            tokens // window.chunk_tokens - 1, self._last_end(request), self._ends_amid(request, window)
+        )
+
+    def _last_end(self, request: RequestFields) -> int:
+        """In tokens: the end from which on everything is stored."""
+        return last_end_tokens(request.req.num_prompt_tokens, self._whole_chunk_tokens, rewinds=self._rewinds)
 
     def _ends_amid(self, request: RequestFields, window: Window) -> list[int]:
         """In chunks of the window."""
@@ -139,8 +159,11 @@ class WindowStores:
         if request.window_ends is None:
             keys = request.group_states[self._whole_group].offload_keys
             found = next((index for index, key in enumerate(keys) if key not in resident), len(keys))
-            request.window_ends = (found * whole_tokens, *_ends(request, whole_tokens))
-        end_tokens = last_end_tokens(request.req.num_prompt_tokens, whole_tokens)
+            request.window_ends = (found * whole_tokens, *_ends(request))
+            if not self._rewinds and request.req.num_prompt_tokens % whole_tokens == 0:
+                # The last state is that of the whole prompt, which is found without its last chunk when it comes again.
+                request.window_ends += (self._last_end(request),)
+        end_tokens = self._last_end(request)
         for window in self._windows:
             state = request.group_states[window.group]
             last = window.first_chunk(end_tokens)
@@ -151,7 +174,7 @@ class WindowStores:
                     blocks[chunk * per_chunk : (chunk + 1) * per_chunk] = [_LEFT_OUT] * per_chunk
 
 
-def _ends(request: RequestFields, whole_tokens: int) -> Iterable[int]:
+def _ends(request: RequestFields) -> Iterable[int]:
     """The numbers of tokens at which a prefix can end amid a prompt, for reasons that the prompt or its client has."""
     if (bound := request.max_offload_tokens) is not None:
         yield bound
@@ -161,6 +184,3 @@ def _ends(request: RequestFields, whole_tokens: int) -> Iterable[int]:
         yield from (tokens for tokens, _ in retention.marks if tokens is not None)
     # vLLM 0.32 ends a step where the device shows that prompts part.
     yield getattr(request.req, "shared_prefix_boundary", 0)
-    if request.req.num_prompt_tokens % whole_tokens == 0:
-        # The last state is that of the whole prompt, which is found without its last token when it comes again.
-        yield last_end_tokens(request.req.num_prompt_tokens, whole_tokens)

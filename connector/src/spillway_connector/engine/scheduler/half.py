@@ -100,10 +100,10 @@ class SchedulerHalf(ResettableHalf):
         self._uses = ChunkUses(self.manager, chunk_tokens)
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        chooses_windows = chooses_windows and (settings is None or settings.window_chunks == "last")
-        self.window_stores = (
-            WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens) if chooses_windows else None
-        )
+        self.window_stores: WindowStores | None = None
+        if chooses_windows and (settings is None or settings.window_chunks == "last"):
+            drafts = vllm_config.speculative_config is not None
+            self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens, drafts=drafts)
         self._stores_adapters_alone = lora_mixes_weights(vllm_config)
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
         self.without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)

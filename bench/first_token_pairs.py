@@ -1,0 +1,133 @@
+"""First token by Spillway's scheduler half against vLLM's own tiering with Spillway's tiers, in turns.
+
+    python bench/first_token_pairs.py [--vllm 0.32] [--sources cpu nvme redis] [--rounds 40] [--stamps]
+
+Both engines of a source run at the same time, and each of a few prompts is asked of both, one right after the other;
+which is first changes with every two rounds. The device holds one prompt. The CPU tier holds all of them (`cpu`) or one
+(`nvme`, `redis`), so each request loads its whole prompt from there. A disturbance of the machine affects both requests
+of a pair; the ratio is the median over pairs, with its 95 % interval. Every answer has to be a full hit with the token
+of the device hit. --stamps prints where the time goes in each process (first_token_stamps.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from first_token import (
+    BLOCK_TOKENS,
+    TAIL_TOKENS,
+    Engines,
+    ask,
+    full_hit,
+    make_prompt,
+    port_of,
+    settings_for,
+    stored_counter,
+    wait_stored,
+)
+from first_token_stamps import Trace, render, stamping, stamps_of
+from paired_rounds import ordered, paired_ratio
+from stock_engines import stock_stack
+
+from spillway_stack.local_stack import LocalStack
+
+ARMS = {"connector": False, "own tiering": True}  # whether it is vLLM's
+SOURCES = ("cpu", "nvme", "redis")
+PROMPTS = 4
+OUTPUT = Path("build/bench/first_token_pairs.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    name: str
+    stack: LocalStack
+    model: str
+
+    @property
+    def port(self) -> int:
+        return port_of(self.stack, 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="First token by two scheduler halves, in turns.")
+    parser.add_argument("--vllm", default="0.32")
+    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--stamps", action="store_true", help="stamp what the processes do, which costs a little")
+    given = parser.parse_args(arguments)
+    report: dict[str, float] = {"prompt_tokens": given.tokens, "rounds": given.rounds}
+    for source in given.sources:
+        traces = measure(given.vllm, source, given.tokens, given.rounds, with_stamps=given.stamps)
+        seconds = {arm: [trace.first_token_ms / 1e3 for trace in of_arm] for arm, of_arm in traces.items()}
+        ours, stock = seconds.values()
+        ratio = paired_ratio(ours, stock, random.Random(0))
+        key = f"{source}_connector_over_own_tiering_ratio"
+        report |= {key: round(ratio.median, 3), f"{key}_low": round(ratio.low, 3), f"{key}_high": round(ratio.high, 3)}
+        for arm, values in seconds.items():
+            report[f"{source}_{arm.replace(' ', '_')}_seconds"] = round(statistics.median(values), 4)
+            print(f"{source}, {arm}: {statistics.median(values):.4f} s ({min(values):.4f} to {max(values):.4f})")
+            if given.stamps:
+                print(render(traces[arm]))
+        print(f"{source}: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})", flush=True)
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def measure(vllm: str, source: str, tokens: int, rounds: int, *, with_stamps: bool) -> dict[str, list[Trace]]:
+    """The requests of each arm, in the order of the rounds."""
+    blocks = tokens // BLOCK_TOKENS
+    prompts = [make_prompt(f"pairs {source} {number}", tokens + TAIL_TOKENS) for number in range(PROMPTS)]
+    tier = "nvme" if source == "cpu" else source
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as name, ExitStack() as opened:
+        file = opened.enter_context(stamping(Path(name) / "stamps") if with_stamps else nullcontext())
+        arms = []
+        for arm, stock in ARMS.items():
+            folder = Path(name) / arm.replace(" ", "-")
+            folder.mkdir()
+            settings = settings_for(Engines(vllm, stock), tier, blocks, PROMPTS, folder)
+            settings = replace(settings, engines=1)
+            if source != "cpu":
+                settings = replace(settings, num_cpu_blocks=blocks + 1)
+            if stock:
+                started = stock_stack(settings, folder, tier)
+                arms.append(Arm(arm, opened.enter_context(started.stack), started.model))
+            else:
+                stack = opened.enter_context(LocalStack(settings, folder))
+                arms.append(Arm(arm, stack, stack.model.served_name))
+            for number, prompt in enumerate(prompts):
+                ask(arms[-1].port, arms[-1].model, prompt, 1)
+                if source != "cpu":
+                    wait_stored(stored_counter(tier, arms[-1].stack), blocks * (number + 1))
+        by_name = {arm.name: arm for arm in arms}
+        known: dict[tuple[str, int], tuple[int, ...]] = {}
+        traces: dict[str, list[Trace]] = {arm: [] for arm in ARMS}
+        for number in range(-PROMPTS, rounds):  # the first ones learn the answers
+            place = number % PROMPTS
+            for arm_name in ordered(list(ARMS), max(number, 0)):
+                arm = by_name[arm_name]
+                begun = file.stat().st_size if file is not None else 0
+                sent_at = time.monotonic()
+                answer = ask(arm.port, arm.model, prompts[place], 1)
+                if number < 0:
+                    known[arm_name, place] = ask(arm.port, arm.model, prompts[place], 1).tokens
+                full_hit(f"{source}, {arm_name}", answer, tokens, known[arm_name, place])
+                if number >= 0:
+                    stamps = stamps_of(file, begun) if file is not None else []
+                    traces[arm_name].append(Trace(sent_at, answer.first_token_seconds * 1e3, stamps, {}))
+        return traces
+
+
+if __name__ == "__main__":
+    sys.exit(main())
