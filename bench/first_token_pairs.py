@@ -3,8 +3,8 @@
     python bench/first_token_pairs.py [--vllm 0.32] [--sources cpu nvme redis] [--rounds 40] [--stamps]
 
 Both engines of a source run at the same time, and each of a few prompts is asked of both, one right after the other;
-which is first changes with every two rounds. The device holds one prompt. The CPU tier holds all of them (`cpu`) or one
-(`nvme`, `redis`), so each request loads its whole prompt from there. A disturbance of the machine affects both requests
+which is first changes with every two rounds. The device holds one prompt. The CPU tier holds all of them (`cpu`), or one and a
+half (`nvme`, `redis`: a request may take three quarters of it), so each request loads its whole prompt. A disturbance of the machine affects both requests
 of a pair; the ratio is the median over pairs, with its 95 % interval. Every answer has to be a full hit with the token
 of the device hit. --stamps prints where the time goes in each process (first_token_stamps.py).
 """
@@ -99,7 +99,7 @@ def measure(vllm: str, source: str, tokens: int, rounds: int, *, with_stamps: bo
             settings = settings_for(Engines(vllm, stock), tier, blocks, PROMPTS, folder)
             settings = replace(settings, engines=1)
             if source != "cpu":
-                settings = replace(settings, num_cpu_blocks=blocks + 1)
+                settings = replace(settings, num_cpu_blocks=blocks * 3 // 2)
             if stock:
                 started = stock_stack(settings, folder, tier)
                 arms.append(Arm(arm, opened.enter_context(started.stack), started.model))

@@ -6,8 +6,8 @@ The layers have the shapes of published models. vLLM's own functions make KV gro
 are counted by the connector's plan/kv_groups.py, as in `spillway plan` and the chart. `needed` counts the chunks that
 the prompt's prefix is loaded by: all of full attention, the last window, the last state, without padding. A prompt of
 a model with states that ends with a chunk leaves one state more: the default length is no multiple of usual blocks.
-`rows_all` and `rows_last` are what the CPU tier takes with windowChunks: all and last, a row for each chunk; `payloads_last` is
-what those chunks hold without the rows' padding. One rank, one device block to a chunk.
+`rows_all` and `rows_last` are what the CPU tier takes with windowChunks: all and last, a row for each chunk;
+`payloads_last` is what those chunks hold without the rows' padding. One rank, one device block to a chunk.
 """
 
 from __future__ import annotations

@@ -5,12 +5,33 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, get_kv_cache_groups
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_utils import (
+    _get_kv_cache_groups_uniform_page_size,
+    get_kv_cache_configs,
+    get_kv_cache_groups,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
+from spillway_connector.plan.kv_groups import KvGroup
 from spillway_engine.model_shape import ModelShape, read_model_shape
+
+try:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    LAYOUT: Any = KVCacheLayout.LBHNC
+except ImportError:  # vLLM 0.23
+    LAYOUT = None
 
 SHAPE = ModelShape(1, 2, 64, None, "bfloat16", None, 0)
 
@@ -46,3 +67,85 @@ def test_layers_in_chunks_are_one_group_with_the_others() -> None:
     shape = read_model_shape(llama_4)
 
     assert (len(group.layer_names), 1) == (shape.group_layers, shape.kv_groups)
+
+
+def configured(specs: dict[str, KVCacheSpec], memory_bytes: int) -> Any:
+    """What vLLM configures for one worker with these layers."""
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=8192),
+        cache_config=SimpleNamespace(
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+            enable_prefix_caching=True,
+            mamba_cache_mode="align",
+            get_resolved_kv_cache_layout=lambda: LAYOUT,
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(
+            max_model_len=1024,
+            original_max_model_len=None,
+            hf_config=SimpleNamespace(),
+            hf_text_config=SimpleNamespace(),
+        ),
+        kv_transfer_config=None,
+        max_concurrent_batches=1,
+    )
+    (found,) = get_kv_cache_configs(config, [specs], [memory_bytes])
+    return found
+
+
+def block_bytes(config: Any) -> int:
+    """Of one block of a worker."""
+    if LAYOUT is None:
+        return int(sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks)
+    return int(config.kv_cache_tensors[0].size // config.num_blocks)  # each describes a place in one allocation
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 70),
+    st.integers(0, 70),
+    st.integers(0, 70),
+    st.sampled_from((16, 32, 128)),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from((64, 128)),
+    st.integers(1, 4096),
+    st.integers(1, 2_000_000),
+)
+def test_groups_and_blocks_of_any_hybrid_model_are_those_that_vllm_configures(
+    full: int, sliding: int, states: int, block: int, heads: int, head_dim: int, window: int, state_elements: int
+) -> None:
+    shape = ModelShape(
+        full + sliding, heads, head_dim, None, "bfloat16", None, 0, sliding_layers=sliding, window_tokens=window,
+        state_layers=states, state_bytes=2 * state_elements if states else 0,
+    )  # fmt: skip
+    block_tokens = shape.block_tokens("bfloat16", 1, block)
+    of_heads: dict[str, Any] = {
+        "block_size": block_tokens, "num_kv_heads": heads, "head_size": head_dim, "dtype": torch.bfloat16,
+    }  # fmt: skip
+    whole = FullAttentionSpec(**of_heads)
+    specs: dict[str, KVCacheSpec] = {f"full.{n}": whole for n in range(full)}
+    specs |= {f"sliding.{n}": SlidingWindowSpec(**of_heads, sliding_window=window) for n in range(sliding)}
+    state = MambaSpec(
+        block_size=block_tokens, shapes=((state_elements,),), dtypes=(torch.bfloat16,),
+        page_size_padded=whole.page_size_bytes, mamba_cache_mode="align",
+    )  # fmt: skip
+    specs |= {f"states.{n}": state for n in range(states)}
+
+    found = configured(specs, 2_000 * (full + sliding + states) * whole.page_size_bytes)
+
+    of_vllm = []
+    for group in found.kv_cache_groups:
+        spec = group.kv_cache_spec
+        seen = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+        of_vllm.append(KvGroup(spec.block_size, seen, isinstance(spec, MambaSpec)))
+    counted = shape.groups(block_tokens, blocks_per_chunk=1)
+    assert sorted(map(repr, of_vllm)) == sorted(map(repr, counted))
+    assert block_bytes(found) == shape.row_block_bytes_of_rank("bfloat16", 1, 1, block)
