@@ -3,10 +3,11 @@
     python bench/first_token_pairs.py [--vllm 0.32] [--sources cpu nvme redis] [--rounds 40] [--stamps]
 
 Both engines of a source run at the same time, and each of a few prompts is asked of both, one right after the other;
-which is first changes with every two rounds. The device holds one prompt. The CPU tier holds all of them (`cpu`), or one and a
-half (`nvme`, `redis`: a request may take three quarters of it), so each request loads its whole prompt. A disturbance of the machine affects both requests
-of a pair; the ratio is the median over pairs, with its 95 % interval. Every answer has to be a full hit with the token
-of the device hit. --stamps prints where the time goes in each process (first_token_stamps.py).
+which is first changes with every two rounds. The device holds one prompt. The CPU tier holds all of them (`cpu`), or
+one and a half (`nvme`, `redis`: a request may take three quarters of it), so each request loads its whole prompt. A
+disturbance of the machine affects both requests of a pair; the ratio is the median over pairs, with its 95 % interval.
+Every answer has to be a full hit with the token of the device hit. --stamps prints where the time goes in each process
+(first_token_stamps.py).
 """
 
 from __future__ import annotations

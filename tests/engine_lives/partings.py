@@ -4,8 +4,12 @@ tier."""
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from engine_lives.engine import BLOCK_TOKENS, Engine
+from spillway_connector.metrics import KV_GROUP_BYTES, Metric
 
 COMMON, OWN, ANSWER = 6, 5, 1  # blocks
 ENDS = 2  # blocks of a window that are stored for the end of a prompt: its own, and one more
@@ -41,14 +45,32 @@ def prompts_that_part_with_states(engine: Engine, number: int) -> None:
 def prompts_that_end_with_a_chunk(engine: Engine, number: int) -> None:
     """One window serves such a prompt when it comes again, which computes its last token, and when it goes on."""
     engine.reset_prefix_cache()
+    manager = engine._scheduler_half.manager
+    moved = counted_groups(manager)
     rng = random.Random(f"end {number}")
     prompt, found = _tokens(rng, COMMON), COMMON * BLOCK_TOKENS
     assert _found(engine, f"first {number}", prompt) == 0
     windows = [-(-window // engine.hash_tokens) for window in engine.shape.windows if window]
-    taken = len(engine._scheduler_half.manager.primary_tier.resident)
+    taken = len(manager.primary_tier.resident)
     assert taken == COMMON + sum(windows), f"{taken} chunks"
+    assert moved("store") == {"0-full": COMMON, "1-window": windows[0], "2-window": windows[1]}
     assert _found(engine, f"again {number}", prompt) == found - 1
+    assert moved("load") == {"0-full": COMMON, "1-window": windows[0], "2-window": windows[1]}
     assert _found(engine, f"on {number}", prompt + _tokens(rng, OWN)) == found
+
+
+def counted_groups(manager: Any) -> Callable[[str], dict[str, int]]:
+    """Chunks that were moved in a direction since now, by KV group, as the metrics count them."""
+    moved: Counter[tuple[str, ...]] = Counter()
+    count = type(manager)._count
+
+    def counting(metric: Metric, amount: int, *labels: str) -> None:
+        count(manager, metric, amount, *labels)
+        if metric is KV_GROUP_BYTES:
+            moved[labels] += amount // manager._chunk_bytes
+
+    manager._count = counting
+    return lambda direction: {group: chunks for (group, way), chunks in moved.items() if way == direction}
 
 
 def _part(engine: Engine, number: int, *, behind: list[int], rows: int) -> None:

@@ -22,6 +22,12 @@ class Metric:
 DEVICE_COPY_BYTES = Metric(
     "spillway_device_copy_bytes", Kind.COUNTER, "KV bytes copied between device and CPU tier.", ("direction",)
 )
+KV_GROUP_BYTES = Metric(
+    "spillway_kv_group_bytes",
+    Kind.COUNTER,
+    "Bytes of rows of the CPU tier that chunks of a KV group were stored to and loaded from; absent with one group.",
+    ("group", "direction"),
+)
 DEVICE_COPY_SECONDS = Metric(
     "spillway_device_copy_seconds", Kind.COUNTER, "Seconds spent copying between device and CPU tier.", ("direction",)
 )
@@ -226,6 +232,7 @@ ALL = (
     DEVICE_COPY_BYTES,
     DEVICE_COPY_SECONDS,
     DEVICE_COPY_FAILURES,
+    KV_GROUP_BYTES,
     DEVICE_COPY_PATH,
     HOST_MEMORY_PINNED,
     CPU_TIER_BLOCKS,

@@ -9,6 +9,10 @@ PAGE = b"""# TYPE spillway_device_copy_bytes_total counter
 spillway_device_copy_bytes_total{direction="store",engine="0",model_name="m"} 100.0
 spillway_device_copy_bytes_total{direction="store",engine="1",model_name="m"} 11.0
 spillway_device_copy_bytes_total{direction="load",engine="0",model_name="m"} 20.0
+spillway_kv_group_bytes_total{direction="store",engine="0",group="0-full",model_name="m"} 90.0
+spillway_kv_group_bytes_total{direction="store",engine="1",group="0-full",model_name="m"} 11.0
+spillway_kv_group_bytes_total{direction="store",engine="0",group="1-window",model_name="m"} 10.0
+spillway_kv_group_bytes_total{direction="load",engine="0",group="0-full",model_name="m"} 20.0
 spillway_tier_read_bytes_total{engine="0",model_name="m",tier="nvme"} 3e3
 spillway_tier_written_bytes_total{engine="0",model_name="m",tier="nvme"} 4e3
 spillway_tier_written_bytes_total{engine="0",model_name="m",tier="redis"} NaN
@@ -20,6 +24,9 @@ def test_a_page_tells_totals_by_tier_and_direction() -> None:
     assert moved_bytes(PAGE) == {
         Way("cpu", "load"): 20.0,
         Way("cpu", "store"): 111.0,
+        Way("cpu, KV group 0-full:", "load"): 20.0,
+        Way("cpu, KV group 0-full:", "store"): 101.0,
+        Way("cpu, KV group 1-window:", "store"): 10.0,
         Way("nvme", "load"): 3000.0,
         Way("nvme", "store"): 4000.0,
     }

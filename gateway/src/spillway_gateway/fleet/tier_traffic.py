@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _TIER = re.compile(rb'[{,]tier="([a-zA-Z0-9_.-]{1,32})"')
+_GROUP = re.compile(rb'[{,]group="([a-z0-9-]{1,32})"')  # of KV; engines report it if they have several
 _SAMPLES = (
+    (b"spillway_kv_group_bytes_total", b'direction="load"', "load"),
+    (b"spillway_kv_group_bytes_total", b'direction="store"', "store"),
     (b"spillway_device_copy_bytes_total", b'direction="load"', "load"),
     (b"spillway_device_copy_bytes_total", b'direction="store"', "store"),
     (b"spillway_tier_read_bytes_total", b"", "load"),
     (b"spillway_tier_written_bytes_total", b"", "store"),
 )
-TIERS_MAX = 16  # of one page; further ones are ignored
+TIERS_MAX = 48  # of one page; further ones are ignored
 STALE_SECONDS = 10.0  # after which the last rate is no longer reported
 
 
 class Way(NamedTuple):
-    """tier: cpu, or the shared tier's name. direction: load is towards the device."""
+    """tier: cpu, cpu with a KV group's name, or the shared tier's name. direction: load is towards the device."""
 
     tier: str
     direction: str
@@ -33,8 +36,9 @@ def moved_bytes(page: bytes) -> dict[Way, float]:
         while at >= 0:
             end = page.find(b"\n", at + 1)
             labels, _, value = page[at + 1 + len(name) : end if end >= 0 else len(page)].rpartition(b"}")
-            tier = _TIER.search(labels)
-            way = Way(tier[1].decode() if tier else "cpu", direction)
+            tier, group = _TIER.search(labels), _GROUP.search(labels)
+            part = f"cpu, KV group {group[1].decode()}:" if group else "cpu"
+            way = Way(tier[1].decode() if tier else part, direction)
             number = _number(value)
             fits = wanted in labels and (tier is None) == bool(wanted)
             if fits and number is not None and (way in totals or len(totals) < TIERS_MAX):

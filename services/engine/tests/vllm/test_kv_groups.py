@@ -95,6 +95,8 @@ def configured(specs: dict[str, KVCacheSpec], memory_bytes: int) -> Any:
             hf_text_config=SimpleNamespace(),
         ),
         kv_transfer_config=None,
+        num_prefill_lookahead_tokens=0,
+        max_in_flight_tokens=8192,
         max_concurrent_batches=1,
     )
     (found,) = get_kv_cache_configs(config, [specs], [memory_bytes])

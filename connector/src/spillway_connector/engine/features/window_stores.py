@@ -33,6 +33,19 @@ from spillway_connector.plan.kv_groups import chunks_before_end, last_end_tokens
 _LEFT_OUT = 0  # vLLM's scheduler half does not store a block with this id
 
 
+def group_names(indices: Sequence[int], specs: Sequence[KVCacheSpec]) -> dict[int, str]:
+    """What metrics call each KV group, by its index; none if there is one alone."""
+    if len(specs) == 1:
+        return {}
+    return {index: f"{index}-{_kind(spec)}" for index, spec in zip(indices, specs, strict=True)}
+
+
+def _kind(spec: KVCacheSpec) -> str:
+    if isinstance(spec, MambaSpec):
+        return "states"
+    return "window" if isinstance(spec, SlidingWindowSpec) else "full"
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A KV group with a sliding window, or with states.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from typing_extensions import override
@@ -16,12 +18,14 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.device.copier import Direction
 from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import Samples
@@ -38,6 +42,7 @@ from spillway_connector.transfer.announcements import Announcement
 from spillway_settings.wire import NODE_STORE
 
 logger = logging.getLogger(__name__)
+_ONE_GROUP: Mapping[int, str] = MappingProxyType({})
 
 
 class TierJob(Protocol):
@@ -88,6 +93,7 @@ class TieringManager(PrefixLookupManager):
         self._num_rows = num_rows
         self._process_settings: ProcessSettings | None = None
         self._late_stores: LateRows | None = None
+        self._kv_groups = _ONE_GROUP
         # If the storing of generated tokens follows what comes back of them.
         self.answers = AnswerReuse() if config.generated_tokens == "auto" else None
         self._transfer_jobs: dict[int, TierJob] = {}  # under way
@@ -102,14 +108,18 @@ class TieringManager(PrefixLookupManager):
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
         self._reset_rows: dict[int, list[int]] = {}  # by job under way: rows of chunks that a reset has dropped
 
-    def serve_half(self, *, loads_begin_early: bool, late_stores: LateRows | None) -> None:
+    def serve_half(
+        self, *, loads_begin_early: bool, late_stores: LateRows | None, kv_groups: Mapping[int, str] = _ONE_GROUP
+    ) -> None:
         """Learn from the scheduler half, once, what depends on the model's KV groups.
 
         Args:
             loads_begin_early: Whether a load may begin before all of its chunks are in the CPU tier.
             late_stores: Decides which stores wait, and which chunks of the CPU tier the device holds too.
+            kv_groups: What metrics call each KV group, by the index that keys have; none: there is one group.
         """
         self.loads_begin_early = loads_begin_early
+        self._kv_groups = kv_groups
         self._late_stores = late_stores
         if late_stores is not None:
             self.primary_tier.evict_first(late_stores)
@@ -295,6 +305,7 @@ class TieringManager(PrefixLookupManager):
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.complete_load(keys, req_context)
+        self._count_groups(keys, Direction.LOAD)
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -354,6 +365,8 @@ class TieringManager(PrefixLookupManager):
         if not keys:
             return
         self.primary_tier.complete_store(keys, req_context, success)
+        if success:
+            self._count_groups(keys, Direction.STORE)
         if self.secondary_tiers and not self.primary_tier.ready.issuperset(keys):
             keys = [key for key in keys if key in self.primary_tier.ready]  # rows of the node could not be published
         if success and keys and req_context is not UNKNOWN_REQUEST:  # else it was offered when it was stored first
@@ -424,6 +437,11 @@ class TieringManager(PrefixLookupManager):
     @property
     def cpu_rows(self) -> int:
         return self._num_rows
+
+    def _count_groups(self, keys: Collection[OffloadKey], direction: Direction) -> None:
+        if self._kv_groups:
+            for group, chunks in Counter(map(get_offload_group_idx, keys)).items():
+                self._count(metrics.KV_GROUP_BYTES, chunks * self._chunk_bytes, self._kv_groups[group], direction.value)
 
     def count_settled(self, chunks: int) -> None:
         """Chunks that were stored although the device kept them, because the engine had no work."""

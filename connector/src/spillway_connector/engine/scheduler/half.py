@@ -30,7 +30,7 @@ from spillway_connector.engine.features.feature import Feature, feature_of
 from spillway_connector.engine.features.late_stores import LateStores
 from spillway_connector.engine.features.meetings import Meetings, SchedulerControl
 from spillway_connector.engine.features.queue_order import QueueOrder
-from spillway_connector.engine.features.window_stores import WindowStores
+from spillway_connector.engine.features.window_stores import WindowStores, group_names
 from spillway_connector.engine.ipc.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.manager.early_loads import EarlyLoad, EarlyLoads, PendingRows
 from spillway_connector.engine.namespace.adapters import AdapterRegistry, adapter_of, lora_mixes_weights
@@ -126,7 +126,8 @@ class SchedulerHalf(ResettableHalf):
                 self.meetings = Meetings(self.manager, control, self._prefill_timer, self._chunk_tokens)
                 self.features.append(self.meetings)
         self._storing = "eager" if settings is None or self.late_stores is None else settings.storing
-        self.manager.serve_half(loads_begin_early=one_block, late_stores=self.late_stores)
+        groups = group_names([group.group_idx for group in self.config.kv_group_configs], specs)
+        self.manager.serve_half(loads_begin_early=one_block, late_stores=self.late_stores, kv_groups=groups)
 
     def settings(self) -> dict[str, object]:
         """What this half and its manager obey, by name."""
