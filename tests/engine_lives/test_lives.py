@@ -16,7 +16,7 @@ SHAPES += ("meetings", "meetings-async", "exclusive-async", "exclusive-shared", 
 SHAPES += ("windows-of-two-sizes", "windows-within-chunks", "windows-shared", "states", "states-shared", "states-async")
 if generation() is Generation.V023:
     SHAPES += ("layers", "exclusive-layers")
-COUNT = 60  # of each shape
+COUNT = 40  # of each shape
 RACES = STALLS = PARTINGS = 5  # of each kind
 
 

@@ -54,3 +54,26 @@ class Samples(SampledStats):
 
     def __bool__(self) -> bool:
         return bool(self.samples())
+
+
+class Gauges:
+    """Adds the gauges that have changed since they were last added. zero: one that is 0 before it is known."""
+
+    def __init__(self, zero: Metric) -> None:
+        self._reported: dict[tuple[Metric, tuple[str, ...]], float] = {(zero, ()): 0}
+
+    def add(
+        self, stats: SampledStats, metric: Metric, value: float | None, *labels: str, repeated: bool = False
+    ) -> None:
+        """Add a gauge that has changed.
+
+        Args:
+            stats: To which it is added.
+            metric: Which one.
+            value: None: it is not known yet.
+            labels: Its label values.
+            repeated: Whether it is added each time, because statistics may be lost.
+        """
+        if value is not None and (repeated or self._reported.get((metric, labels)) != value):
+            self._reported[metric, labels] = value
+            stats.add(metric, value, *labels)

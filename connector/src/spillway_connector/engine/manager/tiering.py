@@ -28,7 +28,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
-from spillway_connector.engine.ipc.samples import Samples
+from spillway_connector.engine.ipc.samples import Gauges, Samples
 from spillway_connector.engine.manager.early_loads import PendingRows
 from spillway_connector.engine.manager.prefix_lookup import PrefixLookupManager
 from spillway_connector.engine.manager.promotion import Promotion
@@ -102,7 +102,7 @@ class TieringManager(PrefixLookupManager):
         self._request_level_tiers: dict[str, list[SecondaryTierManager]] = {}
         self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
         self._reported_state: tuple[int, float | None, int] | None = None
-        self._reported: dict[tuple[metrics.Metric, tuple[str, ...]], float] = {(metrics.HELD_BLOCKS, ()): 0}  # gauges
+        self._gauges = Gauges(metrics.HELD_BLOCKS)
         self.settled_chunks = 0
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
@@ -439,9 +439,8 @@ class TieringManager(PrefixLookupManager):
         return self._num_rows
 
     def _count_groups(self, keys: Collection[OffloadKey], direction: Direction) -> None:
-        if self._kv_groups:
-            for group, chunks in Counter(map(get_offload_group_idx, keys)).items():
-                self._count(metrics.KV_GROUP_BYTES, chunks * self._chunk_bytes, self._kv_groups[group], direction.value)
+        for group, chunks in Counter(map(get_offload_group_idx, keys if self._kv_groups else ())).items():
+            self._count(metrics.KV_GROUP_BYTES, chunks * self._chunk_bytes, self._kv_groups[group], direction.value)
 
     def count_settled(self, chunks: int) -> None:
         """Chunks that were stored although the device kept them, because the engine had no work."""
@@ -468,23 +467,23 @@ class TieringManager(PrefixLookupManager):
         ):
             return None
         self._reported_state, self._unreported = changed, False
-        stats, self._counted = self._counted, Samples()
+        stats, self._counted, gauge = self._counted, Samples(), self._gauges.add
         tier = self.primary_tier
-        self._gauge(stats, metrics.CPU_TIER_BLOCKS, tier.used_rows(), "used")
-        self._gauge(stats, metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
-        self._gauge(stats, metrics.CPU_TIER_BLOCKS, tier.retained_rows(), "retained")
-        self._gauge(stats, metrics.CPU_TIER_BLOCKS, kept, "waiting")
-        self._gauge(stats, metrics.HELD_BLOCKS, tier.held_rows())
+        gauge(stats, metrics.CPU_TIER_BLOCKS, tier.used_rows(), "used")
+        gauge(stats, metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
+        gauge(stats, metrics.CPU_TIER_BLOCKS, tier.retained_rows(), "retained")
+        gauge(stats, metrics.CPU_TIER_BLOCKS, kept, "waiting")
+        gauge(stats, metrics.HELD_BLOCKS, tier.held_rows())
         if (joined := tier.is_joined) is not None:
-            self._gauge(stats, metrics.CPU_TIER_JOINED, int(joined), repeated=not joined)
+            gauge(stats, metrics.CPU_TIER_JOINED, int(joined), repeated=not joined)
         if self.answers is not None:
-            self._gauge(stats, metrics.ANSWERS_KEPT, int(self.answers.keeps))
-            self._gauge(stats, metrics.ANSWERS_SENT_BACK, self.answers.sent_back_share)
-        self._gauge(stats, metrics.PREFILL_RATE, self.prefill_rate.per_second)
+            gauge(stats, metrics.ANSWERS_KEPT, int(self.answers.keeps))
+            gauge(stats, metrics.ANSWERS_SENT_BACK, self.answers.sent_back_share)
+        gauge(stats, metrics.PREFILL_RATE, self.prefill_rate.per_second)
         for each, gate in self._gates.items():
             for name, load_rate, pays in gate.readings(each.tier_type, self.prefill_rate):
-                self._gauge(stats, metrics.TIER_LOAD_RATE, load_rate, name)
-                self._gauge(stats, metrics.TIER_LOADS_PAY, float(pays), name, repeated=True)
+                gauge(stats, metrics.TIER_LOAD_RATE, load_rate, name)
+                gauge(stats, metrics.TIER_LOADS_PAY, float(pays), name, repeated=True)
         if ended := tier.take_ended_sessions():
             stats.add(metrics.CPU_TIER_SESSIONS_ENDED, ended)
         if self._process_settings is not None:
@@ -495,19 +494,6 @@ class TieringManager(PrefixLookupManager):
                 if count:
                     stats.add(metrics.TIER_NOT_WORTH, count, name)
         return stats
-
-    def _gauge(
-        self, stats: Samples, metric: metrics.Metric, value: float | None, *labels: str, repeated: bool = False
-    ) -> None:
-        """Add a gauge that has changed since it was last added.
-
-        Args:
-            value: None: it is not known yet.
-            repeated: Whether it is added each time, because statistics may be lost.
-        """
-        if value is not None and (repeated or self._reported.get((metric, labels)) != value):
-            self._reported[metric, labels] = value
-            stats.add(metric, value, *labels)
 
 
 def _names_of(tier: SecondaryTierManager) -> str:
