@@ -172,6 +172,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "tests/engine_events": ("0.30", "0.32"),
     "tests/engine_salts": ("0.30", "0.32"),
     "services/engine/tests/vllm": ("0.30", "0.32"),
+    "services/engine/tests/vllm/test_kv_groups.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/cpu_tier/test_tier.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/features/test_fair_steps.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/features/test_feature.py": ("0.30", "0.32", "0.33"),

@@ -99,6 +99,24 @@ def test_an_engine_of_other_weights_does_not(tier: Tier, open_side: Open, tmp_pa
     assert look_up(other, other.request("reader"), range(3)) == [LookupResult.MISS] * 3
 
 
+def test_weights_that_change_have_a_name_from_a_restart_on_and_an_earlier_name_finds_its_chunks(
+    tier: Tier, open_side: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With Spillway's connector a name is given while the engine runs; vLLM's own has no call that says it to tiers."""
+    first = open_side(tier, rows=ROWS, extra={"weights_version": "one"})
+    first.store("writer", range(3))
+    settle(first)
+    first.manager.reset_cache()  # as before the weights change in place
+    assert "restart it with a weights_version" in caplog.text
+    first.store("of two", range(4, 7))
+    settle(first)
+    for version in ("two", "one"):
+        other = open_side(tier, rows=ROWS, extra={"weights_version": version})
+        found = look_up(other, other.request("reader"), range(7))
+        of_one = [LookupResult.HIT] * 3 + [LookupResult.MISS] * 4
+        assert found == (of_one if version == "one" else [LookupResult.MISS] * 7)
+
+
 def test_an_engine_whose_weights_are_unknown_serves_without_the_tier(
     tier: Tier, open_side: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

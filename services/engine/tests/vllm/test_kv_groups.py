@@ -10,11 +10,6 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_utils import (
-    _get_kv_cache_groups_uniform_page_size,
-    get_kv_cache_configs,
-    get_kv_cache_groups,
-)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -26,6 +21,10 @@ from vllm.v1.kv_cache_interface import (
 from spillway_connector.plan.kv_groups import KvGroup
 from spillway_engine.model_shape import ModelShape, read_model_shape
 
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 try:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -43,7 +42,7 @@ def test_layers_of_two_kinds_are_grouped_alike() -> None:
         full, sliding = chosen.randrange(1, 70), chosen.randrange(1, 70)
         specs: dict[str, KVCacheSpec] = {f"f{n}": FullAttentionSpec(block_size=16, **heads) for n in range(full)}
         specs |= {f"s{n}": SlidingWindowSpec(block_size=16, sliding_window=64, **heads) for n in range(sliding)}
-        groups = _get_kv_cache_groups_uniform_page_size(specs)
+        groups = planning._get_kv_cache_groups_uniform_page_size(specs)
         shape = replace(SHAPE, layers=full + sliding, sliding_layers=sliding)
 
         assert len(groups) == shape.kv_groups
@@ -59,7 +58,7 @@ def test_layers_in_chunks_are_one_group_with_the_others() -> None:
     specs: dict[str, KVCacheSpec] = {f"f{n}": FullAttentionSpec(block_size=16, **heads) for n in range(12)}
     specs |= {f"c{n}": ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=8192, **heads) for n in range(36)}
     scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=True)
-    [group] = get_kv_cache_groups(SimpleNamespace(scheduler_config=scheduler), specs)  # type: ignore[arg-type]
+    [group] = planning.get_kv_cache_groups(SimpleNamespace(scheduler_config=scheduler), specs)  # type: ignore[arg-type]
     llama_4 = {
         "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120,
         "layer_types": [*["chunked_attention"] * 3, "full_attention"] * 12,
@@ -90,6 +89,7 @@ def configured(specs: dict[str, KVCacheSpec], memory_bytes: int) -> Any:
         ),
         model_config=SimpleNamespace(
             max_model_len=1024,
+            supports_kv_cache_grouping=False,
             original_max_model_len=None,
             hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(),
@@ -99,12 +99,14 @@ def configured(specs: dict[str, KVCacheSpec], memory_bytes: int) -> Any:
         max_in_flight_tokens=8192,
         max_concurrent_batches=1,
     )
-    (found,) = get_kv_cache_configs(config, [specs], [memory_bytes])
+    groups_of = getattr(planning, "get_global_kv_cache_groups", None)  # apart since vLLM 0.33
+    groups = () if groups_of is None else (groups_of(config, [specs]),)
+    (found,) = planning.get_kv_cache_configs(config, [specs], [memory_bytes], *groups)
     return found
 
 
 def block_bytes(config: Any) -> int:
-    """Of one block of a worker."""
+    """What a block of all its KV groups takes on one worker."""
     if LAYOUT is None:
         return int(sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks)
     return int(config.kv_cache_tensors[0].size // config.num_blocks)  # each describes a place in one allocation

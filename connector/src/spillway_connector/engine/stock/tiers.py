@@ -204,6 +204,7 @@ class StockTier(SecondaryTierManager):
 
         Blocks until no thread touches a row, at most until the deadline of the jobs under way. Which of the reasons it
         is, vLLM does not say, and blocks of other weights must not be loaded: the tier rests until the engine restarts.
+        Then `weights_version` names the weights, those of an earlier name, too.
         """
         longest = max(self._limits.load_timeout_seconds, self._limits.store_timeout_seconds)
         while not self._shared.drain(longest):
@@ -212,7 +213,8 @@ class StockTier(SecondaryTierManager):
             self._shared.weights_changed()
             logger.warning(
                 "Shared tier %s rests until this engine restarts: its caches were reset, and vLLM does not say whether "
-                "the weights change",
+                "the weights change. If they do, restart it with a weights_version in kv_connector_extra_config: a new "
+                "one, or that of an earlier state of them",
                 self.tier_type,
             )
 
