@@ -3,7 +3,8 @@
     python bench/picker.py [--tokens 200,8000,50000] [--connections 1,64,150] [--rates 400] [--seconds 4] [--rounds 1]
                            [--processes 1] [--envoy-threads 1] [--envoy-calls N] [--engine-processes 1]
                            [--cores gateway=0-3,envoy=4-7,engines=8-11,load=12] [--beside NAME=CHECKOUT ...]
-                           [--only times,trace,restarts] [--tokenizer FOLDER] [--output build/bench/picker.json]
+                           [--extension-picker SOURCE] [--only times,trace,restarts] [--tokenizer FOLDER]
+                           [--output build/bench/picker.json]
 
 Four mock engines are one process (gateway_load/engine.py), and the load generator is this process. One gateway serves
 its own clients and Envoy's questions, from one index. The rows: the engines alone, which is the limit of every other
@@ -18,7 +19,8 @@ their latencies count from the arrival.
 
 `--processes`: of the gateway. `--envoy-calls`: of one connection to the picker, which is of one gateway process.
 `--cores` pins the named parts; what is not named runs anywhere. `--beside` adds rows with the gateway of another
-checkout of this repository; rows take turns.
+checkout of this repository; rows take turns. `--extension-picker` adds one with the Inference Extension's own picker
+(gateway_load/extension_picker.py), whose source this is.
 
 Then two gateways of equal state get one trace of chats, one of them behind Envoy: the engines that each request reaches
 are compared. And a picker's process is ended (SIGTERM), and killed, under load, while Envoy fails open; once more with
@@ -45,6 +47,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 import uvloop
+from gateway_load.extension_picker import extension_picker
 from gateway_load.load_generator import generate_load, requests_of
 from gateway_load.picker_cases import decisions, restarts
 from gateway_load.processes import cost, free_ports, mock_engines, running
@@ -57,6 +60,7 @@ ENGINES = 4
 CHATS = 16  # of each length
 WARM_SECONDS = 1.0
 ALONE, ENVOY, GATEWAY, PICKER = "engines alone", "envoy alone", "gateway", "envoy and picker"
+EXTENSION = "envoy and the extension's picker"
 OUTPUT = Path("build/bench/picker.json")
 
 
@@ -120,6 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine-processes", type=int, default=1)
     parser.add_argument("--cores", type=_cores, default={})
     parser.add_argument("--beside", type=lambda text: text.split("=", 1), action="append", default=[])
+    parser.add_argument("--extension-picker", type=Path)
     parser.add_argument("--only", type=lambda text: text.split(","), default=["times", "trace", "restarts"])
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--output", type=Path, default=OUTPUT)
@@ -155,6 +160,11 @@ def _times(given: argparse.Namespace, engines: list[int]) -> tuple[dict[str, flo
             process = stack.enter_context(_gateway(given, engines, (port, operations, picker), checkout))
             target = Target([port], partial(_cpu_seconds, process))
             targets[GATEWAY + row], targets[PICKER + row], pickers[PICKER + row] = target, target, picker
+        if given.extension_picker is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
+            with _on_cores(given.cores.get("gateway")):
+                picker, process = stack.enter_context(extension_picker(given.extension_picker, engines, folder))
+            targets[EXTENSION], pickers[EXTENSION] = Target([], partial(_cpu_seconds, process)), picker
         if "load" in given.cores:
             os.sched_setaffinity(0, given.cores["load"])
         cells, failures = uvloop.run(_measure(given, targets, pickers))
@@ -218,7 +228,8 @@ async def _measure(
         engines = [f"127.0.0.1:{engine}" for engine in targets[ALONE].ports]
         first = next(iter(pickers.values()))
         configs = {ENVOY: envoy_config(first, processed=False, fail_open_to=engines)}
-        configs |= {row: envoy_config(picker, calls_max=given.envoy_calls) for row, picker in pickers.items()}
+        for row, picker in pickers.items():  # the extension's has its health service on another port
+            configs[row] = envoy_config(picker, calls_max=given.envoy_calls, asks_health=row != EXTENSION)
         rows = dict(targets)
         with _on_cores(given.cores.get("envoy")):
             for row, config in configs.items():
@@ -279,7 +290,8 @@ async def _run(bodies: list[bytes], target: Target, cell: Cell, seconds: float) 
 
 
 def _name(cell: Cell) -> str:
-    name = f"{cell.row.replace(',', '').replace(' ', '_')}_{cell.tokens}_tokens_{cell.connections}_connections"
+    row = cell.row.replace(" ", "_").translate({ord(","): None, ord("'"): None})
+    name = f"{row}_{cell.tokens}_tokens_{cell.connections}_connections"
     return f"{name}_at_{cell.rate}_per_second" if cell.rate else name
 
 

@@ -39,6 +39,7 @@ def envoy_config(
     subset: Sequence[str] | None = None,
     calls_max: int | None = None,
     retries: int = 0,
+    asks_health: bool = True,
 ) -> dict[str, Any]:
     """Envoy's bootstrap: one listener whose requests the picker processes.
 
@@ -51,6 +52,7 @@ def envoy_config(
         calls_max: of one connection to the picker, beyond which Envoy opens another; None: its own default.
         retries: of a request that a picker has taken and not answered. Envoy's routes repeat what engines fail, and not
             what fails before them: so these are a listener's in front, which sends requests to the one that asks.
+        asks_health: whether Envoy asks the picker's port for its health.
     """
     http2 = {} if calls_max is None else {"max_concurrent_streams": calls_max}
     clusters = [
@@ -61,7 +63,9 @@ def envoy_config(
             "load_assignment": _assignment("picker", f"{picker_host}:{picker_port}"),
             # Envoy passes a request on without the picker only before it has sent a part of its body: so it has to know
             # beforehand that no picker answers.
-            "health_checks": [
+            "health_checks": []
+            if not asks_health
+            else [
                 {
                     "timeout": "1s",
                     "interval": "0.2s",
