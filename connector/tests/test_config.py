@@ -33,6 +33,7 @@ def test_defaults_and_vllm_keys_pass():
         ({}, "exactly one of num_cpu_blocks"),
         ({"num_cpu_blocks": 1, "cpu_bytes_to_use": 1}, "exactly one of num_cpu_blocks"),
         ({"num_cpu_block": 1}, "did you mean 'num_cpu_blocks'"),
+        ({"num_cpu_blocks": 1, "sync_load_budget_bytes": 1}, "sync_load_budget_bytes: unknown setting"),  # of vLLM 0.33
         ({"num_cpu_blocks": 0}, "whole number of at least 1"),
         ({"num_cpu_blocks": "64"}, "whole number of at least 1"),
         ({"num_cpu_blocks": True}, "whole number of at least 1"),
