@@ -224,3 +224,22 @@ def test_requests_per_minute_are_whole() -> None:
         usage.begin(tenant, 1, 0.2)
     assert refused.value.retry_after_seconds == 30
     usage.begin(tenant, 1, 30.1)
+
+
+async def test_the_reading_of_a_file_is_given_up_with_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = []
+    monkeypatch.setattr(Gatekeeper, "reload", lambda _, reading: readings.append(reading))
+    gate = gatekeeper(tmp_path)
+    monkeypatch.setattr(asyncio, "sleep", lambda _: real_sleep(0))
+    following = asyncio.create_task(gate.follow())
+    while not readings:
+        await real_sleep(0)
+    assert not readings[0].given_up
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert readings[0].given_up
+
+
+real_sleep = asyncio.sleep

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from spillway_gateway.access.keys import NOBODY, KeyRing, Priority, Tenant, read
 from spillway_gateway.access.limits import Settlement, SharedLimitsUnavailable, TenantUsage, limited
 from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.settings import AuthConfig
+from spillway_gateway.config.unique_yaml import Reading
 from spillway_gateway.errors import (
     BackgroundNotCounted,
     ConfigError,
@@ -191,11 +193,15 @@ class Gatekeeper:
 
     async def follow(self) -> None:
         """Reload the keys whenever their file changes, until cancelled; a bad file is logged and the old keys stay."""
-        while self._path is not None:
-            await asyncio.sleep(self._config.reload_seconds)
-            await on_daemon_thread(self.reload)
+        reading = Reading()
+        try:
+            while self._path is not None:
+                await asyncio.sleep(self._config.reload_seconds)
+                await on_daemon_thread(partial(self.reload, reading))
+        finally:
+            reading.give_up()
 
-    def reload(self) -> None:
+    def reload(self, reading: Reading | None = None) -> None:
         """Reload if the file changed. On a thread. A mounted Secret is replaced by a link: its inode changes."""
         assert self._path is not None
         state = _stat(self._path)
@@ -203,7 +209,7 @@ class Gatekeeper:
             return
         self._file_state = state
         try:
-            ring = read_keys(self._path)
+            ring = read_keys(self._path, reading)
         except ConfigError as error:
             self.failed_reloads_total += 1
             logger.error("%s; the previous keys stay in use", error)

@@ -119,12 +119,13 @@ def hash_key(key: str) -> str:
     return _PREFIX + hashlib.sha256(data).hexdigest()
 
 
-def read_keys(path: Path) -> KeyRing:
-    """Raises ConfigError naming the file, the tenant and the remedy; no message shows a hash or a key."""
+def read_keys(path: Path, reading: unique_yaml.Reading | None = None) -> KeyRing:
+    """Raises ConfigError naming the file, the tenant and the remedy; no message shows a hash or a key. Raises
+    unique_yaml.GivenUp once `reading` is."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise ConfigError(f"auth.keysFile {path}: more than {FILE_BYTES_MAX} bytes; remove old tenants")
-        document = unique_yaml.load(path.read_text(encoding="utf-8"))
+        document = unique_yaml.load(path.read_text(encoding="utf-8"), reading)
     except OSError as error:
         raise ConfigError(f"auth.keysFile {path}: cannot be read ({error.strerror}); give a readable file") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:

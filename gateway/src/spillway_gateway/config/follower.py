@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from msgspec import structs
 from spillway_gateway.background import on_daemon_thread
 from spillway_gateway.config.certificate import file_state
 from spillway_gateway.config.settings import GatewayConfig, load_config, shown_config
+from spillway_gateway.config.unique_yaml import Reading
 from spillway_gateway.errors import ConfigError
 from spillway_settings import shared_names
 
@@ -44,16 +46,18 @@ class ConfigFollower:
     async def run(self) -> None:
         """Follow the file until cancelled."""
         period = self.current.reload.period_seconds
-        while True:
-            self._wake.clear()
-            await self.look()
-            try:
-                async with asyncio.timeout(period or None):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+        reading = Reading()
+        try:
+            while True:
+                self._wake.clear()
+                await self.look(reading)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(period or None):
+                        await self._wake.wait()
+        finally:
+            reading.give_up()
 
-    async def look(self) -> None:
+    async def look(self, reading: Reading | None = None) -> None:
         """Look at the file once. A mounted ConfigMap changes by renaming a link, which the inode shows."""
         state = await on_daemon_thread(lambda: file_state(self._path))
         if state == self._seen and not self._asked:
@@ -61,7 +65,7 @@ class ConfigFollower:
         asked, self._asked, self._seen = self._asked, False, state
         try:
             given = await on_daemon_thread(
-                lambda: load_config(self._path)
+                lambda: load_config(self._path, reading)
             )  # the end of the process does not wait for it
         except ConfigError as error:
             self.refused_total += 1

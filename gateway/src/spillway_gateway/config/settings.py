@@ -237,10 +237,11 @@ class GatewayConfig(CamelSection, frozen=True):
     tracing: TracingConfig = TracingConfig()
 
 
-def load_config(path: Path) -> GatewayConfig:
+def load_config(path: Path, reading: unique_yaml.Reading | None = None) -> GatewayConfig:
     """Read and check a configuration file.
 
-    Raises ConfigError naming the setting, what was given, what is needed and what to change.
+    Raises ConfigError naming the setting, what was given, what is needed and what to change, and unique_yaml.GivenUp
+    once `reading` is.
     """
     try:
         if (size := path.stat().st_size) > FILE_BYTES_MAX:
@@ -254,7 +255,7 @@ def load_config(path: Path) -> GatewayConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: is not UTF-8 text; save it as UTF-8") from error
     try:
-        document = unique_yaml.load(text)
+        document = unique_yaml.load(text, reading)
     except yaml.YAMLError as error:
         detail = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: is not valid YAML: {detail}") from error
