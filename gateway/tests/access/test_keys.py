@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -229,7 +230,7 @@ def test_requests_per_minute_are_whole() -> None:
 async def test_the_reading_of_a_file_is_given_up_with_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readings = []
+    readings, real_sleep = [], asyncio.sleep
     monkeypatch.setattr(Gatekeeper, "reload", lambda _, reading: readings.append(reading))
     gate = gatekeeper(tmp_path)
     monkeypatch.setattr(asyncio, "sleep", lambda _: real_sleep(0))
@@ -240,6 +241,3 @@ async def test_the_reading_of_a_file_is_given_up_with_the_process(
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     assert readings[0].given_up
-
-
-real_sleep = asyncio.sleep
