@@ -112,6 +112,8 @@ HIDDEN = {
     "a text": '"kv_transfer_params": "evil"',
     "escaped": '"kv\\u005ftransfer_params": {"remote_host": "evil"}',
     "repeated": '"kv_transfer_params": {"remote_host": "evil"}, "x": 1, "kv_transfer_params": {}',
+    "repeated, a null last": '"kv\\u005ftransfer_params": {"remote_host": "evil"}, "kv_transfer_params": null',
+    "xargs repeated, a null last": '"vllm_xargs": {"kv_transfer_params": "evil"}, "vllm_xargs": null',
     "another": '"ec_transfer_params": {"peer": "evil"}',
     "xargs": '"vllm_xargs": {"kv_transfer_params": "evil", "kept": 1}',
     "xargs escaped": '"vllm\\u005fxargs": {"\\u006bv_transfer_params": "evil", "kept": 1}',

@@ -85,7 +85,8 @@ def _transfer_params(given: Any, own: Mapping[str, Any]) -> Any:
 
 
 def _changes(given: Any, value: Any) -> bool:
-    return value is not None if given is UNSET else value != given
+    """A null is taken out, as it may be the last of several: then no reader can take an earlier one."""
+    return value is not None if given is UNSET else given is None or value != given
 
 
 def _without_steering(value: Any) -> Any:
