@@ -56,7 +56,7 @@ class LocalEngines:
         self._served: dict[str, ServedModel] = {}
         self._following: dict[str, _Following] = {}
         self._checks: dict[str, tuple[TokenCheck, asyncio.Task[None]]] = {}
-        self._changes: dict[ModelFleet, Iterator[None]] = {}  # that have begun
+        self._coming: dict[ModelFleet, Iterator[None]] = {}  # that have begun
         self.admissions: dict[str, Admission] = {}
         self.sources: dict[str, SourceStatus] = {}
 
@@ -191,17 +191,17 @@ class LocalEngines:
 
     def _set_engines(self, served: ServedModel, wanted: Sequence[FoundEngine], *, newcomers: bool = False) -> None:
         """Add and remove engines to match those wanted. newcomers: engines that are added have just been started."""
-        self._changes[served.fleet] = changes = self._change_engines(served, wanted, newcomers=newcomers)
-        self._go_on(served.fleet, changes)
+        self._coming[served.fleet] = steps = self._change_engines(served, wanted, newcomers=newcomers)
+        self._go_on(served.fleet, steps)
 
-    def _go_on(self, fleet: ModelFleet, changes: Iterator[None]) -> None:
-        """Make ENGINES_IN_ONE_ITERATION changes now, and the rest later unless other engines are wanted by then."""
-        if self._changes.get(fleet) is not changes:
+    def _go_on(self, fleet: ModelFleet, steps: Iterator[None]) -> None:
+        """Take ENGINES_IN_ONE_ITERATION steps now, and the rest later unless other engines are wanted by then."""
+        if self._coming.get(fleet) is not steps:
             return
-        if sum(1 for _ in itertools.islice(changes, ENGINES_IN_ONE_ITERATION)) < ENGINES_IN_ONE_ITERATION:
-            del self._changes[fleet]
+        if sum(1 for _ in itertools.islice(steps, ENGINES_IN_ONE_ITERATION)) < ENGINES_IN_ONE_ITERATION:
+            del self._coming[fleet]
         else:
-            asyncio.get_running_loop().call_soon(self._go_on, fleet, changes)
+            asyncio.get_running_loop().call_soon(self._go_on, fleet, steps)
 
     def _change_engines(self, served: ServedModel, wanted: Sequence[FoundEngine], *, newcomers: bool) -> Iterator[None]:
         """Yields after each change."""
