@@ -274,10 +274,14 @@ def tagging_preprocess(preprocess: Any) -> Callable[..., Any]:
 
 
 def numbered_extra_keys(extra_keys: Any) -> Callable[[Any], list[Any]]:
-    """Wrap kv_cache_utils._gen_lora_extra_hash_keys: add how often an adapter's weights were replaced."""
+    """Wrap kv_cache_utils._gen_lora_extra_hash_keys: add how often an adapter's weights were replaced.
+
+    vLLM before 0.32 hashes an adapter's bare name, which a request of the base model may have as its cache_salt. Then
+    its first block would be the adapter's, so the name is tagged as 0.32 does it.
+    """
 
     def numbered(request: Any) -> list[Any]:
-        keys: list[Any] = extra_keys(request)
+        keys: list[Any] = [("lora", key) if isinstance(key, str) else key for key in extra_keys(request)]
         if keys and not isinstance(request, FirstLoad):
             instance = adapter_of(request)
             if instance is None and (adapters := getattr(_requests_of, "adapters", None)) is not None:
