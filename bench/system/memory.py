@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, cast
@@ -12,13 +12,14 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier.tier import Duplicates, LruRows
+from spillway_connector.engine.manager.spills import Spills
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import make_cpu_tier
 from spillway_simulator.model.device_cache import DeviceCache
-from spillway_simulator.model.tiering import LoadPlan, Tiering
+from spillway_simulator.model.tiering import LoadPlan, SharedLevel, Tiering
 from spillway_simulator.model.tiers import LruTier
 from system.agent_request import AgentRequest
 from system.demotions import Demotions
@@ -150,16 +151,23 @@ class ProductRows(LruTier):
         self.pinned.subtract(keys)
         self.pinned = +self.pinned
 
+    def by_user(self, keys: Iterable[int]) -> Iterator[tuple[TenantContext, list[int]]]:
+        """Yield each request that used some of the blocks last, and these."""
+        found: dict[str, tuple[TenantContext, list[int]]] = {}
+        for key in dict.fromkeys(keys):
+            context = self._users.get(key, self._context)
+            found.setdefault(context.req_id, (context, []))[1].append(key)
+        yield from found.values()
+
+    def spills_to(self, tier: Any, submit: Callable[..., None], pays: Callable[[], bool]) -> Spills:
+        return Spills(tier, self._rows, submit, pays, lambda: self.now, rows=self.capacity)
+
     def put(self, keys: Iterable[int]) -> tuple[list[int], list[int]]:
         if not self.capacity:
             return [], []
         stored: list[int] = []
         evicted: list[int] = []
-        by_user: dict[str, tuple[TenantContext, list[int]]] = {}
-        for key in dict.fromkeys(keys):
-            context = self._users.get(key, self._context)
-            by_user.setdefault(context.req_id, (context, []))[1].append(key)
-        for context, wanted in by_user.values():
+        for context, wanted in self.by_user(keys):
             self._rows.touch(cast(Any, wanted), context)
             output = self._rows.prepare_store(cast(Any, wanted), context)
             if output is not None:
@@ -173,6 +181,20 @@ class ProductRows(LruTier):
 
 def _bytes_of(key: int) -> bytes:
     return key.to_bytes(_KEY_BYTES, signed=True)
+
+
+class _StoredLevel:
+    """A shared tier as the connector's Spills see it."""
+
+    def __init__(self, level: SharedLevel) -> None:
+        self._level = level
+
+    def known(self, keys: Sequence[int]) -> set[int]:
+        under_way = {key for store in self._level.stores for key in store.keys}
+        return {key for key in keys if key in self._level.tier or key in under_way}
+
+    def stores_in_hand(self) -> int:
+        return sum(len(store.keys) for store in self._level.stores)
 
 
 class SystemTiers(Tiering):
@@ -192,6 +214,11 @@ class SystemTiers(Tiering):
         if len(self._levels) > 1:
             above, below = self._levels
             self.demotions = Demotions(above, below, self._begin_store, self._block_tokens)
+        self._spills: Spills | None = None
+        self._in_hand: deque[tuple[float, list[int]]] = deque()  # (end, blocks) of stores, whose rows are pinned
+        if self._levels:
+            level = self._levels[0]
+            self._spills = self.cpu.spills_to(_StoredLevel(level), self._give, lambda: level.meter.pays)
         self._conversations = Conversations()
         self._contexts: dict[str, TenantContext] = {}  # by request, of conversations that are followed
         self._admitted: TenantContext | None = None
@@ -206,9 +233,11 @@ class SystemTiers(Tiering):
             session = SessionHint(request.session.encode())
         elif self._design.recognised:
             session = self._conversations.session_of(chunks)
+        context = self._contexts[request.id] = TenantContext(request.id, session=session)
         if session is not None:
-            context = self._contexts[request.id] = TenantContext(request.id, session=session)
             self.cpu.begin(context)
+        if self._spills is not None:
+            self._spills.use(cast(Any, keys), context)
         if self._design.answers is Answers.AUTO:
             self.answers.requested(chunks, None if session is None else session.session)
         if request.retains and self._design.hold_share:
@@ -217,7 +246,7 @@ class SystemTiers(Tiering):
     def end_request(self, name: str, generated: Sequence[int]) -> None:
         """generated: the full blocks behind the prompt's."""
         context = self._contexts.pop(name, None)
-        if context is not None:
+        if context is not None and context.session is not None:
             self.cpu.end(context)
         if not generated or self._design.answers is None:
             return
@@ -260,13 +289,29 @@ class SystemTiers(Tiering):
 
     def finish_stores(self, now: float) -> None:
         super().finish_stores(now)
+        while self._in_hand and self._in_hand[0][0] <= now:
+            self.cpu.unpin(self._in_hand.popleft()[1])
+        if self._spills is not None:
+            self._spills.give()
         if self.demotions is not None:
             self.demotions.look(now)
 
     def _spill(self, keys: Sequence[int], now: float) -> None:
-        super()._spill(keys, now)
+        if self._spills is not None:
+            for context, used in self.cpu.by_user([key for key in keys if key in self.cpu]):
+                self._spills.offer(cast(Any, used), context)
         if self.demotions is not None:
             self.demotions.add(keys, now)
+
+    def _give(self, keys: Sequence[int], _: ReqContext) -> None:
+        """The connector's Spills give these blocks to the nearest shared tier, chunk by chunk."""
+        level = self._levels[0]
+        known = _StoredLevel(level).known(keys)
+        for key in keys:
+            if key not in known:
+                self._begin_store(level, [key], self.cpu.now)
+                self.cpu.pin([key])
+                self._in_hand.append((level.store_free_at, [key]))
 
     def on_device(self, keys: Sequence[int]) -> None:
         """A running request holds these blocks on the device."""
@@ -298,7 +343,8 @@ class SystemTiers(Tiering):
         """They are copied again when they are about to leave the device."""
 
     def store(self, keys: Sequence[int], now: float) -> None:
-        if self._design.storing is Storing.EAGER:
+        eager = self._design.storing is Storing.EAGER
+        if eager or (self._design.storing is Storing.EXCLUSIVE and self._spills is not None and self._spills.keeps_up):
             self.copied_blocks += len(keys)
             super().store(keys, now)
 

@@ -189,11 +189,11 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
     copy_table: CopyTable | None = None
     node_tier: NodeTierConfig | None = None  # None: the CPU tier belongs to the engine
 
-    def why_stored_early(self, shared_tiers: bool) -> str | None:
-        """Why a chunk is stored when it was computed; None: it is stored when it is about to leave the device, once the
-        CPU tier is full."""
-        if self.storing == "eager" or (self.storing == "auto" and shared_tiers):
-            return "a shared tier is offered every chunk" if shared_tiers else "it is asked for"
+    def why_stored_early(self) -> str | None:
+        """Why a chunk is stored when it was computed; None: it may be stored when it is about to leave the device, once
+        the CPU tier is full."""
+        if self.storing == "eager":
+            return "it is asked for"
         if self.eviction_policy != "lru":
             return f"eviction_policy: {self.eviction_policy} does not know what the device holds"
         return "what one engine's device keeps is nothing to the others of the node" if self.node_tier else None

@@ -161,6 +161,18 @@ TIER_STORES_SKIPPED = Metric(
     "Chunks not handed to a shared tier although nothing failed, by reason.",
     ("tier", "reason"),
 )
+TIER_STORES_WAIT = Metric(
+    "spillway_tier_stores_wait",
+    Kind.GAUGE,
+    "1 while a shared tier is given new chunks later, because it is too slow or loads from it do not pay; 0: at once.",
+    ("tier",),
+)
+TIER_OFFERED = Metric(
+    "spillway_tier_offered_chunks",
+    Kind.COUNTER,
+    "Chunks that the CPU tier has received for a shared tier: given to it at once, deferred, or given to it later.",
+    ("tier", "outcome"),
+)
 TIER_REQUESTS = Metric(
     "spillway_tier_requests",
     Kind.COUNTER,
@@ -260,6 +272,8 @@ ALL = (
     TIER_DEADLINES_EXPIRED,
     TIER_MISSES,
     TIER_STORES_SKIPPED,
+    TIER_STORES_WAIT,
+    TIER_OFFERED,
     TIER_REQUESTS,
     TIER_DEMOTIONS,
     TIER_READY,

@@ -125,12 +125,12 @@ def test_an_engine_whose_weights_are_unknown_serves_without_its_shared_tiers(
     assert "serves without its shared tiers: model 'm'" in caplog.text
 
 
-@pytest.mark.parametrize(("is_known", "storing"), [(True, "eager"), (False, "auto")])
-def test_storing_auto_waits_for_the_device_unless_the_engine_uses_a_shared_tier(
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("storing", ["auto", "late", "eager"])
+def test_storing_auto_may_wait_for_the_device_with_and_without_a_shared_tier(
     region: HostRegion, monkeypatch: pytest.MonkeyPatch, is_known: bool, storing: str
 ):
-    """One that is configured, and that the engine serves without, is none."""
-    spec = make_spec(region, tiers=1, storing="auto")
+    spec = make_spec(region, tiers=1, storing=storing)
 
     def create(config: object, view: memoryview) -> SecondaryTierManager:
         if not is_known:
@@ -141,7 +141,7 @@ def test_storing_auto_waits_for_the_device_unless_the_engine_uses_a_shared_tier(
     attention = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     half = scheduler_half(spec.get_manager(), [attention], settings=spec.settings)
     assert half.settings()["storing"] == storing
-    assert (half.late_stores is None) == is_known
+    assert (half.late_stores is None) == (storing == "eager")
 
 
 def test_a_shared_tier_hears_how_the_workers_registered_their_caches(region: HostRegion):

@@ -309,6 +309,14 @@ class SharedTier:
         """Return those of the chunks that the tier holds by its last valid answer; the tier is not asked."""
         return self._presence.present_of(keys, self._clock())
 
+    def known(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of the chunks that the tier holds by its last valid answer, or that are on their way to it."""
+        return self.known_present(keys) | self._jobs.storing.intersection(keys)
+
+    def stores_in_hand(self) -> int:
+        """Chunks of stores under way, whose rows cannot be evicted."""
+        return sum(job.open_items for job in self._jobs.stores.values())
+
     def stored_by_others(self, keys: Sequence[bytes]) -> None:
         """Another part of this process has stored these chunks in the tier."""
         self._presence.put_many(list(keys), True, self._clock())

@@ -340,6 +340,21 @@ def test_the_log_says_why_chunks_are_stored_early(
     ]
 
 
+def test_while_the_shared_tier_keeps_up_new_chunks_are_stored_at_once(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+):
+    rig = Rig(region)
+    keeps_up = True
+    monkeypatch.setattr(rig.manager.spills, "at_once", lambda context: keeps_up)
+    for prompt in range(3):
+        rig.begin(prompt)
+        rig.end(0)
+    assert rig.tier.ready.issuperset(keys_of(2)[1:]), "the tier was full, and the chunks are in it all the same"
+    keeps_up = False
+    rig.begin(3)
+    assert rig.tier.ready.isdisjoint(keys_of(3)[1:])
+
+
 def test_an_engine_without_requests_begins_no_copy_of_what_stays_on_its_device(region: HostRegion):
     rig = Rig(region)
     for prompt in range(3):
@@ -395,7 +410,7 @@ def test_chunks_of_an_unknown_request_are_offered_to_no_shared_tier(
     rig = Rig(region)
     stores: list[object] = []
     monkeypatch.setattr(rig.manager, "secondary_tiers", [object()])
-    monkeypatch.setattr(rig.manager, "_submit_store", lambda *store: stores.append(store))
+    monkeypatch.setattr(rig.manager.spills, "_submit", lambda *store: stores.append(store))
     monkeypatch.setattr(rig.manager, "_process_finished_jobs", lambda: None)
     keys = keys_of(0)
     rig.manager.prepare_store(keys, context)

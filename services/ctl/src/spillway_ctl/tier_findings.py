@@ -62,7 +62,27 @@ def _shared_tier(engine: EngineReading, window_seconds: float, name: str, kind: 
         found = f"{kind} at {place}: {now:.0f} operations failed within {window_seconds:.0f} s: {meanings}"
         return Finding(name, engine.name, Verdict.FAILED, found, change)
     found = f"{kind} at {place} is used; no failure within {window_seconds:.0f} s, {since_start:.0f} since the start"
-    return Finding(name, engine.name, Verdict.OK, found)
+    return Finding(name, engine.name, Verdict.OK, f"{found}{_out_of_the_way(engine, own)}")
+
+
+def _out_of_the_way(engine: EngineReading, own: Mapping[str, str]) -> str:
+    """What a tier takes that does not get all chunks at once; empty if it does."""
+    page = engine.after
+    if page is None or not page.total("spillway_tier_stores_wait", **own):
+        return ""
+    at_once, deferred, later = (
+        page.total("spillway_tier_offered_chunks_total", **own, outcome=outcome) or 0.0
+        for outcome in ("at_once", "deferred", "later")
+    )
+    share = 100 * (at_once + later) / max(1.0, at_once + deferred)
+    paying = page.series("spillway_tier_loads_pay", **own)
+    why = (
+        "loads from it do not pay" if any(not value for _, value in paying) else "it is slower than the engine computes"
+    )
+    return (
+        f"; it stays out of the way, since {why}: it has taken {share:.0f} % of the chunks offered to it, "
+        "those that the CPU tier gives up next; more CPU blocks or a faster store help"
+    )
 
 
 def _explained(reasons: Mapping[str, Sequence[str]], kind: Any) -> tuple[str, str]:

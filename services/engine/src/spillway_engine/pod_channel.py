@@ -39,7 +39,7 @@ class PodBrief(msgspec.Struct, frozen=True):
     dtype: str = ""
     quantised_kv: bool = False
     eager: bool = False
-    settles: bool = False  # with `storing: late` and a shared tier: it stores without work, and before it ends
+    settles: bool = False  # with a shared tier, unless `storing: eager`: it stores without work, and before it ends
     extra_arguments: int = 0  # how many at the end of vLLM's command line a person added
     names: SettingNames = PLAIN_NAMES  # of the settings, in messages
     configuration: dict[str, Any] = msgspec.field(default_factory=dict)

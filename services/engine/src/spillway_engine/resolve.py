@@ -105,7 +105,7 @@ class ResolvedEngine:
             quantised_kv=self.budget.kv_dtype not in DTYPE_BYTES,
             eager="--enforce-eager" in arguments,
             settles=settings.offload.enabled
-            and settings.offload.storing == "late"
+            and settings.offload.storing != "eager"
             and settings.offload.shared_tier.type != "none",
             names=settings.names,
             extra_arguments=len(settings.extra_args),

@@ -95,7 +95,7 @@ class LateStores:
     ) -> LateStores | None:
         """Make them, unless the settings have every chunk stored when it was computed."""
         shared = bool(manager.secondary_tiers)
-        why_not = settings.why_stored_early(shared)
+        why_not = settings.why_stored_early()
         logger.debug("storing: %s means %s", settings.storing, f"eager: {why_not}" if why_not else "late")
         return None if why_not else cls(manager, window, ranks=ranks, shared=shared)
 
@@ -152,7 +152,7 @@ class LateStores:
     def postpones(self, keys: Collection[OffloadKey], context: ReqContext) -> bool:
         """Whether these new chunks are stored later; they are owed then. A chunk that cannot be found on the device by
         its key, such as an adapter's, is stored at once."""
-        if self._tier.free_rows() >= len(keys):
+        if self._tier.free_rows() >= len(keys) or self._manager.spills.at_once(context):
             return False
         if any(self._block_of(key) is None for key in keys):
             return False

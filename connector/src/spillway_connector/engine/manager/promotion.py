@@ -1,8 +1,10 @@
-"""What requests that wait for promotions may use: time and rows, each request and all together."""
+"""What requests that wait for promotions may use: time and rows, each request and all together. What is under way."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
@@ -33,3 +35,12 @@ class Promotion:
     context: ReqContext
     keys: list[OffloadKey] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+
+
+class TierJob(Protocol):
+    """Chunks on their way between the CPU tier and a shared tier, as each generation's tiers take them."""
+
+    job_id: int
+    keys: Collection[OffloadKey]
+    is_promotion: bool  # from the shared tier to the CPU tier; else the other way
+    req_context: ReqContext

@@ -7,8 +7,9 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
@@ -26,12 +27,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
-from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import Gauges, Samples
 from spillway_connector.engine.manager.early_loads import PendingRows
 from spillway_connector.engine.manager.prefix_lookup import PrefixLookupManager
-from spillway_connector.engine.manager.promotion import Promotion
+from spillway_connector.engine.manager.promotion import Promotion, TierJob
+from spillway_connector.engine.manager.spills import AllSpills, LateRows
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, SharedTierBase, TierJobResult
 from spillway_connector.namespace import Namespace
@@ -45,27 +47,12 @@ logger = logging.getLogger(__name__)
 _ONE_GROUP: Mapping[int, str] = MappingProxyType({})
 
 
-class TierJob(Protocol):
-    """Chunks on their way between the CPU tier and a shared tier, as each generation's tiers take them."""
-
-    job_id: int
-    keys: Collection[OffloadKey]
-    is_promotion: bool  # from the shared tier to the CPU tier; else the other way
-    req_context: ReqContext
-
-
-class LateRows(Duplicates, Protocol):
-    """See engine/features/late_stores.py."""
-
-    def postpones(self, keys: Collection[OffloadKey], context: ReqContext, /) -> bool: ...
-
-
 class TieringManager(PrefixLookupManager):
     """vLLM's OffloadingManager over a CPU tier and shared tiers; lookups are PrefixLookupManager's.
 
-    Every chunk that the CPU tier receives from the device is stored in every shared tier. The steps are those of vLLM's
-    own tiering manager; beyond it, a promotion keeps its good chunks when others fail, a failed device copy never
-    becomes a hit, a reset leaves no row pending, and chunks of a promotion can be used before its job ends.
+    Every chunk that the CPU tier receives from the device is offered to every shared tier (spills.py). The steps are
+    those of vLLM's own tiering manager; beyond it, a promotion keeps its good chunks when others fail, a failed device
+    copy never becomes a hit, a reset leaves no row pending, and chunks of a promotion can be used before its job ends.
 
     EngineCore process, scheduler thread; no method blocks.
     """
@@ -101,6 +88,10 @@ class TieringManager(PrefixLookupManager):
         # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
         self._request_level_tiers: dict[str, list[SecondaryTierManager]] = {}
         self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
+        pays = {tier: partial(self._gates[tier].pays, self.prefill_rate) for tier in self._shared_tiers}
+        self.spills = AllSpills(
+            pays, primary_tier, self._submit_store, clock, rows=num_rows, follows_tiers=config.storing == "auto"
+        )
         self._reported_state: tuple[int, float | None, int] | None = None
         self._gauges = Gauges(metrics.HELD_BLOCKS)
         self.settled_chunks = 0
@@ -151,6 +142,8 @@ class TieringManager(PrefixLookupManager):
         if session_of_context(req_context) is not None:
             for tier in self._shared_tiers:
                 tier.use_session(keys, req_context)
+        if self.loads_begin_early:  # one KV group: the chunks are one prefix
+            self.spills.use(keys, req_context)
         if isinstance(req_context, TenantContext) and (retention := req_context.retention) is not None:
             for tokens, seconds in retention.marks:
                 held = prompt if tokens is None else prompt[: -(-tokens // chunk_tokens)]
@@ -231,6 +224,7 @@ class TieringManager(PrefixLookupManager):
                 for job_id, arrived in self._prefix_tier.take_arrived():
                     if job_id not in self._reset_rows:
                         self._complete_early(job_id, arrived)
+        self.spills.give()
 
     def _nobody_waits(self, job_id: int) -> bool:
         """Whether the request is computed while it is loaded."""
@@ -371,7 +365,7 @@ class TieringManager(PrefixLookupManager):
             keys = [key for key in keys if key in self.primary_tier.ready]  # rows of the node could not be published
         if success and keys and req_context is not UNKNOWN_REQUEST:  # else it was offered when it was stored first
             for tier in self.secondary_tiers:
-                self._submit_store(tier, keys, req_context)
+                self.spills.offer(tier, keys, req_context)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -417,6 +411,7 @@ class TieringManager(PrefixLookupManager):
         self._bounds.waits.clear()
         self.end_lookups()
         self.primary_tier.reset_cache()
+        self.spills.clear()
         self._count(metrics.CPU_TIER_RESETS, 1, "done")
 
     def count_refused_reset(self) -> None:
@@ -427,8 +422,10 @@ class TieringManager(PrefixLookupManager):
         self._count(metrics.PROMOTED_AHEAD, chunks, outcome.value)
 
     def stores_under_way(self) -> int:
-        """Chunks on their way to shared tiers."""
-        return sum(len(job.keys) for job in self._transfer_jobs.values() if not job.is_promotion)
+        """Chunks on their way to shared tiers, and those that wait for them in the CPU tier."""
+        return self.spills.waiting_chunks + sum(
+            len(job.keys) for job in self._transfer_jobs.values() if not job.is_promotion
+        )
 
     @property
     def chunk_bytes(self) -> int:
@@ -488,6 +485,7 @@ class TieringManager(PrefixLookupManager):
             stats.add(metrics.CPU_TIER_SESSIONS_ENDED, ended)
         if self._process_settings is not None:
             self._process_settings.add_to(stats)
+        self.spills.add_to(stats)
         for shared in self._shared_tiers:
             shared.report.add_to(stats)
             for name, count in shared.take_not_worth():

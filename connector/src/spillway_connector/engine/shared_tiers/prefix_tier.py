@@ -166,6 +166,14 @@ class SharedTierBase(PrefixTier):
         if (named := session_of_context(req_context)) is not None:
             self._shared.end_request_of_session(*named)
 
+    def known(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """Those that the tier holds, the upper one of two, or that are on their way to it, as far as is known."""
+        return cast("set[OffloadKey]", self._members[0].known(keys))
+
+    def stores_in_hand(self) -> int:
+        """Chunks whose rows stores under way read."""
+        return self._members[0].stores_in_hand()
+
     def take_promoted(self, job_id: int) -> Sequence[bytes]:
         """The chunks of a load that has ended which a tier below gave, to be stored in the tier above it."""
         return () if self.chain is None else self.chain.take_promoted(job_id)

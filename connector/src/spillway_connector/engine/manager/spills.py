@@ -1,0 +1,229 @@
+"""What the CPU tier gives a shared tier, and when.
+
+A tier that keeps up is given every chunk when the CPU tier has received it. If it cannot take everything, waiting
+stores would pin the rows that they read, so that the CPU tier would evict others, and the tier would drop what waited
+for too long, at random. So no more is in hand than a small part of the rows. All else waits in the CPU tier, where it
+can be used and evicted like any other chunk, and the tier is given what the CPU tier gives up next: the conversation
+that was used longest ago, from the head of its prefix on, as fast as it takes it. While loads from the tier do not pay,
+it is given one such batch now and then, so that a later probe finds something to measure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+from spillway_connector import metrics
+from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
+from spillway_connector.engine.ipc.samples import Samples
+from spillway_connector.engine.requests.tenancy import TenantContext, hands_over, session_of_context
+from spillway_connector.engine.shared_tiers.prefix_tier import SharedTierBase
+
+IN_HAND_LEAST = 32  # chunks, so that a prompt of usual length waits for nothing
+_IN_HAND_ROWS_PART = 64  # of the CPU tier: one in so many rows may be in hand
+_BATCH_CHUNKS = 8  # the least that is given at once, which keeps the jobs few
+_CONVERSATIONS_MAX = 1024
+_SCANS_MAX = 4  # of conversations, in one step
+UNPAID_SECONDS = 10.0  # between two batches while loads do not pay
+
+_Name = tuple[bytes, bytes] | str
+
+
+def _name_of(context: ReqContext) -> _Name:
+    """The conversation of a request, or the request alone."""
+    named = session_of_context(context)
+    return context.req_id if named is None else (named[0], named[1].session)
+
+
+class Spills:
+    """What waits for one shared tier. Scheduler thread; no method blocks.
+
+    Args:
+        submit: gives chunks to the tier; they are in the CPU tier.
+        pays: whether loads from the tier pay now.
+        clock: in seconds.
+        rows: of the CPU tier.
+    """
+
+    def __init__(
+        self,
+        tier: SharedTierBase,
+        cpu_tier: CpuTier,
+        submit: Callable[[Collection[OffloadKey], ReqContext], None],
+        pays: Callable[[], bool],
+        clock: Callable[[], float],
+        *,
+        rows: int,
+    ) -> None:
+        self._tier, self._cpu_tier = tier, cpu_tier
+        self._submit, self._pays, self._clock = submit, pays, clock
+        self._in_hand_max = max(IN_HAND_LEAST, rows // _IN_HAND_ROWS_PART)
+        self._prefixes: OrderedDict[_Name, Sequence[OffloadKey]] = OrderedDict()  # the one used longest ago first
+        self._waiting: OrderedDict[_Name, tuple[ReqContext, dict[OffloadKey, None]]] = OrderedDict()  # likewise
+        self._unpaid_at = float("-inf")
+        self._counted: Counter[str] = Counter()  # chunks since the last statistics
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the tier gets what comes when it comes."""
+        return not self._waiting and self._pays()
+
+    @property
+    def waiting_chunks(self) -> int:
+        """What would be given to the tier if the engine had nothing else to do."""
+        return sum(len(keys) for _, keys in self._waiting.values()) if self._pays() else 0
+
+    def use(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        """A request uses these chunks, which are the whole prefix of a model with one KV group."""
+        name = _name_of(context)
+        self._prefixes[name] = keys
+        self._prefixes.move_to_end(name)
+        if name in self._waiting:
+            self._waiting.move_to_end(name)
+        while len(self._prefixes) > _CONVERSATIONS_MAX:
+            self._prefixes.popitem(last=False)
+
+    def offer(self, keys: Collection[OffloadKey], context: ReqContext) -> None:
+        """The CPU tier has received these chunks."""
+        wanted = isinstance(context, TenantContext) and context.retention is not None
+        if hands_over(context) or wanted or (self.keeps_up and len(keys) <= self._room()):
+            self._counted["at_once"] += len(keys)
+            self._submit(keys, context)
+            return
+        absent = dict.fromkeys(keys)
+        for key in self._tier.known(list(keys)):
+            del absent[key]
+        if not absent:
+            return
+        name = _name_of(context)
+        _, before = self._waiting.get(name, (context, {}))
+        self._counted["deferred"] += len(absent.keys() - before.keys())
+        self._waiting[name] = context, before | absent
+        while len(self._waiting) > _CONVERSATIONS_MAX:
+            self._waiting.popitem(last=False)
+
+    def give(self) -> None:
+        """Give the tier what it takes now of what waits. Called in each step."""
+        if not self._waiting or (room := self._room()) < _BATCH_CHUNKS:
+            return
+        if not self._pays():
+            now = self._clock()
+            if now - self._unpaid_at < UNPAID_SECONDS:
+                return
+            self._unpaid_at, room = now, min(room, IN_HAND_LEAST)
+        for _ in range(_SCANS_MAX):
+            if not self._waiting or room <= 0:
+                return
+            name, (context, offered) = next(iter(self._waiting.items()))
+            chunks = self._leading(self._prefixes.get(name, ()), offered)
+            given = chunks[:room]
+            if len(given) == len(chunks):
+                del self._waiting[name]
+            if given:
+                room -= len(given)
+                self._counted["later"] += len(given)
+                self._submit(given, context)
+
+    def add_to(self, stats: Samples) -> None:
+        """Report what happened since the last call."""
+        counted, self._counted = self._counted, Counter()
+        for outcome, chunks in counted.items():
+            stats.add(metrics.TIER_OFFERED, chunks, self._tier.tier_type, outcome)
+        stats.add(metrics.TIER_STORES_WAIT, float(not self.keeps_up), self._tier.tier_type)
+
+    def clear(self) -> None:
+        """The CPU tier is empty."""
+        self._waiting.clear()
+
+    def _leading(self, prefix: Sequence[OffloadKey], offered: dict[OffloadKey, None]) -> list[OffloadKey]:
+        """The chunks to give, in order, up to the first that is in neither tier: behind it nothing can be loaded."""
+        keys = list(prefix) or list(offered)
+        known, ready = self._tier.known(keys), self._cpu_tier.ready
+        chunks: list[OffloadKey] = []
+        for key in keys:
+            if key in known:
+                continue
+            if key in ready:
+                chunks.append(key)
+            elif prefix:
+                break
+        return chunks
+
+    def _room(self) -> int:
+        """Chunks that the tier may be given now. While the CPU tier has free rows, those in hand take them from
+        nobody, and the tier's own bounds hold."""
+        if self._cpu_tier.free_rows():
+            return self._in_hand_max + len(self._cpu_tier.ready)
+        return self._in_hand_max - self._tier.stores_in_hand()
+
+
+class LateRows(Duplicates, Protocol):
+    """See engine/features/late_stores.py."""
+
+    def postpones(self, keys: Collection[OffloadKey], context: ReqContext, /) -> bool: ...
+
+
+class AllSpills:
+    """What waits for each of an engine's shared tiers.
+
+    Args:
+        tiers: Spillway's own, each with whether loads from it pay now.
+        submit: gives chunks of the CPU tier to a tier.
+        follows_tiers: whether they say when new chunks are stored.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[SharedTierBase, Callable[[], bool]],
+        cpu_tier: CpuTier,
+        submit: Callable[[SecondaryTierManager, Collection[OffloadKey], ReqContext], None],
+        clock: Callable[[], float],
+        *,
+        rows: int,
+        follows_tiers: bool,
+    ) -> None:
+        self._submit = submit
+        self._of: dict[SecondaryTierManager, Spills] = {
+            tier: Spills(tier, cpu_tier, partial(submit, tier), pays, clock, rows=rows) for tier, pays in tiers.items()
+        }
+        self._follows_tiers = follows_tiers and bool(self._of)
+
+    def at_once(self, context: ReqContext) -> bool:
+        """Whether new chunks are stored when they are computed although the device keeps them: what another engine
+        waits for, and, if it follows the tiers, everything, as long as they take it and loads from them pay."""
+        if not self._follows_tiers:
+            return False
+        return hands_over(context) or all(spills.keeps_up for spills in self._of.values())
+
+    def offer(self, tier: SecondaryTierManager, keys: Collection[OffloadKey], context: ReqContext) -> None:
+        """See Spills.offer; a tier that is not Spillway's gets everything at once."""
+        spills = self._of.get(tier)
+        if spills is None:
+            self._submit(tier, keys, context)
+        else:
+            spills.offer(keys, context)
+
+    @property
+    def waiting_chunks(self) -> int:
+        return sum(spills.waiting_chunks for spills in self._of.values())
+
+    def use(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        for spills in self._of.values():
+            spills.use(keys, context)
+
+    def give(self) -> None:
+        for spills in self._of.values():
+            spills.give()
+
+    def add_to(self, stats: Samples) -> None:
+        for spills in self._of.values():
+            spills.add_to(stats)
+
+    def clear(self) -> None:
+        for spills in self._of.values():
+            spills.clear()

@@ -1,0 +1,186 @@
+"""What a shared tier is given, and when: few rows are pinned, and prefixes come whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from spillway_connector import metrics
+from spillway_connector.engine.ipc.samples import Samples, sample_key
+from spillway_connector.engine.manager.spills import IN_HAND_LEAST, UNPAID_SECONDS, Spills
+from spillway_connector.engine.requests.tenancy import TenantContext
+from spillway_connector.plan.holds import RetentionHint
+from spillway_connector.plan.sessions import SessionHint
+
+CHUNKS = IN_HAND_LEAST + 8  # of a prefix: more than may be in hand
+
+
+class Rig:
+    """A full CPU tier and a shared tier that takes nothing by itself."""
+
+    def __init__(self, *, free_rows: int = 0) -> None:
+        self.ready: set[OffloadKey] = set()
+        self.stored: set[OffloadKey] = set()
+        self.in_hand: list[OffloadKey] = []
+        self.given: list[OffloadKey] = []
+        self.pays, self.now = True, 100.0
+        cpu_tier = SimpleNamespace(ready=self.ready, free_rows=lambda: free_rows)
+        tier = SimpleNamespace(known=self._known, stores_in_hand=lambda: len(self.in_hand), tier_type="nvme")
+        self.spills = Spills(
+            cast(Any, tier), cast(Any, cpu_tier), self._submit, lambda: self.pays, lambda: self.now, rows=100
+        )
+
+    def _known(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        return (self.stored | set(self.in_hand)).intersection(keys)
+
+    def _submit(self, keys: Collection[OffloadKey], context: ReqContext) -> None:
+        assert self.ready.issuperset(keys), "a row that holds something else"
+        self.given += keys
+        self.in_hand += [key for key in keys if key not in self._known(list(keys))]
+
+    def take(self, chunks: int) -> None:
+        """The shared tier has stored so many."""
+        self.stored.update(self.in_hand[:chunks])
+        del self.in_hand[:chunks]
+
+    def arrive(self, prompt: int, *, reverse: bool = False, chunks: int = CHUNKS) -> None:
+        """A request of its own conversation ends, and the CPU tier receives its chunks."""
+        keys, context = prefix(prompt, chunks), context_of(prompt)
+        self.spills.use(keys, context)
+        self.ready.update(keys)
+        self.spills.offer(keys[::-1] if reverse else keys, context)
+
+    def report(self) -> dict[str, float]:
+        stats = Samples()
+        self.spills.add_to(stats)
+        outcomes = ("at_once", "deferred", "later")
+        samples = stats.samples()
+        named = {one: samples.get(sample_key(metrics.TIER_OFFERED, "nvme", one), 0.0) for one in outcomes}
+        return named | {"wait": samples[sample_key(metrics.TIER_STORES_WAIT, "nvme")]}
+
+
+def prefix(prompt: int, chunks: int = CHUNKS) -> list[OffloadKey]:
+    return [OffloadKey(bytes([prompt, at]) * 18) for at in range(chunks)]
+
+
+def context_of(prompt: int, **fields: Any) -> TenantContext:
+    return TenantContext(f"r{prompt}", session=SessionHint(b"s%d" % prompt), **fields)
+
+
+def test_a_tier_that_keeps_up_gets_everything_at_once():
+    rig = Rig()
+    for prompt in range(5):
+        rig.arrive(prompt, chunks=IN_HAND_LEAST)
+        assert rig.spills.keeps_up
+        rig.take(IN_HAND_LEAST)
+    assert rig.given == [key for prompt in range(5) for key in prefix(prompt, IN_HAND_LEAST)]
+    assert rig.report() == {"at_once": 5.0 * IN_HAND_LEAST, "deferred": 0.0, "later": 0.0, "wait": 0.0}
+
+
+def test_free_rows_are_taken_from_nobody_so_all_goes_at_once():
+    rig = Rig(free_rows=1)
+    for prompt in range(5):
+        rig.arrive(prompt)
+    assert len(rig.given) == 5 * CHUNKS
+
+
+def test_what_was_used_longest_ago_goes_first_from_the_head_of_its_prefix_on():
+    rig = Rig()
+    for prompt in range(3):
+        rig.arrive(prompt, reverse=True)  # as a device frees a prefix
+    rig.spills.use(prefix(0), context_of(0))
+    assert not rig.spills.keeps_up
+    order: list[OffloadKey] = []
+    for _ in range(3 * CHUNKS):
+        rig.spills.give()
+        assert len(rig.in_hand) <= IN_HAND_LEAST
+        rig.take(IN_HAND_LEAST)
+    order = rig.given
+    assert order == prefix(1) + prefix(2) + prefix(0)
+    assert rig.spills.keeps_up
+    assert rig.report() == {"at_once": 0.0, "deferred": 3.0 * CHUNKS, "later": 3.0 * CHUNKS, "wait": 0.0}
+
+
+def test_nothing_is_given_behind_a_chunk_that_no_tier_holds():
+    rig = Rig()
+    rig.arrive(0)
+    rig.ready.discard(prefix(0)[3])
+    rig.spills.give()
+    assert rig.given == prefix(0)[:3]
+    assert rig.spills.keeps_up, "what cannot be loaded is not waited for"
+
+
+def test_what_waits_and_leaves_the_cpu_tier_is_forgotten():
+    rig = Rig()
+    rig.arrive(0)
+    rig.ready.clear()
+    rig.spills.give()
+    assert not rig.given
+    assert rig.spills.keeps_up
+
+
+@pytest.mark.parametrize("fields", [{"hand_over": True}, {"retention": RetentionHint(0.25, ())}])
+def test_what_another_engine_or_a_client_waits_for_goes_at_once(fields: dict[str, Any]):
+    rig = Rig()
+    rig.arrive(0)
+    keys = prefix(1)
+    rig.ready.update(keys)
+    rig.spills.offer(keys, context_of(1, **fields))
+    assert rig.given == keys
+
+
+def test_while_loads_do_not_pay_one_batch_is_given_now_and_then():
+    rig = Rig()
+    rig.pays = False
+    rig.arrive(0, chunks=IN_HAND_LEAST)
+    rig.arrive(1, chunks=IN_HAND_LEAST)
+    for _ in range(10):
+        rig.spills.give()
+        rig.take(IN_HAND_LEAST)
+    assert rig.given == prefix(0, IN_HAND_LEAST)
+    assert not rig.spills.waiting_chunks, "an engine without work does not step for it"
+    rig.now += UNPAID_SECONDS
+    rig.spills.give()
+    assert rig.given == prefix(0, IN_HAND_LEAST) + prefix(1, IN_HAND_LEAST)
+    assert rig.report()["wait"] == 1.0
+
+
+def test_chunks_that_the_tier_holds_are_not_deferred_again():
+    rig = Rig()
+    rig.stored.update(prefix(0))
+    rig.arrive(0)
+    assert rig.spills.keeps_up
+    assert not rig.given
+
+
+actions = st.lists(st.tuples(st.sampled_from(["arrive", "take", "give", "evict", "pay"]), st.integers(0, 5)))
+
+
+@given(actions)
+def test_rows_in_hand_stay_bounded_and_an_end_is_reached(plan: list[tuple[str, int]]):
+    rig = Rig()
+    for action, number in plan:
+        if action == "arrive":
+            rig.arrive(number, reverse=number % 2 == 0)
+        elif action == "take":
+            rig.take(10 * number)
+        elif action == "give":
+            rig.spills.give()
+        elif action == "evict":
+            rig.ready.difference_update(prefix(number)[number:])
+            rig.ready.update(rig.in_hand)  # rows in hand are pinned
+        else:
+            rig.pays = number > 2
+        assert len(rig.in_hand) <= IN_HAND_LEAST
+    rig.pays = True
+    for _ in range(30):
+        rig.take(IN_HAND_LEAST)
+        rig.spills.give()
+    assert rig.spills.keeps_up
+    assert not rig.spills.waiting_chunks
