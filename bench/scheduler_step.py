@@ -250,6 +250,7 @@ def fake_spec(manager: object, num_rows: int) -> SimpleNamespace:
             parallel_config=SimpleNamespace(world_size=1),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
             lora_config=None,
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         ),
         get_manager=lambda: manager,
     )

@@ -27,7 +27,7 @@ first, second = (NodeRegion(Path(PATH), 128, 1 << 20, new_number(), kept_seconds
 place = first.join(1)
 with first.changing() as index:
     index.claim([3], b"n" * 16, [b"k" * 36], place, 5)
-    index.publish([3])
+    index.publish([3], place)
 print("rows ready:", second.index.count()[2], "of", second.num_rows)
 """
 

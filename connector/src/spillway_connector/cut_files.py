@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _libc = ctypes.PyDLL(None)  # with the GIL: two threads' touches are answered on
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_SIZE_AT, _BLOCKS_AT = 6, 8  # words of struct stat of 64-bit Linux
+_fstat = getattr(_libc, "fstat", None)  # a libc before 2.33 has none
 _sigaction = _libc.sigaction
 _sigaction.argtypes = [ctypes.c_int, ctypes.POINTER(_SigAction), ctypes.POINTER(_SigAction)]
 
@@ -53,6 +55,7 @@ class WatchedMapping:
     _descriptor: int
     _blocks: int
     _touched_where_cut: bool = False
+    _status: ctypes.Array[ctypes.c_long] = field(default_factory=ctypes.c_long * 32)
 
     @classmethod
     def of(cls, descriptor: int, address: int, size_bytes: int) -> WatchedMapping:
@@ -72,11 +75,21 @@ class WatchedMapping:
     @property
     def is_whole(self) -> bool:
         """Whether the file has its size and every block that it had. Asked before a touch, so it keeps the handler."""
+        _handler.keep()
+        return self.looks_whole
+
+    @property
+    def looks_whole(self) -> bool:
+        """As ``is_whole``, for those who ask it, too, every now and then. Keeps the GIL."""
         if self._touched_where_cut:
             return False
-        _handler.keep()
-        status = os.fstat(self._descriptor)
-        return status.st_size == self.size_bytes and status.st_blocks >= self._blocks
+        if _fstat is None:
+            found = os.fstat(self._descriptor)
+            return found.st_size == self.size_bytes and found.st_blocks >= self._blocks
+        status = self._status
+        if _fstat(self._descriptor, status):
+            return False
+        return status[_SIZE_AT] == self.size_bytes and status[_BLOCKS_AT] >= self._blocks
 
     def replace(self) -> bool:
         """Called inside a touch of it. Whether that touch can be made again."""

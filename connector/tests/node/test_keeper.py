@@ -99,7 +99,7 @@ def test_engines_go_on_without_the_keeper_and_the_next_one_finds_what_they_hold(
     del keeper  # killed
     with region.changing() as index:
         index.claim([2], OURS, [b"k" * 36], place, 5)
-        index.publish([2])
+        index.publish([2], place)
     again = keeper_of(tmp_path)
     again.tick()
     (state,) = again.states()

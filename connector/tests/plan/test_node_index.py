@@ -60,7 +60,7 @@ def test_what_each_row_holds_is_as_claimed_and_published_wherever_holders_of_the
             touched = writing if action == "killed behind a publish" else free
             with pytest.raises((_Killed, TypeError)) if touched or index._note is _die else nullcontext():
                 if action == "killed behind a publish":
-                    index.publish(writing)
+                    index.publish(writing, 0)
                 else:
                     index.claim(free, NAMESPACE, list(keys.values()), 0, number)
             index.stamps = written
@@ -68,7 +68,7 @@ def test_what_each_row_holds_is_as_claimed_and_published_wherever_holders_of_the
         elif action == "claim":
             index.claim(free, NAMESPACE, list(keys.values()), 0, number)
         elif action == "publish":
-            index.publish(writing)
+            index.publish(writing, 0)
         else:
             index.free([row for row in chosen if row in model])
         if action in ("claim", "killed behind a claim"):
@@ -116,7 +116,7 @@ def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long(
     assert (dead, alive) == (0, 1)
     index.claim([0, 1], NAMESPACE, [b"a", b"b"], 0, 0)
     index.claim([2], NAMESPACE, [b"c"], 1, 0)
-    index.publish([0])
+    index.publish([0], 0)
     index.pin([0], 0)
     assert [index.is_pinned(row) for row in (0, 1)] == [True, False]
     running = {13}.__contains__

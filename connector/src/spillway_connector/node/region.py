@@ -28,6 +28,7 @@ import numpy as np
 from spillway_connector.cut_files import WatchedMapping
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.errors import HostMemoryError, TierTimeout
+from spillway_connector.node.index_lock import IndexLock
 from spillway_connector.node.pages import take_pages
 from spillway_connector.own_files import (
     learn_owner,
@@ -150,8 +151,7 @@ class NodeRegion:
             self._unlink()
             self._make()
         descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
-        # Every process that has mapped the index takes this lock, even if another file has its name by now.
-        self._index_lock = FileLock.on_open_file(self._index_path, descriptor, time.monotonic)
+        self._index_lock = IndexLock(self._index_path, descriptor)
         self._inode = os.fstat(descriptor).st_ino
         mapping = mmap.mmap(descriptor, NodeIndex.bytes_of(self.num_rows))
         self.index = NodeIndex(memoryview(mapping), self.num_rows)
@@ -226,9 +226,12 @@ class NodeRegion:
             self.changed()
 
     def change(self, patience_seconds: float = CHANGE_SECONDS) -> NodeIndex:
-        """As :meth:`changing`, in half the time; changed() must follow, and end() of the index if all went well."""
-        self._index_lock.acquire(time.monotonic() + patience_seconds)
-        if not self.is_whole:
+        """As :meth:`changing`, in half the time; changed() must follow, and end() of the index if all went well.
+
+        Whoever changes the index often also asks ``require_files`` now and then: this looks at the index alone.
+        """
+        self._index_lock.acquire(patience_seconds)
+        if not (self._watched.looks_whole and self.index.identity == self._identity):
             self._index_lock.release()
             raise RegionGone(f"a file in {self.path} was cut or overwritten")
         self.index.begin()
@@ -247,6 +250,8 @@ class NodeRegion:
         OSError (RegionGone)."""
         if os.stat(self._index_path).st_ino != self._inode:
             raise RegionGone(f"{self._index_path} is another file")
+        if self.lease.is_removed:
+            raise RegionGone(f"this engine's lease in {self.path / 'writers'} was removed")
         if not self.is_whole or self._rows_bytes() != self.num_rows * self.row_bytes:
             raise RegionGone(f"a file in {self.path} was cut or overwritten")
 

@@ -6,6 +6,9 @@ ever has, and the state. The holder of the lock writes what belongs to a claim b
 between two words, each row is as it was before or as it was to be. The next holder counts again what is merely derived:
 the number of free rows, and which segments have changed.
 
+One change needs no lock: the engine that writes a row publishes it. No other engine changes a row that is being
+written while its engine lives, and each engine counts what it publishes in words of its own.
+
 Pure: no I/O, no lock, no clock.
 """
 
@@ -19,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-VERSION = 5
+VERSION = 6
 ENGINES_MAX = 64
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
@@ -40,6 +43,7 @@ STATE_BITS = 2
 _RECORD = struct.Struct(f"<QBB6x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
 _RECORD_WORDS = _RECORD.size // 8
 _OWNER_AT, _NAMESPACE_AT = 8, 16  # in a record
+_FEW_ROWS = 16  # up to so many, words one by one are faster than an array
 _NO_PINS = bytes(ENGINES_MAX)
 _NO_HOLDS = bytes(4 * ENGINES_MAX)
 _NO_ENGINE_HOLDS = bytes(8 * ENGINES_MAX)
@@ -49,7 +53,10 @@ _HEADER_WORDS = 512
 # holds any row (s).
 _ENGINES_FROM = 64
 # Words of the header.
-_MARK, _VERSION, _ROWS, _ROW_BYTES, _CHANGES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(10)
+_MARK, _VERSION, _ROWS, _ROW_BYTES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(9)
+# How often rows have changed: under the lock, and by the engine at each place, which published them. So many words
+# there are for each segment, too.
+_CHANGES_FROM, _CHANGE_WORDS = 256, 1 + ENGINES_MAX
 
 
 class Entry(NamedTuple):
@@ -87,7 +94,8 @@ class NodeIndex:
         header = column(8, _HEADER_WORDS)
         stamps = column(8)
         used_ms = column(8)
-        segments = column(8, (num_rows >> _SEGMENT_BITS) + 1)
+        self._num_segments = (num_rows >> _SEGMENT_BITS) + 1
+        segments = column(8, _CHANGE_WORDS * self._num_segments)
         self._records = column(_RECORD.size)
         self._pins = column(ENGINES_MAX)
         self._holds = column(4 * ENGINES_MAX)  # of each engine the second until which it holds the row
@@ -95,7 +103,8 @@ class NodeIndex:
         self._segment_words, self._record_words = segments.cast("Q"), self._records.cast("Q")
         self.stamp_array: U64 = np.frombuffer(stamps, np.uint64)
         self.used_ms_array: U64 = np.frombuffer(used_ms, np.uint64)
-        self._segments: U64 = np.frombuffer(segments, np.uint64)
+        self._segments: U64 = np.frombuffer(segments, np.uint64).reshape(_CHANGE_WORDS, self._num_segments)
+        self._changes = self._words[_CHANGES_FROM : _CHANGES_FROM + _CHANGE_WORDS]
         records = np.frombuffer(self._records, np.uint8).reshape(num_rows, _RECORD.size)
         self._owners: npt.NDArray[np.uint8] = records[:, _OWNER_AT]
         self._namespaces: npt.NDArray[np.uint8] = records[:, _NAMESPACE_AT : _NAMESPACE_AT + NAMESPACE_BYTES]
@@ -109,7 +118,7 @@ class NodeIndex:
 
     @classmethod
     def bytes_of(cls, num_rows: int) -> int:
-        segments = (num_rows >> _SEGMENT_BITS) + 1
+        segments = _CHANGE_WORDS * ((num_rows >> _SEGMENT_BITS) + 1)
         a_row = 2 * 8 + _RECORD.size + ENGINES_MAX + 4 * ENGINES_MAX
         return _HEADER_WORDS * 8 + a_row * num_rows + 8 * segments + 8 * 64  # each column begins at a cache line
 
@@ -147,8 +156,7 @@ class NodeIndex:
     def begin(self) -> None:
         """The lock was taken: mend what a killed holder left."""
         if self._words[_DIRTY]:
-            self._segments += np.uint64(1)
-            self._words[_CHANGES] += 1
+            self._note_all()
             self._words[_FREE_ROWS] = int(np.count_nonzero((self.stamp_array & _STATE) == FREE))
         self._words[_DIRTY] = 1
 
@@ -159,29 +167,39 @@ class NodeIndex:
         """The engine at `place` is going to write these chunks to rows that are free or whose chunks leave. No engine
         has pinned them."""
         words, states, records, used_ms = self._words, self.stamps, self._records, self.used_ms
-        first = generation = words[_GENERATION]
+        pack_into, record_bytes = _RECORD.pack_into, _RECORD.size
+        generation = words[_GENERATION]
         any_held = self._any_holds()
         words[_GENERATION] = generation + len(keys)
+        taken = 0
         for row, key in zip(rows, keys, strict=True):
             generation += 1
-            if states[row] & _STATE_MASK:
-                states[row] &= ~_STATE_MASK
-                words[_FREE_ROWS] += 1
+            if (stamp := states[row]) & _STATE_MASK:
+                states[row] = stamp & ~_STATE_MASK
+            else:
+                taken += 1
             if any_held and self._is_marked(row):
                 self._hold_array[row] = 0  # of the chunk before
             check = check_of(namespace, key, generation)
-            _RECORD.pack_into(records, row * _RECORD.size, check, place, len(key), namespace, key)
+            pack_into(records, row * record_bytes, check, place, len(key), namespace, key)
             used_ms[row] = now_ms
-        for generation, row in enumerate(rows, first + 1):
             states[row] = generation << STATE_BITS | WRITING
-        words[_FREE_ROWS] -= len(keys)
+        words[_FREE_ROWS] -= taken
         self._note(rows)
 
-    def publish(self, rows: Rows) -> None:
-        """What was being written is there."""
+    def publish(self, rows: Rows, place: int) -> bool:
+        """What the engine at `place` was writing is there. Without the lock.
+
+        Returns False if it does not write one of these rows any more: the index was cut, or the engine taken for dead.
+        """
+        stamps, records, owner_at = self.stamps, self._records, _OWNER_AT
         for row in rows:
-            self.stamps[row] = self.stamps[row] & ~_STATE_MASK | READY
-        self._note(rows)
+            stamp = stamps[row]
+            if stamp & _STATE_MASK != WRITING or records[row * _RECORD.size + owner_at] != place:
+                return False
+            stamps[row] = stamp & ~_STATE_MASK | READY
+        self._note(rows, 1 + place)
+        return True
 
     def free(self, rows: Rows) -> None:
         """Mark these rows, which were in use, as free."""
@@ -240,10 +258,16 @@ class NodeIndex:
         self._words[SEARCHED] = (found[-1] + 1 if found else row) % self.num_rows
         return found
 
-    def _note(self, rows: Rows) -> None:
+    def _note(self, rows: Rows, column: int = 0) -> None:
+        """column: 0, or of the engine that published the rows."""
+        first, words = column * self._num_segments, self._segment_words
         for segment in {row >> _SEGMENT_BITS for row in rows}:
-            self._segment_words[segment] += 1
-        self._words[_CHANGES] += 1
+            words[first + segment] += 1
+        self._changes[column] += 1
+
+    def _note_all(self) -> None:
+        self._segments[0] += np.uint64(1)
+        self._changes[0] += 1
 
     # -- engines
 
@@ -272,6 +296,7 @@ class NodeIndex:
                 self._pin_array[:, place] = 0
                 self.end_holds(place)
                 self._engines[place, 1] = max(now_ms, 1)
+                self._note_all()  # it may have been killed within publish
             elif abs(now_ms - dead_ms) >= DEAD_ROWS_KEPT_MS:
                 left = self.written_by(place)
                 if left:
@@ -296,9 +321,15 @@ class NodeIndex:
     # -- looks, without the lock
 
     @property
-    def version(self) -> int:
-        """Another number than at the last look: rows have changed."""
-        return self._words[_CHANGES]
+    def version(self) -> bytes:
+        """Others than at the last look: rows have changed."""
+        return self._changes.tobytes()
+
+    def follow(self, version: memoryview, place: int, *, locked: bool = True) -> None:
+        """Bring the words of a version up to date with what the engine at `place` has just changed itself."""
+        version[1 + place] = self._changes[1 + place]
+        if locked:
+            version[0] = self._changes[0]
 
     @property
     def free_rows(self) -> int:
@@ -315,12 +346,13 @@ class NodeIndex:
 
     def new_segments(self) -> U64:
         """For :meth:`changed_rows`, before the first call: everything has changed."""
-        return np.full(len(self._segments), np.iinfo(np.uint64).max, np.uint64)
+        return np.full(self._segments.shape, np.iinfo(np.uint64).max, np.uint64)
 
     def changed_rows(self, seen: U64, segments: U64) -> list[int]:
         """The rows whose stamps are not those in `seen`. segments: brought up to date here; `seen` by the caller."""
-        moved = np.flatnonzero(self._segments != segments)
-        segments[moved] = self._segments[moved]  # before the stamps are read
+        latest = self._segments.copy()  # before the stamps are read
+        moved = np.flatnonzero((latest != segments).any(axis=0))
+        segments[:] = latest
         found: list[int] = []
         for start in (moved << _SEGMENT_BITS).tolist():
             end = start + (1 << _SEGMENT_BITS)
@@ -347,7 +379,9 @@ class NodeIndex:
         return self._pins[row * ENGINES_MAX : (row + 1) * ENGINES_MAX].tobytes() != _NO_PINS
 
     def any_pinned(self, rows: Rows) -> bool:
-        return bool(self._pin_array[rows].any())
+        if len(rows) > _FEW_ROWS:
+            return bool(self._pin_array[rows].any())
+        return not all(self._pins[row * ENGINES_MAX : (row + 1) * ENGINES_MAX] == _NO_PINS for row in rows)
 
     def any_held(self, now_s: float) -> bool:
         """Whether an engine holds any row. An engine that holds nothing but what has left may be counted, too."""

@@ -24,7 +24,7 @@ from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChec
 from spillway_connector.engine.node_tier.rows import NodeRows
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
-from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError
+from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError, TierTimeout
 from spillway_connector.node.keeper import NodeKeeper
 from spillway_connector.node.region import NodeRegion, agreed_region
 from spillway_connector.plan.node_index import _RECORD_WORDS, DEAD_ROWS_KEPT_MS, SEARCHED, WRITING
@@ -709,7 +709,7 @@ def test_an_engine_that_joins_announces_what_it_finds_and_one_that_leaves_that_i
     assert left.removed and not left.keys
 
 
-def test_what_a_step_stored_and_reads_for_a_shared_tier_is_published_at_its_end_under_one_lock(node: Node, monkeypatch):
+def test_what_a_step_stored_and_reads_for_a_shared_tier_is_published_at_its_end_without_a_lock(node: Node, monkeypatch):
     first, second = node.engine(), node.engine()
     for number in (1, 2):
         first.prepare_store([key(number)], CONTEXT)
@@ -723,7 +723,7 @@ def test_what_a_step_stored_and_reads_for_a_shared_tier_is_published_at_its_end_
                 assert first.prepare_read([key(number)], CONTEXT) is not None
         assert taken == []
         assert looked_up(second, 1) is PENDING
-    assert taken == [1]
+    assert taken == []
     assert [looked_up(second, number) for number in (1, 2)] == [HIT, HIT]
     assert second.prepare_store([key(number) for number in (6, 7, 8)], CONTEXT) is None  # they are being read
     for number in (1, 2, 1, 2):
@@ -731,16 +731,74 @@ def test_what_a_step_stored_and_reads_for_a_shared_tier_is_published_at_its_end_
     assert second.prepare_store([key(number) for number in (6, 7, 8)], CONTEXT) is not None
 
 
-def test_what_could_not_be_published_for_want_of_the_lock_is_published_when_the_engine_comes_back(node: Node):
+def test_what_was_stored_is_published_though_the_lock_cannot_be_had(node: Node):
     first, second = node.engine(), node.engine()
     first.prepare_store([key(1)], CONTEXT)
     with node.lock_held(), first.together():
         first.complete_store([key(1)], CONTEXT, True)
         assert first.prepare_read([key(1)], CONTEXT) is not None
+    assert [looked_up(tier, 1) for tier in (first, second)] == [HIT, HIT]
+    first.complete_read([key(1)], CONTEXT)
+
+
+def test_what_was_not_published_when_an_engine_left_is_published_when_it_comes_back(node: Node, monkeypatch):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    with first.together():
+        first.complete_store([key(1)], CONTEXT, True)
+        assert first.prepare_read([key(1)], CONTEXT) is not None
+        monkeypatch.setattr(first._node, "change", Mock(side_effect=TierTimeout("held")))
+        assert first.prepare_store([key(2)], CONTEXT) is None
+        monkeypatch.undo()
     assert looked_up(second, 1) is PENDING
     rejoin(node, first)
     assert [looked_up(tier, 1) for tier in (first, second)] == [HIT, HIT]
     first.complete_read([key(1)], CONTEXT)
+
+
+def remove_lease(tier: NodeRows) -> None:
+    """As an operator does who cleans up."""
+    (tier._node.path / "writers" / f"{tier._node.lease.number:016x}").unlink()
+
+
+def test_an_engine_that_was_taken_for_dead_publishes_nothing_and_leaves(node: Node):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    remove_lease(first)
+    for _ in range(3):
+        node.seconds += 1.1 * DEAD_ROWS_KEPT_MS / 1000
+        second.sync()
+    store(second, 6, 7, 8, 9)
+    with first.together():
+        first.complete_store([key(1)], CONTEXT, True)
+    assert not first.is_joined
+    assert looked_up(second, 1) is MISS
+    assert [looked_up(second, number) for number in (6, 7, 8, 9)] == [HIT] * 4
+
+
+def test_an_engine_whose_lease_is_removed_leaves_before_others_give_its_rows_away(node: Node, caplog):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    remove_lease(first)
+    node.seconds += 0.9 * DEAD_ROWS_KEPT_MS / 1000
+    second.sync()
+    first.sync()
+    assert not first.is_joined
+    assert "lease" in caplog.text
+    assert second.free_rows() == ROWS - 1
+
+
+def test_what_an_engine_published_just_before_it_was_killed_is_seen_when_its_end_is(node: Node):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    second.sync()
+    first._index._note = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.complete_store([key(1)], CONTEXT, True)
+    assert looked_up(second, 1) is PENDING
+    node.kill(first)
+    node.seconds += 1
+    assert looked_up(second, 1) is HIT
 
 
 @pytest.mark.parametrize("used", [(0,), (0, 1, 2)])

@@ -88,17 +88,3 @@ def test_a_missing_folder_is_an_error_and_closing_twice_is_not(tmp_path: Path) -
     (tmp_path / "missing").mkdir()
     with lock.held(soon()):
         pass
-
-
-def test_the_lock_on_an_open_file_stays_on_it_when_its_name_is_given_to_another(tmp_path: Path) -> None:
-    path = tmp_path / "index"
-    path.write_bytes(b"one")
-    first, second = (FileLock.on_open_file(path, os.open(path, os.O_RDWR), time.monotonic) for _ in range(2))
-    path.unlink()
-    path.write_bytes(b"other")
-    with first.held(soon()), pytest.raises(TierTimeout), second.held(past()):
-        raise AssertionError("held twice")
-    with second.held(soon()) as descriptor:
-        assert os.pread(descriptor, 5, 0) == b"one"
-    first.close()
-    second.close()

@@ -10,8 +10,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import numpy as np
 from blake3 import blake3
@@ -65,14 +65,14 @@ class NodePicture(LruRows):
         # Both are read one by one and as arrays.
         self._seen_array, used = np.zeros((2, region.num_rows), np.uint64)
         self._seen, self._used_ms = self._seen_array.data, used.data
-        self._segments = self._index.new_segments()
-        self._version = -1
+        self._version = bytearray(self._index.version)
+        self._version_words = memoryview(self._version).cast("Q")
         self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
         self._foreign = ForeignRows(namespace, region.num_rows, floor_share)  # and those of before a reset
         self._floor_share = floor_share
         self._mine: set[OffloadKey] = set()  # being written by this engine
         self._unpublished: dict[OffloadKey, int] = {}  # written by this engine, with their rows
-        self._publishes_later = False
+        self._together = _Together(self)
         self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
         self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
         self._oldest_generation = 0  # what was claimed before it was dropped by a reset
@@ -86,6 +86,7 @@ class NodePicture(LruRows):
         self._any_held = False  # by any engine, at this engine's last change
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
         self._place = region.join(self._now_ms())
+        self._see_all_anew()
         self.sync()
         if self.news is not None:
             self.news.storing(self.ready)  # whoever has computed them may have ended
@@ -117,8 +118,13 @@ class NodePicture(LruRows):
         self._node.require_files()
         index.sweep(self._node.lease.is_held, self._place, self._now_ms())
 
+    def _see_all_anew(self) -> None:
+        """At the next look, every row counts as changed since the last one."""
+        self._version[:] = b"\xff" * len(self._version)
+        self._segments = self._index.new_segments()
+
     def _look(self) -> None:
-        self._version = self._index.version
+        self._version[:] = self._index.version
         rows = self._index.changed_rows(self._seen_array, self._segments)
         if len(rows) > 1:  # the most recently used last
             rows.sort(key=self._index.used_ms.__getitem__)
@@ -200,22 +206,22 @@ class NodePicture(LruRows):
             try:
                 if index.version != self._version:
                     self._look()
-                self._publish(index)
-                change(index)
+                if self._unpublished:
+                    self._publish()
+                if self._left is None:
+                    change(index)
                 if followed:
-                    self._version = index.version
+                    index.follow(self._version_words, self._place)
                 index.end()
             finally:
                 self._node.changed()
         except (OSError, TierTimeout) as error:
             self._leave(str(error), isinstance(error, FileNotFoundError))
-            return False
         except Exception:
             if self._node.is_whole:
                 raise
             self._leave(f"a file in {self._node.path} was cut or overwritten", is_gone=True)
-            return False
-        return True
+        return self._left is None
 
     def _show_holds(self, keys: Iterable[OffloadKey]) -> None:
         """Show every engine until when this one holds these resident chunks."""
@@ -232,22 +238,18 @@ class NodePicture(LruRows):
         for row in rows:
             seen[row] = stamps[row]
 
-    def _publish(self, index: NodeIndex) -> None:
-        if self._unpublished:
-            rows, self._unpublished = list(self._unpublished.values()), {}
-            index.publish(rows)
-            self._took(rows)
+    def _publish(self) -> None:
+        """What this engine has written is there for all. No lock: until now the rows are this engine's alone."""
+        rows, self._unpublished = list(self._unpublished.values()), {}
+        if not self._index.publish(rows, self._place):
+            self._leave(f"a file in {self._node.path} was cut or overwritten", is_gone=True)
+            return
+        self._took(rows)
+        self._index.follow(self._version_words, self._place, locked=False)
 
     @override
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        was_later, self._publishes_later = self._publishes_later, True
-        try:
-            yield
-        finally:
-            self._publishes_later = was_later
-            if self._unpublished and not was_later:
-                self._change(lambda _: None)
+    def together(self) -> AbstractContextManager[None]:
+        return self._together
 
     def _leave(self, why: str, is_gone: bool = False) -> None:
         self._files_are_gone |= is_gone
@@ -274,7 +276,10 @@ class NodePicture(LruRows):
         try:
             with self._node.changing(0.0) as index:
                 self._node.require_files()
-                self._publish(index)
+                if self._unpublished:
+                    self._publish()
+                    if self._files_are_gone:
+                        return
                 writing = self._reset_writes.union(self.rows_of(self._mine))
                 ended = [row for row in index.written_by(self._place) if row not in writing]
                 index.free(ended)
@@ -282,7 +287,7 @@ class NodePicture(LruRows):
                 seen = self._seen_array[used]
                 self._seen_array[:] = NO_STAMP
                 self._seen_array[used] = seen
-                self._segments = index.new_segments()
+                self._see_all_anew()
                 self._look()
         except FileNotFoundError as error:
             return self._leave(str(error), is_gone=True)
@@ -323,3 +328,22 @@ class NodePicture(LruRows):
 
     def _store_of(self, namespace: bytes) -> bytes:
         return blake3(self._index.identity + namespace).digest(STORE_ID_BYTES)
+
+
+class _Together(AbstractContextManager[None]):
+    """What is completed within it is published at the end of the outermost."""
+
+    def __init__(self, picture: NodePicture) -> None:
+        self._picture = picture
+        self.depth = 0
+
+    @override
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        picture = self._picture
+        if picture._unpublished and not self.depth and picture._left is None:
+            picture._publish()

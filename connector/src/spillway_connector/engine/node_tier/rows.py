@@ -63,12 +63,11 @@ class NodeRows(NodePicture):
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         super().touch(keys, req_context)
-        rows = [row for row in map(self._rows.get, keys) if row is not None]
-        if rows and self._left is None:
-            now_ms = self._now_ms()
+        if (rows := self.rows_of(keys)) and self._left is None:
+            now_ms, used_ms = self._now_ms(), self._used_ms
             self._index.use(rows, now_ms)
             for row in rows:
-                self._used_ms[row] = now_ms
+                used_ms[row] = now_ms
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -87,10 +86,9 @@ class NodeRows(NodePicture):
             rows = self.rows_of(stored)
             now_ms = self._now_ms()
             index.claim(rows, self._namespace, stored, self._place, now_ms)
-            self._took(rows)
-            self._chunk_in.update(zip(rows, stored, strict=True))
-            for row in rows:
-                self._used_ms[row] = now_ms
+            seen, stamps, used_ms, chunk_in = self._seen, index.stamps, self._used_ms, self._chunk_in
+            for row, key in zip(rows, stored, strict=True):
+                seen[row], used_ms[row], chunk_in[row] = stamps[row], now_ms, key
             self._mine.update(stored)
             if self._holds:
                 self._show_holds(stored)
@@ -167,26 +165,30 @@ class NodeRows(NodePicture):
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        mine = [key for key in keys if key in self._mine]
-        rows = self.rows_of(mine)
-
-        def publish(index: NodeIndex) -> None:
-            (index.publish if success else index.free)(rows)
-            self._took(rows)
-
+        mine = list(filter(self._mine.__contains__, keys))
         if not mine:
             return
-        if success and self._publishes_later and self._left is None:
+        rows = self.rows_of(mine)
+        if not success:
+            self._free_failed(rows)
+        elif self._left is None:
             self._unpublished.update(zip(mine, rows, strict=True))
-            done = True
-        else:
-            done = self._change(publish)
+            if not self._together.depth:
+                self._publish()
+        success = success and self._left is None
         self._mine.difference_update(mine)
-        if not (done and success):
+        if not success:
             for row in rows:
                 self._chunk_in.pop(row, None)
-        super().complete_store(mine, req_context, done and success)
+        super().complete_store(mine, req_context, success)
         self._free_list.clear()
+
+    def _free_failed(self, rows: list[int]) -> None:
+        def free(index: NodeIndex) -> None:
+            index.free(rows)
+            self._took(rows)
+
+        self._change(free)
 
     # -- loads
 
@@ -292,8 +294,7 @@ class NodeRows(NodePicture):
         self._unpinned.clear()
         self._foreign.clear()  # what other engines still use will be among them
         self._seen_array[:] = NO_STAMP
-        self._segments = self._index.new_segments()
-        self._version = -1
+        self._see_all_anew()
         return 0
 
     @override

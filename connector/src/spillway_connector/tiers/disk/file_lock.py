@@ -41,13 +41,6 @@ class FileLock:
         self._descriptor: int | None = None
         self._file: tuple[int, int] | None = None  # device and inode of what was opened by name
 
-    @classmethod
-    def on_open_file(cls, path: Path, descriptor: int, clock: Clock) -> FileLock:
-        """The lock on a file that is open, and becomes the lock's to close, whatever has its name later."""
-        lock = cls(path, clock)
-        lock._descriptor = descriptor
-        return lock
-
     @contextmanager
     def held(self, deadline: float) -> Iterator[int]:
         """Hold the lock; yields the descriptor of the file, open for reading and writing.
@@ -110,8 +103,6 @@ class FileLock:
         return open_own(self.path, flags, self._depth, links=self._links, owners_checked=self._owners_checked)
 
     def _is_current(self) -> bool:
-        if self._file is None:
-            return True
         try:
             on_disk = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:

@@ -50,6 +50,11 @@ class WriterLease:
                 os.close(self._descriptor)
                 self._descriptor = None
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether someone has removed the file that this process holds: others take its writer for dead."""
+        return self._descriptor is not None and not os.fstat(self._descriptor).st_nlink
+
     def is_held(self, number: int) -> bool:
         """Whether the writer of that number still runs. The file of one that does not is removed."""
         if number == self.number:
