@@ -1,4 +1,4 @@
-"""The lock of an index: who has it, who waits how long, and what a killed holder leaves."""
+"""The lock of an index: on which file it is, and what a killed holder leaves."""
 
 from __future__ import annotations
 
