@@ -731,6 +731,23 @@ def test_what_a_step_stored_and_reads_for_a_shared_tier_is_published_at_its_end_
     assert second.prepare_store([key(number) for number in (6, 7, 8)], CONTEXT) is not None
 
 
+@pytest.mark.parametrize("first_ends", ["the load of before", "the load of after"])
+def test_a_row_that_is_read_again_under_a_former_name_stays_until_both_loads_have_ended(node: Node, first_ends: str):
+    first, second = node.engine(), node.engine()
+    store(first, 1)
+    first.prepare_load([key(1)], CONTEXT)
+    rows = first.rows_of([key(1)])
+    first.weights_changed()
+    first.reset_cache()
+    first.use_namespace(OURS)
+    first.prepare_load([key(1)], CONTEXT)
+    ends = [lambda: first.release(rows), lambda: first.complete_load([key(1)], CONTEXT)]
+    for end in ends if first_ends == "the load of before" else reversed(ends):
+        assert second.prepare_store([key(number) for number in (6, 7, 8, 9)], CONTEXT) is None
+        end()
+    assert second.prepare_store([key(number) for number in (6, 7, 8, 9)], CONTEXT) is not None
+
+
 def test_what_was_stored_is_published_though_the_lock_cannot_be_had(node: Node):
     first, second = node.engine(), node.engine()
     first.prepare_store([key(1)], CONTEXT)

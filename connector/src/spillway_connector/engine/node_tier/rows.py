@@ -239,8 +239,11 @@ class NodeRows(NodePicture):
                     pinned.append(key)
             self._unpinned += Counter()  # without those at 0
         super().complete_load(pinned, req_context)
-        readers, rows = self._readers, self._rows
-        self._index.unpin([rows[key] for key in pinned if key not in readers and key in rows], self._place)
+        readers, rows, quarantine = self._readers, self._rows, self.quarantine
+        ended = [rows[key] for key in pinned if key not in readers and key in rows]
+        if quarantine:  # a job of before a reset reads the same row
+            ended = [row for row in ended if row not in quarantine]
+        self._index.unpin(ended, self._place)
         if self._left is not None:
             for key in self.ready.intersection(pinned).difference(self._readers):
                 self._drop(self._rows[key], key)
@@ -309,7 +312,8 @@ class NodeRows(NodePicture):
                 ended.append(row)
         if not ended:
             return
-        self._index.unpin(ended, self._place)
+        read_again = set(self.rows_of(self._readers))  # weights that have their former name find their chunks
+        self._index.unpin([row for row in ended if row not in read_again], self._place)
         written = self._reset_writes.intersection(ended)
         if written:
             self._reset_writes -= written
