@@ -119,6 +119,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/ascend_acceptance": ("engine",),
     "tests/ascend_package": ("vllm",),
     "tests/attack": ("servers",),
+    "tests/bench_engine": ("vllm",),
     "tests/bench_gateway": (NOTHING,),
     "tests/bench_gateway/test_processes.py": ("servers",),
     "tests/bench_soak": (NOTHING,),

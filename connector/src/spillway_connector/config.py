@@ -39,6 +39,7 @@ from spillway_settings.values.offload import (
     NvmeMode,
     Offload,
 )
+from spillway_settings.wire import STORE_TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,6 @@ class S3TierConfig(S3Store, frozen=True):
 
 
 TierConfig = NvmeTierConfig | RedisTierConfig | S3TierConfig
-TIER_TYPES = ("nvme", "redis", "s3")
 
 
 class TierBelow(Section, frozen=True):
@@ -256,8 +256,8 @@ def parse_tier(tier_type: str, options: Mapping[str, Any]) -> TierConfig:
     if given is None:
         return config
     where = f"secondary tier {tier_type!r}: below"
-    if not isinstance(given, Mapping) or given.get("type") not in TIER_TYPES or given["type"] == tier_type:
-        others = ", ".join(each for each in TIER_TYPES if each != tier_type)
+    if not isinstance(given, Mapping) or given.get("type") not in STORE_TYPES or given["type"] == tier_type:
+        others = ", ".join(each for each in STORE_TYPES if each != tier_type)
         raise ConfigError(f"{where}: {given!r} is no tier of another type; write its settings with type: {others}")
     rest = {key: value for key, value in given.items() if key not in ("type", "idle_seconds")}
     idle_seconds = given.get("idle_seconds", _CHART.shared_tier.below.idle_seconds)

@@ -17,6 +17,7 @@ from spillway_ctl.readings import Questions
 from spillway_ctl.store_choice import StoreChoice, choice_from_config
 from spillway_ctl.store_options import checked, choice_of, with_store
 from spillway_settings.values.gateway import Gateway
+from spillway_settings.wire import STORE_TYPES
 
 STACK = Path(".run")
 _GATEWAY_PORT = Gateway().port  # of a configuration that names none
@@ -132,7 +133,7 @@ def _patient(gateway: str | None, engines: tuple[str, ...], tier: StoreChoice | 
 def _tier(given: argparse.Namespace) -> StoreChoice | str | None:
     """None: none is named; text: why there is none to measure."""
     if given.config is None:
-        named = any(getattr(given, store) is not None for store in ("nvme", "redis", "s3"))
+        named = any(getattr(given, store) is not None for store in STORE_TYPES)
         return choice_of(given) if named else None
     try:
         return choice_of(given)

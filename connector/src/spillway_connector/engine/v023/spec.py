@@ -12,7 +12,6 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
-from spillway_connector.config import TIER_TYPES
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.spec_base import SpecBase
@@ -21,8 +20,9 @@ from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.v023.layerwise import loads_within_steps, segments_of_layers
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.layer_groups import group_layers
+from spillway_settings.wire import STORE_TYPES
 
-for _tier_type in TIER_TYPES:
+for _tier_type in STORE_TYPES:
     if _tier_type not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(
             _tier_type, "spillway_connector.engine.v023.tier_adapter", "SharedTierAdapter"

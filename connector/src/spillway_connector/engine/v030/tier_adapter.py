@@ -19,13 +19,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from spillway_connector.config import TIER_TYPES
 from spillway_connector.engine.shared_tiers.prefix_tier import ChunkOwner, SharedTierBase
 from spillway_connector.errors import ConfigError
 from spillway_connector.transfer.lookups import Lookup
+from spillway_settings.wire import STORE_TYPES
 
 _ANSWER = {Lookup.HIT: LookupResult.HIT, Lookup.MISS: LookupResult.MISS, Lookup.PENDING: LookupResult.RETRY}
-_LOCALITY = {"nvme": Locality.LOCAL, "redis": Locality.REMOTE, "s3": Locality.REMOTE}
+_REMOTE = {"redis", "s3"}  # stores on another machine
 
 
 class SharedTierAdapter(SharedTierBase):
@@ -49,7 +49,8 @@ class SharedTierAdapter(SharedTierBase):
             )
         super().__init__(cast(Any, offloading_spec), primary_kv_view, tier_type)
         try:
-            self.locality = _LOCALITY[tier_type] if locality is None else Locality(locality)
+            own = Locality.REMOTE if tier_type in _REMOTE else Locality.LOCAL
+            self.locality = own if locality is None else Locality(locality)
         except ValueError:
             known = ", ".join(member.value for member in Locality)
             raise ConfigError(f"secondary tier {tier_type!r}: locality: {locality!r} is not one of {known}") from None
@@ -84,11 +85,9 @@ class RemoteTierAdapter(SharedTierAdapter):
     cache_hit_source: ClassVar[Any] = remote_store_source()
 
 
-_ADAPTERS = {"nvme": SharedTierAdapter, "redis": RemoteTierAdapter, "s3": RemoteTierAdapter}
-
-
 def register_tiers() -> None:
     """Make the short names known to vLLM's tier factory. Idempotent."""
-    for tier_type in TIER_TYPES:
+    for tier_type in STORE_TYPES:
         if tier_type not in SecondaryTierFactory._registry:
-            SecondaryTierFactory.register_tier(tier_type, __name__, _ADAPTERS[tier_type].__name__)
+            adapter = RemoteTierAdapter if tier_type in _REMOTE else SharedTierAdapter
+            SecondaryTierFactory.register_tier(tier_type, __name__, adapter.__name__)
