@@ -239,11 +239,11 @@ async def test_a_stall_is_waited_for_where_no_other_engine_is_ready(
         exchange = _exchange(engine)
         services = running.gateway.services
         began = exchange.since
-        assert exchange.due == pytest.approx(began + services.continuation.stall_seconds)
-        exchange.since -= services.continuation.stall_seconds
+        assert exchange.due == pytest.approx(began + services.live.continuation.stall_seconds)
+        exchange.since -= services.live.continuation.stall_seconds
         for _ in range(2):
             exchange.on_timer()
-            assert exchange.due == pytest.approx(exchange.since + services.timeouts.idle_seconds)
+            assert exchange.due == pytest.approx(exchange.since + services.live.timeouts.idle_seconds)
         release.set()
         assert contents(await answer)[0] == b"".join(PIECES).decode()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import RequestOffloadingContext, make_offload_key
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
@@ -32,6 +32,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.requests import request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 from spillway_settings.wire import PROMOTE_UTILITY
 
@@ -123,24 +124,18 @@ class Rig:
         attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
         self.half = scheduler_half(self.manager, [attention])
         self.half.device_blocks = self.device
-        self.requests: dict[str, SimpleNamespace] = {}
+        self.requests: dict[str, Request] = {}
 
     def close(self) -> None:
         self.region.cleanup()
 
-    def arrive(self, name: str) -> SimpleNamespace:
-        request = self.requests[name] = SimpleNamespace(
-            request_id=name,
-            kv_transfer_params=None,
-            cache_salt=None,
-            block_hashes=hashes(name),
-            num_tokens=BLOCK_TOKENS * BLOCKS + 1,
-            num_prompt_tokens=BLOCK_TOKENS * BLOCKS + 1,
-            num_computed_tokens=0,
-            skip_reading_prefix_cache=False,
-            kv_hints=None,
+    def arrive(self, name: str) -> Request:
+        request = self.requests[name] = request_of(
+            name,
+            hashes(name),
+            tokens=BLOCK_TOKENS * BLOCKS + 1,
+            block_tokens=BLOCK_TOKENS,
             status=RequestStatus.WAITING,
-            is_finished=lambda: False,
         )
         self.half.on_new_request(request)
         return request
@@ -154,7 +149,7 @@ class Rig:
 
     def abort(self, name: str) -> None:
         request = self.requests.pop(name)
-        request.status, request.is_finished = RequestStatus.FINISHED_ABORTED, lambda: True
+        request.status = RequestStatus.FINISHED_ABORTED
         self.half.request_finished(request)
 
     def counts(self) -> dict[str, float]:

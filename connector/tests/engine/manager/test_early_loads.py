@@ -25,6 +25,7 @@ from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, TierJ
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half
+from spillway_connector.testing.requests import request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 BLOCK_TOKENS, BLOCKS, ROWS, CHUNK_BYTES = 16, 16, 24, 4096
@@ -130,20 +131,9 @@ class Rig:
         self.manager._gates[self.tier].load_rate.add(1e9, 1.0, 0.0)
         attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
         self.scheduler = scheduler_half(self.manager, [attention])
-        self.request = SimpleNamespace(
-            request_id="r",
-            kv_transfer_params=None,
-            cache_salt=None,
-            block_hashes=[bytes([number]) * 32 for number in range(BLOCKS)],
-            num_tokens=TOKENS + 1,
-            num_prompt_tokens=TOKENS + 1,
-            num_computed_tokens=0,
-            skip_reading_prefix_cache=False,
-            kv_hints=None,
-            status=RequestStatus.RUNNING,
-            is_finished=lambda: self.finished,
+        self.request = request_of(
+            "r", [bytes([number]) * 32 for number in range(BLOCKS)], tokens=TOKENS + 1, block_tokens=BLOCK_TOKENS
         )
-        self.finished = False
         self.scheduler.on_new_request(self.request)
 
     def ask(self) -> tuple[int | None, bool]:
@@ -265,7 +255,7 @@ def test_a_chunk_that_does_not_arrive_is_recomputed_and_those_before_it_are_not(
 
 def test_a_request_that_goes_away_leaves_nothing_behind(rig: Rig):
     (first,) = rig.begin()
-    rig.finished = True
+    rig.request.status = RequestStatus.FINISHED_STOPPED
     rig.scheduler.request_finished(rig.request)
     (end,) = rig.step(finished=["r"])
     assert (blocks_of(end), end.last, end.lost_blocks) == ([], True, [])
@@ -278,7 +268,7 @@ def test_a_request_that_goes_away_leaves_nothing_behind(rig: Rig):
 
 def test_a_copy_that_fails_after_its_request_has_gone_leaves_nothing_behind(rig: Rig):
     (first,) = rig.begin()
-    rig.finished = True
+    rig.request.status = RequestStatus.FINISHED_STOPPED
     rig.scheduler.request_finished(rig.request)
     rig.step(finished=["r"])
     rig.report(first.job_id, failed=True)
@@ -301,7 +291,7 @@ def test_a_reset_ends_a_load_that_had_begun(rig: Rig):
 
 def test_another_request_for_the_same_blocks_waits_for_the_load(rig: Rig):
     (first,) = rig.begin()
-    other = SimpleNamespace(**{**vars(rig.request), "request_id": "other"})
+    other = request_of("other", rig.request.block_hashes, tokens=TOKENS + 1, block_tokens=BLOCK_TOKENS)
     rig.scheduler.on_new_request(other)
     assert rig.scheduler.get_num_new_matched_tokens(other, 0) == (None, False)
     rig.tier.end()

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
@@ -34,34 +34,21 @@ from spillway_connector.testing.generation import (
     make_cpu_tier,
     scheduler_half,
 )
+from spillway_connector.testing.requests import request_of
 from spillway_connector.transfer.announcements import Announcements
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 8
 TOKENS = BLOCK_TOKENS * BLOCKS
 
 
-class FakeRequest(SimpleNamespace):
-    """As much of vLLM's Request as the connector reads."""
+def request_for(request_id: str, prompt: int = 0, blocks: int = BLOCKS) -> Request:
+    """blocks: of the prompt; an answer fills the rest."""
+    hashes = [bytes([n, prompt]) * 16 if prompt else bytes([n]) * 32 for n in range(BLOCKS)]
+    return request_of(request_id, hashes, tokens=blocks * BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
 
-    def __init__(self, request_id: str, prompt: int = 0) -> None:
-        hashes = [bytes([n, prompt]) * 16 if prompt else bytes([n]) * 32 for n in range(BLOCKS)]
-        super().__init__(
-            request_id=request_id,
-            kv_transfer_params=None,
-            cache_salt=None,
-            block_hashes=hashes,
-            num_tokens=TOKENS,
-            num_prompt_tokens=TOKENS,
-            num_computed_tokens=0,
-            skip_reading_prefix_cache=False,
-            shared_prefix_boundary=0,
-            kv_hints=None,
-            status=RequestStatus.RUNNING,
-            finished=False,
-        )
 
-    def is_finished(self) -> bool:
-        return self.finished
+def fill(request: Request) -> None:
+    request.append_output_token_ids([0] * (TOKENS - request.num_tokens))
 
 
 @pytest.fixture
@@ -112,14 +99,14 @@ def report(scheduler, completed: dict[int, int], failed: set[int] = frozenset())
 )
 @pytest.mark.parametrize("resumed", [False, True])
 def test_only_a_step_that_writes_to_a_block_waits_for_its_store(scheduler, blocks, computed_blocks, flushed, resumed):
-    writer = FakeRequest("writer")
+    writer = request_for("writer")
     scheduler.on_new_request(writer)
     scheduler.get_num_new_matched_tokens(writer, 0)
     [store] = build_meta(scheduler, {"writer": TOKENS}, {"writer": [1, 2, 3, 4]}).store_jobs
-    writer.finished = True
+    writer.status = RequestStatus.FINISHED_STOPPED
     scheduler.request_finished(writer)
     computed = computed_blocks * BLOCK_TOKENS
-    admit(scheduler, FakeRequest("reader"), blocks, computed)
+    admit(scheduler, request_for("reader"), blocks, computed)
     output = step({"reader": BLOCK_TOKENS}, [])
     if resumed:
         output.scheduled_cached_reqs = SimpleNamespace(
@@ -139,11 +126,11 @@ def test_a_block_that_another_connector_loads_waits_for_its_store(scheduler, had
 
     had_more: at its last admission the device had its whole prompt, and its load has failed since.
     """
-    writer, loader = FakeRequest("writer"), FakeRequest("loader")
+    writer, loader = request_for("writer"), request_for("loader")
     scheduler.on_new_request(writer)
     scheduler.get_num_new_matched_tokens(writer, 0)
     [store] = build_meta(scheduler, {"writer": TOKENS}, {"writer": [1, 2, 3, 4]}).store_jobs
-    writer.finished = True
+    writer.status = RequestStatus.FINISHED_STOPPED
     scheduler.request_finished(writer)
     if had_more:
         admit(scheduler, loader, [5, 6, 7, 8], 3 * BLOCK_TOKENS)
@@ -165,14 +152,14 @@ def admit(scheduler, request, blocks: list[int], computed_tokens: int) -> None:
 
 def test_a_block_that_one_request_hits_and_another_fills_in_this_step_is_written(scheduler):
     """vLLM shares a block within the step that computes it."""
-    writer = FakeRequest("writer")
+    writer = request_for("writer")
     scheduler.on_new_request(writer)
     scheduler.get_num_new_matched_tokens(writer, 0)
     [store] = build_meta(scheduler, {"writer": TOKENS}, {"writer": [1, 2, 3, 4]}).store_jobs
-    writer.finished = True
+    writer.status = RequestStatus.FINISHED_STOPPED
     scheduler.request_finished(writer)
     for name in ("first", "second"):
-        scheduler.on_new_request(FakeRequest(name))
+        scheduler.on_new_request(request_for(name))
     new = [
         SimpleNamespace(req_id="first", block_ids=([1, 6],), num_computed_tokens=0),
         SimpleNamespace(req_id="second", block_ids=([1, 7],), num_computed_tokens=BLOCK_TOKENS),
@@ -186,12 +173,10 @@ def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monke
     monkeypatch.setattr(
         scheduler.manager, "use_chunks", lambda keys, prompt, tokens, context: used.append((context.req_id, [*keys]))
     )
-    request = FakeRequest("chat")
-    hashes = request.block_hashes
-    serve(scheduler, request, prompt_blocks=2)
+    serve(scheduler, request_for("chat", blocks=2))
 
     (_, prompt), (_, everything) = used
-    assert [len(prompt), len(everything)] == [2, len(hashes)] and everything[:2] == prompt
+    assert [len(prompt), len(everything)] == [2, BLOCKS] and everything[:2] == prompt
     assert {name for name, _ in used} == {"chat"}
 
 
@@ -202,10 +187,10 @@ def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_an
         "hold",
         lambda tenant, share, seconds, keys: held.append((share, seconds, [*keys])),
     )
-    request = FakeRequest("chat")
+    request = request_for("chat", blocks=3)
     marks = [[BLOCK_TOKENS + 1, 3600], [None, 300]]
     request.kv_transfer_params = {"spillway_retention": {"marks": marks, "share": 0.1}}
-    serve(scheduler, request, prompt_blocks=3)
+    serve(scheduler, request)
 
     keys = held[1][2]
     assert len(keys) == 3, "the answer is not part of the prompt"
@@ -229,7 +214,7 @@ def test_an_engine_that_has_just_started_steps_until_it_has_said_from_which_stor
 def test_after_a_request_that_another_engine_goes_on_with_the_engine_settles(scheduler, monkeypatch, params):
     settled: list[float] = []
     monkeypatch.setattr(scheduler.without_requests, "settle", settled.append)
-    request = FakeRequest("first leg")
+    request = request_for("first leg")
     request.kv_transfer_params = params
     scheduler.on_new_request(request)
     assert not settled
@@ -238,12 +223,11 @@ def test_after_a_request_that_another_engine_goes_on_with_the_engine_settles(sch
 
 
 def test_a_request_that_names_no_session_belongs_to_the_conversation_that_it_goes_on_with(scheduler):
-    def session_of(request: FakeRequest) -> SessionHint | None:
+    def session_of(request: Request) -> SessionHint | None:
         scheduler.on_new_request(request)
         return scheduler._req_status[request.request_id].req_context.session
 
-    first, second, named = FakeRequest("first"), FakeRequest("second"), FakeRequest("named")
-    first.block_hashes, first.num_tokens = first.block_hashes[:2], 2 * BLOCK_TOKENS
+    first, second, named = request_for("first", blocks=2), request_for("second"), request_for("named")
     named.kv_transfer_params = {"spillway_session": {"id": "8f0c"}}
 
     assert session_of(first) is None, "it may never come back"
@@ -259,18 +243,15 @@ def test_answers_that_nobody_sends_back_are_stored_no_longer_until_the_weights_c
         manager = scheduler.manager
         stored_chunks = []
         for turn in range(COUNTED_MIN + 2):
-            request = FakeRequest(f"turn {turn}", prompt=turn + 1)
+            request = request_for(f"turn {turn}", prompt=turn + 1, blocks=2)
             request.kv_transfer_params = {"spillway_session": {"id": "chat"}}
-            hashes = request.block_hashes
-            request.block_hashes, request.num_tokens = hashes[:2], 2 * BLOCK_TOKENS
-            request.num_prompt_tokens = 2 * BLOCK_TOKENS
             scheduler.on_new_request(request)
             scheduler.get_num_new_matched_tokens(request, 0)
-            request.block_hashes, request.num_tokens = hashes, TOKENS
+            fill(request)
             jobs = build_meta(scheduler, {request.request_id: TOKENS}, {request.request_id: [1, 2, 3, 4]}).store_jobs
             stored_chunks.append(sum(len(scheduler._jobs[job].keys) for job in jobs))
             report(scheduler, dict.fromkeys(jobs, 2))
-            request.finished = True
+            request.status = RequestStatus.FINISHED_STOPPED
             scheduler.request_finished(request)
 
         assert stored_chunks == [BLOCKS] * COUNTED_MIN + [2, 2]
@@ -278,7 +259,7 @@ def test_answers_that_nobody_sends_back_are_stored_no_longer_until_the_weights_c
         assert samples is not None and "spillway_answers_kept" in str(samples.samples())
 
         scheduler.weights_changing("test")
-        admit(scheduler, FakeRequest("next", prompt=99), [5, 6, 7, 8], 0)
+        admit(scheduler, request_for("next", prompt=99), [5, 6, 7, 8], 0)
         assert not scheduler.config.offload_prompt_only
 
 
@@ -288,25 +269,21 @@ def test_chunks_of_an_answer_count_as_asked_for_once(scheduler, monkeypatch, pro
     scheduler.config = scheduler.config._replace(offload_prompt_only=prompt_only)
     counted: list[bytes] = []
     monkeypatch.setattr(scheduler.manager, "count_request", counted.extend)
-    request = FakeRequest("chat")
-    hashes = request.block_hashes
-    serve(scheduler, request, prompt_blocks=2)
+    request = request_for("chat", blocks=2)
+    serve(scheduler, request)
 
-    kept = hashes[:2] if prompt_only else hashes
+    kept = request.block_hashes[:2] if prompt_only else request.block_hashes
     assert counted == [make_offload_key(one, 0) for one in kept]
 
 
-def serve(scheduler, request: FakeRequest, prompt_blocks: int) -> None:
+def serve(scheduler, request: Request) -> None:
     """A request from its beginning, with two lookups, to the end of its answer, which fills the rest of its blocks."""
-    hashes = request.block_hashes
-    request.block_hashes, request.num_tokens = hashes[:prompt_blocks], prompt_blocks * BLOCK_TOKENS
-    request.num_prompt_tokens = request.num_tokens
     scheduler.on_new_request(request)
     for _ in range(2):
         scheduler.get_num_new_matched_tokens(request, 0)
-    request.block_hashes, request.num_tokens = hashes, TOKENS
+    fill(request)
     scheduler._req_status[request.request_id].update_offload_keys()
-    request.finished = True
+    request.status = RequestStatus.FINISHED_STOPPED
     scheduler.request_finished(request)
 
 
@@ -334,15 +311,15 @@ def step(scheduled: dict[str, int], new_requests: list[SimpleNamespace]) -> Simp
 
 def compute_and_store(scheduler, name: str) -> int:
     """A request computes its blocks and a store job leaves for the workers; its id."""
-    request = FakeRequest(name)
+    request = request_for(name)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     (job_id,) = build_meta(scheduler, {name: TOKENS}, {name: [1, 2, 3, 4]}).store_jobs
     return job_id
 
 
-def ask(scheduler, name: str) -> tuple[FakeRequest, tuple[int | None, bool]]:
-    request = FakeRequest(name)
+def ask(scheduler, name: str) -> tuple[Request, tuple[int | None, bool]]:
+    request = request_for(name)
     scheduler.on_new_request(request)
     return request, scheduler.get_num_new_matched_tokens(request, 0)
 
@@ -366,7 +343,7 @@ def test_a_state_is_never_loaded_past_the_token_that_is_computed_again(second_gr
     """A prompt of whole blocks, all of them stored. Its last token is computed in any case: attention does that behind
     the block that holds it, a recurrent state of that block has seen the token already."""
     with open_scheduler("groups", second_group=second_group) as scheduler:
-        writer = FakeRequest("writer")
+        writer = request_for("writer")
         scheduler.on_new_request(writer)
         assert scheduler.get_num_new_matched_tokens(writer, 0) == (0, False)
         new = [SimpleNamespace(req_id="writer", block_ids=([1, 2, 3, 4], [5, 6, 7, 8]))]
@@ -454,17 +431,17 @@ class Engine:
     def __init__(self, scheduler: SpillwayConnectorScheduler, forgetful: bool) -> None:
         self.scheduler, self.forgetful = scheduler, forgetful
         self.jobs: list[int] = []
-        self.waiting: dict[str, FakeRequest] = {}
+        self.waiting: dict[str, Request] = {}
         self.names = 0
 
-    def ask(self, request: FakeRequest) -> tuple[int | None, bool]:
+    def ask(self, request: Request) -> tuple[int | None, bool]:
         if self.forgetful:
             self.scheduler._req_status[request.request_id].prefix = None
         return self.scheduler.get_num_new_matched_tokens(request, 0)
 
     def come(self, prompt: int) -> tuple[int | None, bool]:
         self.names += 1
-        request = self.waiting[f"request-{self.names}"] = FakeRequest(f"request-{self.names}", prompt)
+        request = self.waiting[f"request-{self.names}"] = request_for(f"request-{self.names}", prompt)
         self.scheduler.on_new_request(request)
         return self.ask(request)
 
@@ -560,7 +537,7 @@ def test_the_last_chunk_alone_is_computed_not_loaded(scheduler):
     ):
         state.num_locally_computed_tokens = computed
         assert scheduler._only_last_chunk_missing(state) is missing
-    request.num_tokens += 1  # a token of a block that no tier holds
+    request.append_output_token_ids(0)  # a token of a block that no tier holds
     state.num_locally_computed_tokens = TOKENS - BLOCK_TOKENS
     assert not scheduler._only_last_chunk_missing(state), "the device lacks a block and a token"
 
@@ -580,7 +557,7 @@ def test_blocks_that_another_request_loads_are_waited_for(scheduler):
 
 
 def test_a_request_s_tenant_comes_from_its_salt(scheduler):
-    request = FakeRequest("salted")
+    request = request_for("salted")
     request.cache_salt = "alice"
     scheduler.on_new_request(request)
     assert tenant_of_context(scheduler._req_status["salted"].req_context) == tenant_of("alice")
@@ -627,12 +604,12 @@ def test_a_reset_leaves_no_request_waiting_for_dropped_jobs(scheduler):
 
 def compute_and_store_distinct(scheduler) -> str:
     """A request with chunks of its own that ends while its store is under way; its name."""
-    request = FakeRequest("gone")
+    request = request_for("gone")
     request.block_hashes = [bytes([100 + n]) * 32 for n in range(BLOCKS)]
     scheduler.on_new_request(request)
     scheduler.get_num_new_matched_tokens(request, 0)
     assert build_meta(scheduler, {"gone": TOKENS}, {"gone": [11, 12, 13, 14]}).store_jobs
-    request.finished = True
+    request.status = RequestStatus.FINISHED_STOPPED
     scheduler.request_finished(request)
     assert "gone" in scheduler._req_status
     return "gone"
@@ -657,13 +634,13 @@ def test_a_request_that_a_reset_preempted_loads_in_the_next_step(scheduler):
 def test_a_request_that_may_not_read_a_prefix_cache_is_offered_nothing_and_stores_all_the_same(scheduler):
     job = compute_and_store(scheduler, "writer")
     report(scheduler, {job: 2})
-    request = FakeRequest("prompt-logprobs", prompt=0)
+    request = request_for("prompt-logprobs", prompt=0)
     request.skip_reading_prefix_cache = True
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     assert not build_meta(scheduler, {request.request_id: TOKENS}, {request.request_id: [5, 6, 7, 8]}).store_jobs
     assert ask(scheduler, "reader")[1] == (TOKENS, True)
-    fresh = FakeRequest("fresh-prompt-logprobs", prompt=7)
+    fresh = request_for("fresh-prompt-logprobs", prompt=7)
     fresh.skip_reading_prefix_cache = True
     scheduler.on_new_request(fresh)
     assert scheduler.get_num_new_matched_tokens(fresh, 0) == (0, False)

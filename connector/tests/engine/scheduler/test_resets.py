@@ -16,7 +16,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
@@ -34,6 +33,7 @@ from spillway_connector.testing.generation import (
     rows_on_the_way,
     scheduler_half,
 )
+from spillway_connector.testing.requests import request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, BLOCKS, BLOCK_TOKENS, RANKS = 8, 4, 16, 2
@@ -210,18 +210,8 @@ class Rig:
         return self.manager.primary_tier
 
     def request(self, name: str, prompt: int) -> Any:
-        request = SimpleNamespace(
-            request_id=name,
-            kv_transfer_params=None,
-            cache_salt=None,
-            block_hashes=[bytes([prompt, number]) * 16 for number in range(BLOCKS)],
-            num_tokens=TOKENS,
-            num_prompt_tokens=TOKENS,
-            num_computed_tokens=0,
-            skip_reading_prefix_cache=False,
-            kv_hints=None,
-            status=RequestStatus.RUNNING,
-            is_finished=lambda: False,
+        request = request_of(
+            name, [bytes([prompt, number]) * 16 for number in range(BLOCKS)], tokens=TOKENS, block_tokens=BLOCK_TOKENS
         )
         self.half.on_new_request(request)
         return request

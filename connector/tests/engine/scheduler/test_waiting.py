@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
@@ -21,6 +20,7 @@ from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.plan.waiting import SECONDS_MAX
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.requests import request_of
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 16
 OTHERS = ReqContext(req_id="others")
@@ -44,20 +44,16 @@ class Rig:
         attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
         self.half = scheduler_half(self.manager, [attention])
 
-    def arrive(self, name: str, salt: str | None = None, *, priority: int = 0, skips: bool = False) -> SimpleNamespace:
-        request = SimpleNamespace(
-            request_id=name,
-            kv_transfer_params=None,
-            cache_salt=salt,
-            block_hashes=hashes(name),
-            num_tokens=BLOCK_TOKENS * BLOCKS + 1,
-            num_prompt_tokens=BLOCK_TOKENS * BLOCKS + 1,
-            num_computed_tokens=0,
-            skip_reading_prefix_cache=skips,
-            kv_hints=None,
-            priority=priority,
+    def arrive(self, name: str, salt: str | None = None, *, priority: int = 0, skips: bool = False) -> Request:
+        request = request_of(
+            name,
+            hashes(name),
+            tokens=BLOCK_TOKENS * BLOCKS + 1,
+            block_tokens=BLOCK_TOKENS,
             status=RequestStatus.WAITING,
-            is_finished=lambda: False,
+            cache_salt=salt,
+            priority=priority,
+            skips_reading=skips,
         )
         self.half.on_new_request(request)
         return request
@@ -129,7 +125,7 @@ def test_the_head_of_the_queue_keeps_its_chunks_until_it_has_blocks(rig):
 def test_a_request_that_ends_in_the_queue_keeps_nothing(rig):
     request = rig.arrive("a")
     rig.step()
-    request.status, request.is_finished = RequestStatus.FINISHED_ABORTED, lambda: True
+    request.status = RequestStatus.FINISHED_ABORTED
     rig.half.request_finished(request)
 
     assert not rig.kept()

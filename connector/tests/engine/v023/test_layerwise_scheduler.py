@@ -11,37 +11,23 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.requests import request_of
 
 BLOCKS, BLOCK_TOKENS, ROWS = 4, 16, 12
 TOKENS = BLOCKS * BLOCK_TOKENS
 
 
-class FakeRequest(SimpleNamespace):
-    """As much of vLLM's Request as the connector reads. The prompt ends one token behind its blocks."""
-
-    def __init__(self, request_id: str, prompt: int = 0) -> None:
-        super().__init__(
-            request_id=request_id,
-            kv_transfer_params=None,
-            cache_salt=None,
-            pooling_params=None,
-            block_hashes=[bytes([number, prompt]) * 16 for number in range(BLOCKS)],
-            num_tokens=TOKENS + 1,
-            num_prompt_tokens=TOKENS + 1,
-            num_computed_tokens=0,
-            skip_reading_prefix_cache=False,
-            status=RequestStatus.WAITING,
-        )
-
-    def is_finished(self) -> bool:
-        return RequestStatus.is_finished(self.status)
+def request_for(request_id: str, prompt: int = 0) -> Request:
+    """The prompt ends one token behind its blocks."""
+    hashes = [bytes([number, prompt]) * 16 for number in range(BLOCKS)]
+    return request_of(request_id, hashes, tokens=TOKENS + 1, block_tokens=BLOCK_TOKENS, status=RequestStatus.WAITING)
 
 
 @pytest.fixture
@@ -68,7 +54,7 @@ def report(half, completed: dict[int, int], failed: set[int] = frozenset(), bloc
     half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
 
 
-def step(half, *requests: tuple[FakeRequest, list[int], int]):
+def step(half, *requests: tuple[Request, list[int], int]):
     """The metadata of a step. requests: (request, device blocks, tokens computed before)."""
     new = [
         SimpleNamespace(req_id=request.request_id, block_ids=(list(blocks),), num_computed_tokens=computed)
@@ -83,7 +69,7 @@ def step(half, *requests: tuple[FakeRequest, list[int], int]):
 
 def store(half, prompt: int = 0) -> None:
     """Bring a prompt to the CPU tier; its request has finished."""
-    request = FakeRequest(f"writer {prompt}", prompt)
+    request = request_for(f"writer {prompt}", prompt)
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
     (job,) = step(half, (request, [1, 2, 3, 4, 5], 0)).store_jobs
@@ -92,13 +78,13 @@ def store(half, prompt: int = 0) -> None:
     half.request_finished(request)
 
 
-def ask(half, name: str, prompt: int = 0) -> tuple[FakeRequest, tuple[int | None, bool]]:
-    request = FakeRequest(name, prompt)
+def ask(half, name: str, prompt: int = 0) -> tuple[Request, tuple[int | None, bool]]:
+    request = request_for(name, prompt)
     half.on_new_request(request)
     return request, half.get_num_new_matched_tokens(request, 0)
 
 
-def begin(half, request: FakeRequest, tokens: int, blocks: list[int]) -> None:
+def begin(half, request: Request, tokens: int, blocks: list[int]) -> None:
     # vLLM has entered the blocks in its prefix cache by now, as if they had been computed.
     given = [SimpleNamespace(block_id=block, is_null=False, block_hash=object()) for block in blocks]
     half.update_state_after_alloc(request, SimpleNamespace(blocks=(given,)), tokens)
@@ -124,8 +110,8 @@ def test_a_prefix_in_the_cpu_tier_is_loaded_by_the_step_of_its_request(half):
 
 def test_a_prompt_of_whole_blocks_computes_its_last_one(half):
     store(half)
-    request = FakeRequest("reader")
-    request.num_tokens = request.num_prompt_tokens = TOKENS
+    hashes = request_for("reader").block_hashes
+    request = request_of("reader", hashes, tokens=TOKENS, block_tokens=BLOCK_TOKENS, status=RequestStatus.WAITING)
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (TOKENS - BLOCK_TOKENS, False)
 
@@ -142,7 +128,7 @@ def test_an_answer_that_was_not_taken_leaves_nothing(half):
 
 def test_requests_beside_it_wait_no_longer_than_the_bound(half):
     store(half)
-    other = FakeRequest("other", prompt=9)
+    other = request_for("other", prompt=9)
     half.on_new_request(other)
     half.get_num_new_matched_tokens(other, 0)
     (job,) = step(half, (other, [21, 22, 23, 24, 25], 0)).store_jobs
@@ -172,7 +158,7 @@ def test_the_loads_of_a_step_add_up(half):
 def test_what_was_computed_with_a_failed_load_is_stored_nowhere(half):
     store(half)
     request, _ = ask(half, "reader")
-    request.num_tokens = request.num_prompt_tokens = TOKENS + BLOCK_TOKENS + 1
+    request.append_output_token_ids([0] * BLOCK_TOKENS)
     request.block_hashes.append(bytes([77]) * 32)
     begin(half, request, TOKENS, [11, 12, 13, 14, 15, 16])
     meta = step(half, (request, [11, 12, 13, 14, 15, 16], TOKENS))

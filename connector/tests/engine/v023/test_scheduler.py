@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -15,6 +14,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.requests import request_of
 
 BLOCKS, BLOCK_TOKENS = 4, 16
 TOKENS = BLOCKS * BLOCK_TOKENS
@@ -35,17 +35,8 @@ def test_a_reset_preempts_without_a_word_and_its_stores_end_first() -> None:
     )
     attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     half = scheduler_half(manager, [attention])
-    request: Any = SimpleNamespace(
-        request_id="writer",
-        kv_transfer_params=None,
-        cache_salt=None,
-        block_hashes=[bytes([number]) * 32 for number in range(BLOCKS)],
-        num_tokens=TOKENS,
-        num_prompt_tokens=TOKENS,
-        num_computed_tokens=0,
-        skip_reading_prefix_cache=False,
-        status=RequestStatus.RUNNING,
-        is_finished=lambda: False,
+    request = request_of(
+        "writer", [bytes([number]) * 32 for number in range(BLOCKS)], tokens=TOKENS, block_tokens=BLOCK_TOKENS
     )
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)

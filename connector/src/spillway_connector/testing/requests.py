@@ -1,0 +1,36 @@
+"""vLLM's own requests, for tests of what the scheduler half is asked about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.request import Request, RequestStatus
+
+
+def request_of(
+    request_id: str,
+    block_hashes: Sequence[bytes],
+    *,
+    tokens: int,
+    block_tokens: int,
+    status: RequestStatus = RequestStatus.RUNNING,
+    cache_salt: str | None = None,
+    priority: int = 0,
+    skips_reading: bool = False,
+) -> Request:
+    """Make a request whose prompt has so many tokens; its whole blocks, those of an answer too, have these hashes."""
+    request = Request(
+        request_id,
+        [0] * tokens,
+        SamplingParams(max_tokens=16, skip_reading_prefix_cache=skips_reading),
+        None,
+        cache_salt=cache_salt,
+        priority=priority,
+        block_hasher=lambda made: [
+            BlockHash(each) for each in block_hashes[len(made.block_hashes) : made.num_tokens // block_tokens]
+        ],
+    )
+    request.status = status
+    return request
