@@ -94,6 +94,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "engine.spec": frozenset({"engine.generation", "engine.v023", "engine.v030"}),
     # For tests and benchmarks: no other room imports it.
     "testing": BOTTOM | TIERS | DEVICE | {"transfer"},
+    "testing.requests": {"vllm"},
     "testing.generation": BOTTOM | GENERATION | {"engine.v023", "engine.v030", "vllm"},
 }
 FOREIGN = ("vllm", "torch")

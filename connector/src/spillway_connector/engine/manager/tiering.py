@@ -26,7 +26,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.copier import Direction
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import Gauges, Samples
@@ -41,6 +40,7 @@ from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.meeting import MeetingOutcome
 from spillway_connector.transfer.announcements import Announcement
+from spillway_connector.transfer.stats import Operation
 from spillway_settings.wire import NODE_STORE
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class TieringManager(PrefixLookupManager):
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.complete_load(keys, req_context)
-        self._count_groups(keys, Direction.LOAD)
+        self._count_groups(keys, Operation.LOAD)
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -360,7 +360,7 @@ class TieringManager(PrefixLookupManager):
             return
         self.primary_tier.complete_store(keys, req_context, success)
         if success:
-            self._count_groups(keys, Direction.STORE)
+            self._count_groups(keys, Operation.STORE)
         if self.secondary_tiers and not self.primary_tier.ready.issuperset(keys):
             keys = [key for key in keys if key in self.primary_tier.ready]  # rows of the node could not be published
         if success and keys and req_context is not UNKNOWN_REQUEST:  # else it was offered when it was stored first
@@ -435,9 +435,9 @@ class TieringManager(PrefixLookupManager):
     def cpu_rows(self) -> int:
         return self._num_rows
 
-    def _count_groups(self, keys: Collection[OffloadKey], direction: Direction) -> None:
+    def _count_groups(self, keys: Collection[OffloadKey], operation: Operation) -> None:
         for group, chunks in Counter(map(get_offload_group_idx, keys if self._kv_groups else ())).items():
-            self._count(metrics.KV_GROUP_BYTES, chunks * self._chunk_bytes, self._kv_groups[group], direction.value)
+            self._count(metrics.KV_GROUP_BYTES, chunks * self._chunk_bytes, self._kv_groups[group], operation.value)
 
     def count_settled(self, chunks: int) -> None:
         """Chunks that were stored although the device kept them, because the engine had no work."""
