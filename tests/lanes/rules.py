@@ -124,7 +124,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/bench_gateway/test_processes.py": ("servers",),
     "tests/bench_soak": (NOTHING,),
     "tests/bench_soak/test_run.py": ("servers", "valkey"),
-    "tests/bench_soak/test_scheduler_step.py": ("vllm",),
     "tests/bench_soak/test_store_faults.py": ("valkey",),
     "tests/bench_system": (NOTHING,),
     "tests/bench_system/test_memory.py": ("vllm",),
