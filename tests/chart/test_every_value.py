@@ -310,6 +310,7 @@ CHANGES: dict[str, Any] = {
     "gateway.index.bytesMax": "1MiB",
     "gateway.continuation.bytesMax": "1MiB",
     "gateway.disaggregation.mode": "always",
+    "gateway.disaggregation.handOver": "connector",
     "gateway.disaggregation.tokenMsMax": 20,
     "engine.role": "decode",
     "gateway.connections.headBytesMax": "1MiB",

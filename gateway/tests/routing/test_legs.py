@@ -77,6 +77,17 @@ def test_auto_never_takes_two_legs_that_cost_more(engines: list[EngineView], tok
     assert second.role is not EngineRole.PREFILL and legs.prefill.role is not EngineRole.DECODE
 
 
+def test_connectors_of_the_engines_need_no_common_store_and_read_at_the_near_rate() -> None:
+    engines = engine("p", "prefill"), engine("d", "decode", stores=frozenset({"nvme/2"}))
+    assert legs_of(plan(*engines, always=True)) == ("one", LegsReason.NO_COMMON_STORE)
+    decision = plan(*engines, always=True, by_connector=True)
+    assert legs_of(decision) == ("two", LegsReason.ALWAYS)
+    node = frozenset({"node/1"})
+    near = plan(engine("p", "prefill", stores=node), engine("d", "decode", stores=node), always=True)
+    assert decision.legs is not None and near.legs is not None
+    assert decision.legs.two_legs_ms == near.legs.two_legs_ms
+
+
 def test_idle_engines_answer_alone_and_busy_decode_engines_have_prompts_computed_elsewhere() -> None:
     idle = plan(engine("p", "prefill"), engine("d", "decode"))
     assert legs_of(idle) == ("one", LegsReason.PRICE) and idle.engine_name == "d"

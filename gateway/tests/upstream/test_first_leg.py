@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.testing.fake_engine import FakeEngine, Scripted, Seen
 from spillway_gateway.testing.faults import DieInStream, Fault, Hang, HeadThenDie, HoldInStream, Status
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 from spillway_gateway.testing.running_fronts import running_fronts
-from spillway_gateway.upstream.first_leg import first_leg_body
+from spillway_gateway.upstream.first_leg import first_leg_body, place_of, second_leg
+from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_settings.wire import PROMOTE_PATH
 
 BLOCK, STORE = 16, "nvme/0123456789abcdef"
@@ -228,6 +230,57 @@ async def test_other_routes_take_one_leg_and_engines_without_roles_count_none(st
         assert legs(running) == {}
 
 
+PLACE = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[3, 4]], "remote_port": 5600}
+BY_CONNECTOR = {"handOver": "connector", "stores": {"p": STORE, "d": "nvme/fedcba9876543210"}}  # none in common
+
+
+def connector(place: dict[str, Any] | None) -> Any:
+    """Answers as an engine whose connector keeps the prompt's blocks."""
+    document = {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}], "kv_transfer_params": place}
+    return lambda path, body: Scripted(document=document)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engines_own_connector_hands_over_without_a_common_store(start_engine, client, stream):
+    async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
+        prefill.script = connector(PLACE)
+        status, engine, answer = await ask(client, running.url, stream=stream, max_tokens=7)
+
+        assert (status, engine) == (200, "d")
+        assert all(word.strip() in answer.decode() for word in decode.words_for(PROMPT))
+        (first,), (second,) = prompts(prefill), prompts(decode)
+        asked = first["kv_transfer_params"]
+        assert (first["max_tokens"], asked["do_remote_decode"], asked["do_remote_prefill"]) == (1, True, False)
+        assert "spillway_hand_over" not in asked
+        body = {"model": "fake", "prompt": PROMPT, "stream": stream, "max_tokens": 7}
+        assert second == {**body, "kv_transfer_params": PLACE}
+        assert b"remote" not in answer
+        assert legs(running) == {("two", "always"): 1.0}
+        assert prefill.seen[-1].path != PROMOTE_PATH and all(seen.path != PROMOTE_PATH for seen in decode.seen)
+
+
+async def test_a_place_is_named_once(start_engine, client):
+    """An engine that fails with it is replaced by one that computes the prompt."""
+    async with split(start_engine, "d1", "d2", handOver="connector") as (running, prefill, decode):
+        prefill.script = connector(PLACE)
+        for engine in decode:
+            engine.fault = Status(503)
+        asking = asyncio.create_task(ask(client, running.url))
+        await until(lambda: any(prompts(engine) for engine in decode))
+        await asking
+        given = sorted("kv_transfer_params" in body for engine in decode for body in prompts(engine))
+        assert given == [False, True]
+
+
+@pytest.mark.parametrize("place", [None, {}])
+async def test_a_first_leg_that_names_no_place_leaves_the_whole_request(start_engine, client, place):
+    async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
+        prefill.script = connector(place)
+        assert (await ask(client, running.url))[:2] == (200, "d")
+        assert "kv_transfer_params" not in prompts(decode)[0]
+        assert legs(running) == {("one", "no_transfer"): 1.0}
+
+
 async def test_several_processes_hand_over_as_one_does(start_engine, client):
     roles = {"p": "prefill", "d": "decode"}
     engines = await start(start_engine, roles)
@@ -239,6 +292,18 @@ async def test_several_processes_hand_over_as_one_does(start_engine, client):
         assert [len(prompts(engine)) for engine in engines] == [1, 1]
         engines[0].fault = HeadThenDie()
         assert (await ask(client, fronts.urls[1], prompt=PROMPT[5:]))[:2] == (200, "d")
+
+
+async def test_several_processes_hand_over_by_connector(start_engine, client):
+    roles = {"p": "prefill", "d": "decode"}
+    engines = await start(start_engine, roles, BY_CONNECTOR["stores"])
+    engines[0].script = connector(PLACE)
+    async with running_fronts(config_of(engines, roles, handOver="connector")) as fronts:
+        index = fronts.gateway.fleets[0].index
+        await until(lambda: all(index.stores_of(name) for name in roles))
+        await until(lambda: all(front.reported_sizes() == (BLOCK,) for front in fronts.started))
+        assert (await ask(client, fronts.urls[0]))[:2] == (200, "d")
+        assert prompts(engines[1])[0]["kv_transfer_params"] == PLACE
 
 
 VALUES = st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2)
@@ -256,3 +321,29 @@ def test_a_first_leg_asks_for_one_token_of_the_same_prompt(body: dict[str, Any])
     assert leg["max_tokens"] == 1 and leg.keys() - body.keys() <= {"max_tokens", "kv_transfer_params"}
     assert not leg.get("stream") and leg.get("stream_options") is leg.get("max_completion_tokens") is None
     assert leg["kv_transfer_params"] == {"spillway_retention": {"share": 1}, "spillway_hand_over": True}
+
+
+@given(
+    st.dictionaries(NAMES, VALUES, min_size=1),
+    st.sampled_from([{}, {"kv_transfer_params": {"spillway_session": {"id": "a"}, "remote_port": 1}}]),
+)
+def test_a_second_leg_is_the_request_and_the_place(body: dict[str, Any], said: dict[str, Any]) -> None:
+    sent = json.dumps({**body, **said}).encode()
+    request = OutboundRequest(b"/v1/completions", (), sent, b"id", False, PromptBlocks([], 16, 0, 0), 0.0)
+    leg = asyncio.run(second_leg(request, PLACE))
+    params = {**said.get("kv_transfer_params", {}), **PLACE}
+    assert json.loads(bytes(leg.body)) == {**body, "kv_transfer_params": params}
+
+
+@pytest.mark.parametrize(
+    ("reply", "place"),
+    [
+        (b'{"kv_transfer_params":{"remote_port":1},"choices":[]}', {"remote_port": 1}),
+        (b'{"kv_transfer_params":null}', None),
+        (b'{"kv_transfer_params":[1]}', None),
+        (b"[]", None),
+        (b"{", None),
+    ],
+)
+def test_a_place_is_read_out_of_any_reply(reply: bytes, place: dict[str, Any] | None) -> None:
+    assert place_of(reply) == place

@@ -49,7 +49,11 @@ def test_what_the_other_one_is_given():
 
 
 def test_the_other_one_alone_where_offload_is_off():
-    assert configured({"enabled": False}, **NIXL) == {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    assert configured({"enabled": False}, **NIXL) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
     assert configured({"enabled": False}) is None
 
 

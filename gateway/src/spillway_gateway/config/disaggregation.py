@@ -21,6 +21,11 @@ class DisaggregationConfig(Disaggregation, frozen=True):
     def is_off(self) -> bool:
         return self.mode in ("off", False)
 
+    @property
+    def by_connector(self) -> bool:
+        """Whether the engines' own connectors hand prompts over: NixlConnector, MooncakeConnector of vllm-ascend."""
+        return self.hand_over == "connector"
+
 
 def check_disaggregation(disaggregation: DisaggregationConfig) -> None:
     """Raises ConfigError."""

@@ -366,6 +366,12 @@ class ModelFleet:
         self.cold.left(engine)
         return attempt
 
+    def loading_engine(self, decision: Decision) -> str | None:
+        """The engine that is to load from a store what the decision's engine computes; None: none."""
+        if decision.legs is None or self.disaggregation.by_connector:
+            return None
+        return decision.legs.decode_engine
+
     def hand_over(self, prompt: PromptBlocks, engine: str, tell: Callable[[int], object]) -> HandOver:
         """Follow a prompt that another engine computes, until this one can load it. tell: as HandOver."""
         blocks = min((prompt.prompt_tokens - 1) // prompt.tokens_per_block, len(prompt.keys))
@@ -423,6 +429,7 @@ class ModelFleet:
             self._hand_over_price.ms,
             asked.token_ms_max,
             prompt.tokens_per_block,
+            asked.by_connector,
         )
 
     def held(self, prompt: PromptBlocks) -> dict[str, HeldPrefix]:

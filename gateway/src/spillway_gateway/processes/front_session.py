@@ -264,8 +264,9 @@ class FrontSession:
         decision = attempt.decision
         self._router.decided(asked.model, asked.request_id, decision, asked.tried)
         self._publisher.publish_engine(attempt.engine)
-        if decision.legs is not None and decision.legs.decode_engine is not None:
-            self._begin_hand_over(place, asked, prompt, decision.legs.decode_engine)
+        loading = place.fleet.loading_engine(decision)
+        if loading is not None:
+            self._begin_hand_over(place, asked, prompt, loading)
         held = decision.held
         self.send(
             messages.Routed(

@@ -118,13 +118,15 @@ class Leg(IntEnum):
 
 
 class SplitTerms(msgspec.Struct, frozen=True, gc=False):
-    """What is asked of two legs. always: no price is compared. token_ms_max: None: no bound."""
+    """What is asked of two legs. always: no price is compared. token_ms_max: None: no bound. by_connector: the engines'
+    own connectors hand prompts over, so that no common store is needed."""
 
     always: bool
     uncached_tokens_min: int
     hand_over_ms: float
     token_ms_max: float | None
     block_tokens: int
+    by_connector: bool = False
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):

@@ -9,9 +9,9 @@ token:
 
 What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper if a decode
 engine is busy. What waits there now is computed while the first leg is under way, so of it the second leg waits for the
-rest. It loads at the CPU tier's rate from a store of the node, and at the shared tier's from any other. `always` does
-not compare, and neither does `auto` if tokens of the decode engine's answers already take longer than the operator's
-bound. Pure.
+rest. It loads at the CPU tier's rate from a store of the node or by the engines' own connectors, and at the shared
+tier's from any other store. `always` does not compare, and neither does `auto` if tokens of the decode engine's answers
+already take longer than the operator's bound. Pure.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class LegsReason(StrEnum):
     PREFILL_FAILED = "prefill_failed"  # the first leg's engine did
     PREFILL_REFUSED = "prefill_refused"  # it answered with an error
     PREFILL_LATE = "prefill_late"
+    NO_TRANSFER = "no_transfer"  # its connector does not say from which place the prompt's KV can be read
     # One leg, whatever the engines.
     DIALECT = "dialect"  # the route has no two legs
     BODY = "body"  # asks for what a first leg does not serve
@@ -97,9 +98,13 @@ def plan_legs(
     cheapest_first = sorted(((cost_of(engine, *prompt), engine) for engine in prefill), key=lambda one: one[0].total_ms)
     for second in decode:
         for cost, first in cheapest_first:
-            if second is not first and (common := first.stores & second.stores - second.declined_stores):
+            if second is first:
+                continue
+            common = first.stores & second.stores - second.declined_stores
+            if common or terms.by_connector:
                 begins_ms = cost.total_ms - cost.displaced_ms + terms.hand_over_ms
-                second_ms = _second_leg_ms(second, prompt[0], terms.block_tokens, common, begins_ms)
+                near = terms.by_connector or any(map(names_a_node, common))
+                second_ms = _second_leg_ms(second, prompt[0], terms.block_tokens, begins_ms, near=near)
                 price = cost.total_ms + terms.hand_over_ms + second_ms
                 if best is None or price < best[0]:
                     best = price, first, cost, second
@@ -133,17 +138,14 @@ def _of(engines: Sequence[EngineView], role: EngineRole) -> list[EngineView]:
     ]
 
 
-def _second_leg_ms(
-    engine: EngineView, prompt_tokens: int, block_tokens: int, common: frozenset[str], begins_ms: float
-) -> float:
-    """Cost on an engine, from `begins_ms` from now on, once all whole blocks but the one with the last token lie in the
-    stores that it has in common with the first leg's engine."""
+def _second_leg_ms(engine: EngineView, prompt_tokens: int, block_tokens: int, begins_ms: float, *, near: bool) -> float:
+    """Cost on an engine, from `begins_ms` from now on, once it can load all whole blocks but the one with the last
+    token. near: at the CPU tier's rate."""
     held, rates = engine.held, engine.rates
     loadable = (prompt_tokens - 1) // block_tokens * block_tokens
     new = max(0, loadable - held.total_tokens)
-    in_node = any(map(names_a_node, common))
     later = msgspec.structs.replace(
-        held, cpu_tokens=held.cpu_tokens + new * in_node, shared_tokens=held.shared_tokens + new * (not in_node)
+        held, cpu_tokens=held.cpu_tokens + new * near, shared_tokens=held.shared_tokens + new * (not near)
     )
 
     def left(tokens: int, tokens_per_second: float) -> int:

@@ -1,13 +1,16 @@
-"""The legs of a request, and the first of two as an engine gets it: the prompt, and one token of the answer.
+"""The legs of a request, and both of two as engines get them. The first one: the prompt, and one token of the answer.
 
 That token is discarded. The second leg's engine computes it again from the same prompt and by the same settings, so
 that text, ids, log-probabilities, stop strings and usage are those of one engine by construction.
+
+The second one is the request as it is. If the engines' own connectors hand prompts over, as NixlConnector does, the
+first reply names the place of the prompt's KV, and the second leg is told it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,16 +21,25 @@ from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.legs import LegsReason
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.upstream.forward import Body
-from spillway_gateway.upstream.json_walk import JsonWalk, Member
+from spillway_gateway.upstream.json_walk import JsonWalk
 from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.splice import Edit, edited, insertion, opening_of
 from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER
 
 STEP_BYTES = 64 * 1024  # well under a millisecond of the event loop
-REPLY_BYTES_MAX = 64 * 1024  # of what is discarded
+REPLY_BYTES_MAX = 1024 * 1024  # a connector names each block
 _COMPUTED_IN_FULL = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
+# Asks vLLM's NixlConnector, or vllm-ascend's MooncakeConnector, to keep the prompt's blocks and to name their place.
+_KEEP: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 # How much is computed and in which form, if the request says so.
 _VALUES: dict[str, int | bool | None] = {
     _LENGTH: 1,
@@ -74,12 +86,13 @@ class RequestLegs:
     leg: what the next engine is chosen for; SECOND while the first one is under way.
     """
 
-    __slots__ = ("_counted", "_metrics", "_model", "_one_leg", "_roles", "_two_because", "leg")
+    __slots__ = ("_by_connector", "_counted", "_metrics", "_model", "_one_leg", "_roles", "_two_because", "leg")
 
     def __init__(self, request: OutboundRequest, fleet: ModelFleet, metrics: GatewayMetrics) -> None:
         self._one_leg = request.one_leg
         if self._one_leg is None and fleet.disaggregation.is_off:
             self._one_leg = LegsReason.OFF
+        self._by_connector = fleet.disaggregation.by_connector
         self._roles = fleet.has_roles
         self._model = fleet.name
         self._metrics = metrics
@@ -95,7 +108,8 @@ class RequestLegs:
             return "prefill"
         second, self.leg = self.leg is Leg.SECOND, Leg.WHOLE
         if second:
-            self._metrics.hand_over(self._model).observe(seconds)
+            if not self._by_connector:  # whose transfer is a part of the second leg
+                self._metrics.hand_over(self._model).observe(seconds)
             self._count("two", self._two_because)
             return "decode"
         self._count("one", legs.reason if legs is not None else self._one_leg or LegsReason.OFF)
@@ -113,18 +127,58 @@ class RequestLegs:
             self._metrics.legs(self._model, decision, reason.value).inc()
 
 
-async def first_leg(request: OutboundRequest) -> OutboundRequest:
+async def first_leg(request: OutboundRequest, *, by_connector: bool) -> OutboundRequest:
     """The first leg of a request that may take two."""
-    return msgspec.structs.replace(request, body=await first_leg_body(request.body), stream=False)
+    body = await first_leg_body(request.body, by_connector=by_connector)
+    return msgspec.structs.replace(request, body=body, stream=False)
 
 
-async def first_leg_body(body: Body) -> bytes:
-    """The body of the first leg; a long one is searched between other work. body: a JSON object."""
-    walk = JsonWalk(body, [*_VALUES, _PARAMS])
+async def second_leg(request: OutboundRequest, place: Mapping[str, Any]) -> OutboundRequest:
+    """The second leg. place: of the prompt's KV, as `place_of` has read it."""
+    walk = await _walked(request.body, [_PARAMS])
+    params = {**_given(request.body, walk), **place}
+    return msgspec.structs.replace(request, body=_with_values(request.body, walk, {_PARAMS: params}, [_PARAMS]))
+
+
+def place_of(reply: bytes) -> Mapping[str, Any] | None:
+    """The place of a prompt's KV in the reply to a first leg; None: it names none."""
+    try:
+        return msgspec.json.decode(reply, type=_Kept).kv_transfer_params or None
+    except msgspec.MsgspecError:
+        return None
+
+
+class _Kept(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+async def first_leg_body(body: Body, *, by_connector: bool = False) -> bytes:
+    """The body of the first leg. body: a JSON object."""
+    walk = await _walked(body, [*_VALUES, _PARAMS])
+    # What the gateway has said of retention stays; a session is the second leg's to use and to end.
+    params = {name: value for name, value in _given(body, walk).items() if name == RETENTION_MEMBER}
+    params |= _KEEP if by_connector else {HAND_OVER_MEMBER: True}
+    return _with_values(body, walk, {**_VALUES, _PARAMS: params}, [_LENGTH, _PARAMS])
+
+
+async def _walked(body: Body, names: Sequence[str]) -> JsonWalk:
+    """Finds members; a long body is searched between other work."""
+    walk = JsonWalk(body, names)
     for _ in range(0, len(body), STEP_BYTES):
         walk.advance(STEP_BYTES)
         await asyncio.sleep(0)
-    values: dict[str, Any] = {**_VALUES, _PARAMS: _params(body, walk.members.get(_PARAMS, ()))}
+    return walk
+
+
+def _given(body: Body, walk: JsonWalk) -> dict[str, Any]:
+    """What the request says of transfers: the gateway's own, since a request with the client's takes one leg."""
+    members = walk.members.get(_PARAMS, ())
+    said = msgspec.json.decode(body[members[-1].start : members[-1].end]) if members else None
+    return said if isinstance(said, dict) else {}
+
+
+def _with_values(body: Body, walk: JsonWalk, values: Mapping[str, Any], added: Sequence[str]) -> bytes:
+    """The body with these values of the members that it has. added: it gets these in any case."""
     edits = [
         Edit(member.start, member.end, msgspec.json.encode(values[name]))
         for name, members in walk.members.items()
@@ -132,12 +186,5 @@ async def first_leg_body(body: Body) -> bytes:
     ]
     opening = opening_of(body, len(body))
     assert opening is not None
-    edits += [insertion(opening, name, values[name]) for name in (_LENGTH, _PARAMS) if name not in walk.members]
+    edits += [insertion(opening, name, values[name]) for name in added if name not in walk.members]
     return edited(body, sorted(edits))
-
-
-def _params(body: Body, given: Sequence[Member]) -> dict[str, Any]:
-    """What the gateway has said of retention stays; a session is the second leg's to use and to end."""
-    said = msgspec.json.decode(body[given[-1].start : given[-1].end]) if given else None
-    kept = {RETENTION_MEMBER: said[RETENTION_MEMBER]} if isinstance(said, dict) and RETENTION_MEMBER in said else {}
-    return {**kept, HAND_OVER_MEMBER: True}

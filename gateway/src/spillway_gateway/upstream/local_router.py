@@ -164,9 +164,9 @@ class _LocalPlace:
         self._attempt = attempt
         self._admission.turns.charge(request.tenant, _digest_of(request), attempt.decision.uncached_tokens)
         self._router.decided(self._fleet.name, request.request_id, attempt.decision, tried)
-        legs = attempt.decision.legs
-        if legs is not None and legs.decode_engine is not None:
-            second = self._fleet.engines[legs.decode_engine]
+        loading = self._fleet.loading_engine(attempt.decision)
+        if loading is not None:
+            second = self._fleet.engines[loading]
             self._hand_over = self._fleet.hand_over(
                 prompt, second.name, lambda first: self._router.tell(second, request, first)
             )

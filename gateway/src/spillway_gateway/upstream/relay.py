@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from time import perf_counter
+from typing import Any
 
 from spillway_gateway.errors import (
     AdapterNotServed,
@@ -31,7 +33,7 @@ from spillway_gateway.upstream.answers import plain_failure
 from spillway_gateway.upstream.connections import Connection, Connections
 from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
-from spillway_gateway.upstream.first_leg import REPLY_BYTES_MAX, RequestLegs, first_leg
+from spillway_gateway.upstream.first_leg import REPLY_BYTES_MAX, RequestLegs, first_leg, place_of, second_leg
 from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect
@@ -63,6 +65,7 @@ class Relay:
         "_ended",
         "_exchange",
         "_fleet",
+        "_kv_place",
         "_legs",
         "_request",
         "_services",
@@ -80,6 +83,7 @@ class Relay:
         self._coalescer = WriteCoalescer.of_running_loop()
         self._dispatched = False
         self._legs = RequestLegs(request, fleet, services.metrics)
+        self._kv_place: Mapping[str, Any] | None = None  # of the prompt, for the next attempt
         self._ended = EndedEngines(request, fleet.name, services)
         self._chosen_at = 0.0  # the last engine
         self._connections: Connections = client.engine_connections or services.pool
@@ -239,7 +243,8 @@ class Relay:
     async def _compute_prompt(self, attempt: Attempt) -> LegsReason | None:
         """Why the first leg was of no use; None: the prompt is computed. Raises UpstreamError."""
         engine, exchange = attempt.engine, self._exchange
-        request = await first_leg(self._request)
+        by_connector = self._fleet.disaggregation.by_connector
+        request = await first_leg(self._request, by_connector=by_connector)
         exchange.ask(engine)
         engine.requests.add(exchange)
         try:
@@ -257,7 +262,12 @@ class Relay:
             if self._connection is not None:
                 self._connections.release(engine, self._connection)
                 self._connection = None
-        return None if status == HTTPStatus.OK else LegsReason.PREFILL_REFUSED
+        if status != HTTPStatus.OK:
+            return LegsReason.PREFILL_REFUSED
+        if by_connector:
+            self._kv_place = place_of(body)
+            return LegsReason.NO_TRANSFER if self._kv_place is None else None
+        return None
 
     def _left_out(
         self, continuing: Continuing, failure: UpstreamError, engine: Engine, tried: frozenset[str]
@@ -341,7 +351,10 @@ class Relay:
                     self._attempt_status = connection.status
                     await self.reply.stream.relay_continued(attempt, connection, self._attempt_trace, events)
                     return
-                connection = await self._ask(engine, self._request)
+                request, place, self._kv_place = self._request, self._kv_place, None
+                if place is not None:  # a connector gives it away once
+                    request = await second_leg(request, place)
+                connection = await self._ask(engine, request)
                 self._attempt_status = connection.status
                 await self.reply.relay(attempt, connection, self._attempt_trace)
         finally:

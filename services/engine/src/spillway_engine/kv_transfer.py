@@ -16,6 +16,7 @@ from spillway_settings.typed import CamelSection
 from spillway_settings.values.engine import KvTransfer
 
 COMBINATION = "MultiConnector"  # of vLLM
+LOAD_FAILURES = {"kv_load_failure_policy": "recompute"}  # vLLM's default ends the request
 # Each would be a second owner of the engine's CPU tier, or is what holds the two connectors.
 NOT_BESIDE = ("SpillwayConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", COMBINATION)
 
@@ -43,13 +44,18 @@ class KvTransferSettings(CamelSection, frozen=True):
         return given
 
 
+def alone(other: KvTransferSettings) -> dict[str, Any]:
+    """The only one in an engine."""
+    return {**other.configuration(), **LOAD_FAILURES}
+
+
 def combined(other: KvTransferSettings, own: Mapping[str, Any]) -> dict[str, Any]:
     """Both in one engine. vLLM loads a request's KV from the first that has some: the other, whose KV may be held for
     this very request by a prefill engine; what is computed goes to both."""
     return {
         "kv_connector": COMBINATION,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": own["kv_load_failure_policy"],  # vLLM reads this one
+        **LOAD_FAILURES,  # vLLM reads these
         "kv_connector_extra_config": {"connectors": [other.configuration(), dict(own)]},
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 from spillway_connector.config import ConnectorConfig
 from spillway_engine.chart_keys import settings_tree
 from spillway_engine.extra_arguments import is_secret
-from spillway_engine.kv_transfer import combined
+from spillway_engine.kv_transfer import LOAD_FAILURES, alone, combined
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.settings import EngineSettings
@@ -172,7 +172,7 @@ def kv_transfer_config(settings: EngineSettings) -> dict[str, Any] | None:
     """The configuration of all connectors of the engine."""
     other = settings.kv_transfer
     if not settings.offload.enabled:
-        return None if other is None else other.configuration()
+        return None if other is None else alone(other)
     own = own_transfer_config(settings)
     return own if other is None else combined(other, own)
 
@@ -188,7 +188,7 @@ def own_transfer_config(settings: EngineSettings) -> dict[str, Any]:
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        **LOAD_FAILURES,
         "kv_connector_extra_config": {
             "spec_name": "SpillwayOffloadingSpec",
             "spec_module_path": "spillway_connector.engine.spec",

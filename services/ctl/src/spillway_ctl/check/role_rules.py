@@ -37,10 +37,14 @@ def role_findings(release: Release) -> Iterator[Finding]:
         models.setdefault(group.served_name, []).append(group)
     for groups in models.values():
         if any(group.engine.role != "both" for group in groups):
-            yield from _of_model(groups, str(release.values.gateway.discovery.type))
+            gateway = release.values.gateway
+            place = _connector if gateway.disaggregation.hand_over == "connector" else _place
+            yield from _of_model(groups, str(gateway.discovery.type), place)
 
 
-def _of_model(groups: list[Group], discovery: str) -> Iterator[Finding]:
+def _of_model(
+    groups: list[Group], discovery: str, place: Callable[[Group, Group], Iterator[Finding]]
+) -> Iterator[Finding]:
     first = groups[0]
     lack = missing_role([EngineRole(group.engine.role) for group in groups])
     if lack is not None:
@@ -71,7 +75,7 @@ def _of_model(groups: list[Group], discovery: str) -> Iterator[Finding]:
                 "gateway, which counts the requests of a model, but other groups of engines serve this one too",
                 "set engines",
             )
-        yield from _place(group, first)
+        yield from place(group, first)
     for group in groups[1:]:
         for name, value in _EQUAL.items():
             if value(group) != value(first):
@@ -81,6 +85,23 @@ def _of_model(groups: list[Group], discovery: str) -> Iterator[Finding]:
                     "or clients would meet two models",
                     "make them equal",
                 )
+
+
+def _connector(group: Group, first: Group) -> Iterator[Finding]:
+    """Both engines must have one connector."""
+    given, other = (each.engine.kv_transfer.connector for each in (group, first))
+    if not given:
+        yield Finding(
+            f"{group.path}.kvTransfer.connector",
+            "none, but gateway.disaggregation.handOver: connector has the engines' own connectors hand prompts over",
+            "set NixlConnector, MooncakeConnector with vllm-ascend, or handOver: store",
+        )
+    elif given != other and other:
+        yield Finding(
+            f"{group.path}.kvTransfer.connector",
+            f"{given} given, but {first.path}, which serves the same model, has {other}",
+            "make them equal",
+        )
 
 
 def _place(group: Group, first: Group) -> Iterator[Finding]:
