@@ -94,6 +94,9 @@ class Ports:
     def replay(self, at: int) -> int:
         return self._first + 60 + at
 
+    def nixl(self, at: int) -> int:
+        return self._first + 92 + at
+
 
 def engine_document(options: argparse.Namespace, system: RealSystem, folder: Path, at: int) -> dict[str, Any]:
     """spillway_engine's configuration file of one engine. folder: of the system, whose engines share its NVMe tier."""

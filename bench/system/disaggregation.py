@@ -7,12 +7,18 @@
 
 The engines start once and share one NVMe tier, or with `--store node` one CPU tier; roles and decisions are settings of
 the gateway. Systems: `plain`, no roles; `always` and `auto`, one half of the engines prefill and the other one decode;
-`auto_both`, one half both and the other one decode, so that all engines take whole requests. In turns, for each system:
+`auto_both`, one half both and the other one decode, so that all engines take whole requests. `nixl` and `nixl_plain`
+are measured at the end on a second start of engines: their only connector is vLLM's NixlConnector, without any tier,
+and the gateway hands over with it (`nixl`), or they have no roles. In turns, for each system:
 
 1. Quiet: conversations of two turns, one after the other. First tokens of both turns, the hand-over, and which share of
    the first turn (its answer too) is cached in the second one: at the client, and on the prefill engines.
 2. Each mix: requests arrive at a rate, whatever the answers take. Times to the first token, times between tokens, and
    goodput, which counts requests within a bound of both.
+
+A name may be given several times: `--systems plain auto_both plain auto_both` shows how far runs of one system differ.
+Figures are then those of all its requests, `..._by_run_...` compares runs of the same number, which have the same
+arrivals, and conversations are asked in the first run alone.
 
 A hand-over lasts from the end of the first leg until the second one's engine was chosen; its median is interpolated
 within the metric's buckets. `--killed-requests` adds, at the end, requests while engines of both sides are killed
@@ -25,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import shutil
@@ -43,25 +48,30 @@ from prometheus_client.parser import text_string_to_metric_families
 from system import device_run
 from system.device_run import BLOCK_TOKENS, Ports, Processes, RealSystem, counters, read
 from system.legs_killed import Engines, killed
-from system.legs_load import Kind, LegsLoad, Timed
+from system.legs_load import Kind, LegsLoad
+from system.legs_report import Run, Runs, compared, legs_counted, median_of_buckets, table
+from system.legs_scale import CUDA, TINY, Scale
 from system.report import percentile
 
 SYSTEMS_OF_STORES = {
     "nvme": RealSystem("one", spillway=True, shared="nvme"),
     "node": RealSystem("one", spillway=True),
 }
+NIXL = {"connector": "NixlConnector"}
 STORE_METRICS = ("spillway_gateway_engine_shared_stores", "spillway_gateway_engine_node_blocks")
 STORES_KNOWN_SECONDS = 60.0
 CACHED = "vllm:prompt_tokens_cached_total{}"
+INDEX_BLOCKS = "spillway_gateway_index_blocks{}"
 HAND_OVER = "spillway_gateway_hand_over_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """roles: of the first half of the engines, and of the second."""
+    """roles: of the first half of the engines, and of the second. nixl: of engines whose connector is NIXL's alone."""
 
     mode: str
     roles: tuple[str, str]
+    nixl: bool = False
 
 
 SYSTEMS = {
@@ -69,66 +79,10 @@ SYSTEMS = {
     "always": Way("always", ("prefill", "decode")),
     "auto": Way("auto", ("prefill", "decode")),
     "auto_both": Way("auto", ("both", "decode")),
+    "nixl": Way("always", ("prefill", "decode"), nixl=True),
+    "nixl_plain": Way("off", ("both", "both"), nixl=True),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Lengths, rates and bounds for one sort of engines. turn: the first turn of a conversation; new: of the second."""
-
-    long: Kind
-    short: Kind
-    mixed: tuple[float, float]  # rates of both kinds when they come together
-    turn: Kind
-    new_tokens: int
-    conversations: int
-    settle_seconds: float  # in which an answer's blocks reach the shared tier
-    first_token_bound_seconds: float
-    token_bound_seconds: float
-    uncached_tokens_min: int
-    killed_tokens: int  # of a prompt while engines are killed
-    killed_request_seconds: float  # about what such a request takes
-
-    def mixes(self) -> dict[str, tuple[Kind, ...]]:
-        long, short = self.long, self.short
-        return {
-            "prefill_heavy": (long,),
-            "decode_heavy": (short,),
-            "mixed": (
-                Kind(long.prompt_tokens, long.answer_tokens, self.mixed[0]),
-                Kind(short.prompt_tokens, short.answer_tokens, self.mixed[1]),
-            ),
-        }
-
-
-CUDA = Scale(
-    long=Kind(8_192, 32, 2.5),
-    short=Kind(256, 256, 12.0),
-    mixed=(1.5, 8.0),
-    turn=Kind(8_192, 300, 0.0),
-    new_tokens=2_048,
-    conversations=5,
-    settle_seconds=0.5,
-    first_token_bound_seconds=1.0,
-    token_bound_seconds=0.025,
-    uncached_tokens_min=1_024,
-    killed_tokens=2_048,
-    killed_request_seconds=0.4,
-)
-TINY = Scale(
-    long=Kind(768, 4, 0.25),
-    short=Kind(64, 24, 0.4),
-    mixed=(0.15, 0.25),
-    turn=Kind(512, 140, 0.0),
-    new_tokens=384,
-    conversations=1,
-    settle_seconds=2.0,
-    first_token_bound_seconds=8.0,
-    token_bound_seconds=0.3,
-    uncached_tokens_min=256,
-    killed_tokens=384,
-    killed_request_seconds=8.0,
-)
+DEFAULT_SYSTEMS = [name for name, way in SYSTEMS.items() if not way.nixl]
 
 
 def gateway_document(options: argparse.Namespace, way: Way) -> dict[str, Any]:
@@ -137,26 +91,11 @@ def gateway_document(options: argparse.Namespace, way: Way) -> dict[str, Any]:
     engines = document["models"][0]["engines"]
     for at, engine in enumerate(engines):
         engine["role"] = way.roles[2 * at // len(engines)]
-    terms = {"mode": way.mode, "uncachedTokensMin": options.scale.uncached_tokens_min}
+    terms: dict[str, Any] = {"mode": way.mode, "uncachedTokensMin": options.scale.uncached_tokens_min}
+    if way.nixl:
+        terms["handOver"] = "connector"
     document["disaggregation"] = {**terms, **document.get("disaggregation", {})}
     return document
-
-
-def median_of_buckets(page: str, name: str) -> float:
-    """The median of a histogram, interpolated within its bucket; 0 if nothing was observed."""
-    buckets: dict[float, float] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name == f"{name}_bucket":
-                bound = float(sample.labels["le"])
-                buckets[bound] = buckets.get(bound, 0.0) + sample.value
-    below, counted = 0.0, 0.0
-    half = max(buckets.values(), default=0.0) / 2
-    for bound, count in sorted(buckets.items()):
-        if count >= half > 0:
-            return bound if bound == float("inf") else below + (bound - below) * (half - counted) / (count - counted)
-        below, counted = bound, count
-    return 0.0
 
 
 def engines_with_stores(page: str) -> int:
@@ -170,38 +109,6 @@ def engines_with_stores(page: str) -> int:
             if sample.name == node or (sample.name == shared and sample.value > 0)
         }
     )
-
-
-def legs_counted(page: str, decision: str) -> float:
-    """Requests that took one leg, or two."""
-    return sum(
-        value
-        for key, value in counters(page).items()
-        if key.startswith("spillway_gateway_legs_total") and f'decision="{decision}"' in key
-    )
-
-
-def figures(timed: Sequence[Timed], seconds: float, scale: Scale) -> dict[str, float]:
-    """The figures of one mix."""
-    answered = [one for one in timed if one.error is None]
-    gaps = [gap for one in answered for gap in one.gaps]
-    firsts = [one.first_token_seconds for one in answered]
-    if not gaps:
-        raise SystemExit(f"none of {len(timed)} requests was answered: {timed[0].error if timed else 'none was sent'}")
-    good = [
-        one
-        for one in answered
-        if one.first_token_seconds <= scale.first_token_bound_seconds and one.token_seconds <= scale.token_bound_seconds
-    ]
-    return {
-        "requests": len(timed),
-        "failed_requests": len(timed) - len(answered),
-        "first_token_p50_seconds": percentile(firsts, 0.5),
-        "first_token_p99_seconds": percentile(firsts, 0.99),
-        "between_tokens_p50_seconds": percentile(gaps, 0.5),
-        "between_tokens_p99_seconds": percentile(gaps, 0.99),
-        "goodput_requests_per_second": len(good) / seconds,
-    }
 
 
 async def conversations(load: LegsLoad, scale: Scale, prefill_urls: Sequence[str]) -> dict[str, float]:
@@ -246,7 +153,9 @@ def gateway(options: argparse.Namespace, way: Way, name: str) -> Iterator[str]:
     try:
         processes.start(f"gateway-{name}", [sys.executable, "-m", "spillway_gateway", "--config", str(file)])
         processes.wait_ready({f"gateway-{name}": f"{url}/ready"})
-        wait_for_stores(url, options.engines)
+        if not way.nixl:
+            wait_for_stores(url, options.engines)
+        wait_for_blocks(url)
         yield url
         page = read(f"{url}/metrics")
         (folder / f"gateway-{name}-metrics.txt").write_text(page, encoding="utf-8")
@@ -254,26 +163,28 @@ def gateway(options: argparse.Namespace, way: Way, name: str) -> Iterator[str]:
         processes.end(5.0)
 
 
-def measure(options: argparse.Namespace, name: str, engine_urls: Sequence[str]) -> dict[str, float]:
-    """One gateway over engines that run, from its start to its end."""
+def measure(options: argparse.Namespace, name: str, engine_urls: Sequence[str], number: int) -> Run:
+    """One gateway over engines that run, from its start to its end. number: of the system's runs, from 0."""
     way, scale = SYSTEMS[name], options.scale
-    with gateway(options, way, name) as url:
-        load = LegsLoad(url, "model", options.vocabulary, f"{options.seed} {name}")
+    with gateway(options, way, f"{name}-{number + 1}") as url:
+        load = LegsLoad(url, "model", options.vocabulary, f"{options.seed} {name} {number}")
         half = len(engine_urls) // 2
         with_legs = way.mode == "always"
-        values = asyncio.run(conversations(load, scale, engine_urls[:half] if with_legs else ()))
-        values["quiet_hand_over_p50_seconds"] = median_of_buckets(read(f"{url}/metrics"), HAND_OVER)
+        run = Run({}, {})
+        if not number:
+            run.values |= asyncio.run(conversations(load, scale, engine_urls[:half] if with_legs else ()))
+            run.values["quiet_hand_over_p50_seconds"] = median_of_buckets(read(f"{url}/metrics"), HAND_OVER)
         for mix in options.mixes:
             kinds, times = scale.mixes()[mix], options.rate * len(engine_urls) / 2
-            timed = asyncio.run(load.arriving(kinds, times, options.seconds, options.seed))
+            timed = asyncio.run(load.arriving(kinds, times, options.seconds, options.seed + number))
             for error in sorted({one.error for one in timed if one.error is not None})[:3]:
                 print(f"   failed: {error}", flush=True)
-            values |= {f"{mix}_{key}": value for key, value in figures(timed, options.seconds, scale).items()}
+            run.timed[mix] = timed
         page = read(f"{url}/metrics")
-        values["hand_over_p50_seconds"] = median_of_buckets(page, HAND_OVER)
+        run.values["hand_over_p50_seconds"] = median_of_buckets(page, HAND_OVER)
         for decision in ("one", "two"):
-            values[f"requests_of_{decision}_leg{'s' if decision == 'two' else ''}"] = legs_counted(page, decision)
-        return values
+            run.values[f"requests_of_{decision}_leg{'s' if decision == 'two' else ''}"] = legs_counted(page, decision)
+        return run
 
 
 def measure_killed(options: argparse.Namespace, engines: Engines) -> dict[str, float]:
@@ -291,6 +202,15 @@ def measure_killed(options: argparse.Namespace, engines: Engines) -> dict[str, f
             )
         )
         return values | {"requests_of_two_legs": legs_counted(read(f"{url}/metrics"), "two")}
+
+
+def wait_for_blocks(url: str) -> None:
+    """Until the gateway has heard of what the warm-up has left, and so of how long blocks are."""
+    until = time.monotonic() + STORES_KNOWN_SECONDS
+    while not counters(read(f"{url}/metrics")).get(INDEX_BLOCKS):
+        if time.monotonic() > until:
+            raise SystemExit("the gateway knows no block of its engines")
+        time.sleep(0.1)
 
 
 def wait_for_stores(url: str, engines: int) -> None:
@@ -311,47 +231,12 @@ async def warm_up(load: LegsLoad, scale: Scale) -> None:
             raise SystemExit(f"the warm-up failed: {error}")
 
 
-def compared(written: Mapping[str, float], systems: Sequence[str], mixes: Sequence[str]) -> dict[str, float]:
-    """`auto` over the better of `plain` and `always`, by mix: more is better for both figures."""
-    found = {}
-    for name, mix in itertools.product([name for name in systems if name.startswith("auto")], mixes):
-        rivals = [rival for rival in ("plain", "always") if rival in systems]
-        if not rivals:
-            continue
-        best = max(written[f"{rival}_{mix}_goodput_requests_per_second"] for rival in rivals)
-        soonest = min(written[f"{rival}_{mix}_first_token_p50_seconds"] for rival in rivals)
-        if best:
-            found[f"{name}_{mix}_goodput_over_better"] = written[f"{name}_{mix}_goodput_requests_per_second"] / best
-        found[f"{name}_{mix}_first_token_speed_over_better"] = (
-            soonest / written[f"{name}_{mix}_first_token_p50_seconds"]
-        )
-    if {"plain", "always"} <= set(systems):
-        for mix in mixes:
-            key = f"{mix}_between_tokens_p99_seconds"
-            found[f"always_{mix}_between_tokens_p99_over_plain"] = written[f"always_{key}"] / written[f"plain_{key}"]
-    return found
-
-
-def table(written: Mapping[str, float], systems: Sequence[str]) -> str:
-    """A row for each figure, a column for each system."""
-    names = dict.fromkeys(key.removeprefix(f"{systems[0]}_") for key in written if key.startswith(f"{systems[0]}_"))
-    names |= dict.fromkeys(
-        key.removeprefix("always_") for key in written if key.startswith("always_") and not key.endswith("_over_plain")
-    )
-    width = max(len(name) for name in names)
-    lines = [" " * width + "".join(f"{name:>12}" for name in systems)]
-    for name in names:
-        cells = (written.get(f"{system}_{name}") for system in systems)
-        lines.append(f"{name:{width}}" + "".join(f"{'-' if cell is None else f'{cell:.4g}':>12}" for cell in cells))
-    return "\n".join(lines)
-
-
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and a tokenizer")
     parser.add_argument("--engines", type=int, default=2, help="an even number")
     parser.add_argument("--gpus", type=int, help="one for each engine by default; fewer are shared")
-    parser.add_argument("--systems", nargs="*", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="*", choices=list(SYSTEMS), default=DEFAULT_SYSTEMS)
     parser.add_argument("--mixes", nargs="*", choices=list(CUDA.mixes()), default=list(CUDA.mixes()))
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals in each mix")
     parser.add_argument("--killed-requests", type=int, default=0, help="asked while engines are killed")
@@ -389,10 +274,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def engine_document(options: argparse.Namespace, at: int) -> dict[str, Any]:
-    """spillway_engine's configuration file of one engine."""
+def engine_document(options: argparse.Namespace, at: int, *, nixl: bool = False) -> dict[str, Any]:
+    """spillway_engine's configuration file of one engine. nixl: NIXL's connector is its only one."""
     document = device_run.engine_document(options, SYSTEMS_OF_STORES[options.store], options.shared_folder, at)
-    if options.store == "node":
+    if nixl:
+        document["offload"], document["kvTransfer"] = {"enabled": False}, NIXL
+    elif options.store == "node":
         offload = document["offload"]
         path = str(options.shared_folder / "node")
         offload["nodeTier"] = {"path": path, "bytes": offload["cpuBytes"], "fallback": "refuse"}
@@ -408,19 +295,24 @@ def engine_document(options: argparse.Namespace, at: int) -> dict[str, Any]:
     return document
 
 
-def run(options: argparse.Namespace, written: dict[str, float]) -> None:
-    """Every system on the same engines; adds to `written`."""
-    ports, processes = Ports(options.first_port), Processes(options.work)
+def run(options: argparse.Namespace, written: dict[str, float], runs: Runs, *, nixl: bool) -> None:
+    """Every system of one sort on the same engines; adds to `written` and `runs`."""
+    folder = options.work / "nixl" if nixl else options.work
+    folder.mkdir(parents=True, exist_ok=True)
+    ports, processes = Ports(options.first_port), Processes(folder)
     engine_urls = [f"http://127.0.0.1:{ports.engine(at)}" for at in range(options.engines)]
     stored, began = options.shared_folder / options.store, time.monotonic()
     each_gpu = 1 if options.tiny else options.engines // options.gpus
     shutil.rmtree(stored, ignore_errors=True)  # what an earlier run has stored would be found
 
     def start_engine(at: int) -> None:
-        file = options.work / f"engine-{at}.yaml"
-        file.write_text(json.dumps(engine_document(options, at), indent=1), encoding="utf-8")
+        file = folder / f"engine-{at}.yaml"
+        file.write_text(json.dumps(engine_document(options, at, nixl=nixl), indent=1), encoding="utf-8")
         sets = [part for each in options.engine_set for part in ("--set", each)]
         variables = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
+        if nixl:
+            variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+            variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(ports.nixl(at))
         if not options.tiny:
             variables["CUDA_VISIBLE_DEVICES"] = str(at // each_gpu)
         processes.start(
@@ -442,12 +334,26 @@ def run(options: argparse.Namespace, written: dict[str, float]) -> None:
         for at, url in enumerate(engine_urls):
             asyncio.run(warm_up(LegsLoad(url, "model", options.vocabulary, f"warm {at}"), options.scale))
         for name in options.systems:
-            add(name, measure(options, name, engine_urls))
-        if options.killed_requests:
+            if SYSTEMS[name].nixl is nixl:
+                runs.add(name, measure(options, name, engine_urls, len(runs.of(name))))
+                add(name, runs.figures(name))
+        if options.killed_requests and not nixl:
             add("killed", measure_killed(options, Engines(processes, start_engine, engine_urls)))
     finally:
         processes.end(options.end_seconds)
         shutil.rmtree(stored, ignore_errors=True)
+
+
+def show(options: argparse.Namespace, written: dict[str, float], runs: Runs, systems: Sequence[str]) -> None:
+    """Compare what has run until now, and add it to `written`."""
+    beside = compared(written, systems, options.mixes) | runs.paired()
+    written |= {key: round(value, 4) for key, value in beside.items()}
+    options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    if systems:
+        print(table(written, systems))
+    for key, value in written.items():
+        if key in beside or key.startswith("killed_"):
+            print(f"{key} {value:.3f}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -465,14 +371,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bound_of_token_seconds": scale.token_bound_seconds,
         "processors": os.cpu_count() or 0,
     }
-    run(options, written)
-    written |= {key: round(value, 4) for key, value in compared(written, options.systems, options.mixes).items()}
-    options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    if options.systems:
-        print(table(written, options.systems))
-    for key, value in written.items():
-        if key.endswith(("_over_better", "_over_plain")) or key.startswith("killed_"):
-            print(f"{key} {value:.3f}")
+    runs, systems = Runs(options.seconds, scale), list(dict.fromkeys(options.systems))
+    sorts = {SYSTEMS[name].nixl for name in systems} | ({False} if options.killed_requests else set())
+    for nixl in sorted(sorts):
+        run(options, written, runs, nixl=nixl)
+        show(options, written, runs, [name for name in systems if runs.of(name)])
     print(f"written to {options.output}")
     return 0
 

@@ -5,22 +5,19 @@ from pathlib import Path
 
 import pytest
 from system.disaggregation import (
-    CUDA,
     HAND_OVER,
     SYSTEMS,
-    compared,
     engine_document,
     engines_with_stores,
-    figures,
     gateway_document,
-    legs_counted,
-    median_of_buckets,
     parsed,
-    table,
 )
 from system.legs_load import Kind, LegsLoad, Timed
+from system.legs_report import Run, Runs, compared, figures, legs_counted, median_of_buckets, table
+from system.legs_scale import CUDA
 
 from spillway_engine.settings_reader import load_engine_settings
+from spillway_engine.vllm_arguments import kv_transfer_config
 from spillway_gateway.config.settings import load_config
 
 KIND = Kind(100, 3, 1.0)
@@ -39,6 +36,8 @@ def options(tmp_path: Path):
         ("always", ["prefill", "prefill", "decode", "decode"]),
         ("auto", ["prefill", "prefill", "decode", "decode"]),
         ("auto_both", ["both", "both", "decode", "decode"]),
+        ("nixl", ["prefill", "prefill", "decode", "decode"]),
+        ("nixl_plain", ["both"] * 4),
     ],
 )
 def test_the_gateway_reads_the_file_of_each_system(name, roles, options, tmp_path):
@@ -46,7 +45,8 @@ def test_the_gateway_reads_the_file_of_each_system(name, roles, options, tmp_pat
     file.write_text(json.dumps(gateway_document(options, SYSTEMS[name])))
     config = load_config(file)
     assert [engine.role.value for engine in config.models[0].engines] == roles
-    assert config.disaggregation.is_off == (name == "plain")
+    assert config.disaggregation.is_off == name.endswith("plain")
+    assert config.disaggregation.by_connector == name.startswith("nixl")
     assert config.disaggregation.uncached_tokens_min == 1_024
 
 
@@ -62,6 +62,17 @@ def test_the_engines_read_theirs_and_share_one_tier(store, options, tmp_path):
         paths.add(offload.shared_tier.nvme.path if store == "nvme" else offload.node_tier.path)
         assert "--max-num-batched-tokens=2048" in settings.extra_args
     assert paths == {str(tmp_path / store)}
+
+
+def test_an_engine_of_nixl_has_its_connector_alone(options, tmp_path):
+    file = tmp_path / "engine.yaml"
+    file.write_text(json.dumps(engine_document(options, 1, nixl=True)))
+    settings = load_engine_settings(file, [])
+    assert kv_transfer_config(settings) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
 
 
 def test_an_engine_is_known_to_share_a_store_by_either_metric():
@@ -121,6 +132,22 @@ def test_auto_is_compared_with_the_better_of_the_others_by_figure():
     assert found["always_mixed_between_tokens_p99_over_plain"] == pytest.approx(0.5)
     rows = table(written | found, ["plain", "always", "auto"]).splitlines()
     assert rows[1].split() == ["mixed_goodput_requests_per_second", "2", "1", "1.8"]
+
+
+def test_runs_of_one_number_are_compared_and_what_one_system_differs_by_itself():
+    runs = Runs(10.0, CUDA)
+    for name, firsts in (("plain", (0.1, 0.2)), ("auto_both", (0.2, 0.1)), ("always", (0.4,))):
+        for first in firsts:
+            runs.add(name, Run({"requests_of_one_leg": 1.0, "x_seconds": first}, {"mixed": [timed(first, [0.01])]}))
+    found = runs.figures("plain")
+    assert (found["requests_of_one_leg"], found["x_seconds"]) == (2.0, pytest.approx(0.15))
+    assert (found["mixed_requests"], found["mixed_goodput_requests_per_second"]) == (2, pytest.approx(0.1))
+    assert [found[f"run_{number}_mixed_first_token_p50_seconds"] for number in (1, 2)] == [0.1, 0.2]
+    beside = runs.paired()
+    key = "auto_both_mixed_first_token_p50_seconds_speed_over_plain_by_run"
+    assert [beside[f"{key}_{which}"] for which in ("lowest", "median", "highest")] == [0.5, 1.25, 2.0]
+    assert beside["plain_mixed_first_token_p50_seconds_lowest_over_highest"] == pytest.approx(0.5)
+    assert not any(name.startswith("always") for name in beside), "which ran once"
 
 
 def test_first_tokens_and_gaps_are_taken_from_the_events_with_ids():
