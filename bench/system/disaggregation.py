@@ -61,7 +61,7 @@ NIXL = {"connector": "NixlConnector"}
 STORE_METRICS = ("spillway_gateway_engine_shared_stores", "spillway_gateway_engine_node_blocks")
 STORES_KNOWN_SECONDS = 60.0
 CACHED = "vllm:prompt_tokens_cached_total{}"
-INDEX_BLOCKS = "spillway_gateway_index_blocks{}"
+INDEX_BLOCKS = "spillway_gateway_index_blocks{"
 HAND_OVER = "spillway_gateway_hand_over_seconds"
 
 
@@ -207,7 +207,7 @@ def measure_killed(options: argparse.Namespace, engines: Engines) -> dict[str, f
 def wait_for_blocks(url: str) -> None:
     """Until the gateway has heard of what the warm-up has left, and so of how long blocks are."""
     until = time.monotonic() + STORES_KNOWN_SECONDS
-    while not counters(read(f"{url}/metrics")).get(INDEX_BLOCKS):
+    while not any(value for key, value in counters(read(f"{url}/metrics")).items() if key.startswith(INDEX_BLOCKS)):
         if time.monotonic() > until:
             raise SystemExit("the gateway knows no block of its engines")
         time.sleep(0.1)

@@ -510,7 +510,7 @@ def another(value, name):
     if isinstance(value, list):
         return [f"other-{value[0]}", *value[1:]]
     if isinstance(value, str):
-        return {"info": "debug", "auto": "always"}.get(value, f"other-{value}")
+        return {"info": "debug", "auto": "always", "store": "connector"}.get(value, f"other-{value}")
     return not value if isinstance(value, bool) else value / 2 if name == "sample_ratio" else value * 2
 
 

@@ -513,6 +513,7 @@ FORMED = (
     *(
         "gateway.auth.unsaltedRoutes",
         "gateway.disaggregation.mode",
+        "gateway.disaggregation.handOver",
         "engine.role",
         "gateway.auth.saltSecret.key",  # which may not be keysSecret's entry too
         "gateway.auth.engineKeySecret.key",
