@@ -19,7 +19,7 @@ from spillway_ctl.live.release import check_release
 from spillway_ctl.node_tier import node_tier
 from spillway_ctl.options import filter_of, parser
 from spillway_ctl.plan import plan
-from spillway_ctl.plan_options import planned_engines, rates_of
+from spillway_ctl.plan_options import apart_of, planned_engines, rates_of
 from spillway_ctl.purge import asker, purge
 from spillway_ctl.run import INTERRUPTED, OK, WRONG, Run
 from spillway_ctl.status import status
@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if given.area == "node-tier":
                 return node_tier(given, interruption)
             if given.area == "plan":
-                return plan(planned_engines(given), rates_of(given), given.prompt_tokens, as_json=given.json)
+                engines = planned_engines(given)
+                wanted = apart_of(given, engines)
+                return plan(engines, rates_of(given), given.prompt_tokens, as_json=given.json, apart=wanted)
             if given.area == "doctor" and given.release is not None:
                 return check_release(release_given(given), as_json=given.json)
             if given.area == "doctor":

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from spillway_ctl.plan_arithmetic import FirstToken, Rates, break_even_bytes_per_second, first_token
 from spillway_ctl.plan_input import PlannedEngines
+from spillway_ctl.plan_ratio import Apart, apart_line
 from spillway_ctl.planned_tier import PlannedTier
 from spillway_ctl.quantities import format_bytes
 from spillway_ctl.run import JSON_FORMAT, OK
@@ -23,17 +24,25 @@ def plan(
     prompts: Sequence[int],
     *,
     as_json: bool,
+    apart: Apart | None = None,
     out: TextIO | None = None,
 ) -> int:
-    """Print the figures of every group; a rate that the values give is used if `rates` has none."""
+    """Print the figures of every group; a rate that the values give is used if `rates` has none.
+
+    apart: what a trace needs of prefill and of decode engines.
+    """
     out = out if out is not None else sys.stdout
     documents = [_document(group, rates, prompts) for group in engines]
     if as_json:
-        whole = {"format": JSON_FORMAT, "command": "plan", "engines": documents}
+        whole: dict[str, Any] = {"format": JSON_FORMAT, "command": "plan", "engines": documents}
+        if apart is not None:
+            whole["prefill_and_decode"] = asdict(apart)
         print(json.dumps(whole, indent=2), file=out, flush=True)
     else:
         for document in documents:
             print("\n".join(_lines(document)), file=out, flush=True)
+        if apart is not None:
+            print(apart_line(apart), file=out, flush=True)
     return OK
 
 

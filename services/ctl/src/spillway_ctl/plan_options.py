@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from spillway_ctl.errors import CommandError
 from spillway_ctl.named_text import read_named
 from spillway_ctl.plan_arithmetic import Rates
 from spillway_ctl.plan_input import PlannedEngines, read_rendered, render_chart
+from spillway_ctl.plan_ratio import Apart, ApartRates, apart
 from spillway_ctl.quantities import parse_rate
 
 DEFAULT_PROMPTS = (2_048, 8_192, 32_768)
@@ -26,6 +28,8 @@ examples:
   spillway plan --chart charts/spillway -f my-values.yaml
   spillway plan --chart charts/spillway -f my-values.yaml --prefill-tokens-per-second 8000 \\
     --device-copy-rate 20GiB/s --tier-rate 3GiB/s --prompt-tokens 4096 16384
+  spillway plan --chart charts/spillway -f my-values.yaml --trace requests.jsonl \\
+    --prefill-tokens-per-second 30000 --token-ms 12 --answers-per-engine 48
   helm template chat charts/spillway -f my-values.yaml | spillway plan --rendered - --json
 """
 
@@ -67,6 +71,17 @@ def add_plan(areas: Any) -> None:
         metavar="N",
         help="lengths of prompts to compute",
     )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="requests in Mooncake's format, one JSON object a line: how many prefill and decode engines they need",
+    )
+    parser.add_argument(
+        "--token-ms", type=_positive, metavar="N", help="between two tokens of a decode engine's answer"
+    )
+    parser.add_argument(
+        "--answers-per-engine", type=_tokens, metavar="N", help="that a decode engine gives at once at that pace"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
 
 
@@ -83,6 +98,18 @@ def rates_of(given: argparse.Namespace) -> Rates:
     return Rates(
         given.prefill_tokens_per_second, given.device_copy_rate, given.tier_rate, given.put_price, given.get_price
     )
+
+
+def apart_of(given: argparse.Namespace, engines: Sequence[PlannedEngines]) -> Apart | None:
+    """How many engines of each role the given trace needs; None: no trace is given. Raises CommandError."""
+    if given.trace is None:
+        return None
+    known = (group.prefill_tokens_per_second for group in engines)
+    prefill = given.prefill_tokens_per_second or next(filter(None, known), None)
+    if prefill is None or given.token_ms is None or given.answers_per_engine is None:
+        raise CommandError("--trace needs --prefill-tokens-per-second, --token-ms and --answers-per-engine too")
+    rates = ApartRates(prefill, given.token_ms / 1000.0, given.answers_per_engine)
+    return apart(read_named(given.trace, "--trace").splitlines(), rates)
 
 
 def _positive(text: str) -> float:
