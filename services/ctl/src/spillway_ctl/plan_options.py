@@ -76,9 +76,7 @@ def add_plan(areas: Any) -> None:
         metavar="FILE",
         help="requests in Mooncake's format, one JSON object a line: how many prefill and decode engines they need",
     )
-    parser.add_argument(
-        "--token-ms", type=_positive, metavar="N", help="between two tokens of a decode engine's answer"
-    )
+    parser.add_argument("--token-ms", type=_positive, metavar="N", help="between two tokens of one answer")
     parser.add_argument(
         "--answers-per-engine", type=_tokens, metavar="N", help="that a decode engine gives at once at that pace"
     )
