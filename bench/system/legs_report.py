@@ -90,7 +90,7 @@ class Runs:
         self._runs.setdefault(name, []).append(run)
 
     def figures(self, name: str) -> dict[str, float]:
-        """Those of all requests of its runs; counts of legs are added up, of all else it is the mean."""
+        """Return those of all requests of its runs; counts of legs are added up, of all else it is the mean."""
         runs, found = self.of(name), dict[str, float]()
         for key in dict.fromkeys(key for run in runs for key in run.values):
             given = [run.values[key] for run in runs if key in run.values]
@@ -105,7 +105,7 @@ class Runs:
         return found
 
     def paired(self, base: str = "plain") -> dict[str, float]:
-        """Of each system that ran as often as the base did, beside the base's run of the same number: the median, the
+        """Compare each system that ran as often as the base did with the base's run of the same number: the median, the
         lowest and the highest ratio, and the base's own lowest over its highest. More is better for all."""
         found: dict[str, float] = {}
         bases = [self._compared(run) for run in self.of(base)]

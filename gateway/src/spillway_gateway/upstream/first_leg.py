@@ -4,7 +4,7 @@ That token is discarded. The second leg's engine computes it again from the same
 that text, ids, log-probabilities, stop strings and usage are those of one engine by construction.
 
 The second one is the request as it is. If the engines' own connectors hand prompts over, as NixlConnector does, the
-first reply names the place of the prompt's KV, and the second leg is told it.
+first reply names the place of the prompt's KV, and the second leg gets that name.
 """
 
 from __future__ import annotations
