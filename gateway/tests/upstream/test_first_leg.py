@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -230,7 +231,16 @@ async def test_other_routes_take_one_leg_and_engines_without_roles_count_none(st
         assert legs(running) == {}
 
 
-PLACE = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[3, 4]], "remote_port": 5600}
+PLACE = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p",
+    "remote_request_id": "cmpl-1",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "remote_block_ids": [[3, 4]],
+    "tp_size": 1,
+}
 BY_CONNECTOR = {"handOver": "connector", "stores": {"p": STORE, "d": "nvme/fedcba9876543210"}}  # none in common
 
 
@@ -335,15 +345,71 @@ def test_a_second_leg_is_the_request_and_the_place(body: dict[str, Any], said: d
     assert json.loads(bytes(leg.body)) == {**body, "kv_transfer_params": params}
 
 
+def replied(place: object) -> bytes:
+    return json.dumps({"choices": [], "kv_transfer_params": place}).encode()
+
+
+def read(reply: bytes) -> dict[str, Any] | None:
+    place = place_of(reply)
+    return None if place is None else json.loads(msgspec.json.encode(place))
+
+
 @pytest.mark.parametrize(
-    ("reply", "place"),
+    "further",
     [
-        (b'{"kv_transfer_params":{"remote_port":1},"choices":[]}', {"remote_port": 1}),
-        (b'{"kv_transfer_params":null}', None),
-        (b'{"kv_transfer_params":[1]}', None),
-        (b"[]", None),
-        (b"{", None),
+        {},
+        {"remote_block_ids": [3, 4]},  # without KV groups
+        {"remote_block_ids": [[], [7]]},  # a group's window lies elsewhere
+        {"remote_multi_nodes_meta_mapping": {"0": {"host": "10.0.0.1"}}, "last_token_id": 7},
+        {"of_a_later_version": [10**40, None, "\u00e9"]},
     ],
 )
-def test_a_place_is_read_out_of_any_reply(reply: bytes, place: dict[str, Any] | None) -> None:
-    assert place_of(reply) == place
+def test_a_place_is_read_with_members_that_only_its_connector_knows(further: dict[str, Any]) -> None:
+    assert read(replied(PLACE | further)) == PLACE | further
+
+
+@pytest.mark.parametrize("member", ["spillway_session", "spillway_retention", "spillway_hand_over"])
+def test_an_engine_does_not_say_what_the_gateway_says(member: str) -> None:
+    assert read(replied(PLACE | {member: {"id": "another tenant's"}})) == PLACE
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: None} for name in PLACE if name.startswith("remote_")),
+        {"do_remote_prefill": False},
+        {"do_remote_prefill": "true"},
+        {"remote_engine_id": ["p"]},  # would be a key of the engine's dictionary
+        {"remote_host": "h" * 1025},
+        {"remote_port": 0},
+        {"remote_port": "5600"},
+        {"remote_block_ids": []},  # vLLM asserts that there are some
+        {"remote_block_ids": [[], []]},
+        {"remote_block_ids": [[-1]]},
+        {"remote_block_ids": [[[3]]]},
+        {"remote_block_ids": [2**31]},
+        {"remote_block_ids": {"0": 3}},
+    ],
+)
+def test_a_place_that_would_end_or_block_an_engine_is_none(wrong: dict[str, Any]) -> None:
+    assert read(replied(PLACE | wrong)) is None
+
+
+@pytest.mark.parametrize("name", [name for name in PLACE if name.startswith(("remote_", "do_remote_prefill"))])
+def test_a_place_without_what_engines_need_is_none(name: str) -> None:
+    assert read(replied({key: value for key, value in PLACE.items() if key != name})) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'{"kv_transfer_params":null}',
+        b'{"kv_transfer_params":[1]}',
+        b"[]",
+        b"{",
+        replied(PLACE)[:-2] + b',"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
+        replied(PLACE)[:-2] + b',"x":"\xff"}}',
+    ],
+)
+def test_any_reply_is_read(reply: bytes) -> None:
+    assert place_of(reply) is None

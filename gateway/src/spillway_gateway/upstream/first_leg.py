@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.metrics import GatewayMetrics
@@ -25,12 +26,13 @@ from spillway_gateway.upstream.json_walk import JsonWalk
 from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.splice import Edit, edited, insertion, opening_of
-from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER
+from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER
 
 STEP_BYTES = 64 * 1024  # well under a millisecond of the event loop
 REPLY_BYTES_MAX = 1024 * 1024  # a connector names each block
 _COMPUTED_IN_FULL = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
+_OWN = frozenset({HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER})
 # Asks vLLM's NixlConnector, or vllm-ascend's MooncakeConnector, to keep the prompt's blocks and to name their place.
 _KEEP: dict[str, Any] = {
     "do_remote_decode": True,
@@ -140,16 +142,48 @@ async def second_leg(request: OutboundRequest, place: Mapping[str, Any]) -> Outb
     return msgspec.structs.replace(request, body=_with_values(request.body, walk, {_PARAMS: params}, [_PARAMS]))
 
 
-def place_of(reply: bytes) -> Mapping[str, Any] | None:
-    """The place of a prompt's KV in the reply to a first leg; None: it names none."""
-    try:
-        return msgspec.json.decode(reply, type=_Kept).kv_transfer_params or None
-    except msgspec.MsgspecError:
-        return None
+_Text = Annotated[str, Meta(min_length=1, max_length=1024)]
+_Block = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class _Place(msgspec.Struct):
+    """What every connector's place has. vLLM reads it on the scheduler's thread, where an exception ends the engine;
+    a request whose place lacks one of these waits for blocks without an end."""
+
+    do_remote_prefill: bool
+    remote_engine_id: _Text
+    remote_request_id: _Text
+    remote_host: _Text
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_block_ids: list[_Block | list[_Block]]  # or of each KV group
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.do_remote_prefill and any(each != [] for each in self.remote_block_ids)
+
+
+class _Checked(msgspec.Struct):
+    kv_transfer_params: _Place | None = None
 
 
 class _Kept(msgspec.Struct):
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, msgspec.Raw]
+
+
+def place_of(reply: bytes) -> Mapping[str, Any] | None:
+    """The place of a prompt's KV in the reply to a first leg; None: it names none that an engine could read from.
+
+    A connector's further members pass as they are; what only the gateway says of a request does not.
+    """
+    try:
+        str(reply, "utf-8")  # members that pass as they are were not read
+        checked = msgspec.json.decode(reply, type=_Checked).kv_transfer_params
+        if checked is None or not checked.has_blocks:
+            return None
+        kept = msgspec.json.decode(reply, type=_Kept).kv_transfer_params
+    except (ValueError, RecursionError):  # MsgspecError is a ValueError
+        return None
+    return {name: value for name, value in kept.items() if name not in _OWN}
 
 
 async def first_leg_body(body: Body, *, by_connector: bool = False) -> bytes:
