@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(RUN_SECONDS_MAX + 60)
 @pytest.mark.parametrize(
     ("names", "least", "plugins"),
     [
-        (("check_layouts.py", "check_engine.py"), 20, None),
+        (("check_layouts.py", "check_engine.py", "check_transfer.py"), 23, None),
         # Without their platform, which wants blocks of 128 tokens: theirs are the patches.
         (("check_lives.py",), 2, "ascend_kv_connector"),
     ],

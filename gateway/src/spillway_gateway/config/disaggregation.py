@@ -23,7 +23,7 @@ class DisaggregationConfig(Disaggregation, frozen=True):
 
     @property
     def by_connector(self) -> bool:
-        """Whether the engines' own connectors hand prompts over: NixlConnector, MooncakeConnector of vllm-ascend."""
+        """Whether the engines' own connectors hand prompts over: NixlConnector, vllm-ascend's MooncakeConnectorV1."""
         return self.hand_over == "connector"
 
 

@@ -33,7 +33,7 @@ REPLY_BYTES_MAX = 1024 * 1024  # a connector names each block
 _COMPUTED_IN_FULL = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
 _OWN = frozenset({HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER})
-# Asks vLLM's NixlConnector, or vllm-ascend's MooncakeConnector, to keep the prompt's blocks and to name their place.
+# Asks vLLM's NixlConnector, or vllm-ascend's MooncakeConnectorV1, to keep the prompt's blocks and name their place.
 _KEEP: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

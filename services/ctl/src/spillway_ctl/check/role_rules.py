@@ -94,7 +94,7 @@ def _connector(group: Group, first: Group) -> Iterator[Finding]:
         yield Finding(
             f"{group.path}.kvTransfer.connector",
             "none, but gateway.disaggregation.handOver: connector has the engines' own connectors hand prompts over",
-            "set NixlConnector, MooncakeConnector with vllm-ascend, or handOver: store",
+            "set NixlConnector, MooncakeConnectorV1 with vllm-ascend, or handOver: store",
         )
     elif given != other and other:
         yield Finding(
