@@ -14,7 +14,7 @@ LEVELS = {
     "ctl": (
         "census errors evidence interruption plan_arithmetic planned_tier quantities store tier_rates",
         "frame_filter namespace_summary nvme_store plan_input plan_ratio progress readings redis_store s3_store "
-        "seal_check tier_findings",
+        "role_findings seal_check tier_findings",
         "findings named_text run store_choice",
         "check doctor listing node_tier plan_options purge status store_options tenant_id",
         "live plan verify",

@@ -18,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from spillway_gateway.config.settings import parse_config
 from spillway_gateway.errors import ConfigError
+from spillway_gateway.testing.fake_engine import Scripted
 from spillway_gateway.testing.faults import Status
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
@@ -238,7 +239,8 @@ def test_operations_have_their_conventional_names(path: str, operation: str) -> 
     assert operation_of(path) == operation
 
 
-async def test_each_of_two_legs_is_a_span(start_engine: Any, collector: Collector) -> None:
+@pytest.mark.parametrize("hand_over", ["store", "connector"])
+async def test_each_of_two_legs_is_a_span(start_engine: Any, collector: Collector, hand_over: str) -> None:
     block, store = 16, "nvme/0123456789abcdef"
     engines = [await start_engine(name, block_tokens=block, publisher=KvPublisher()) for name in ("p", "d")]
     for engine in engines:
@@ -246,7 +248,12 @@ async def test_each_of_two_legs_is_a_span(start_engine: Any, collector: Collecto
         engine.store = store
         engine.announce_stored(store)
     settings = {"otlpEndpoint": collector.url, "exportSeconds": 60}
-    legs = {"mode": "always", "uncachedTokensMin": block, "handOverSecondsMax": 120}
+    place = {"do_remote_prefill": True, "remote_engine_id": "secret-p", "remote_request_id": "secret-r"}
+    place |= {"remote_host": "secret-h", "remote_port": 1, "remote_block_ids": [1]}
+    kept = {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}], "kv_transfer_params": place}
+    if hand_over == "connector":
+        engines[0].script = lambda path, body: Scripted(document=kept)
+    legs = {"mode": "always", "uncachedTokensMin": block, "handOverSecondsMax": 120, "handOver": hand_over}
     document = gateway_config(engines, tracing=settings, disaggregation=legs)
     for entry, role in zip(document["models"][0]["engines"], ("prefill", "decode"), strict=True):
         entry["role"] = role
@@ -261,3 +268,4 @@ async def test_each_of_two_legs_is_a_span(start_engine: Any, collector: Collecto
     first, second = map(attributes, collector.spans["route"])
     assert (first["spillway.legs"], first["spillway.legs.reason"]) == ("two", "always")
     assert first["spillway.legs.two_legs_ms"] > 0 and "spillway.legs" not in second
+    assert "secret" not in repr(collector.spans), "where an engine keeps blocks"

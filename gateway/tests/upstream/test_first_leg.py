@@ -266,6 +266,8 @@ async def test_the_engines_own_connector_hands_over_without_a_common_store(start
         assert second == {**body, "kv_transfer_params": PLACE}
         assert b"remote" not in answer
         assert legs(running) == {("two", "always"): 1.0}
+        page = running.gateway.metrics.exposition().decode()
+        assert "spillway_gateway_hand_over_seconds_count" not in page, "the transfer is a part of the second leg"
         assert prefill.seen[-1].path != PROMOTE_PATH and all(seen.path != PROMOTE_PATH for seen in decode.seen)
 
 
@@ -282,7 +284,7 @@ async def test_a_place_is_named_once(start_engine, client):
         assert given == [False, True]
 
 
-@pytest.mark.parametrize("place", [None, {}])
+@pytest.mark.parametrize("place", [None, {}, {**PLACE, "remote_block_ids": []}])
 async def test_a_first_leg_that_names_no_place_leaves_the_whole_request(start_engine, client, place):
     async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
         prefill.script = connector(place)

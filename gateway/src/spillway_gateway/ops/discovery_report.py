@@ -25,6 +25,7 @@ def discovered(sources: Mapping[str, SourceStatus], fleets: Sequence[ModelFleet]
                 {
                     "name": engine.name,
                     "url": engine.config.url,
+                    "role": engine.config.role.value,
                     "kvEvents": engine.config.kv_events,
                     "kvReplay": engine.config.kv_replay,
                     "instance": engine.instance,

@@ -82,14 +82,26 @@ class GatewayReading:
 
     def engines(self) -> Iterator[tuple[str, str, str]]:
         """(model, name, url) of those that it knows; by its own name once for each data parallel rank."""
+        for model, engine in self._engines():
+            yield model, str(engine.get("name")), str(engine.get("url"))
+
+    def roles(self, model: str) -> dict[str, str]:
+        """The role of each engine of a model, by its name; one that the gateway does not say is not there."""
+        return {
+            str(engine.get("name")): str(engine["role"])
+            for name, engine in self._engines()
+            if name == model and "role" in engine
+        }
+
+    def _engines(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         config = self.config or {}
         for model in mappings(at(config, "settings", "models")):
             for engine in mappings(model.get("engines")):
-                yield str(model.get("name")), str(engine.get("name")), str(engine.get("url"))
+                yield str(model.get("name")), engine
         discovered = config.get("discovered")
         for name, found in discovered.items() if isinstance(discovered, Mapping) else ():
             for engine in mappings(at(found, "engines")):
-                yield str(name), _RANK.sub("", str(engine.get("name"))), str(engine.get("url"))
+                yield str(name), {**engine, "name": _RANK.sub("", str(engine.get("name")))}
 
 
 @dataclass

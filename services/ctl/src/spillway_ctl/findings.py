@@ -21,6 +21,7 @@ from spillway_ctl.evidence import (
     by_process,
     mappings,
 )
+from spillway_ctl.role_findings import roles
 from spillway_ctl.tier_findings import missed, shared_tiers
 
 SKEW_SECONDS_MAX = 2.0  # HTTP tells whole seconds
@@ -359,6 +360,7 @@ def _together(
         yield _tokenizers(model, of_model)
         yield _gateway_tokenizer(model, gateway)
         yield _expected_prefixes(model, gateway, of_model, window_seconds)
+        yield from roles(model, gateway, of_model, window_seconds)
 
 
 def _tokenizers(model: str, engines: Sequence[EngineReading]) -> Finding:
