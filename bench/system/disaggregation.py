@@ -167,7 +167,8 @@ def measure(options: argparse.Namespace, name: str, engine_urls: Sequence[str], 
     """One gateway over engines that run, from its start to its end. number: of the system's runs, from 0."""
     way, scale = SYSTEMS[name], options.scale
     with gateway(options, way, f"{name}-{number + 1}") as url:
-        load = LegsLoad(url, "model", options.vocabulary, f"{options.seed} {name} {number}")
+        seed, longest = f"{options.seed} {name} {number}", scale.request_seconds
+        load = LegsLoad(url, "model", options.vocabulary, seed, request_seconds=longest)
         half = len(engine_urls) // 2
         with_legs = way.mode == "always"
         run = Run({}, {})
@@ -178,7 +179,7 @@ def measure(options: argparse.Namespace, name: str, engine_urls: Sequence[str], 
             kinds, times = scale.mixes()[mix], options.rate * len(engine_urls) / 2
             timed = asyncio.run(load.arriving(kinds, times, options.seconds, options.seed + number))
             for error in sorted({one.error for one in timed if one.error is not None})[:3]:
-                print(f"   failed: {error}", flush=True)
+                print(f"   {name}, {mix}: failed: {error}", flush=True)
             run.timed[mix] = timed
         page = read(f"{url}/metrics")
         run.values["hand_over_p50_seconds"] = median_of_buckets(page, HAND_OVER)

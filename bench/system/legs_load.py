@@ -49,9 +49,12 @@ class Timed:
 
 
 class LegsLoad:
-    """Asks one address. vocabulary: size of the model's."""
+    """Asks one address. vocabulary: size of the model's. request_seconds: after which a request has failed."""
 
-    def __init__(self, url: str, model: str, vocabulary: int, seed: str) -> None:
+    def __init__(
+        self, url: str, model: str, vocabulary: int, seed: str, *, request_seconds: float = REQUEST_SECONDS_MAX
+    ) -> None:
+        self._request_seconds = request_seconds
         self._url = url
         self._model = model
         self._ids = range(FIRST_ID, vocabulary)
@@ -79,7 +82,7 @@ class LegsLoad:
         return [task.result() for task in asking]
 
     def session(self) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS_MAX)
+        timeout = aiohttp.ClientTimeout(total=self._request_seconds)
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
     async def ask(self, http: aiohttp.ClientSession, prompt: list[int], kind: Kind) -> Timed:

@@ -23,6 +23,7 @@ class Scale:
     uncached_tokens_min: int
     killed_tokens: int  # of a prompt while engines are killed
     killed_request_seconds: float  # about what such a request takes
+    request_seconds: float  # after which a request has failed, so that one that hangs costs no whole run
 
     def mixes(self) -> dict[str, tuple[Kind, ...]]:
         long, short = self.long, self.short
@@ -49,6 +50,7 @@ CUDA = Scale(
     uncached_tokens_min=1_024,
     killed_tokens=2_048,
     killed_request_seconds=0.4,
+    request_seconds=45.0,
 )
 TINY = Scale(
     long=Kind(768, 4, 0.25),
@@ -63,4 +65,5 @@ TINY = Scale(
     uncached_tokens_min=256,
     killed_tokens=384,
     killed_request_seconds=8.0,
+    request_seconds=240.0,
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -165,3 +166,26 @@ def test_first_tokens_and_gaps_are_taken_from_the_events_with_ids():
     load._event(b"[DONE]", request, last)
     assert (request.ids, len(request.gaps), request.prompt_tokens, request.error) == ([1, 2, 3], 1, 9, None)
     assert request.first_token_seconds > 0
+
+
+def test_a_request_without_an_answer_has_failed_and_the_others_count():
+    async def ask() -> Timed:
+        held = asyncio.Event()
+
+        async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await held.wait()
+            writer.close()
+
+        server = await asyncio.start_server(never, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        load = LegsLoad(f"http://{host}:{port}", "model", 5_000, "seed", request_seconds=0.05)
+        async with server, load.session() as http:
+            try:
+                return await load.ask(http, load.prompt(4), Kind(4, 2, 0.0))
+            finally:
+                held.set()
+
+    silent = asyncio.run(ask())
+    assert silent.error is not None and "Timeout" in silent.error
+    found = figures([silent, timed(0.5, [0.01])], 1.0, CUDA)
+    assert (found["requests"], found["failed_requests"]) == (2, 1)
