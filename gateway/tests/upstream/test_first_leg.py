@@ -284,6 +284,28 @@ async def test_a_place_is_named_once(start_engine, client):
         assert given == [False, True]
 
 
+@pytest.mark.parametrize(("hand_over", "passes"), [("connector", False), ("store", True)])
+async def test_beside_the_gateways_own_no_client_says_how_blocks_are_transferred(
+    start_engine, client, hand_over: str, passes: bool
+):
+    """One that does would end an engine whose connector trusts it. Without a keys file they pass otherwise."""
+    async with split(start_engine, handOver=hand_over) as (running, prefill, (decode,)):
+        decode.script = connector(PLACE)
+        status, _, answer = await ask(client, running.url, kv_transfer_params={**PLACE, "remote_block_ids": []})
+        assert (status, prompts(prefill)) == (200, [])
+        assert bool(prompts(decode)[0].get("kv_transfer_params")) is passes
+        assert (json.loads(answer)["kv_transfer_params"] is not None) is passes
+
+
+async def test_engines_without_roles_answer_whole_requests_whatever_hands_over(start_engine, client):
+    roles = {"p": "both", "d": "both"}
+    engines = await start(start_engine, roles)
+    async with running_gateway(config_of(engines, roles, handOver="connector", mode="off")) as running:
+        assert (await ask(client, running.url))[0] == 200
+        (body,) = (body for engine in engines for body in prompts(engine))
+        assert "kv_transfer_params" not in body and legs(running) == {}
+
+
 @pytest.mark.parametrize("place", [None, {}, {**PLACE, "remote_block_ids": []}])
 async def test_a_first_leg_that_names_no_place_leaves_the_whole_request(start_engine, client, place):
     async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):

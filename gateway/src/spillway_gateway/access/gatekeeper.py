@@ -103,9 +103,12 @@ class Gatekeeper:
             return tenant_salt(self._secret, tenant.name, given)
         return client_salt(given) if given else None  # engines refuse an empty one
 
-    def may_steer(self, tenant: Tenant) -> bool:
-        """Whether the tenant's kv_transfer_params pass, in requests and in replies: a router that stands in front."""
-        return self._ring is None or tenant.name in self._config.kv_transfer_tenants
+    def may_steer(self, tenant: Tenant, *, by_connector: bool) -> bool:
+        """Whether the tenant's kv_transfer_params pass, in requests and in replies: a router that stands in front.
+        by_connector: engines obey the gateway's, so that without keys no client's pass."""
+        if self._ring is None:
+            return not by_connector
+        return tenant.name in self._config.kv_transfer_tenants
 
     def allow_unsalted(self, path: str) -> None:
         """Allow a route on which the engine caches and takes no salt. Raises RouteNotSalted if one tenant could detect

@@ -164,7 +164,7 @@ class InferenceEndpoint:
             given,
             body,
             own,
-            steers=gatekeeper.may_steer(tenant),
+            steers=gatekeeper.may_steer(tenant, by_connector=served.fleet.disaggregation.by_connector),
             takes_transfer_params=route.takes_transfer_params,
         )
         for name, value in members.items():
@@ -372,7 +372,8 @@ async def serve(
                 )
             )
         return
-    private = None if context.gatekeeper.may_steer(tenant) else PrivateReply(client, send)
+    steers = context.gatekeeper.may_steer(tenant, by_connector=served.fleet.disaggregation.by_connector)
+    private = None if steers else PrivateReply(client, send)
     with ExitStack() as ends:  # each runs whatever another one raises
         place = _Place(admitted, outbound)
         ends.callback(place.leave)
