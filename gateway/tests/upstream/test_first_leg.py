@@ -20,6 +20,7 @@ from spillway_gateway.testing.faults import DieInStream, Fault, Hang, HeadThenDi
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 from spillway_gateway.testing.running_fronts import running_fronts
+from spillway_gateway.upstream import relay
 from spillway_gateway.upstream.first_leg import first_leg_body, place_of, second_leg
 from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_settings.wire import PROMOTE_PATH
@@ -282,6 +283,15 @@ async def test_a_place_is_named_once(start_engine, client):
         await asking
         given = sorted("kv_transfer_params" in body for engine in decode for body in prompts(engine))
         assert given == [False, True]
+
+
+async def test_a_place_that_may_hold_others_kv_by_now_is_not_named(start_engine, client, monkeypatch):
+    """Engines keep blocks for a while; the second leg may have waited for its engine for longer."""
+    monkeypatch.setattr(relay, "PLACE_SECONDS_MAX", 0.0)
+    async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
+        prefill.script = connector(PLACE)
+        assert (await ask(client, running.url))[:2] == (200, "d")
+        assert "kv_transfer_params" not in prompts(decode)[0]
 
 
 @pytest.mark.parametrize(("hand_over", "passes"), [("connector", False), ("store", True)])

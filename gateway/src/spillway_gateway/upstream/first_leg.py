@@ -30,6 +30,8 @@ from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_M
 
 STEP_BYTES = 64 * 1024  # well under a millisecond of the event loop
 REPLY_BYTES_MAX = 1024 * 1024  # a connector names each block
+# Engines keep blocks that none asks for at least three times as long; later, others' KV may lie there.
+PLACE_SECONDS_MAX = 10.0
 _COMPUTED_IN_FULL = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
 _OWN = frozenset({HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER})

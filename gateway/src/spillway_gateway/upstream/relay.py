@@ -33,7 +33,14 @@ from spillway_gateway.upstream.answers import plain_failure
 from spillway_gateway.upstream.connections import Connection, Connections
 from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
-from spillway_gateway.upstream.first_leg import REPLY_BYTES_MAX, RequestLegs, first_leg, place_of, second_leg
+from spillway_gateway.upstream.first_leg import (
+    PLACE_SECONDS_MAX,
+    REPLY_BYTES_MAX,
+    RequestLegs,
+    first_leg,
+    place_of,
+    second_leg,
+)
 from spillway_gateway.upstream.forward import request_head
 from spillway_gateway.upstream.outbound import AttemptTrace, Client, OutboundRequest, Send, UpstreamServices
 from spillway_gateway.upstream.reading import collect
@@ -66,6 +73,7 @@ class Relay:
         "_exchange",
         "_fleet",
         "_kv_place",
+        "_kv_place_until",
         "_legs",
         "_request",
         "_services",
@@ -84,6 +92,7 @@ class Relay:
         self._dispatched = False
         self._legs = RequestLegs(request, fleet, services.metrics)
         self._kv_place: Mapping[str, Any] | None = None  # of the prompt, for the next attempt
+        self._kv_place_until = 0.0
         self._ended = EndedEngines(request, fleet.name, services)
         self._chosen_at = 0.0  # the last engine
         self._connections: Connections = client.engine_connections or services.pool
@@ -265,7 +274,7 @@ class Relay:
         if status != HTTPStatus.OK:
             return LegsReason.PREFILL_REFUSED
         if by_connector:
-            self._kv_place = place_of(body)
+            self._kv_place, self._kv_place_until = place_of(body), time.monotonic() + PLACE_SECONDS_MAX
             return LegsReason.NO_TRANSFER if self._kv_place is None else None
         return None
 
@@ -352,7 +361,7 @@ class Relay:
                     await self.reply.stream.relay_continued(attempt, connection, self._attempt_trace, events)
                     return
                 request, place, self._kv_place = self._request, self._kv_place, None
-                if place is not None:  # a connector gives it away once
+                if place is not None and time.monotonic() < self._kv_place_until:  # a connector gives it away once
                     request = await second_leg(request, place)
                 connection = await self._ask(engine, request)
                 self._attempt_status = connection.status
