@@ -14,6 +14,7 @@ from cluster.values import OPERATIONS_PORT, SCALED_OBJECTS, Values, over, simula
 from stack_driver.deadlines import eventually
 
 WAITING = "spillway_gateway_admission_waiting_requests"
+LEGS = "spillway_gateway_legs_total"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,18 +96,44 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
         namespace.kubectl("delete", "crd", SCALED_OBJECTS["metadata"]["name"], "--ignore-not-found")
 
 
+def test_prefill_and_decode_apart(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
+    """two groups of one model with roles beside another model: pods are found with their roles, and no request fails"""
+    tier = {"sharedTier": {"type": "redis"}}
+    groups = {
+        role: {"role": role, "replicas": 1, "model": {"servedName": "apart"}, "offload": tier}
+        for role in ("prefill", "decode")
+    }
+    terms = {"mode": "always", "uncachedTokensMin": 1}
+    with client.load() as result:
+        release.upgrade(
+            simulated(engines={"default": {}, **groups}, redis={"enabled": True}, gateway={"disaggregation": terms})
+        )
+        eventually("the model is served", lambda: client.status_of("apart") == 200, 180.0)
+        eventually("its engines have roles", lambda: counted(namespace, client, LEGS, "apart") >= 1, 60.0)
+        client.wait_for_requests(client.progress() + 40)
+    no_failure(result, case)
+    assert not counted(namespace, client, LEGS, "default"), "engines without roles count no legs"
+
+
 def scale(namespace: Kubernetes, replicas: int) -> None:
     """What KEDA does."""
     namespace.kubectl("scale", "statefulset", "chat-spillway-engine-away", f"--replicas={replicas}")
 
 
 def waiting_requests(namespace: Kubernetes, client: ClientPod) -> int:
-    """Waiting requests of the model that is away, over all gateways, as Prometheus would add them up."""
+    """Waiting requests of the model that is away."""
+    return counted(namespace, client, WAITING, "away")
+
+
+def counted(namespace: Kubernetes, client: ClientPod, series: str, model: str) -> int:
+    """The sum of a model's series over all gateways, as Prometheus would add them up."""
     total = 0.0
     for pod in namespace.ready_pods("gateway"):
         page = client.get_text(f"http://{pod['status']['podIP']}:{OPERATIONS_PORT}/metrics")
         values = [
-            line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(f'{WAITING}{{model="away"}}')
+            line.rpartition(" ")[2]
+            for line in page.splitlines()
+            if line.startswith(f"{series}{{") and f'model="{model}"' in line
         ]
         total += sum(map(float, values))
     return int(total)
