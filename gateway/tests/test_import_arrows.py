@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "access": {"background", "config", "errors", "turns"},
     "discovery": {"config", "errors"},
     "fleet": {"config", "errors", "metrics", "routing", "turns"},
-    "tokens": {"config", "errors", "routing"},
+    "tokens": {"background", "config", "errors", "routing"},
     "client": {"config", "error_bodies", "errors", "lifecycle", "turns", "write_coalescing"},
     "upstream": {
         "access",

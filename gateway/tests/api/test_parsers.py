@@ -94,6 +94,16 @@ def test_so_is_the_number_of_answers(n: Any) -> None:
         assert (parsed.choices, parsed.reply_tokens_max) == (3, 1500)
 
 
+@pytest.mark.parametrize("n", ["0" * 40 + "3", "3." + "0" * 40, " " * 40 + "3"])
+def test_a_number_of_answers_that_only_engines_would_read_is_refused(n: str) -> None:
+    """They take it as 3."""
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        body, _, _ = LENGTHS[path]
+        parse = next(route.parse for route in ROUTES if route.path == path)
+        with pytest.raises(ClientBadRequest, match="^n: "):
+            parse(json.dumps({**body, "n": n}).encode())
+
+
 def test_responses_are_chats() -> None:
     prompt = chat_of(parse_responses, instructions="Be brief.", input="hi", cache_salt="s")
     assert prompt.exact and prompt.cache_salt == "s"

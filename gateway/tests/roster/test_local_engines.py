@@ -78,3 +78,14 @@ async def test_a_model_that_comes_back_while_its_engines_leave_has_its_own(roste
         await asyncio.sleep(0)
     assert not gone.engines
     assert list(roster.models["m"].fleet.engines) == names("d")
+
+
+async def test_none_comes_once_they_have_stopped(roster: Roster) -> None:
+    """Its tasks would outlive the process's others."""
+    engines = roster.models["m"].fleet.engines
+    await roster.apply(config(*names("b")))
+    await roster._engines.stop()
+    before = set(engines)
+    for _ in range(2 * MANY):
+        await asyncio.sleep(0)
+    assert set(engines) == before and f"b{MANY - 1}" not in engines

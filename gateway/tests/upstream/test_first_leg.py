@@ -285,6 +285,33 @@ async def test_a_place_is_named_once(start_engine, client):
         assert given == [False, True]
 
 
+@pytest.mark.parametrize("fields", [{"n": 2}, {"n": "2"}, {"prompt": [PROMPT, []]}, {"use_beam_search": True, "n": 1}])
+async def test_a_request_that_would_read_a_place_more_than_once_or_never_takes_one_leg(start_engine, client, fields):
+    """vLLM reads it for each choice; after the first reading other requests' KV may lie there."""
+    async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
+        prefill.script = connector(PLACE)
+        assert (await ask(client, running.url, **fields))[:2] == (200, "d")
+        assert prompts(prefill) == [] and "kv_transfer_params" not in prompts(decode)[0]
+        assert legs(running) == {("one", "body"): 1.0}
+
+
+async def test_a_place_is_not_named_again_when_a_reused_connection_ends(start_engine, client):
+    """Its engine, or one of several servers of it, may have got the request and read the place."""
+    async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
+        prefill.script = connector(PLACE)
+        assert (await ask(client, running.url))[:2] == (200, "d")
+        decode.fault = HoldInStream(0, asyncio.Event())
+        asking = asyncio.create_task(ask(client, running.url, prompt=PROMPT[5:]))
+        await until(lambda: len(prompts(decode)) == 2)
+        decode.fault = None
+        for connection in list(decode.connections):
+            connection.kill()
+        assert (await asking)[:2] == (200, "d")
+        given = ["kv_transfer_params" in body for body in prompts(decode)]
+        assert given == [True, True, False]
+        assert len(prompts(prefill)) == 2
+
+
 async def test_a_place_that_may_hold_others_kv_by_now_is_not_named(start_engine, client, monkeypatch):
     """Engines keep blocks for a while; the second leg may have waited for its engine for longer."""
     monkeypatch.setattr(relay, "PLACE_SECONDS_MAX", 0.0)

@@ -229,6 +229,7 @@ class InferenceEndpoint:
                 body,
                 known=route.two_legs,
                 single=not parsed.other_tokens and given.kv_transfer_params is msgspec.UNSET,
+                choices=parsed.choices,
                 proxied=client.engine_connections is not None,
             ),
         )

@@ -10,6 +10,7 @@ import msgspec
 
 from spillway_gateway.api.engine_fields import EngineFields
 from spillway_gateway.api.retention import Marks
+from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.tokens.estimates import value_tokens
 from spillway_gateway.tokens.prompt import Prompt
 from spillway_gateway.upstream.forward import Body
@@ -60,7 +61,9 @@ def keyed_session(prompt_cache_key: object) -> dict[str, str]:
 
 
 def choices_of(n: object, prompts: int = 1) -> int:
-    """Answers to so many prompts, n to each."""
+    """Answers to so many prompts, n to each. Raises ClientBadRequest for a text that engines might read as more."""
+    if isinstance(n, str) and len(n) > NUMBER_CHARS_MAX:
+        raise ClientBadRequest(f"n: a text of {len(n)} characters given, a whole number needed")
     return prompts * max(1, _whole_number(n) or 1)
 
 

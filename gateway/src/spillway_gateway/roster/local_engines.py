@@ -128,6 +128,7 @@ class LocalEngines:
             self._follow_source(served)
 
     async def stop(self) -> None:
+        self._coming.clear()  # an engine that came now would start tasks that nothing ends
         tasks = [following.task for following in self._following.values()] + [task for _, task in self._checks.values()]
         for task in tasks:
             task.cancel()

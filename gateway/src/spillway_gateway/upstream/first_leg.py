@@ -33,6 +33,7 @@ REPLY_BYTES_MAX = 1024 * 1024  # a connector names each block
 # Engines keep blocks that none asks for at least three times as long; later, others' KV may lie there.
 PLACE_SECONDS_MAX = 10.0
 _COMPUTED_IN_FULL = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
+_BEAMS = b'"use_beam_search"'
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
 _OWN = frozenset({HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER})
 # Asks vLLM's NixlConnector, or vllm-ascend's MooncakeConnectorV1, to keep the prompt's blocks and name their place.
@@ -61,7 +62,7 @@ _VALUES: dict[str, int | bool | None] = {
 
 
 def why_one_leg(
-    fleet: ModelFleet, prompt: PromptBlocks, body: Body, *, known: bool, single: bool, proxied: bool
+    fleet: ModelFleet, prompt: PromptBlocks, body: Body, *, known: bool, single: bool, choices: int, proxied: bool
 ) -> LegsReason | None:
     """Why a request takes one leg, whatever the engines; None: it may take two.
 
@@ -71,6 +72,7 @@ def why_one_leg(
         body: as engines get it.
         known: the route's body has the members that a first leg changes.
         single: it has one prompt, and does not say how its blocks are transferred.
+        choices: answers that it asks for.
         proxied: a proxy sends it to one engine.
     """
     if not known or not fleet.has_roles:
@@ -78,6 +80,10 @@ def why_one_leg(
     if proxied:
         return LegsReason.PROXY
     if not single or any(name in body for name in _COMPUTED_IN_FULL):
+        return LegsReason.BODY
+    # A connector gives the blocks away to the first that reads them, and vLLM reads them for each choice. Its beams do
+    # not read them at all, and they would be kept for minutes.
+    if fleet.disaggregation.by_connector and (choices > 1 or _BEAMS in body):
         return LegsReason.BODY
     if prompt.text_tokens is not None:
         return LegsReason.TEXT

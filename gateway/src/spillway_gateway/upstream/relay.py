@@ -363,7 +363,7 @@ class Relay:
                 request, place, self._kv_place = self._request, self._kv_place, None
                 if place is not None and time.monotonic() < self._kv_place_until:  # a connector gives it away once
                     request = await second_leg(request, place)
-                connection = await self._ask(engine, request)
+                connection = await self._ask(engine, request, again=self._request)
                 self._attempt_status = connection.status
                 await self.reply.relay(attempt, connection, self._attempt_trace)
         finally:
@@ -384,23 +384,16 @@ class Relay:
         self._connections.release(engine, connection)
         return status, reply
 
-    async def _ask(self, engine: Engine, request: OutboundRequest) -> Connection:
+    async def _ask(
+        self, engine: Engine, request: OutboundRequest, *, again: OutboundRequest | None = None
+    ) -> Connection:
         """Send the request and wait for the reply's head. A reused connection that turns out closed is no failure of
-        the engine: a fresh connection decides."""
+        the engine: a fresh connection decides. again: what that one sends, if it is not the same."""
         pool = self._connections
-        head = request_head(
-            engine.base_path.encode() + request.path,
-            engine.host_header,
-            request.headers if self._attempt_trace is None else self._attempt_trace.headers,
-            len(request.body),
-            request.request_id,
-            method=request.method,
-            rank=engine.rank,
-        )
         connection: Connection | None = pool.take_idle(engine)
         if connection is not None:
             self._connection = connection
-            self._dispatch(connection, head, request)
+            self._dispatch(connection, engine, request)
             try:
                 await connection.head()
                 return connection
@@ -413,14 +406,24 @@ class Relay:
                     connection = await pool.open(engine)
                 except EngineRefused:  # it may have got the request, and ended
                     raise broken from None
+                request = again or request
         else:
             connection = await pool.open(engine)
         self._connection = connection
-        self._dispatch(connection, head, request)
+        self._dispatch(connection, engine, request)
         await connection.head()
         return connection
 
-    def _dispatch(self, connection: Connection, head: bytes, request: OutboundRequest) -> None:
+    def _dispatch(self, connection: Connection, engine: Engine, request: OutboundRequest) -> None:
+        head = request_head(
+            engine.base_path.encode() + request.path,
+            engine.host_header,
+            request.headers if self._attempt_trace is None else self._attempt_trace.headers,
+            len(request.body),
+            request.request_id,
+            method=request.method,
+            rank=engine.rank,
+        )
         connection.send((head, request.body))
         if not self._dispatched:
             self._dispatched = True
