@@ -100,7 +100,7 @@ def test_a_number_of_answers_that_only_engines_would_read_is_refused(n: str) -> 
     for path in ("/v1/chat/completions", "/v1/completions"):
         body, _, _ = LENGTHS[path]
         parse = next(route.parse for route in ROUTES if route.path == path)
-        with pytest.raises(ClientBadRequest, match="^n: "):
+        with pytest.raises(ClientBadRequest, match=r"^n: "):
             parse(json.dumps({**body, "n": n}).encode())
 
 
