@@ -306,6 +306,26 @@ def test_a_chunk_of_two_sessions_is_stored_at_once(region: HostRegion, second: s
     rig.require_right()
 
 
+def test_what_a_shared_tier_lacks_of_a_prompt_that_is_handed_over_is_stored_at_once(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+):
+    rig = Rig(region)
+    for prompt in range(3):  # the first two fill the CPU tier
+        rig.begin(prompt)
+    keys = keys_of(2)
+    lacking = [key for key in keys if key in rig.late._owed][:-1]
+    assert lacking, "the prompt was stored when it was computed"
+    monkeypatch.setattr(rig.manager.spills, "lacks", set(lacking).intersection)
+
+    rig.late.found_on_device(keys, TenantContext(req_id="leg", hand_over=True))
+    rig.step()
+    while rig.jobs:
+        rig.copy()
+
+    assert [key for key in keys[1:] if key in rig.tier.ready] == lacking
+    rig.require_right()
+
+
 def test_the_log_says_when_and_why_a_chunk_is_stored_late(region: HostRegion, decisions: list[str]):
     rig = Rig(region)
     for prompt in range(6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.holds import RetentionHint
 from spillway_connector.plan.sessions import SessionHint
 
+ROWS = 100
 CHUNKS = IN_HAND_LEAST + 8  # of a prefix: more than may be in hand
 
 
@@ -33,7 +35,7 @@ class Rig:
         cpu_tier = SimpleNamespace(ready=self.ready, free_rows=lambda: free_rows)
         tier = SimpleNamespace(known=self._known, stores_in_hand=lambda: len(self.in_hand), tier_type="nvme")
         self.spills = Spills(
-            cast(Any, tier), cast(Any, cpu_tier), self._submit, lambda: self.pays, lambda: self.now, rows=100
+            cast(Any, tier), cast(Any, cpu_tier), self._submit, lambda: self.pays, lambda: self.now, rows=ROWS
         )
 
     def _known(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
@@ -55,6 +57,12 @@ class Rig:
         self.spills.use(keys, context)
         self.ready.update(keys)
         self.spills.offer(keys[::-1] if reverse else keys, context)
+
+    def drain(self) -> None:
+        """Until nothing waits or is in hand."""
+        for _ in range(100):
+            self.spills.give()
+            self.take(IN_HAND_LEAST)
 
     def report(self) -> dict[str, float]:
         stats = Samples()
@@ -133,6 +141,55 @@ def test_what_another_engine_or_a_client_waits_for_goes_at_once(fields: dict[str
     rig.ready.update(keys)
     rig.spills.offer(keys, context_of(1, **fields))
     assert rig.given == keys
+
+
+def test_branches_of_one_conversation_all_reach_the_tier():
+    rig = Rig()
+    branches = [prefix(number) for number in range(3)]
+    for keys in branches:  # the last one is the conversation's prefix when the tier takes the first
+        rig.spills.use(keys, context_of(0))
+        rig.ready.update(keys)
+        rig.spills.offer(keys, context_of(0))
+    rig.drain()
+    assert rig.stored == {key for keys in branches for key in keys}
+
+
+def test_what_waits_of_a_prompt_that_is_handed_over_goes_at_once():
+    rig = Rig()
+    rig.arrive(0)
+    rig.arrive(1)
+    assert not rig.given
+    rig.spills.use(prefix(1), context_of(1, hand_over=True))
+    assert rig.given == prefix(1)
+
+
+def test_an_idle_tier_catches_up_with_many_short_conversations():
+    rig = Rig()
+    rig.arrive(0)
+    assert not rig.spills.keeps_up
+    names = count(1)
+    for _ in range(20):
+        for name in islice(names, IN_HAND_LEAST // 2):
+            keys, context = [OffloadKey(b"%036d" % name)], TenantContext(f"short-{name}")
+            rig.spills.use(keys, context)
+            rig.ready.update(keys)
+            rig.spills.offer(keys, context)
+        rig.take(IN_HAND_LEAST)
+        rig.spills.give()
+    assert rig.spills.keeps_up
+
+
+def test_no_more_waits_than_the_cpu_tier_holds_however_long_the_tier_takes_nothing():
+    rig = Rig()
+    rig.pays = False
+    for number in range(100):  # one conversation, of which the CPU tier keeps the last prompt alone
+        keys = [OffloadKey(b"%018d%018d" % (number, at)) for at in range(10)]
+        rig.spills.use(keys, context_of(0))
+        rig.ready.clear()
+        rig.ready.update(keys)
+        rig.spills.offer(keys, context_of(0))
+    rig.pays = True
+    assert len(rig.ready) <= rig.spills.waiting_chunks <= 2 * ROWS
 
 
 def test_while_loads_do_not_pay_one_batch_is_given_now_and_then():

@@ -16,7 +16,8 @@ no step waits.
 
 A shared tier is offered what the CPU tier receives. So a chunk that was never there is in no tier that outlives the
 engine or that a neighbour can read. Such chunks are stored before the device gives them up if requests of two sessions
-use them, and all of them, those used last first, while the engine settles (engine/scheduler/settling.py).
+use them, and all of them, those used last first, while the engine settles (engine/scheduler/settling.py). So is what a
+shared tier lacks of a prompt that another engine goes on with.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.patches.patching import replace_on
-from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, session_of_context
+from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, hands_over, session_of_context
 from spillway_connector.plan.leaving import LeavingWindow
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class LateStores:
         self._owed: dict[OffloadKey, ReqContext] = {}  # on the device alone
         # The owed chunks that never were in the CPU tier, if there is a shared tier; the most recently used come last.
         self._alone: dict[OffloadKey, None] = {}
-        self._common: dict[OffloadKey, None] = {}  # of those alone: of several sessions, to be stored in this step
+        # Owed chunks to be stored in this step: alone and of several sessions, or handed over to another engine.
+        self._common: dict[OffloadKey, None] = {}
         self._spare: dict[OffloadKey, ReqContext] = {}  # on both, of requests that began to run; the latest last
         self._near_head: set[int] = set()  # blocks, when the head was last looked at
         self._to_hold: dict[OffloadKey, KVCacheBlock] = {}  # of requests that ended since the last step
@@ -200,6 +202,10 @@ class LateStores:
                     spare[key] = context
         if self._alone:
             self._use_alone(keys, context)
+        if hands_over(context) and (owed := [key for key in keys if key in self._owed]):
+            lacking = self._manager.spills.lacks(owed)  # in order: a prefix is of use from its head on
+            for key in filter(lacking.__contains__, owed):
+                self._owed[key], self._common[key] = context, None
 
     def _use_alone(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         session = session_of_context(context)
@@ -255,7 +261,7 @@ class LateStores:
                     room -= 1
         if self._common or (settling or 0) > 0:
             kept = {key: block for key, block in self._never_stored(settling or 0).items() if key not in leaving}
-            why = "the engine has time, or several sessions use them"
+            why = "the engine has time, or several sessions or another engine use them"
             yield from self._store(kept, {}, new_job_id, why=why, settling=settling is not None)
         if leaving:
             to_hold, self._to_hold = self._to_hold, {}

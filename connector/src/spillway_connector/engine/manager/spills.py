@@ -6,6 +6,9 @@ for too long, at random. So no more is in hand than a small part of the rows. Al
 can be used and evicted like any other chunk, and the tier is given what the CPU tier gives up next: the conversation
 that was used longest ago, from the head of its prefix on, as fast as it takes it. While loads from the tier do not pay,
 it is given one such batch now and then, so that a later probe finds something to measure.
+
+What another engine or a client waits for goes at once: what its request computes and, for another engine, what of its
+prefix waits already. What a client retains is held in the CPU tier until its turn.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from spillway_connector import metrics
 from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
 from spillway_connector.engine.ipc.samples import Samples
-from spillway_connector.engine.requests.tenancy import TenantContext, hands_over, session_of_context
+from spillway_connector.engine.requests.tenancy import hands_over, is_awaited, session_of_context
 from spillway_connector.engine.shared_tiers.prefix_tier import SharedTierBase
 
 IN_HAND_LEAST = 32  # chunks, so that a prompt of usual length waits for nothing
 _IN_HAND_ROWS_PART = 64  # of the CPU tier: one in so many rows may be in hand
 _BATCH_CHUNKS = 8  # the least that is given at once, which keeps the jobs few
 _CONVERSATIONS_MAX = 1024
-_SCANS_MAX = 4  # of conversations, in one step
+_LOOKS_MAX = 4096  # at chunks of conversations, in one step
 UNPAID_SECONDS = 10.0  # between two batches while loads do not pay
 
 _Name = tuple[bytes, bytes] | str
@@ -62,9 +65,11 @@ class Spills:
     ) -> None:
         self._tier, self._cpu_tier = tier, cpu_tier
         self._submit, self._pays, self._clock = submit, pays, clock
+        self._rows = rows
         self._in_hand_max = max(IN_HAND_LEAST, rows // _IN_HAND_ROWS_PART)
         self._prefixes: OrderedDict[_Name, Sequence[OffloadKey]] = OrderedDict()  # the one used longest ago first
         self._waiting: OrderedDict[_Name, tuple[ReqContext, dict[OffloadKey, None]]] = OrderedDict()  # likewise
+        self._deferred = 0  # chunks, since those that have left were last forgotten
         self._unpaid_at = float("-inf")
         self._counted: Counter[str] = Counter()  # chunks since the last statistics
 
@@ -87,11 +92,13 @@ class Spills:
             self._waiting.move_to_end(name)
         while len(self._prefixes) > _CONVERSATIONS_MAX:
             self._prefixes.popitem(last=False)
+        if hands_over(context) and (given := self._leading(keys, ())):
+            self._counted["later"] += len(given)
+            self._submit(given, context)
 
     def offer(self, keys: Collection[OffloadKey], context: ReqContext) -> None:
         """The CPU tier has received these chunks."""
-        wanted = isinstance(context, TenantContext) and context.retention is not None
-        if hands_over(context) or wanted or (self.keeps_up and len(keys) <= self._room()):
+        if is_awaited(context) or (self.keeps_up and len(keys) <= self._room()):
             self._counted["at_once"] += len(keys)
             self._submit(keys, context)
             return
@@ -101,11 +108,20 @@ class Spills:
         if not absent:
             return
         name = _name_of(context)
-        _, before = self._waiting.get(name, (context, {}))
-        self._counted["deferred"] += len(absent.keys() - before.keys())
-        self._waiting[name] = context, before | absent
+        _, waiting = self._waiting.get(name, (context, {}))
+        before = len(waiting)
+        waiting.update(absent)
+        self._waiting[name] = context, waiting
+        self._counted["deferred"] += len(waiting) - before
+        self._deferred += len(waiting) - before
+        if self._deferred > self._rows:
+            self._forget_those_that_left()
         while len(self._waiting) > _CONVERSATIONS_MAX:
             self._waiting.popitem(last=False)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """Those that the tier neither holds nor is going to, as far as is known."""
+        return set(keys) - self._tier.known(keys)
 
     def give(self) -> None:
         """Give the tier what it takes now of what waits. Called in each step."""
@@ -116,11 +132,12 @@ class Spills:
             if now - self._unpaid_at < UNPAID_SECONDS:
                 return
             self._unpaid_at, room = now, min(room, IN_HAND_LEAST)
-        for _ in range(_SCANS_MAX):
-            if not self._waiting or room <= 0:
-                return
+        looks = 0
+        while self._waiting and room > 0 and looks < _LOOKS_MAX:
             name, (context, offered) = next(iter(self._waiting.items()))
-            chunks = self._leading(self._prefixes.get(name, ()), offered)
+            prefix = self._prefixes.get(name, ())
+            chunks = self._leading(prefix, offered)
+            looks += len(prefix) + len(offered)
             given = chunks[:room]
             if len(given) == len(chunks):
                 del self._waiting[name]
@@ -140,19 +157,30 @@ class Spills:
         """The CPU tier is empty."""
         self._waiting.clear()
 
-    def _leading(self, prefix: Sequence[OffloadKey], offered: dict[OffloadKey, None]) -> list[OffloadKey]:
-        """The chunks to give, in order, up to the first that is in neither tier: behind it nothing can be loaded."""
-        keys = list(prefix) or list(offered)
-        known, ready = self._tier.known(keys), self._cpu_tier.ready
+    def _forget_those_that_left(self) -> None:
+        """So that no more waits than the CPU tier holds, however long the tier takes nothing."""
+        self._deferred, ready = 0, self._cpu_tier.ready
+        for name, (context, offered) in list(self._waiting.items()):
+            if kept := dict.fromkeys(key for key in offered if key in ready):
+                self._waiting[name] = context, kept
+            else:
+                del self._waiting[name]
+
+    def _leading(self, prefix: Sequence[OffloadKey], offered: Collection[OffloadKey]) -> list[OffloadKey]:
+        """The chunks to give: those of the prefix, in order, up to the first that is in neither tier, as behind it
+        nothing can be loaded; then others that were offered, such as those of another branch of the conversation."""
+        ready, known = self._cpu_tier.ready, self._tier.known(prefix)
         chunks: list[OffloadKey] = []
-        for key in keys:
+        for key in prefix:
             if key in known:
                 continue
-            if key in ready:
-                chunks.append(key)
-            elif prefix:
+            if key not in ready:
                 break
-        return chunks
+            chunks.append(key)
+        of_prefix = set(prefix)
+        others = [key for key in offered if key in ready and key not in of_prefix]
+        known = self._tier.known(others)
+        return chunks + [key for key in others if key not in known]
 
     def _room(self) -> int:
         """Chunks that the tier may be given now. While the CPU tier has free rows, those in hand take them from
@@ -194,11 +222,11 @@ class AllSpills:
         self._follows_tiers = follows_tiers and bool(self._of)
 
     def at_once(self, context: ReqContext) -> bool:
-        """Whether new chunks are stored when they are computed although the device keeps them: what another engine
-        waits for, and, if it follows the tiers, everything, as long as they take it and loads from them pay."""
+        """Whether new chunks are stored when they are computed although the device keeps them: what another engine or a
+        client waits for, and, if it follows the tiers, everything, as long as they take it and loads from them pay."""
         if not self._follows_tiers:
             return False
-        return hands_over(context) or all(spills.keeps_up for spills in self._of.values())
+        return is_awaited(context) or all(spills.keeps_up for spills in self._of.values())
 
     def offer(self, tier: SecondaryTierManager, keys: Collection[OffloadKey], context: ReqContext) -> None:
         """See Spills.offer; a tier that is not Spillway's gets everything at once."""
@@ -207,6 +235,10 @@ class AllSpills:
             self._submit(tier, keys, context)
         else:
             spills.offer(keys, context)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """Those that one of the tiers lacks."""
+        return set().union(*(spills.lacks(keys) for spills in self._of.values()))
 
     @property
     def waiting_chunks(self) -> int:

@@ -133,6 +133,12 @@ def hands_over(context: ReqContext) -> bool:
     return isinstance(context, TenantContext) and context.hand_over
 
 
+def is_awaited(context: ReqContext) -> bool:
+    """Whether another engine goes on with the request's prompt, or its client asked to retain it: it belongs in the
+    shared tiers at once."""
+    return isinstance(context, TenantContext) and (context.hand_over or context.retention is not None)
+
+
 def session_of_context(context: ReqContext) -> tuple[bytes, SessionHint] | None:
     """(tenant, session) of a request that names one."""
     if isinstance(context, TenantContext) and context.session is not None:
