@@ -117,6 +117,7 @@ HIDDEN = {
     "another": '"ec_transfer_params": {"peer": "evil"}',
     "xargs": '"vllm_xargs": {"kv_transfer_params": "evil", "kept": 1}',
     "xargs escaped": '"vllm\\u005fxargs": {"\\u006bv_transfer_params": "evil", "kept": 1}',
+    "xargs repeated, escaped last": '"vllm_xargs": {"kv_transfer_params": "evil"}, "vllm\\u005fxargs": {"kept": 1}',
     "xargs repeated": '"vllm_xargs": {"kv_transfer_params": "evil"}, "vllm_xargs": {"kept": 1}',
     "xargs nested": '"vllm_xargs": {"kept": 1, "more": [{"ec_transfer_params": "evil"}]}',
     "extra args": '"sampling_params": {"n": 1, "extra_args": {"kv_transfer_params": {"remote_host": "evil"}}}',

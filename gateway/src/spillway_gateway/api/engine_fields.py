@@ -19,9 +19,9 @@ from spillway_gateway.upstream.splice import MemberValue
 from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER
 
 TRANSFER_PARAMS = "kv_transfer_params"
-# What vLLM's scheduler and connectors read out of a request's extra arguments.
 # Members of kv_transfer_params that only the gateway sets.
 OWN_MEMBERS = frozenset({SESSION_MEMBER, RETENTION_MEMBER, HAND_OVER_MEMBER})
+# What vLLM's scheduler and connectors read out of a request's extra arguments.
 STEERING_ARGUMENTS = frozenset({TRANSFER_PARAMS, "ec_transfer_params", "kv_cache_report_mode"})
 
 
@@ -71,8 +71,13 @@ def engine_members(
     return {
         name: value
         for name, value in members.items()
-        if _changes(getattr(given, name), value) or (value is not None and body.count(name.encode()) > 1)
+        if _changes(getattr(given, name), value) or (value is not None and _may_repeat(body, name))
     }
+
+
+def _may_repeat(body: Body, name: str) -> bool:
+    """Whether the body may have the member more than once; a name may be written with escapes."""
+    return body.count(name.encode()) > 1 or b"\\u" in body
 
 
 def _transfer_params(given: Any, own: Mapping[str, Any]) -> Any:
