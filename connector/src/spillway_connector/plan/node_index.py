@@ -187,19 +187,22 @@ class NodeIndex:
         words[_FREE_ROWS] -= taken
         self._note(rows)
 
-    def publish(self, rows: Rows, place: int) -> bool:
+    def publish(self, rows: Rows, place: int) -> list[int] | None:
         """What the engine at `place` was writing is there. Without the lock.
 
-        Returns False if it does not write one of these rows any more: the index was cut, or the engine taken for dead.
+        Returns the rows' new stamps: when they are read again, another engine may have given a row to another chunk.
+        None if the engine does not write one of these rows any more: the index was cut, or it was taken for dead.
         """
+        published: list[int] = []
         stamps, records, owner_at = self.stamps, self._records, _OWNER_AT
         for row in rows:
             stamp = stamps[row]
             if stamp & _STATE_MASK != WRITING or records[row * _RECORD.size + owner_at] != place:
-                return False
-            stamps[row] = stamp & ~_STATE_MASK | READY
+                return None
+            stamps[row] = stamp = stamp & ~_STATE_MASK | READY
+            published.append(stamp)
         self._note(rows, 1 + place)
-        return True
+        return published
 
     def free(self, rows: Rows) -> None:
         """Mark these rows, which were in use, as free."""

@@ -101,6 +101,26 @@ def test_a_chunk_is_a_hit_for_every_engine_of_its_namespace_and_for_no_other(nod
     assert first_rows == second_rows
 
 
+def test_a_row_that_another_engine_takes_right_after_it_was_published_is_not_the_publisher_s_chunk(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """It publishes without the lock, and may be stopped before it notes what it has published."""
+    first, second = node.engine(), node.engine()
+    publish = first._index.publish
+
+    def publish_and_stop(rows: list[int], place: int) -> list[int] | None:
+        published = publish(rows, place)
+        store(second, 5, 6, 7, 8)  # takes every row
+        return published
+
+    monkeypatch.setattr(first._index, "publish", publish_and_stop)
+    store(first, 1)
+    monkeypatch.undo()
+    assert looked_up(second, 1) is MISS
+    assert looked_up(first, 1) is MISS
+    assert looked_up(first, 5) is HIT
+
+
 def test_an_engine_that_starts_finds_what_others_stored_though_none_of_them_runs(node: Node):
     first = node.engine()
     store(first, 1, 2)

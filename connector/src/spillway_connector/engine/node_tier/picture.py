@@ -233,7 +233,7 @@ class NodePicture(LruRows):
             self._index.hold([row], self._place, 0)
 
     def _took(self, rows: Iterable[int]) -> None:
-        """This engine has changed these rows itself, and its picture with them."""
+        """This engine has changed these rows itself, under the lock, and its picture with them."""
         seen, stamps = self._seen, self._index.stamps
         for row in rows:
             seen[row] = stamps[row]
@@ -241,10 +241,12 @@ class NodePicture(LruRows):
     def _publish(self) -> None:
         """What this engine has written is there for all. No lock: until now the rows are this engine's alone."""
         rows, self._unpublished = list(self._unpublished.values()), {}
-        if not self._index.publish(rows, self._place):
+        published = self._index.publish(rows, self._place)
+        if published is None:
             self._leave(f"a file in {self._node.path} was cut or overwritten", is_gone=True)
             return
-        self._took(rows)
+        for row, stamp in zip(rows, published, strict=True):
+            self._seen[row] = stamp
         self._index.follow(self._version_words, self._place, locked=False)
 
     @override
