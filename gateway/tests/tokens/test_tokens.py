@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 from array import array
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,12 @@ def test_a_text_without_a_place_to_cut_is_left_where_it_begins(short_steps: None
 async def test_a_tenants_long_prompts_do_not_hold_up_anothers(folder: Path) -> None:
     index = PrefixIndex("m", bytes_max=10_000, orphans_max=1, default_block_tokens=4, clock=lambda: 0.0)
     order: list[str] = []
+    all_wait = threading.Event()
+
+    def until_all_wait() -> Generator[None, None, None]:
+        all_wait.wait(60)
+        yield
+
     with contextlib.closing(FairThreads(1, "test")) as threads:
         reader = PromptReader("m", index, PromptTokenizer.load(folder), threads, LimitsConfig)
 
@@ -245,9 +253,12 @@ async def test_a_tenants_long_prompts_do_not_hold_up_anothers(folder: Path) -> N
             order.append(tenant)
 
         async with asyncio.TaskGroup() as group:
+            threads.run("", until_all_wait())  # or a quick thread ends a prompt before the last one is queued
             for at in range(3):
                 group.create_task(read("long", f"{at} {WORDS}" * 4_000))
-            group.create_task(read("short", "other words " * INLINE_CHARS_MAX))
+            group.create_task(read("short", "other words " * (INLINE_CHARS_MAX // 8)))
+            await asyncio.sleep(0)
+            all_wait.set()
 
     assert order[0] == "short"
 
