@@ -4,6 +4,7 @@ writes, and the gateway reads what it replies."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,7 @@ def test_a_first_leg_that_ends_otherwise_names_no_place(engine: Any) -> None:
 
 def test_the_connector_has_the_name_that_the_documentation_gives() -> None:
     """MooncakeConnector stays vLLM's own, which has another protocol."""
-    vllm_ascend.register_connector()
+    with contextlib.suppress(ValueError):  # another check has registered them
+        vllm_ascend.register_connector()
     assert KVConnectorFactory._registry["MooncakeConnectorV1"]() is mooncake_connector.MooncakeConnector
     assert KVConnectorFactory._registry["MooncakeConnector"]().__module__.startswith("vllm.")

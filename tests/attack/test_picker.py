@@ -30,7 +30,7 @@ HEADERS = [
 BOUND = 64 * MIB
 CONNECTIONS, CALLS, CALL_BYTES = 4, 100, 2 * MIB
 UNREAD = 3
-FLOOD_BYTES = 8 * MIB
+FLOOD_BYTES = 2 * MIB
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,8 @@ class Tally:
         def collect(half: Any, output: Any) -> None:
             meta = output.kv_connector_worker_meta
             for job_id in meta.completed_jobs if meta is not None else ():
-                if not half._jobs[job_id].is_store:
+                job = half._jobs.get(job_id)  # none of a late store's
+                if job is not None and not job.is_store:
                     self._counts["loads"] += 1
                     self._counts["failed_loads"] += job_id in meta.failed_jobs
             update(half, output)

@@ -86,7 +86,7 @@ def test_two_engines_share_what_the_command_makes_and_it_may_be_killed_and_start
     keeper.kill()
     with first.changing() as index:
         index.claim([3], OURS, [b"k" * 36], places[0], 5)
-        index.publish([3])
+        index.publish([3], places[0])
     assert second.index.count()[READY] == 1
     third = opened(path)  # a region that is there needs nobody
     again = Keeper(path)
