@@ -69,7 +69,8 @@ def test_prompt_of_whole_blocks_is_hit_whole(stack: RunningStack) -> None:
     for engine in stack.engines:
         engine.reset_prefix_cache(cpu_tier=False)
         answer = engine.ask(whole)
-        assert (answer.source, answer.cached_tokens) == ("cpu", len(whole))
+        assert answer.source in {"cpu", "shared"}  # a full CPU tier gives up first what the device holds
+        assert answer.cached_tokens == len(whole)
         assert difference(shared.scored, answer.scored) is None
 
 
