@@ -20,10 +20,14 @@ def test_sigterm_lets_streams_finish_and_the_successor_hits_the_shared_tier(stac
     )
     # The gateway chooses engines for its streams; these are certainly on engine-1.
     direct = StreamCrowd(stack.b.url, stack.model, [stack.new_prompt(1) for _ in range(2)], ANSWER_TOKENS)
-    # Some may still wait in the engine's queue: they get their answers too.
+    # A request that comes after SIGTERM is refused, so the engine must have accepted both. One of them may still wait
+    # in the engine's queue: it gets its answer too.
     eventually(
-        "engine-1 is in the middle of a stream",
-        lambda: any(stream.tokens and not stream.ended.is_set() for stream in direct.streams),
+        "engine-1 has accepted both streams and is in the middle of one",
+        lambda: (
+            all(stream.status is not None for stream in direct.streams)
+            and any(stream.tokens and not stream.ended.is_set() for stream in direct.streams)
+        ),
     )
     stack.local.restart_engine(1)
     for stream in [*crowd.join(), *direct.join()]:
