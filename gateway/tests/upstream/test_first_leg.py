@@ -295,6 +295,50 @@ async def test_a_request_that_would_read_a_place_more_than_once_or_never_takes_o
         assert legs(running) == {("one", "body"): 1.0}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": "seven"},
+        {"max_tokens": 100_000},  # with the prompt, more than the engines' max_model_len
+        {"max_completion_tokens": -5},
+        {"min_tokens": 9, "max_tokens": 8},
+        {"min_tokens": -1},
+        {"n": 0},
+        {"stream": "perhaps"},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": "no"}, "stream": True},
+        {"logprobs": 21},
+        {"logprobs": -2},
+        {"top_logprobs": 5},
+        {"return_token_ids": []},
+    ],
+)
+async def test_what_an_engine_may_refuse_of_the_answer_is_not_asked_after_a_first_leg(start_engine, client, fields):
+    """The prefill engine would keep the prompt's blocks, which no engine reads, for as long as the connector waits."""
+    async with split(start_engine, **BY_CONNECTOR) as (running, prefill, _):
+        prefill.script = connector(PLACE)
+        await ask(client, running.url, **fields)
+        assert prompts(prefill) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_tokens": 7, "min_tokens": 7, "n": 1, "logprobs": 20, "stream": False},
+        {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": None, "logprobs": None},
+        {"logprobs": True, "top_logprobs": 5, "max_completion_tokens": 3, "return_token_ids": False},
+    ],
+)
+async def test_an_answer_that_every_engine_gives_takes_two_legs_by_connector(start_engine, client, fields):
+    async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
+        prefill.script = connector(PLACE)
+        assert (await ask(client, running.url, **fields))[0] == 200
+        assert (len(prompts(prefill)), len(prompts(decode))) == (1, 1)
+
+
 async def test_a_place_is_not_named_again_when_a_reused_connection_ends(start_engine, client):
     """Its engine, or one of several servers of it, may have got the request and read the place."""
     async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):

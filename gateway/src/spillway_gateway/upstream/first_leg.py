@@ -60,6 +60,53 @@ _VALUES: dict[str, int | bool | None] = {
     "return_token_ids": None,
 }
 
+_Count = Annotated[int, Meta(ge=1)]
+_LOGPROBS_MAX = 20  # vLLM's --max-logprobs, unless the operator has set another
+_Logprobs = Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Replaced(msgspec.Struct):
+    """The members of _VALUES in forms that every engine accepts. A first leg does not have them as the client sent
+    them, so that its engine cannot refuse them."""
+
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    n: _Count | None = None
+    best_of: _Count | None = None
+    use_beam_search: bool = False
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | _Logprobs | None = None
+    top_logprobs: _Logprobs | None = None
+    return_token_ids: bool | None = None
+
+    def accepted(self, prompt_tokens: int, tokens_max: int | None) -> bool:
+        """Whether no member contradicts another one, the length of the prompt or the model's (None: not known)."""
+        lengths = [length for length in (self.max_tokens, self.max_completion_tokens) if length is not None]
+        return (
+            (not lengths or self.min_tokens <= min(lengths))
+            and (tokens_max is None or prompt_tokens + max(lengths, default=1) <= tokens_max)
+            and (self.stream_options is None or bool(self.stream))
+            and (not self.top_logprobs or bool(self.logprobs))
+        )
+
+
+_replaced = msgspec.json.Decoder(_Replaced)
+
+
+def _would_be_accepted(body: Body, prompt_tokens: int, tokens_max: int | None) -> bool:
+    """Whether engines accept of a body what its first leg does not say."""
+    try:
+        return _replaced.decode(body).accepted(prompt_tokens, tokens_max)
+    except (ValueError, RecursionError):  # MsgspecError is a ValueError
+        return False
+
 
 def why_one_leg(
     fleet: ModelFleet, prompt: PromptBlocks, body: Body, *, known: bool, single: bool, choices: int, proxied: bool
@@ -83,11 +130,19 @@ def why_one_leg(
         return LegsReason.BODY
     # A connector gives the blocks away to the first that reads them, and vLLM reads them for each choice. Its beams do
     # not read them at all, and they would be kept for minutes.
-    if fleet.disaggregation.by_connector and (choices > 1 or _BEAMS in body):
+    by_connector = fleet.disaggregation.by_connector
+    if by_connector and (choices > 1 or _BEAMS in body):
         return LegsReason.BODY
     if prompt.text_tokens is not None:
         return LegsReason.TEXT
-    return None if prompt.keys else LegsReason.SHORT
+    if not prompt.keys:
+        return LegsReason.SHORT
+    # If a second leg is refused, its prompt's blocks stay on the prefill engine until the connector gives them up.
+    if fleet.disaggregation.by_connector and not _would_be_accepted(
+        body, prompt.prompt_tokens, fleet.prompt_tokens_max
+    ):
+        return LegsReason.BODY
+    return None
 
 
 class RequestLegs:
