@@ -421,6 +421,17 @@ def test_events_seen_before_change_no_store_but_name_its_engines() -> None:
     assert made.match(keys(PROMPT), BLOCK)["a"] == HeldPrefix(0, 0, 4)
 
 
+def test_what_a_store_has_is_known_once_a_replay_brings_the_tokens_that_were_missed() -> None:
+    made = index()
+    made.apply("a", in_store([1, 2]))  # the first event of a subscription that missed the one with the tokens
+    list(made.clear_engine("a"))
+    made.apply("a", stored([1, 2], None, PROMPT[:8]), seen=True)
+    made.apply("a", in_store([1, 2]), seen=True)
+    made.apply("a", BlockRemoved([1, 2], Tier.DEVICE, 0), seen=True)
+
+    assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(0, 0, 8)}
+
+
 @pytest.mark.parametrize("tier", [Tier.CPU, Tier.SHARED])
 def test_a_block_that_is_loaded_is_announced_before_its_tokens_are(tier: Tier) -> None:
     made = index()

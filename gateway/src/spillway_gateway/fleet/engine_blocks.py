@@ -117,6 +117,11 @@ class EngineBlocks:
         """Remove and return what was kept of a block whose tokens are known now."""
         return self.early.pop(scoped, [])
 
+    def early_of_stores(self) -> OrderedDict[int, list[tuple[EngineBlocks, Tier]]]:
+        """Return what was announced early of other holders than the engine itself."""
+        held = ((scoped, [each for each in early if each[0] is not self]) for scoped, early in self.early.items())
+        return OrderedDict((scoped, others) for scoped, others in held if others)
+
     def drop_early(self, scoped: int, holder: EngineBlocks, tier: Tier) -> None:
         """The block has left that tier."""
         held = self.early.get(scoped)

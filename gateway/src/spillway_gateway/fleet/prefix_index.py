@@ -167,11 +167,16 @@ class PrefixIndex:
         return self._free([engine, *unused])
 
     def clear_engine(self, name: str) -> Iterator[None]:
-        """Drop all blocks of an engine that stays, and from which stores it loads; what lies in these stays known, and
-        what it declines. Events applied from now on count at once. In steps, as retire_engine()."""
+        """Drop all blocks of an engine that stays, and from which stores it loads; what lies in these stays known, with
+        or without its tokens, and what it declines. Events applied from now on count at once. In steps, as
+        retire_engine()."""
         declined = self._stores.declined_by(name)
+        before = self._engines.get(name)
+        early = before.early_of_stores() if before is not None else None
         steps = self.retire_engine(name)
         self._add_engine(name)
+        if early:
+            self._engines[name].early = early
         self.decline(name, declined)
         return steps
 
