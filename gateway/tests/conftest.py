@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from spillway_gateway.testing.fake_engine import FakeEngine
+from spillway_gateway.upstream import suspects
 
 StartEngine = Callable[..., Awaitable[FakeEngine]]
 
@@ -19,6 +20,12 @@ def auth_files(folder: Path, tenants: Sequence[Mapping[str, Any]], **settings: A
     (folder / "keys.yaml").write_text(yaml.safe_dump({"tenants": list(tenants)}))
     (folder / "salt").write_text("s" * 32)
     return {"keysFile": str(folder / "keys.yaml"), "saltSecretFile": str(folder / "salt"), **settings}
+
+
+@pytest.fixture(autouse=True)
+def engines_are_looked_at_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake engine that ends breaks its connections and closes its port in one step."""
+    monkeypatch.setattr(suspects, "LOOK_AGAIN_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ WORKERS_PER_CORE = {Lane.UNIT: 2, Lane.QUICK: 2}
 WHOLE_FILES = {Lane.ENGINE, Lane.OTHER_VLLM}
 # In the order in which they are found: by default files of few tests come last, and a slow one would run alone.
 BY_FILE = ("loadfile", "--no-loadscope-reorder")
+# Modules are compiled, and their assertions rewritten, once: not in every worker, and every process of a test, of each run.
+KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 SLOWEST = 30
 CELLS = "tests/generations"
 NO_TESTS = 5  # pytest's exit status
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = subprocess.run(
                 [*run.command, "--lanes-report", str(report)],
                 cwd=ROOT,
-                env={**os.environ, **run.environment},
+                env={**os.environ, **KEEP_BYTECODE, **run.environment},
                 check=False,
             ).returncode
             took.append(f"{run.name} {time.monotonic() - run_began:.0f} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from functools import cache
 from pathlib import Path, PurePath
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,6 +265,7 @@ class NoRule(LookupError):
     """A test file in a folder that RULES does not name."""
 
 
+@cache
 def needs_of(path: Path) -> frozenset[str]:
     """Markers of a test file, without NOTHING. Raises NoRule."""
     place = PurePath(path).relative_to(ROOT)
@@ -295,8 +297,8 @@ def holds_other_vllm(folder: Path, vllm: str) -> bool:
 
 def lanes_below(folder: Path) -> set[Lane]:
     """The lanes of the rules for this folder and everything in it."""
-    place = PurePath(folder).relative_to(ROOT)
-    return {lane_of(needs) for named, needs in RULES.items() if PurePath(named).is_relative_to(place)}
+    place = PurePath(folder).relative_to(ROOT).as_posix() + "/"
+    return {lane_of(needs) for named, needs in RULES.items() if place == "./" or f"{named}/".startswith(place)}
 
 
 def needs_of_command(words: Sequence[str]) -> frozenset[str]:

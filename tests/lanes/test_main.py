@@ -70,7 +70,8 @@ def test_lanes_are_added_up_and_all_run_whatever_failed(
 ) -> None:
     outcomes = iter([(1, {"passed": 3, "failed": 1, "skipped": 1}), (0, {"passed": 4}), (2, None)])
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        assert not env["PYTHONDONTWRITEBYTECODE"]
         status, counts = next(outcomes)
         if counts is not None:
             path = Path(command[command.index("--lanes-report") + 1])
