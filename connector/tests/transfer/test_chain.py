@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -437,6 +438,7 @@ class RetainingChain:
         below = ListedTier(NAMESPACE, PAYLOAD, rig.below, clock=rig.clock)
         rig.start(below=below, room_bytes=chunks * PAYLOAD)
         self.other = rig.memory(rig.above)
+        self._unknown = itertools.count(1_000_000)  # keys whose answer no earlier look has left behind
 
     def store(self, chunks: Iterable[int], tenant: bytes = NO_TENANT) -> None:
         for chunk in chunks:
@@ -464,8 +466,8 @@ class RetainingChain:
     def _renew(self) -> None:
         above = self.rig.chain.members[0]
         while above._renewals.waiting:
-            self.rig.look([ROWS - 1])  # it wakes the thread, which renews a page after it
-        self.rig.look([ROWS - 1])  # answered after that page
+            self.rig.look([next(self._unknown)])  # it wakes the thread, which renews a page after it
+        self.rig.look([next(self._unknown)])  # answered after that page
 
 
 class TestRetention(RetentionContract):

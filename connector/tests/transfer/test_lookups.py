@@ -220,7 +220,7 @@ class CountedKey(bytes):
 
 @pytest.mark.parametrize(("requests", "keys_each"), [(256, 256), (64, 1024), (1, 65_536), (4096, 16)])
 def test_an_answer_costs_a_few_operations_a_key_and_is_taken_in_by_steps(rig: Rig, requests: int, keys_each: int):
-    asked = [[CountedKey(key_of(r * keys_each + n)) for n in range(keys_each)] for r in range(requests)]
+    asked = [[CountedKey((r * keys_each + n).to_bytes(32)) for n in range(keys_each)] for r in range(requests)]
     for number, keys in enumerate(asked):
         assert rig.lookups.lookup_batch(keys, f"r{number}").found == [Lookup.PENDING] * keys_each
     rig.tier.held = set(asked[0])

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Protocol
 
 from spillway_connector.errors import (
@@ -29,6 +30,7 @@ from spillway_connector.errors import (
     TierTimeout,
 )
 from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 from spillway_connector.tiers.tier import EvictionReason, PeekableTier, ReceivingTier, StoreOutcome, Tier
 
 MakeTier = Callable[[Namespace, int], Tier]
@@ -54,12 +56,17 @@ def soon() -> float:
     return time.monotonic() + 30.0
 
 
+@lru_cache(1 << 12)
+def _bytes_of(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)  # noqa: S311 - reproducible, not secret
+
+
 def payload_of(seed: int, size: int = PAYLOAD_BYTES) -> memoryview:
-    return memoryview(bytearray(random.Random(seed).randbytes(size)))  # noqa: S311 - reproducible, not secret
+    return memoryview(bytearray(_bytes_of(seed, size)))
 
 
 def key_of(seed: int, size: int = 36) -> bytes:
-    return random.Random(seed + 1_000_000).randbytes(size)  # noqa: S311
+    return _bytes_of(seed + 1_000_000, size)
 
 
 def load(tier: Tier, key: bytes) -> bytes:
@@ -167,7 +174,8 @@ class TierContract:
         tier.store(key_of(1), payload_of(1), soon())
         frame = medium.read_frame(NAMESPACE, key_of(1))
         lots = random.Random(1)  # noqa: S311
-        for position in range(len(frame) - PAYLOAD_BYTES if len(frame) < 4096 + PAYLOAD_BYTES else 4096):
+        header = len(frame) - PAYLOAD_BYTES if len(frame) < PAGE_BYTES + PAYLOAD_BYTES else PAGE_BYTES
+        for position in [*range(HEADER_BYTES), *range(HEADER_BYTES, header, 16), header - 1]:  # fields, then padding
             damaged = bytearray(frame)
             damaged[position] ^= 1 << lots.randrange(8)
             medium.write_frame(NAMESPACE, key_of(1), bytes(damaged))
