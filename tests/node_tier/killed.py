@@ -32,14 +32,16 @@ def content(key: bytes) -> bytes:
     return blake3(NAMESPACE + key).digest(ROW_BYTES)
 
 
-def join(folder: Path) -> tuple[NodeRegion, NodeRows]:
-    region = NodeRegion(folder, ROWS, ROW_BYTES, new_number())
+def join(folder: Path, rows: int = ROWS) -> tuple[NodeRegion, NodeRows]:
+    region = NodeRegion(folder, rows, ROW_BYTES, new_number())
     tier = make_node_tier(region, NAMESPACE, False)
     assert isinstance(tier, NodeRows)
     return region, tier
 
 
-def work(folder: Path, seed: int, count: Callable[[], None], count_loaded: Callable[[int], None]) -> int:
+def work(
+    folder: Path, seed: int, count: Callable[[], None], count_loaded: Callable[[int], None], num_rows: int = ROWS
+) -> int:
     """Store and load until killed. Returns WRONG if a load got another chunk's bytes.
 
     Args:
@@ -47,15 +49,16 @@ def work(folder: Path, seed: int, count: Callable[[], None], count_loaded: Calla
         seed: Of the choices.
         count: Called after each round.
         count_loaded: Called with the number of chunks that were loaded and compared.
+        num_rows: Of the region, half of what all chunks need.
     """
     chosen = random.Random(seed)
-    keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * ROWS)]
-    region, tier = join(folder)
+    keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * num_rows)]
+    region, tier = join(folder, num_rows)
     checks = RowChecks(region)
     view = region.memory.create_kv_memoryview().cast("B")
     for copy_id in range(1 << 30):
         tier.sync()
-        output = tier.prepare_store(chosen.sample(keys, chosen.randint(1, 6)), CONTEXT)
+        output = tier.prepare_store(chosen.sample(keys, chosen.randint(1, num_rows // 6 + 2)), CONTEXT)
         if output is not None and output.keys_to_store:
             stored = list(output.keys_to_store)
             for key, row in zip(stored, output.store_spec.block_ids.tolist(), strict=True):
@@ -69,7 +72,7 @@ def work(folder: Path, seed: int, count: Callable[[], None], count_loaded: Calla
                 if [bytes(view[row * ROW_BYTES : (row + 1) * ROW_BYTES]) for row in rows] != list(map(content, stored)):
                     return WRONG
                 tier.complete_read(stored, CONTEXT)
-        ready = [key for key in chosen.sample(keys, 8) if key in tier.ready]
+        ready = [key for key in chosen.sample(keys, num_rows // 4 + 2) if key in tier.ready]
         if ready:
             spec = tier.prepare_load(ready, CONTEXT)
             assert isinstance(spec, NodeRowsSpec)
@@ -142,19 +145,19 @@ def run(folder: Path, kills: int, processes: int, seed: int = 0) -> int:
     finally:
         while running:
             kill(0)
-    _require_right_rows(folder)
+    require_right_rows(folder)
     return sum(loaded)
 
 
-def _require_right_rows(folder: Path) -> None:
-    region, tier = join(folder)
+def require_right_rows(folder: Path, num_rows: int = ROWS) -> None:
+    region, tier = join(folder, num_rows)
     deadline = time.monotonic() + _WAIT_SECONDS
     while region.index.count()[WRITING]:
         assert time.monotonic() < deadline, "rows of killed engines stay claimed"
         tier.sync()
         time.sleep(0.05)
     view = region.memory.create_kv_memoryview().cast("B")
-    for row in range(ROWS):
+    for row in range(num_rows):
         entry = region.index.entry(row)
         assert entry is not None
         if entry.state == READY:

@@ -1,5 +1,5 @@
 """Random schedules of three engines on one region: stores, loads, evictions, resets, weights that are named, failing
-copies, killed engines.
+copies, killed engines, and engines that are stopped between two lines while the others act.
 
 Each engine is a NodeRows on files of its own opening, as in a process of its own; ranks and shared tiers are played by
 reads and writes of the rows. What is loaded has to be what was stored under that key, by an engine of that namespace,
@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 from blake3 import blake3
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from spillway_connector.engine.node_tier import picture, rows
 from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.engine.node_tier.rows import NodeRows
 from spillway_connector.errors import DeviceCopyError, TierTimeout
 from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan import node_index
 from spillway_connector.plan.foreign_rows import FLOOR_KEPT_MS
 from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, WRITING
 from spillway_connector.testing.generation import make_node_tier
@@ -33,6 +38,8 @@ ROW_BYTES = 4096
 TOKEN_BYTES = 32
 CONTEXT = ReqContext(req_id="r")
 _LOCKED_OUT = "another process held the lock"
+_SHARING = frozenset(str(module.__file__) for module in (picture, rows, node_index))
+_LINES_MAX = 80  # of an action in these modules, most are shorter
 NAMESPACES = (b"a" * 16, b"a" * 16, b"a" * 16, b"b" * 16)  # most engines share theirs
 
 
@@ -61,6 +68,7 @@ class Engine:
     namespace: bytes
     checks: RowChecks
     jobs: list[Job] = field(default_factory=list)
+    is_changing: bool = False  # it holds the lock
     reset_at: int = 0  # serial of the last store before it
 
 
@@ -78,6 +86,7 @@ class Schedule:
         self.ghosts: list[tuple[list[int], float, NodeRegion]] = []  # copies of killed engines, until when
         self.seen: Counter[str] = Counter()
         self.opened: list[NodeRows] = []
+        self.is_one_stopped = False  # within an action
         self.engines = [self.start() for _ in range(3)]
 
     def start(self) -> Engine:
@@ -86,7 +95,9 @@ class Schedule:
         tier = make_node_tier(region, namespace, True, self.random.choice((0.0, 0.3)), clock=lambda: self.seconds)
         assert isinstance(tier, NodeRows)
         self.opened.append(tier)
-        return Engine(region, tier, namespace, RowChecks(region))
+        engine = Engine(region, tier, namespace, RowChecks(region))
+        _watch_lock(engine)
+        return engine
 
     def run(self, steps: int) -> None:
         actions: list[tuple[Callable[[Engine], None], int]] = [
@@ -106,6 +117,7 @@ class Schedule:
             (self.kill, 1),
             (self.kill_within, 1),
             (self.lock_out, 1),
+            (self.stop_within, 30),
         ]
         chosen, weights = zip(*actions, strict=True)
         for _ in range(steps):
@@ -143,7 +155,9 @@ class Schedule:
         ready = [key for key in self.some_keys(4) if key in engine.tier.ready]
         if not ready:
             return
-        if self.random.random() < 0.3:  # another engine acts between the look-up and the load
+        if (
+            not self.is_one_stopped and self.random.random() < 0.3
+        ):  # another engine acts between the look-up and the load
             self.store(self.random.choice(self.engines))
         spec = engine.tier.prepare_load(ready, CONTEXT)
         assert isinstance(spec, NodeRowsSpec)
@@ -193,15 +207,18 @@ class Schedule:
         else:
             engine.tier.complete_load(job.keys, CONTEXT)
 
-    def end_together(self, engine: Engine) -> None:
+    def end_together(self, engine: Engine, others_store: float = 0.2) -> None:
         """What a step ends: what was stored is read for a shared tier before the others may see it."""
         with engine.tier.together():
             for _ in range(self.random.randint(1, 3)):
                 self.end(engine)
                 self.read(engine)
-                if self.random.random() < 0.2:
+                if self.random.random() < others_store:
                     self.store(self.random.choice([each for each in self.engines if each is not engine]))
         self.seen["together"] += 1
+
+    def end_alone(self, engine: Engine) -> None:
+        self.end_together(engine, others_store=0.0)
 
     def touch(self, engine: Engine) -> None:
         engine.tier.touch(self.some_keys(), CONTEXT)
@@ -217,8 +234,8 @@ class Schedule:
 
     def haunt(self, _: Engine) -> None:
         """A device whose engine was killed goes on writing for a moment."""
-        for rows, until, region in self.ghosts:
-            for row in rows if self.seconds < until else ():
+        for written, until, region in self.ghosts:
+            for row in written if self.seconds < until else ():
                 self.put(region, row, b"\xff" * TOKEN_BYTES)
 
     def reset(self, engine: Engine) -> None:
@@ -282,6 +299,23 @@ class Schedule:
         del engine.region.change
         self.seen["left"] += engine.tier._left is not None
 
+    def stop_within(self, engine: Engine) -> None:
+        """It is stopped between two lines, and goes on after the others have acted: they take its rows, if they may."""
+        others = [each for each in self.engines if each is not engine]
+
+        def others_act() -> None:
+            if engine.is_changing:  # the others wait for the lock
+                return
+            self.seen["stopped within"] += 1
+            for _ in range(self.random.randint(1, 6)):
+                act = self.random.choice((self.store, self.write, self.end, self.end, self.load, self.sync))
+                act(self.random.choice(others))
+
+        self.is_one_stopped = True
+        with _at_line(self.random.randint(1, _LINES_MAX), others_act):
+            self.random.choice((self.store, self.end, self.end, self.end_alone, self.load, self.read))(engine)
+        self.is_one_stopped = False
+
     # -- judgements
 
     def put(self, region: NodeRegion, row: int, token: bytes) -> None:
@@ -343,6 +377,46 @@ class Schedule:
         """What the kernel closes with a process."""
         for tier in self.opened:
             tier.shutdown()
+
+
+def _watch_lock(engine: Engine) -> None:
+    lock = engine.region._index_lock
+    acquire, release = lock.acquire, lock.release
+
+    def noted_acquire(patience_seconds: float) -> None:
+        acquire(patience_seconds)
+        engine.is_changing = True
+
+    def noted_release() -> None:
+        release()
+        engine.is_changing = False
+
+    lock.acquire, lock.release = noted_acquire, noted_release  # type: ignore[method-assign]
+
+
+@contextmanager
+def _at_line(number: int, act: Callable[[], None]) -> Iterator[None]:
+    """Act once before the line of that number which runs in the modules that share the rows."""
+    left = number
+
+    def at_line(_: FrameType, event: str, __: object) -> object:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                act()
+        return at_line if left > 0 else None
+
+    def at_call(frame: FrameType, _: str, __: object) -> object:
+        return at_line if left > 0 and frame.f_code.co_filename in _SHARING else None
+
+    former = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        yield
+    finally:
+        sys.settrace(former)
 
 
 class _Dying:

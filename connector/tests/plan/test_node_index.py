@@ -109,6 +109,16 @@ def test_free_rows_are_found_wherever_the_last_search_ended(rows: int, data: st.
     assert index.free_rows == index.count()[FREE]
 
 
+def test_a_row_may_leave_that_holds_a_chunk_which_no_engine_reads():
+    index = new_index()
+    index.begin()
+    index.claim([0, 1, 2], NAMESPACE, [b"a", b"b", b"c"], 0, 0)
+    index.publish([0, 1], 0)
+    index.pin([1], 3)
+    assert list(map(index.may_leave, range(4))) == [True, False, False, False]
+    assert [index.all_may_leave(rows) for rows in ([0], [0, 1], [0, 2], [0, 3])] == [True, False, False, False]
+
+
 def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long():
     index = new_index()
     index.begin()

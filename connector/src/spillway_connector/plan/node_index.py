@@ -33,6 +33,7 @@ NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such state
 DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends within it
 
 Rows = Sequence[int]
+Claim = tuple[int, int]  # the stamp and the check of a row that is being written
 U64 = npt.NDArray[np.uint64]
 
 _MAGIC = int.from_bytes(b"spillnod", "little")
@@ -65,6 +66,7 @@ class Entry(NamedTuple):
     stamp: int
     namespace: bytes = b""
     key: bytes = b""
+    check: int = 0
 
     @property
     def state(self) -> int:
@@ -163,7 +165,7 @@ class NodeIndex:
     def end(self) -> None:
         self._words[_DIRTY] = 0
 
-    def claim(self, rows: Rows, namespace: bytes, keys: Sequence[bytes], place: int, now_ms: int) -> None:
+    def claim(self, rows: Rows, namespace: bytes, keys: Sequence[bytes], place: int, now_ms: int) -> list[Claim]:
         """The engine at `place` is going to write these chunks to rows that are free or whose chunks leave. No engine
         has pinned them."""
         words, states, records, used_ms = self._words, self.stamps, self._records, self.used_ms
@@ -171,7 +173,7 @@ class NodeIndex:
         generation = words[_GENERATION]
         any_held = self._any_holds()
         words[_GENERATION] = generation + len(keys)
-        taken = 0
+        taken, claims = 0, list[Claim]()
         for row, key in zip(rows, keys, strict=True):
             generation += 1
             if (stamp := states[row]) & _STATE_MASK:
@@ -183,9 +185,11 @@ class NodeIndex:
             check = check_of(namespace, key, generation)
             pack_into(records, row * record_bytes, check, place, len(key), namespace, key)
             used_ms[row] = now_ms
-            states[row] = generation << STATE_BITS | WRITING
+            states[row] = stamp = generation << STATE_BITS | WRITING
+            claims.append((stamp, check))
         words[_FREE_ROWS] -= taken
         self._note(rows)
+        return claims
 
     def publish(self, rows: Rows, place: int) -> list[int] | None:
         """What the engine at `place` was writing is there. Without the lock.
@@ -371,7 +375,7 @@ class NodeIndex:
         key = key[:length]
         if check != check_of(namespace, key, stamp >> STATE_BITS) or self.stamps[row] != stamp:
             return None
-        return Entry(stamp, namespace, key)
+        return Entry(stamp, namespace, key, check)
 
     def are_ready(self, rows: Rows) -> bool:
         """Whether all of these rows hold a chunk."""
@@ -385,6 +389,14 @@ class NodeIndex:
         if len(rows) > _FEW_ROWS:
             return bool(self._pin_array[rows].any())
         return not all(self._pins[row * ENGINES_MAX : (row + 1) * ENGINES_MAX] == _NO_PINS for row in rows)
+
+    def may_leave(self, row: int) -> bool:
+        """Whether the row holds a chunk that no engine reads. Asked under the lock, it stays so, whatever the asking
+        engine took the row for."""
+        return self.stamps[row] & _STATE_MASK == READY and not self.is_pinned(row)
+
+    def all_may_leave(self, rows: Rows) -> bool:
+        return self.are_ready(rows) and not self.any_pinned(rows)
 
     def any_held(self, now_s: float) -> bool:
         """Whether an engine holds any row. An engine that holds nothing but what has left may be counted, too."""

@@ -91,6 +91,12 @@ def looked_up(tier: NodeRows, number: int) -> object:
     return tier.lookup(key(number), CONTEXT)
 
 
+def see_nothing_of_it(tier: NodeRows) -> None:
+    """What others have just changed, by a defect."""
+    tier._seen_array[:] = tier._index.stamp_array
+    tier._version[:] = tier._index.version
+
+
 def test_a_chunk_is_a_hit_for_every_engine_of_its_namespace_and_for_no_other(node: Node):
     first, second, other = node.engine(), node.engine(), node.engine(THEIRS)
     store(first, 1)
@@ -119,6 +125,32 @@ def test_a_row_that_another_engine_takes_right_after_it_was_published_is_not_the
     assert looked_up(second, 1) is MISS
     assert looked_up(first, 1) is MISS
     assert looked_up(first, 5) is HIT
+
+
+def test_a_load_of_a_row_that_the_engine_takes_for_another_chunk_s_is_refused_and_the_row_is_seen_anew(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 1)
+    store(second, 5, 6, 7, 8)  # takes every row
+    see_nothing_of_it(first)
+    assert looked_up(first, 1) is HIT
+    spec = first.prepare_load([key(1)], CONTEXT)
+    with pytest.raises(DeviceCopyError):
+        RowChecks(first._node).require(spec)
+    first.complete_load([key(1)], CONTEXT)
+    assert not any(map(first._index.is_pinned, range(ROWS)))
+    assert looked_up(first, 1) is MISS
+    assert looked_up(first, 5) is HIT
+
+
+def test_an_engine_that_takes_a_row_for_its_own_chunk_s_does_not_give_it_away_while_another_writes_it(node: Node):
+    first, second = node.engine(), node.engine()
+    store(first, 1, 2, 3, 4)
+    assert second.prepare_store([key(5), key(6), key(7), key(8)], CONTEXT) is not None
+    see_nothing_of_it(first)
+    assert first.prepare_store([key(9)], CONTEXT) is None
+    first.reset_cache()
+    second.complete_store([key(5), key(6), key(7), key(8)], CONTEXT, True)
+    assert looked_up(node.engine(), 5) is HIT
 
 
 def test_an_engine_that_starts_finds_what_others_stored_though_none_of_them_runs(node: Node):

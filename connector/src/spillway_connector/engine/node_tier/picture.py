@@ -61,10 +61,10 @@ class NodePicture(LruRows):
         self._node, self._index = region, region.index
         self._holds = Holds(region.num_rows, self._hold_ended)
         self._namespace = namespace
-        # Each row's stamp as this picture shows it, and the time of use that gives its chunk its place in the order.
-        # Both are read one by one and as arrays.
-        self._seen_array, used = np.zeros((2, region.num_rows), np.uint64)
-        self._seen, self._used_ms = self._seen_array.data, used.data
+        # Of each row, as this picture shows it: its stamp, the time of use that gives its chunk its place in the order,
+        # and the checksum of that chunk in this use of the row. They are read one by one and as arrays.
+        self._seen_array, used, checks = np.zeros((3, region.num_rows), np.uint64)
+        self._seen, self._used_ms, self._checks = self._seen_array.data, used.data, checks.data
         self._version = bytearray(self._index.version)
         self._version_words = memoryview(self._version).cast("Q")
         self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
@@ -139,7 +139,7 @@ class NodePicture(LruRows):
             if entry is None:  # it is changing now: looked at again with the next change
                 self._seen[row] = NO_STAMP
             else:
-                self._seen[row] = entry.stamp
+                self._seen[row], self._checks[row] = entry.stamp, entry.check
                 is_ready = entry.state == READY
                 if entry.state != FREE and entry.namespace == self._namespace:
                     key = OffloadKey(entry.key) if entry.generation > self._oldest_generation else None

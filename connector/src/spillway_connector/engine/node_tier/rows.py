@@ -12,6 +12,7 @@ that no row has, so they refuse it as they refuse any copy that cannot be made, 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -24,6 +25,8 @@ from spillway_connector.engine.cpu_tier.tier import LruRows
 from spillway_connector.engine.node_tier.picture import NodePicture
 from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec
 from spillway_connector.plan.node_index import NO_STAMP, NodeIndex
+
+logger = logging.getLogger(__name__)
 
 
 class NodeRows(NodePicture):
@@ -85,10 +88,10 @@ class NodeRows(NodePicture):
             stored = list(output.keys_to_store)
             rows = self.rows_of(stored)
             now_ms = self._now_ms()
-            index.claim(rows, self._namespace, stored, self._place, now_ms)
-            seen, stamps, used_ms, chunk_in = self._seen, index.stamps, self._used_ms, self._chunk_in
-            for row, key in zip(rows, stored, strict=True):
-                seen[row], used_ms[row], chunk_in[row] = stamps[row], now_ms, key
+            claimed = index.claim(rows, self._namespace, stored, self._place, now_ms)
+            seen, used_ms, checks, chunk_in = self._seen, self._used_ms, self._checks, self._chunk_in
+            for row, key, (stamp, check) in zip(rows, stored, claimed, strict=True):
+                seen[row], used_ms[row], checks[row], chunk_in[row] = stamp, now_ms, check, key
             self._mine.update(stored)
             if self._holds:
                 self._show_holds(stored)
@@ -123,7 +126,7 @@ class NodeRows(NodePicture):
         for row in oldest_first:
             if len(chosen) == count:
                 break
-            if not index.is_pinned(row):
+            if index.may_leave(row):
                 (held if any_held and index.is_held(row, now) else chosen).append(row)
         if not has_enough:
             chosen += held[: count - len(chosen)]
@@ -157,11 +160,11 @@ class NodeRows(NodePicture):
 
     @override
     def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
-        return super()._all_may_leave(batch, kept) and not self._index.any_pinned(self.rows_of(batch))
+        return super()._all_may_leave(batch, kept) and self._index.all_may_leave(self.rows_of(batch))
 
     @override
     def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
-        return super()._may_leave(key, kept) and not self._index.is_pinned(self._rows[key])
+        return super()._may_leave(key, kept) and self._index.may_leave(self._rows[key])
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -216,9 +219,16 @@ class NodeRows(NodePicture):
         def pin(index: NodeIndex) -> None:
             nonlocal spec
             rows = self.rows_of(keys)
-            if self.ready.issuperset(keys) and index.are_ready(rows):
-                index.pin(rows, self._place)
-                spec = NodeRowsSpec(rows, [index.stamps[row] for row in rows], index.checks(rows))
+            if not (self.ready.issuperset(keys) and index.are_ready(rows)):
+                return
+            checks = index.checks(rows)
+            if checks != list(map(self._checks.__getitem__, rows)):  # the picture is wrong
+                logger.error("Spillway: rows of the node's CPU tier are not what this engine took them for; seen anew")
+                self._seen_array[rows] = NO_STAMP
+                self._see_all_anew()
+                return
+            index.pin(rows, self._place)
+            spec = NodeRowsSpec(rows, [index.stamps[row] for row in rows], checks)
 
         if not self._change(pin) or spec is None:
             return None
@@ -274,7 +284,7 @@ class NodeRows(NodePicture):
 
         def free(index: NodeIndex) -> None:
             idle = self.rows_of(key for key in self.ready if key not in self._readers)
-            rows = [row for row in idle if not index.is_pinned(row)]
+            rows = list(filter(index.may_leave, idle))
             index.free(rows)
             self._took(rows)
             freed.extend(self._chunk_in[row] for row in rows)
