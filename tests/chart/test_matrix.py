@@ -25,7 +25,8 @@ from chart.rendering import (
 )
 
 from spillway_connector.config import ConnectorConfig, RedisTierConfig, parse_tier
-from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.setting_rules import check_settings
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import own_transfer_config
 from spillway_gateway.__main__ import main as gateway_command

@@ -12,7 +12,8 @@ from spillway_ctl.command import main as spillway
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.setting_rules import check_settings
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
 
 SHAPES = yaml.safe_load((CHART / "files" / "model-shapes.yaml").read_text())

@@ -42,14 +42,14 @@ LEVELS = {
         "command_line",
     ),
     "engine": (
-        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report headless in_flight messages_usage "
-        "near_ties pod_channel replica_lines",
+        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report headless in_flight kv_transfer "
+        "messages_usage near_ties pod_channel replica_lines",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
-        "argument_memory kv_transfer settling",
+        "argument_memory settling",
         "reference_likelihood settings tier_files watchdog",
-        "launch likelihood memory_budget platform_facts promotion_hints settings_reader weight_names",
-        "self_check server vllm_arguments",
+        "launch likelihood memory_budget platform_facts promotion_hints setting_rules weight_names",
+        "self_check server settings_reader vllm_arguments",
         "middleware resolve",
         "__main__",
     ),

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from spillway_engine.chart_keys import camel_case, settings_tree
 from spillway_engine.errors import SettingsError
-from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.setting_rules import check_settings
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import engine_settings, load_engine_settings, read_settings
 
 MINIMAL: dict[str, Any] = {"model": {"path": "/models/x"}, "offload": {"numCpuBlocks": 64}}

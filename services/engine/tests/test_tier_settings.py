@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from spillway_connector.config import S3TierConfig, parse_tier
 from spillway_engine.chart_keys import settings_tree
 from spillway_engine.errors import SettingsError
-from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.setting_rules import check_settings
+from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.tier_settings import secondary_tiers
 
@@ -39,7 +40,7 @@ REFUSED = {
     ),
     "a tier below of the same type": (
         "{type: nvme, nvme: {path: /kv}, below: {type: nvme}}",
-        "below.type: nvme is the type of the tier above, too",
+        "below.type: nvme is the type of the tier above it, too",
     ),
     "a tier below none": ("{below: {type: s3}, s3: {bucket: kv-cache}}", "below.type: s3, but "),
     "a bucket below without a name": (

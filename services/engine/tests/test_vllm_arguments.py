@@ -15,7 +15,8 @@ from spillway_engine.extra_arguments import argument_value, check_extra_argument
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.settings import EngineSettings, ModelSettings, OffloadSettings, check_settings
+from spillway_engine.setting_rules import check_settings
+from spillway_engine.settings import EngineSettings, ModelSettings, OffloadSettings
 from spillway_engine.settings_reader import read_settings
 from spillway_engine.vllm_arguments import (
     cpu_thread_environment,

@@ -8,10 +8,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from spillway_connector.config import ConnectorConfig
-from spillway_connector.setting_names import SettingNames
-from spillway_engine.errors import SettingsError
-from spillway_engine.tier_settings import plain_secrets
 from spillway_settings.typed import CamelSection
 from spillway_settings.values.engine import KvTransfer
 
@@ -58,27 +54,3 @@ def combined(other: KvTransferSettings, own: Mapping[str, Any]) -> dict[str, Any
         **LOAD_FAILURES,  # vLLM reads these
         "kv_connector_extra_config": {"connectors": [other.configuration(), dict(own)]},
     }
-
-
-def check_kv_transfer(other: KvTransferSettings, offload: ConnectorConfig, names: SettingNames) -> None:
-    """Raises SettingsError."""
-    if other.connector in NOT_BESIDE:
-        raise SettingsError(
-            f"{names.given('kvTransfer.connector', other.connector)} is no second connector: Spillway's own is there "
-            "with offload.enabled: true and combines the two itself; name the other one, or remove kvTransfer"
-        )
-    for setting, value in (
-        ("offload.layerwiseLoads", offload.layerwise_loads),
-        ("offload.computeWhileLoading", offload.compute_while_loading),
-        ("offload.fairSteps", offload.fair_steps),
-    ):
-        if value == "on":
-            raise SettingsError(
-                f"{names.given(setting, value)} is not proven beside "
-                f'{names.given("kvTransfer.connector", other.connector)}; set it to "off"'
-            )
-    for key in plain_secrets(other.extra_config):
-        raise SettingsError(
-            f"{names.name(f'kvTransfer.extraConfig.{key}')} would show a secret to every reader of this file; give "
-            "that connector its secret by an environment variable or a file"
-        )

@@ -44,17 +44,6 @@ def check_lora(lora: LoraSettings, served_name: str, names: SettingNames) -> Non
             raise SettingsError(
                 f"{where}.path: {adapter.path!r} is neither an absolute folder nor a hub name such as owner/adapter"
             )
-    if lora.resolver_folder is not None:
-        if not lora.resolver_folder.startswith("/"):
-            given = names.given("lora.resolverFolder", lora.resolver_folder)
-            raise SettingsError(f"{given} is no absolute folder; give the folder in which adapters lie by their names")
-        if not lora.runtime_updating:
-            raise SettingsError(
-                f"{names.name('lora.resolverFolder')}: vLLM loads adapters by name only if they may change while it "
-                f"runs; set {names.name('lora.runtimeUpdating')}: true"
-            )
-    if lora.max_in_memory is not None and lora.max_in_memory < lora.max_active:
-        raise SettingsError(
-            f"{names.given('lora.maxInMemory', lora.max_in_memory)} is less than "
-            f"{names.given('lora.maxActive', lora.max_active)}, whose adapters are in memory too; raise or remove it"
-        )
+    if lora.resolver_folder is not None and not lora.resolver_folder.startswith("/"):
+        given = names.given("lora.resolverFolder", lora.resolver_folder)
+        raise SettingsError(f"{given} is no absolute folder; give the folder in which adapters lie by their names")

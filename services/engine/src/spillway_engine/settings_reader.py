@@ -13,7 +13,8 @@ from spillway_connector.native_keys import native_key_answer
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_engine.chart_keys import chart_key
 from spillway_engine.errors import SettingsError
-from spillway_engine.settings import EngineSettings, check_settings
+from spillway_engine.setting_rules import check_settings
+from spillway_engine.settings import EngineSettings
 from spillway_settings import typed
 from spillway_settings.typed import WrongSetting
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,15 +141,6 @@ class SectionNames:
 
 def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAMES) -> None:
     """Refuse what needs no look at the machine. Raises SettingsError with what to change."""
-    if tier.below.type != "none" and tier.below.type == tier.type:
-        raise SettingsError(
-            f"{names.given(BELOW + 'type', tier.below.type)} is the type of the tier above, too; choose another one"
-        )
-    if tier.below.type != "none" and tier.type == "none":
-        raise SettingsError(
-            f"{names.given(BELOW + 'type', tier.below.type)}, but {names.given(SHARED_TIER + 'type', 'none')}; "
-            f"set {names.name(SHARED_TIER + 'type')} to it, or to a tier that is nearer"
-        )
     uses = tier.types
     if "nvme" in uses and not tier.nvme.path.startswith("/"):
         raise SettingsError(
@@ -184,10 +175,15 @@ def check_shared_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAME
         raise SettingsError(str(error)) from error
 
 
-def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[str, Any]], names: SettingNames) -> None:
+def refuse_credentials(tier: SharedTierSettings, unread: Mapping[str, Mapping[str, Any]], names: SettingNames) -> None:
     """Refuse credentials, also of tiers not in use: /spillway/config shows whatever stands in the file.
 
     Raises SettingsError.
+
+    Args:
+        tier: the shared tier.
+        unread: options that are passed on unread, by the setting that has them.
+        names: what settings are called.
     """
     if "@" in tier.redis.url:
         raise SettingsError(
@@ -200,11 +196,11 @@ def refuse_credentials(tier: SharedTierSettings, extra_tiers: Iterable[Mapping[s
             f"{names.name(S3 + 'endpoint')} holds credentials; keep them out of files: AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY of the engine's environment, or its workload identity, are used"
         )
-    for position, extra in enumerate(extra_tiers):
-        for key in plain_secrets(extra):
+    for setting, options in unread.items():
+        for key in plain_secrets(options):
             raise SettingsError(
-                f"{names.name(f'offload.extraTiers[{position}].{key}')} would show a secret to every reader of "
-                "this file; give that tier its secret by an environment variable or a file"
+                f"{names.name(f'{setting}.{key}')} would show a secret to every reader of this file; give it by an "
+                "environment variable or a file"
             )
 
 

@@ -1,4 +1,4 @@
-"""Rules within one group of engines: CPU tier, ports, scaling, the environment and another KV connector. Pure."""
+"""Rules within one group of engines: CPU tier, scaling, the environment and another KV connector. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from spillway_connector.plan.copy_table import CopyTable
-from spillway_connector.setting_names import SettingNames
+from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_ctl.check.chart_facts import facts
-from spillway_ctl.check.finding import Finding, number, on_off
+from spillway_ctl.check.finding import Finding, number
 from spillway_ctl.check.group import Group, Release, driver_mounts
 from spillway_ctl.check.shared_rules import behavior, is_own_pod, replica_bounds
 from spillway_engine.argument_verdicts import ArgumentVerdict
@@ -22,14 +22,11 @@ from spillway_engine.extra_arguments import (
     argument_name,
     refused_arguments,
 )
+from spillway_engine.setting_rules import contradictions
+from spillway_engine.tier_settings import plain_secrets
 from spillway_settings.shared_names import VARIABLES
 from spillway_settings.typed import WrongSetting, read_settings
 
-STEP_CHANGING = (
-    ("layerwiseLoads", "layerwise_loads"),
-    ("computeWhileLoading", "compute_while_loading"),
-    ("fairSteps", "fair_steps"),
-)
 OWN_VARIABLES = (
     "POD_NAME",
     "POD_IP",
@@ -54,13 +51,11 @@ _SET_BY_PLUGIN = {
 }
 _OWN_VOLUMES = ("config", "shared-memory", "scratch", "model", "hub", "adapters", "kv", "secrets", "hugepages")
 _SEVERAL_TIMES = ("--middleware",)
-_SECRET_KEY = re.compile(r"(?i)(password|secret|credential|api_?key)")
 
 
 def engine_findings(group: Group, release: Release) -> Iterator[Finding]:
     yield from _cpu_tier(group)
-    yield from _ports(group)
-    yield from _rank_ports(group)
+    yield from _contradictions(group)
     yield from _scaling(group, release)
     yield from _controller(group, release)
     yield from _environment(group)
@@ -79,11 +74,6 @@ def volume_names(path: str, volumes: list[dict[str, object]], own: tuple[str, ..
                 f"{volume['name']} is the name of a volume of the chart's own",
                 "choose another",
             )
-
-
-def is_secret_entry(key: str, value: object) -> bool:
-    """Whether an entry of a configuration that is passed on unread holds a secret itself."""
-    return isinstance(value, str) and bool(_SECRET_KEY.search(key)) and not key.endswith(("_env", "_file"))
 
 
 def _cpu_tier(group: Group) -> Iterator[Finding]:
@@ -130,47 +120,11 @@ def _cpu_tier(group: Group) -> Iterator[Finding]:
         )
 
 
-def _ports(group: Group) -> Iterator[Finding]:
-    engine = group.engine
-    holders = {"port": engine.port}
-    if engine.kv_events.enabled:
-        holders |= {"kvEvents.port": engine.kv_events.port, "kvEvents.replayPort": engine.kv_events.replay_port}
-    taken: dict[int, str] = {}
-    for key in sorted(holders):
-        port = holders[key]
-        if port in taken:
-            yield Finding(f"{group.path}.{key}", f"{port} is also {taken[port]}", "give each its own port")
-        taken[port] = key
-
-
-def _rank_ports(group: Group) -> Iterator[Finding]:
-    """vLLM publishes the events of data parallel rank r at both ports + r."""
-    engine, path = group.engine, group.path
-    cores, events = engine.data_parallel_size, engine.kv_events
-    if not events.enabled or cores == 1:
-        return
-    for key, first in (("port", events.port), ("replayPort", events.replay_port)):
-        last = first + cores - 1
-        if last > 65535:
-            yield Finding(
-                f"{path}.kvEvents.{key}",
-                f"{first} with dataParallelSize: {cores}, whose last rank would use {last}",
-                f"set it to {65536 - cores} or less",
-            )
-        if first < engine.port <= last:
-            yield Finding(
-                f"{path}.port",
-                f"{engine.port} is among {first} to {last}, kvEvents.{key} of the ranks of dataParallelSize: {cores}",
-                "choose one outside",
-            )
-    apart = abs(events.port - events.replay_port)
-    if 0 < apart < cores:
-        yield Finding(
-            f"{path}.kvEvents",
-            f"port: {events.port} and replayPort: {events.replay_port} are {apart} apart, and rank r of "
-            f"dataParallelSize: {cores} uses both + r",
-            f"set them {cores} or more apart",
-        )
+def _contradictions(group: Group) -> Iterator[Finding]:
+    """What the engine service would refuse when it starts."""
+    for each in contradictions(group.engine, PLAIN_NAMES):
+        problem = each.problem if each.value is None else f"{number(each.value)}{each.joint}{each.problem}"
+        yield Finding(f"{group.path}.{each.setting}", problem, each.remedy)
 
 
 def _scaling(group: Group, release: Release) -> Iterator[Finding]:
@@ -295,7 +249,7 @@ def _environment(group: Group) -> Iterator[Finding]:
 
 
 def _kv_transfer(group: Group) -> Iterator[Finding]:
-    """Which other connector there can be beside Spillway's, and what is not proven beside it."""
+    """Names of vLLM, and secrets among the options of another connector."""
     engine, path, transfer = group.engine, group.path, group.engine.kv_transfer
     names = facts("vllm-names.yaml")
     for known in names["connectors"].split() if not transfer.module_path else ():
@@ -322,32 +276,12 @@ def _kv_transfer(group: Group) -> Iterator[Finding]:
             f"{engine.accelerator.preset}",
             "choose weights that are quantised for it, or remove the line: then it is as the checkpoint says",
         )
-    if transfer.connector in (
-        "SpillwayConnector",
-        "OffloadingConnector",
-        "SimpleCPUOffloadConnector",
-        "MultiConnector",
-    ):
+    for key in plain_secrets(transfer.extra_config):
         yield Finding(
-            f"{path}.kvTransfer.connector",
-            f"{transfer.connector} is no second connector: Spillway's own is there with offload.enabled: true and "
-            "combines the two itself",
-            "name the other one, or remove kvTransfer",
+            f"{path}.kvTransfer.extraConfig.{key}",
+            "would lie in a ConfigMap in plain text",
+            "give that connector its secret by a variable (extraEnvVars) or a file (extraVolumes)",
         )
-    for key, field in STEP_CHANGING if transfer.connector else ():
-        if on_off(getattr(engine.offload, field)) == "on":
-            yield Finding(
-                f"{path}.offload.{key}",
-                f"on is not proven beside kvTransfer.connector: {transfer.connector}",
-                'set it to "off"',
-            )
-    for key, value in transfer.extra_config.items():
-        if is_secret_entry(key, value):
-            yield Finding(
-                f"{path}.kvTransfer.extraConfig.{key}",
-                "would lie in a ConfigMap in plain text",
-                "give that connector its secret by a variable (extraEnvVars) or a file (extraVolumes)",
-            )
 
 
 def argument_findings(group: Group) -> Iterator[Finding]:

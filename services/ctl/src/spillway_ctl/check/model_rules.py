@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator
 
-from spillway_ctl.check.engine_rules import STEP_CHANGING
 from spillway_ctl.check.finding import Finding, below, bytes_text, number, on_off, quantity, quoted, size
 from spillway_ctl.check.group import ON_VOLUME, Group, Release, base_name
 from spillway_ctl.check.model_facts import is_model_path, meant_hub_name
@@ -187,12 +186,6 @@ def _adapters(group: Group) -> Iterator[Finding]:
             f"{group.engine.model.volume.type}",
             "set that type, or another one here",
         )
-    if lora.max_in_memory and lora.max_in_memory < lora.max_active:
-        yield Finding(
-            f"{path}.maxInMemory",
-            f"{lora.max_in_memory} is less than maxActive: {lora.max_active}, whose adapters are in memory too",
-            "raise it, or set null",
-        )
 
 
 def _resolver(group: Group) -> Iterator[Finding]:
@@ -200,12 +193,6 @@ def _resolver(group: Group) -> Iterator[Finding]:
     folder, kind, root = lora.resolver_folder, lora.volume.type, _adapter_root(group)
     if not folder:
         return
-    if not lora.runtime_updating:
-        yield Finding(
-            f"{path}.resolverFolder",
-            "vLLM loads adapters by name only if they may change at run time",
-            "set lora.runtimeUpdating: true",
-        )
     if not lora.resolver_names:
         yield Finding(
             f"{path}.resolverNames",
@@ -286,63 +273,16 @@ def _pipeline(group: Group) -> Iterator[Finding]:
             f"{quoted(engine.image.vllm)}, whose CPU engines fail at the first step of a pipeline",
             'set it to 1, or vllm: "0.23"',
         )
-    for key, field in STEP_CHANGING if engine.offload.enabled else ():
-        if on_off(getattr(engine.offload, field)) == "on":
-            yield Finding(
-                f"{path}.offload.{key}",
-                f"on changes one step at a time, but pipelineParallelSize: {stages} keeps several steps under way",
-                "set it to off, or pipelineParallelSize: 1",
-            )
-    if "VLLM_PP_LAYER_PARTITION" in engine.extra_env:
-        yield Finding(
-            f"{path}.extraEnv",
-            "VLLM_PP_LAYER_PARTITION gives stages other layers than memory is reckoned with",
-            f"remove it: vLLM spreads the layers evenly over the stages of pipelineParallelSize: {stages}",
-        )
-    for index, argument in enumerate(engine.extra_args):
-        if re.match("--distributed[-_]executor[-_]backend", argument):
-            following = [*engine.extra_args, ""][index + 1]
-            executor = argument.rsplit("=", 1)[1] if "=" in argument else following
-            if executor != "mp":
-                yield Finding(
-                    f"{path}.extraArgs",
-                    f"--distributed-executor-backend: {quoted(executor)} cannot run pipelineParallelSize: {stages} in "
-                    "one pod",
-                    "remove it, and vLLM takes mp",
-                )
 
 
 def _data_parallel(group: Group) -> Iterator[Finding]:
-    engine, path, cores = group.engine, group.path, group.engine.data_parallel_size
-    if cores == 1:
-        return
-    if engine.pipeline_parallel_size > 1:
+    cores, experts = group.engine.data_parallel_size, group.model.shape.experts
+    if cores > 1 and group.platform == "cpu" and experts:
         yield Finding(
-            f"{path}.pipelineParallelSize",
-            f"{engine.pipeline_parallel_size} and dataParallelSize: {cores}: stages are not proven with data parallel "
-            "ranks",
-            "set pipelineParallelSize: 1 or dataParallelSize: 1",
-        )
-    for key, field in STEP_CHANGING if engine.offload.enabled else ():
-        if on_off(getattr(engine.offload, field)) == "on":
-            yield Finding(
-                f"{path}.offload.{key}",
-                f"on changes the steps of one rank, but the ranks of dataParallelSize: {cores} step together if the "
-                "model is a mixture of experts",
-                "set it to off, or dataParallelSize: 1",
-            )
-    if group.platform == "cpu" and group.model.shape.experts:
-        yield Finding(
-            f"{path}.dataParallelSize",
-            f"{cores} ranks of a mixture of {group.model.shape.experts} experts need exchanges of tokens that vLLM's "
-            "CPU platform does not have",
+            f"{group.path}.dataParallelSize",
+            f"{cores} ranks of a mixture of {experts} experts need exchanges of tokens that vLLM's CPU platform does "
+            "not have",
             "set it to 1 and raise replicas",
-        )
-    if engine.kv_transfer.connector:
-        yield Finding(
-            f"{path}.kvTransfer",
-            f"{engine.kv_transfer.connector} is not proven with dataParallelSize: {cores}",
-            "remove it, or set dataParallelSize: 1",
         )
 
 

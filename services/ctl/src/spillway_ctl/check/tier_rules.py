@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterator
 
-from spillway_ctl.check.engine_rules import is_secret_entry
 from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, quoted, shown_url, size
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
 from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases, system_folder
+from spillway_engine.tier_settings import plain_secrets
 from spillway_settings.values.offload import BUCKET_ENDPOINT_PATTERN, BUCKET_PATTERN, BUCKET_PREFIX_PATTERN, tier_types
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
@@ -48,12 +48,6 @@ def tier_findings(group: Group, release: Release) -> Iterator[Finding]:
     elif tier.type != "none":
         yield from _bounds(group, at)
         yield from _encryption(group, at)
-        if tier.below.type == tier.type:
-            yield Finding(
-                f"{at}.below.type",
-                f"{tier.type} given, which is the tier above it",
-                "set another type, or none: each type has one section of settings here",
-            )
         types = tier_types(tier)
         if "nvme" in types:
             yield from _nvme(group, at)
@@ -62,12 +56,6 @@ def tier_findings(group: Group, release: Release) -> Iterator[Finding]:
         if "s3" in types:
             yield from _s3(group, release, at)
         yield from _secret_files(group, at)
-    elif tier.below.type != "none":
-        yield Finding(
-            f"{at}.below.type",
-            f"{tier.below.type}, but sharedTier.type is none, and nothing is above it",
-            f"set sharedTier.type: {tier.below.type}, or name the nearer tier there",
-        )
     elif tier.encryption.enabled:
         yield Finding(
             f"{at}.encryption.enabled",
@@ -79,13 +67,12 @@ def tier_findings(group: Group, release: Release) -> Iterator[Finding]:
 def _extra_tiers(group: Group) -> Iterator[Finding]:
     for index, extra in enumerate(group.engine.offload.extra_tiers):
         at = f"{group.path}.offload.extraTiers[{index}]"
-        for key, value in extra.items():
-            if is_secret_entry(key, value):
-                yield Finding(
-                    f"{at}.{key}",
-                    "would lie in a ConfigMap in plain text",
-                    "give that tier its secret by a variable (extraEnvVars) or a file (extraVolumes)",
-                )
+        for key in plain_secrets(extra):
+            yield Finding(
+                f"{at}.{key}",
+                "would lie in a ConfigMap in plain text",
+                "give that tier its secret by a variable (extraEnvVars) or a file (extraVolumes)",
+            )
         kind = extra.get("type")
         if kind in ("spillway-nvme", "spillway-redis"):
             yield Finding(
