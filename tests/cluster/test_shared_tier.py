@@ -22,8 +22,8 @@ from cluster.values import MODEL
 from reference_answers.margins import REQUEST, Scored, difference, scored
 from stack_driver.deadlines import eventually
 
-from spillway_stack.chat_answers import plain_answer, require_agreement, streamed_answer
-from spillway_stack.first_answer import ANSWER_TOKENS
+from spillway_engine.chat_answers import event_data, plain_chat, streamed_chat
+from spillway_stack.first_answer import require_agreement
 
 START_SECONDS = 900.0
 USER = 10001
@@ -118,9 +118,9 @@ def test_real_chat(served: tuple[Release, ClientPod], tier: str, case: Row) -> N
     _, client = served
     answer = client.chat()
     assert (answer["status"], answer["streamed"]["status"]) == (200, 200)
-    plain = plain_answer(json.loads(answer["body"]), ANSWER_TOKENS)
+    plain = plain_chat(json.loads(answer["body"]))
     lines = answer["streamed"]["body"].encode().splitlines()
-    require_agreement(streamed_answer(lines, ANSWER_TOKENS, lambda: None), plain, same_text=True)
+    require_agreement(streamed_chat(event_data(lines)), plain, same_text=True)
     case.requests, case.note = 2, f"{plain.text!r} from {answer['headers'].get('x-spillway-engine')}"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spillway_stack.first_answer import ANSWER_TOKENS, QUESTION
+from spillway_engine.chat_answers import ANSWER_TOKENS, QUESTION
 
 from .margins import MARGIN_LEAST
 

@@ -13,7 +13,7 @@ from reference_answers.questions import QUESTIONS, Measured, NearTie, read_recor
 
 ROOT = Path(__file__).resolve().parents[2]
 # Scripts that contain their question, as they run without this repository.
-SCRIPTS = ("services/ctl/src/spillway_ctl/live/chat.py", "tests/cluster/client/load.py")
+SCRIPTS = ("tests/cluster/client/load.py",)
 
 
 def test_no_recorded_answer_rests_on_a_near_tie() -> None:

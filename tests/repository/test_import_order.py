@@ -25,7 +25,6 @@ LEVELS = {
     ),
     "ctl/live": (
         "asking",
-        "chat",
         "release",
     ),
     "ctl/check": (
@@ -42,8 +41,8 @@ LEVELS = {
         "command_line",
     ),
     "engine": (
-        "argument_verdicts ascend_versions chart_keys engine_core errors exit_report headless in_flight kv_transfer "
-        "messages_usage near_ties pod_channel replica_lines",
+        "argument_verdicts ascend_versions chart_keys chat_answers engine_core errors exit_report headless in_flight "
+        "kv_transfer messages_usage near_ties pod_channel replica_lines",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
         "argument_memory settling",

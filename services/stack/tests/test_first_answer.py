@@ -10,7 +10,7 @@ import pytest
 
 from spillway_stack.errors import StackError
 from spillway_stack.first_answer import check_first_answer
-from spillway_stack.http_probe import probe_ready
+from spillway_stack.local_http import probe_ready
 
 Serve = Callable[..., int]
 
@@ -100,12 +100,12 @@ GOOD = events("a")
         (200, b"data: {", b"", "no JSON"),
         (200, events("a", done=False), b"", "without \\[DONE\\]"),
         (200, GOOD + b"data: {}\n\n", b"", "continues after"),
-        (200, events("a", finish=None), b"", "one finish_reason; it has 1"),
+        (200, events("a", finish=None), b"", "one finish_reason; this one has 1"),
         (200, events("a", finish="error"), b"", "finish_reason is 'error'"),
         (200, events("a", finish="length"), b"", "cut at 9 tokens, 16 were allowed"),
         (200, events("a", usage=None), b"", "does not add up"),
         (200, events("a", usage={**USAGE, "total_tokens": 40}), b"", "does not add up"),
-        (200, events("a").replace(b"chat-1", b"chat-2", 1), b"", "needs one id"),
+        (200, events("a").replace(b"chat-1", b"chat-2", 1), b"", "has one id"),
         (200, events("a").replace(b'"role": "assistant", ', b""), b"", "the role assistant"),
         (200, events("a").replace(b".chunk", b""), b"", "no chat.completion.chunk"),
         (200, GOOD, b"{}", "no chat.completion"),

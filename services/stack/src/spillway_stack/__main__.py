@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from spillway_engine.chat_answers import QUESTION
 from spillway_stack.errors import StackError
-from spillway_stack.first_answer import QUESTION, check_first_answer
+from spillway_stack.first_answer import check_first_answer
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.progress import ProgressDisplay
 from spillway_stack.settings import StackSettings

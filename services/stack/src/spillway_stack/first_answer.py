@@ -5,20 +5,25 @@ No particular word is expected: rounding decides between two equally likely toke
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from spillway_engine.chat_answers import (
+    ANSWER_TOKENS,
+    QUESTION,
+    ChatAnswer,
+    MalformedAnswer,
+    event_data,
+    plain_chat,
+    streamed_chat,
+)
 from spillway_settings.wire import ENGINE_HEADER
-from spillway_stack.chat_answers import ChatAnswer, plain_answer, require_agreement, streamed_answer
 from spillway_stack.errors import StackError
+from spillway_stack.local_http import exchange
 
 # The bundled model's answer has no near tie (tests/reference_answers), so that both answers have the same text.
-QUESTION = "Name the capital of France."
-ANSWER_TOKENS = 16
 TIMEOUT_SECONDS = 120.0
 
 
@@ -31,43 +36,38 @@ class FirstAnswer:
 
 def check_first_answer(port: int, model: str, bundled: bool) -> FirstAnswer:
     """Raises StackError when an answer is not well-formed, or when the two differ in what must be the same."""
-    streamed, engine, first_token_seconds = _ask_streamed(port, model)
-    plain = _ask_plain(port, model)
-    require_agreement(streamed, plain, same_text=bundled)
-    return FirstAnswer(streamed.text, engine, first_token_seconds)
-
-
-def _ask_streamed(port: int, model: str) -> tuple[ChatAnswer, str, float]:
-    started = time.monotonic()
-    arrivals: list[float] = []
-    with _asked(port, model, {"stream": True, "stream_options": {"include_usage": True}}) as response:
-        answer = streamed_answer(response, ANSWER_TOKENS, lambda: arrivals.append(time.monotonic()))
-        engine = response.headers.get(ENGINE_HEADER, "?")
-    return answer, engine, arrivals[0] - started
-
-
-def _ask_plain(port: int, model: str) -> ChatAnswer:
-    with _asked(port, model, {}) as response:
-        return plain_answer(json.loads(response.read()), ANSWER_TOKENS)
-
-
-@contextmanager
-def _asked(port: int, model: str, more: dict[str, object]) -> Iterator[http.client.HTTPResponse]:
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
         "max_completion_tokens": ANSWER_TOKENS,
         "temperature": 0,
-        **more,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
+    as_stream = {"stream": True, "stream_options": {"include_usage": True}}
+    path, arrivals = "/v1/chat/completions", list[float]()
+    started = time.monotonic()
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise StackError(f"the first chat was answered with status {response.status}: {response.read(500)!r}")
-        yield response
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise StackError(f"the first chat through the gateway failed: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
+        with exchange(port, "POST", path, body | as_stream, timeout_seconds=TIMEOUT_SECONDS) as response:
+            streamed = streamed_chat(event_data(response), lambda: arrivals.append(time.monotonic()))
+            engine = response.headers.get(ENGINE_HEADER, "?")
+        with exchange(port, "POST", path, body, timeout_seconds=TIMEOUT_SECONDS) as response:
+            require_agreement(streamed, plain_chat(json.loads(response.read())), same_text=bundled)
+    except MalformedAnswer as failed:
+        raise StackError(f"the first chat through the gateway: {failed}") from failed
+    return FirstAnswer(streamed.text, engine, arrivals[0] - started)
+
+
+def require_agreement(streamed: ChatAnswer, plain: ChatAnswer, same_text: bool) -> None:
+    """Compare two answers to one question. Raises MalformedAnswer with the difference.
+
+    same_text: no token of the answer is a near tie. Otherwise two engines, or one engine with and
+    without a cached prefix, may rightly continue with different words.
+    """
+    names = ["model", "prompt_tokens"]
+    if same_text:
+        names += ["text", "finish_reason", "completion_tokens"]
+    for name in names:
+        one, other = getattr(streamed, name), getattr(plain, name)
+        if one != other:
+            raise MalformedAnswer(
+                f"the streamed and the plain answer to one question differ in {name}: {one!r}, {other!r}"
+            )

@@ -25,7 +25,7 @@ from spillway_stack import object_store
 from spillway_stack.bundled_model import PreparedModel, choose_model
 from spillway_stack.components import Component, configuration_files, plan_components
 from spillway_stack.errors import ComponentFailed, NotReadyInTime, PreflightFailed, StackDiffers, StackError
-from spillway_stack.http_probe import probe_ready
+from spillway_stack.local_http import probe_ready
 from spillway_stack.preflight import check_machine
 from spillway_stack.processes import ProcessIdentity, wait_gone
 from spillway_stack.progress import ComponentLine

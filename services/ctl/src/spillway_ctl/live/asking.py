@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spillway_ctl.evidence import Exposition
+from spillway_engine.chat_answers import event_data
 
 REQUEST_SECONDS = 120.0
 READY_SECONDS = 5.0
@@ -62,7 +63,7 @@ class Asker:
         headers = {"content-type": "application/json", **bearer(key)}
         try:
             with self._open(url, REQUEST_SECONDS, json.dumps(body).encode(), headers) as reply:
-                return [line[5:].strip().decode() for line in reply if line.startswith(b"data:")]
+                return list(event_data(reply))
         except urllib.error.HTTPError as error:
             raise _refusal(url, error) from error
 

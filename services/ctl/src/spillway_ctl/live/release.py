@@ -23,9 +23,9 @@ from spillway_ctl.errors import CommandError
 from spillway_ctl.evidence import EngineReading, Exposition, Finding, GatewayReading, Verdict, clock_skew
 from spillway_ctl.findings import judge
 from spillway_ctl.live.asking import Asker, CheckFailed
-from spillway_ctl.live.chat import ANSWER_TOKENS, QUESTION, plain_chat, streamed_chat
 from spillway_ctl.named_text import read_named
 from spillway_ctl.readings import TEXT, WORDS
+from spillway_engine.chat_answers import ANSWER_TOKENS, QUESTION, MalformedAnswer, plain_chat, streamed_chat
 from spillway_settings.byte_sizes import parse_byte_count
 from spillway_settings.wire import CONFIG_PATH, ENGINE_HEADER, RANK_HEADER
 
@@ -188,14 +188,15 @@ def _check_chat(release: Release, asker: Asker, model: Mapping[str, Any], engine
             return "the gateway refuses without a key; name one in tests.apiKeySecret to have a chat tested"
         key = release.client_key
     answer, headers = asker.ask(url, key, body)
-    plain, prompt_tokens = plain_chat(answer)
-    streamed, streamed_prompt_tokens = streamed_chat(
-        asker.stream(url, key, {**body, "stream": True, "stream_options": {"include_usage": True}})
-    )
-    if prompt_tokens != streamed_prompt_tokens:
-        raise CheckFailed(f"one question has {prompt_tokens} tokens, and {streamed_prompt_tokens} when streamed")
+    events = asker.stream(url, key, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    try:
+        plain, streamed = plain_chat(answer), streamed_chat(events)
+    except MalformedAnswer as wrong:
+        raise CheckFailed(str(wrong)) from wrong
+    if plain.prompt_tokens != streamed.prompt_tokens:
+        raise CheckFailed(f"one question has {plain.prompt_tokens} tokens, and {streamed.prompt_tokens} when streamed")
     # Not compared word by word: on another engine, or for a model that is not sure, rounding may choose another word.
-    text = f"{plain!r}" if plain == streamed else f"{plain!r}, streamed {streamed!r}"
+    text = f"{plain.text!r}" if plain.text == streamed.text else f"{plain.text!r}, streamed {streamed.text!r}"
     return f"chat answered by {headers.get(ENGINE_HEADER, 'an unnamed engine')}: {text}"
 
 

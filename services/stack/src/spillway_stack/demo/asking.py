@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spillway_engine.chat_answers import event_data
 from spillway_stack.demo.sizing import ANSWER_TOKENS
 from spillway_stack.errors import StackError
+from spillway_stack.local_http import exchange
 
 TIMEOUT_SECONDS = 300.0
 # The expected fact precedes either; what a small model generates after it is arbitrary.
@@ -49,18 +50,19 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
     token_ids: list[int] = []
     leads: list[float] = []
     usage: dict[str, Any] | None = None
-    headers: dict[str, str] = {}
-    for event in _events(port, "/v1/chat/completions", body, headers):
-        if "error" in event:
-            raise StackError(f"port {port} ended its answer with an error: {event['error']}")
-        usage = event.get("usage") or usage
-        for choice in event.get("choices", []):
-            piece = choice["delta"].get("content") or ""
-            if piece and first is None:
-                first = time.monotonic()
-            pieces.append(piece)
-            token_ids += choice.get("token_ids") or []
-            leads += [_lead(position) for position in (choice.get("logprobs") or {}).get("content") or []]
+    with exchange(port, "POST", "/v1/chat/completions", body, timeout_seconds=TIMEOUT_SECONDS) as response:
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        for event in map(json.loads, filter(lambda data: data not in ("", "[DONE]"), event_data(response))):
+            if "error" in event:
+                raise StackError(f"port {port} ended its answer with an error: {event['error']}")
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", []):
+                piece = choice["delta"].get("content") or ""
+                if piece and first is None:
+                    first = time.monotonic()
+                pieces.append(piece)
+                token_ids += choice.get("token_ids") or []
+                leads += [_lead(position) for position in (choice.get("logprobs") or {}).get("content") or []]
     if first is None or usage is None or not token_ids:
         raise StackError(f"port {port} streamed no content, no token ids or no usage; see make logs")
     details = usage.get("prompt_tokens_details") or {}
@@ -77,7 +79,7 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
 
 def ask_one_token(port: int, model: str) -> None:
     """The shortest possible request: it takes one device block and caches nothing."""
-    _post(port, "/v1/completions", {"model": model, "prompt": "Ship", "max_tokens": 1, "temperature": 0})
+    _request("POST", port, "/v1/completions", {"model": model, "prompt": "Ship", "max_tokens": 1, "temperature": 0})
 
 
 def take_blocks(port: int, model: str, blocks: int) -> None:
@@ -87,12 +89,12 @@ def take_blocks(port: int, model: str, blocks: int) -> None:
     the other would always get the same block. Several tokens each, so that the last has begun before the first ends.
     """
     body = {"model": model, "prompt": "Ship", "max_tokens": 4, "ignore_eos": True, "temperature": 1, "n": blocks}
-    _post(port, "/v1/completions", body)
+    _request("POST", port, "/v1/completions", body)
 
 
 def count_prompt_tokens(port: int, model: str, messages: list[dict[str, str]]) -> int:
     """Chat template included, as the engine counts them."""
-    return int(_post(port, "/tokenize", {"model": model, "messages": messages})["count"])
+    return int(_request("POST", port, "/tokenize", {"model": model, "messages": messages})["count"])
 
 
 def is_in_slow_start(gateway_port: int) -> bool:
@@ -106,39 +108,7 @@ def _lead(position: Mapping[str, Any]) -> float:
     return best - max(others, default=-math.inf)
 
 
-def _events(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
-    try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        headers.update({name.lower(): value for name, value in response.getheaders()})
-        if response.status != 200:
-            raise StackError(f"port {port} answered {path} with status {response.status}: {response.read(500)!r}")
-        for line in response:
-            data = line.removeprefix(b"data:").strip()
-            if data and data != b"[DONE]" and line.startswith(b"data:"):
-                yield json.loads(data)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise StackError(f"the request to port {port} failed: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-
-
-def _post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    return _request("POST", port, path, json.dumps(body))
-
-
-def _request(method: str, port: int, path: str, body: str | None = None) -> dict[str, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
-    try:
-        connection.request(method, path, body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        content = response.read()
-        if response.status != 200:
-            raise StackError(f"port {port} answered {path} with status {response.status}: {content[:500]!r}")
-        answer: dict[str, Any] = json.loads(content)
+def _request(method: str, port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    with exchange(port, method, path, body, timeout_seconds=TIMEOUT_SECONDS) as response:
+        answer: dict[str, Any] = json.loads(response.read())
         return answer
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise StackError(f"the request to port {port} failed: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()

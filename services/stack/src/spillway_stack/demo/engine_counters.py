@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from spillway_stack.errors import StackError
-from spillway_stack.http_probe import get
+from spillway_stack.local_http import get
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)")
 # Once per prompt, at its prefill. The prefix-cache hit counters beside it count a request again each time the scheduler

@@ -11,7 +11,7 @@ from typing import Any
 from spillway_settings.wire import CONFIG_PATH
 from spillway_stack.demo.sizing import EngineLimits
 from spillway_stack.errors import StackError
-from spillway_stack.http_probe import get
+from spillway_stack.local_http import get
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder

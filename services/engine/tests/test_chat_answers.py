@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from spillway_ctl.live.asking import CheckFailed
-from spillway_ctl.live.chat import plain_chat, streamed_chat
+from spillway_engine.chat_answers import MalformedAnswer, plain_chat, streamed_chat
 
 USAGE = {"prompt_tokens": 30, "completion_tokens": 2, "total_tokens": 32}
 CHAT = {
@@ -27,12 +26,15 @@ def streamed(*pieces: str, usage: dict[str, int] | None = USAGE) -> list[str]:
 
 
 def test_both_kinds_have_the_same_text_and_tokens() -> None:
-    assert plain_chat(CHAT) == streamed_chat(streamed("He", "re.")) == ("Here.", 30)
+    plain, stream = plain_chat(CHAT), streamed_chat(streamed("He", "re."))
+
+    assert plain == stream
+    assert (plain.text, plain.prompt_tokens) == ("Here.", 30)
 
 
 def test_reasoning_is_text_too() -> None:
     message = {"role": "assistant", "reasoning_content": "Well."}
-    assert plain_chat({**CHAT, "choices": [{"message": message, "finish_reason": "length"}]})[0] == "Well."
+    assert plain_chat({**CHAT, "choices": [{"message": message, "finish_reason": "stop"}]}).text == "Well."
 
 
 def changed(old: str, new: str) -> dict[str, Any]:
@@ -42,18 +44,20 @@ def changed(old: str, new: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ({"choices": []}, "no chat.completion with one choice"),
-        (changed("chat.completion", "text_completion"), "no chat.completion with one choice"),
+        ({"choices": []}, "no chat.completion"),
+        ({**CHAT, "choices": []}, "0 choices"),
+        (changed("chat.completion", "text_completion"), "no chat.completion"),
         ({**CHAT, "choices": [{"message": {"content": "a"}}]}, "is not assistant"),
         (changed("Here.", " "), "answer is empty"),
-        (changed("stop", "error"), "finish_reason 'error'"),
+        (changed("stop", "error"), "finish_reason is 'error'"),
+        (changed("stop", "length"), "cut at 2 tokens, 16 were allowed"),
         ({**CHAT, "usage": None}, "does not add up"),
         ({**CHAT, "usage": {**USAGE, "total_tokens": 33}}, "does not add up"),
         ({**CHAT, "usage": {**USAGE, "completion_tokens": 17, "total_tokens": 47}}, "does not add up"),
     ],
 )
 def test_an_answer_that_is_not_well_formed(answer: dict[str, Any], problem: str) -> None:
-    with pytest.raises(CheckFailed, match=problem):
+    with pytest.raises(MalformedAnswer, match=problem):
         plain_chat(answer)
 
 
@@ -65,7 +69,10 @@ STREAM = streamed("He", "re.")
     [
         ([], "without .DONE."),
         (STREAM[:-1], "without .DONE."),
-        ([event.replace(".chunk", "") for event in STREAM], "something else than chunks"),
+        ([*STREAM, "{}"], "continues after .DONE."),
+        (["{", "[DONE]"], "no JSON"),
+        (['{"error": {"message": "gone"}}'], "ended with an error"),
+        ([event.replace(".chunk", "") for event in STREAM], "no chat.completion.chunk"),
         ([STREAM[0].replace('"id": "1"', '"id": "2"'), *STREAM[1:]], "this one has 2"),
         ([event.replace('"stop"', "null") for event in STREAM], r"and \[\]"),
         ([event.replace('"role": "assistant"', '"content": "a"') for event in STREAM], "this one has 1, "),
@@ -74,5 +81,5 @@ STREAM = streamed("He", "re.")
     ],
 )
 def test_a_stream_that_is_not_well_formed(events: list[str], problem: str) -> None:
-    with pytest.raises(CheckFailed, match=problem):
+    with pytest.raises(MalformedAnswer, match=problem):
         streamed_chat(events)

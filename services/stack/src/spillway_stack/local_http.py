@@ -1,12 +1,16 @@
-"""Short requests to local HTTP servers; any failure is a result, never an exception."""
+"""Requests to the HTTP servers of this machine."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from spillway_stack.errors import StackError
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,7 @@ class Probe:
 
 
 def probe_ready(port: int, path: str | None, timeout_seconds: float = 2.0) -> Probe:
-    """200 means ready; with `path` None an accepted connection does."""
+    """200 means ready; with `path` None an accepted connection does. A failure is a result, not an exception."""
     try:
         if path is None:
             with socket.create_connection(("127.0.0.1", port), timeout_seconds):
@@ -35,6 +39,25 @@ def get(port: int, path: str, timeout_seconds: float = 5.0) -> tuple[int, bytes]
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read()
+    finally:
+        connection.close()
+
+
+@contextmanager
+def exchange(
+    port: int, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_seconds: float
+) -> Iterator[http.client.HTTPResponse]:
+    """Raises StackError if the answer's status is not 200, if it breaks off, or if what reads it finds no JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_seconds)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise StackError(f"port {port} answered {path} with status {response.status}: {response.read(500)!r}")
+        yield response
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise StackError(f"the request to port {port} failed: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
 
