@@ -28,9 +28,9 @@ def admission_order(
 
     Args:
         arrived_at: when each came; -inf: no younger one is ever admitted before it. Equal ones keep their order.
-        tokens_at_hand: by position, what it would find; asked only about those that may be overtaken.
-        now: of the same clock.
-        overtake_seconds: for so long others may be admitted before a request.
+        tokens_at_hand: position -> tokens that the request would find; called only for those that may be overtaken.
+        now: by the clock of arrived_at.
+        overtake_seconds: how long others may be admitted before a request.
     """
     due = [at for at, arrived in enumerate(arrived_at) if now - arrived >= overtake_seconds]
     due.sort(key=arrived_at.__getitem__)

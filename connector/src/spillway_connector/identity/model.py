@@ -160,7 +160,8 @@ def adapter_files(folder: Path) -> list[Path]:
 def adapter_digest(folder: Path) -> bytes:
     """32 bytes that change with any byte of an adapter. Raises OSError.
 
-    A blob of a hub's cache is read too, as its name is a digest of another kind: an adapter is that of its copies.
+    Blobs of a hub's cache are read, too: their names are digests of another kind, and copies of an adapter in other
+    folders must have the same digest.
     """
     return _digest_of_named((path.name, file_digest(path)) for path in adapter_files(folder))
 

@@ -57,7 +57,7 @@ class LeavingWindow:
         self._steps_since_look += 1
 
     def look_is_due(self, free_blocks: int) -> bool:
-        """Whether other blocks may be the next step's since the last look.
+        """Whether the next step may take other blocks than the last look said.
 
         free_blocks: the length of the queue; while it is short, what was freed last is near the head as well.
         """

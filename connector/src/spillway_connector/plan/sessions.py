@@ -216,10 +216,13 @@ class SessionTable(Generic[_Times]):
 
 
 class SessionUse(NamedTuple):
-    """A use of chunks by a request of a session, in the order of the prefix, and when they are used again.
+    """A use of chunks by a request of a session, in the order of the prefix, and when the session uses them again.
 
-    session: eight bytes, the name's hash; unique within the tenant. ended: they are not used again by this session.
-    due_seconds: from now; None: unknown. late_seconds: from now; None: it cannot be late before its request has ended.
+    Attributes:
+        session: the hash of its name, eight bytes; unique within the tenant.
+        ended: the session does not use them again.
+        due_seconds: from now until it does; None: unknown.
+        late_seconds: from now until it is late; None: its request has not ended yet.
     """
 
     tenant: bytes

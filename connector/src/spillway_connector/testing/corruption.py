@@ -243,7 +243,7 @@ class SlabShelf(_TierShelf):
         self.frames = [self._read(*place) for place in self._places]
 
     def put(self, frame: int, raw: bytes) -> None:
-        """What is longer or shorter than a slot is a file that ends elsewhere."""
+        """Write a frame over its slot. A frame of another length than the slot's moves the end of the file."""
         path, at = self._places[frame]
         size, whole = self.index.shape.slot_bytes, self.index.shape.chunk_bytes
         descriptor = os.open(path, os.O_WRONLY)

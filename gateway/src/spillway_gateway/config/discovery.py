@@ -44,8 +44,8 @@ class KubernetesDiscovery(CamelSection, frozen=True):
     timeout_seconds: Positive = 10.0  # of a list, and until a watch begins
     # Engines of a Deployment: between two writes of one pod's deletion cost; None: none is written. See scaling/.
     pod_deletion_cost_seconds: Positive | None = None
-    # Longest pause between two tries while the API server is away; no other one lies between its return and the list,
-    # so changes during the outage are followed within two seconds of it.
+    # Longest pause between two tries while the API server is away. Nothing else delays the list after its return, so
+    # changes made meanwhile are seen within two seconds.
     retry_seconds_max: Positive = 1.0
     api_server: Text | None = None  # https://HOST:PORT; None: of the cluster that the gateway runs in
     token_file: Text = _ACCOUNT + "token"  # read anew for every call: the kubelet renews it

@@ -201,7 +201,7 @@ class Engine:
         self._expected_adapters.clear()
 
     def expect_adapter(self, name: str) -> None:
-        """A request that was sent has the engine load it: further ones for it had better follow than load elsewhere."""
+        """Note that a request makes this engine load the adapter: further ones need not load it on another engine."""
         if len(self._expected_adapters) >= EXPECTED_ADAPTERS_MAX:  # names are the clients', and lists may be missing
             self._expected_adapters.clear()
         self._expected_adapters.add(name)

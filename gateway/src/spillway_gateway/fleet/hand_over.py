@@ -53,10 +53,10 @@ class HandOver:
     Args:
         arrived_tokens: those of the prompt that the second engine could load or has.
         wanted_tokens: those that it will be able to load.
-        tell: tells it that the first so many tokens are there.
-        price: learns what it took.
-        looks: turns of looks at what has arrived, of all prompts.
-        pause: waits for so many seconds.
+        tell: called with the number of tokens that are there, for the second engine.
+        price: called with the time that the hand-over took.
+        looks: the turns in which all prompts look at what has arrived.
+        pause: sleeps for a number of seconds.
     """
 
     def __init__(

@@ -89,5 +89,5 @@ class EngineTasks:
 
 
 def _process(engine: Engine) -> _Process:
-    """The same for all data parallel ranks of one process, and for nothing else."""
+    """A key that all data parallel ranks of one process share, and no other engine has."""
     return engine if engine.rank is None else (engine.model, engine.process, engine.config.url, engine.instance)

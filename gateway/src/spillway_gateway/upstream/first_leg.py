@@ -166,7 +166,7 @@ class RequestLegs:
         self.leg = Leg.OPEN if self._one_leg is None else Leg.WHOLE
 
     def chosen(self, attempt: Attempt, seconds: float) -> str | None:
-        """An engine was chosen, which took so long. Returns for which of two legs."""
+        """Record that an engine was chosen, and how long that took. Returns the leg's name; None: there is one leg."""
         legs = attempt.decision.legs
         if legs is not None and legs.prefill is not None:
             self.leg, self._two_because = Leg.SECOND, legs.reason

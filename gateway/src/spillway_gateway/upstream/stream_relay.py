@@ -299,7 +299,7 @@ class StreamRelay:
         raise EngineDisconnected("it ended the reply early")
 
     def _resumed(self, attempt: Attempt, continuing: Continuing, seconds: float, trace: AttemptTrace | None) -> None:
-        """The first events of an engine that continues have come. seconds: since the other's failure."""
+        """The first events have come from the engine that continues. seconds: since the other engine failed."""
         attempt.accepted(time.monotonic())
         attempt.first_byte(time.monotonic(), measures_prefill=True)
         attempt.began()

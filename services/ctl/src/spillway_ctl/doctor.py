@@ -28,9 +28,13 @@ _CELL_MAX = 40  # of CHECK and WHERE
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """gateway_url: None if no gateway is asked. engine_urls: empty: those that the gateway names.
+    """What `spillway doctor` asks.
 
-    tier: to be measured from here; None: none is named. no_tier: why there is none to measure.
+    Attributes:
+        gateway_url: None: no gateway is asked.
+        engine_urls: empty: the engines that the gateway names.
+        tier: the shared tier to measure from here; None: none is named.
+        no_tier: why there is none to measure.
     """
 
     gateway_url: str | None

@@ -94,8 +94,10 @@ class ReadinessMiddleware:
         return watch
 
     def _join_vllm(self, scope: Scope) -> str | None:
-        """Add to vLLM's server what it lacks. Returns why this engine must not serve anybody, by the configuration that
-        vLLM made of all its arguments."""
+        """Add to vLLM's server what it lacks.
+
+        Returns why this engine must not serve, judged by the configuration that vLLM made of all its arguments.
+        """
         config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
         if config is None:
             return None  # not vLLM's own application

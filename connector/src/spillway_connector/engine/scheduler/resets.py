@@ -194,7 +194,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
             feature.tier_was_reset()
 
     def _end_reset_jobs(self, completed_jobs: dict[int, int]) -> None:
-        """completed_jobs: by how many ranks each was reported since the last call."""
+        """completed_jobs: how many ranks have reported each job since the last call."""
         for job_id in completed_jobs.keys() & self._reset_jobs.keys():
             job = self._reset_jobs[job_id]
             job.ranks_pending -= completed_jobs[job_id]
