@@ -442,11 +442,8 @@ class ModelFleet:
         return held
 
     def _match(self, prompt: PromptBlocks, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
-        """The prefix that each engine would use.
-
-        An engine always computes a prompt's last token. If its device holds all blocks before the last one, it computes
-        that block, and does not load it for its other tokens.
-        """
+        """The prefix that each engine would use. An engine always computes a prompt's last token: if its device holds
+        all blocks before the last one, it computes that block, and does not load it for its other tokens."""
         held = self.index.match(keys, tokens_per_block)
         if len(keys) * tokens_per_block == prompt.prompt_tokens:
             before_last = prompt.prompt_tokens - tokens_per_block
