@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from spillway_connector.config import ConnectorConfig
@@ -158,24 +159,35 @@ def scheduler_half(
 
 def step_output(
     scheduled: dict[str, int] | None = None,
-    new: Iterable[Any] = (),
+    new: Iterable[NewRequestData] = (),
     *,
-    resumed: Iterable[str] = (),
+    resumed: Iterable[NewRequestData] = (),
+    running: Sequence[str] = (),
     preempted: Iterable[str] | None = None,
     finished: Iterable[str] = (),
-) -> Any:
-    """As much of vLLM's SchedulerOutput as the connector reads. scheduled: tokens by request."""
-    tokens = scheduled or {}
-    return SimpleNamespace(
-        scheduled_new_reqs=list(new),
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(resumed)),
-        num_scheduled_tokens=tokens,
-        total_num_scheduled_tokens=sum(tokens.values()),
-        preempted_req_ids=None if preempted is None else set(preempted),
-        finished_req_ids=set(finished),
-        kv_cache_block_copies=None,
-        kv_connector_block_state=None,
-    )
+) -> SchedulerOutput:
+    """Make the output of a step.
+
+    Args:
+        scheduled: The tokens of each request in this step.
+        new: The requests that run for the first time.
+        resumed: The requests that run again after a preemption.
+        running: The requests that go on and get no block.
+        preempted: The requests that this step preempted; None: the scheduler does not say.
+        finished: The requests that have ended since the last step.
+    """
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = list(new)
+    cached, again = output.scheduled_cached_reqs, list(resumed)
+    cached.resumed_req_ids = {request.req_id for request in again}
+    cached.req_ids = [request.req_id for request in again] + list(running)
+    cached.new_block_ids = [request.block_ids for request in again] + [None for _ in running]
+    cached.num_computed_tokens = [request.num_computed_tokens for request in again] + [0 for _ in running]
+    output.num_scheduled_tokens = scheduled or {}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    output.preempted_req_ids = None if preempted is None else set(preempted)
+    output.finished_req_ids = set(finished)
+    return output
 
 
 def copy_of(job: Any) -> tuple[Any, Any]:

@@ -1,11 +1,13 @@
-"""vLLM's own requests, for tests of what the scheduler half is asked about them."""
+"""vLLM's own requests and blocks, for tests of what the scheduler half is asked about them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from vllm import SamplingParams
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -34,3 +36,19 @@ def request_of(
     )
     request.status = status
     return request
+
+
+def new_request(request_id: str, *blocks: Sequence[int], computed: int = 0) -> NewRequestData:
+    """What a step's output says of a request that runs for the first time, or again after a preemption.
+
+    Args:
+        request_id: Of the request.
+        blocks: The device blocks of each KV group.
+        computed: So many of its tokens were computed, or loaded, before.
+    """
+    return NewRequestData(request_id, [], [], None, None, tuple(list(group) for group in blocks), computed, None)
+
+
+def allocated(*blocks: Sequence[int]) -> KVCacheBlocks:
+    """Device blocks of each KV group, as vLLM hands them to the connector."""
+    return KVCacheBlocks(tuple([KVCacheBlock(block) for block in group] for group in blocks))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 from vllm.v1.outputs import KVConnectorOutput
@@ -24,8 +21,8 @@ from spillway_connector.engine.manager.early_loads import EarlyLoad
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
-from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half
-from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.requests import allocated, request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 BLOCK_TOKENS, BLOCKS, ROWS, CHUNK_BYTES = 16, 16, 24, 4096
@@ -140,23 +137,10 @@ class Rig:
         return self.scheduler.get_num_new_matched_tokens(self.request, 0)
 
     def give_blocks(self) -> None:
-        blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in DEVICE_BLOCKS],))
-        self.scheduler.update_state_after_alloc(self.request, blocks, TOKENS)
+        self.scheduler.update_state_after_alloc(self.request, allocated(DEVICE_BLOCKS), TOKENS)
 
     def step(self, finished: Sequence[str] = ()) -> list[LoadPiece]:
-        cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
-        metadata = self.scheduler.build_connector_meta(
-            SimpleNamespace(
-                scheduled_new_reqs=[],
-                scheduled_cached_reqs=cached,
-                num_scheduled_tokens={},
-                total_num_scheduled_tokens=0,
-                preempted_req_ids=None,
-                finished_req_ids=set(finished),
-                kv_cache_block_copies=None,
-                kv_connector_block_state=None,
-            )
-        )
+        metadata = self.scheduler.build_connector_meta(step_output(finished=finished))
         assert not metadata.load_jobs
         return list(getattr(metadata, "pieces", []))
 

@@ -50,7 +50,9 @@ from spillway_connector.testing.generation import (
     make_cpu_tier,
     patch_vllm,
     scheduler_half,
+    step_output,
 )
+from spillway_connector.testing.requests import new_request
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 32
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -141,23 +143,8 @@ class EngineProcess:
         return self.step({name: TOKENS}, new={name: [1, 2, 3, 4]})
 
     def step(self, scheduled: dict[str, int], new: dict[str, list[int]] | None = None) -> list[int]:
-        output = SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=0)
-                for name, blocks in (new or {}).items()
-            ],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[name for name in scheduled if name not in (new or {})],
-                new_block_ids=[None for name in scheduled if name not in (new or {})],
-                resumed_req_ids=set(),
-            ),
-            num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(scheduled.values()),
-            preempted_req_ids=None,
-            finished_req_ids=set(),
-            kv_cache_block_copies=None,
-            kv_connector_block_state=None,
-        )
+        requests = [new_request(name, blocks) for name, blocks in (new or {}).items()]
+        output = step_output(scheduled, requests, running=[name for name in scheduled if name not in (new or {})])
         jobs = list(self.half.build_connector_meta(output).store_jobs)
         for name, tokens in scheduled.items():
             self.half._req_status[name].req.num_computed_tokens += tokens

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
@@ -33,8 +31,9 @@ from spillway_connector.testing.generation import (
     SpillwayTieringManager,
     make_cpu_tier,
     scheduler_half,
+    step_output,
 )
-from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.requests import allocated, new_request, request_of
 from spillway_connector.transfer.announcements import Announcements
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 8
@@ -107,15 +106,8 @@ def test_only_a_step_that_writes_to_a_block_waits_for_its_store(scheduler, block
     scheduler.request_finished(writer)
     computed = computed_blocks * BLOCK_TOKENS
     admit(scheduler, request_for("reader"), blocks, computed)
-    output = step({"reader": BLOCK_TOKENS}, [])
-    if resumed:
-        output.scheduled_cached_reqs = SimpleNamespace(
-            req_ids=["reader"], new_block_ids=[(blocks,)], resumed_req_ids={"reader"}, num_computed_tokens=[computed]
-        )
-    else:
-        output.scheduled_new_reqs = [
-            SimpleNamespace(req_id="reader", block_ids=(blocks,), num_computed_tokens=computed)
-        ]
+    reader = [new_request("reader", blocks, computed=computed)]
+    output = step_output({"reader": BLOCK_TOKENS}, **{"resumed" if resumed else "new": reader})
 
     assert scheduler.build_connector_meta(output).jobs_to_flush == ({store} if flushed else set())
 
@@ -134,11 +126,11 @@ def test_a_block_that_another_connector_loads_waits_for_its_store(scheduler, had
     scheduler.request_finished(writer)
     if had_more:
         admit(scheduler, loader, [5, 6, 7, 8], 3 * BLOCK_TOKENS)
-        scheduler.build_connector_meta(step({}, []))
+        scheduler.build_connector_meta(step_output())
         scheduler._recompute_only.add("loader")
     admit(scheduler, loader, [5, 1, 2, 3], BLOCK_TOKENS)
 
-    assert scheduler.build_connector_meta(step({}, [])).jobs_to_flush == {store}
+    assert scheduler.build_connector_meta(step_output()).jobs_to_flush == {store}
 
 
 def admit(scheduler, request, blocks: list[int], computed_tokens: int) -> None:
@@ -146,8 +138,7 @@ def admit(scheduler, request, blocks: list[int], computed_tokens: int) -> None:
     if request.request_id not in scheduler._req_status:
         scheduler.on_new_request(request)
     scheduler.get_num_new_matched_tokens(request, computed_tokens)
-    allocated = [SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in blocks]
-    scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(allocated,)), 0)
+    scheduler.update_state_after_alloc(request, allocated(blocks), 0)
 
 
 def test_a_block_that_one_request_hits_and_another_fills_in_this_step_is_written(scheduler):
@@ -160,12 +151,9 @@ def test_a_block_that_one_request_hits_and_another_fills_in_this_step_is_written
     scheduler.request_finished(writer)
     for name in ("first", "second"):
         scheduler.on_new_request(request_for(name))
-    new = [
-        SimpleNamespace(req_id="first", block_ids=([1, 6],), num_computed_tokens=0),
-        SimpleNamespace(req_id="second", block_ids=([1, 7],), num_computed_tokens=BLOCK_TOKENS),
-    ]
+    new = [new_request("first", [1, 6]), new_request("second", [1, 7], computed=BLOCK_TOKENS)]
 
-    assert scheduler.build_connector_meta(step({"first": 32, "second": 16}, new)).jobs_to_flush == {store}
+    assert scheduler.build_connector_meta(step_output({"first": 32, "second": 16}, new)).jobs_to_flush == {store}
 
 
 def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monkeypatch):
@@ -289,24 +277,8 @@ def serve(scheduler, request: Request) -> None:
 
 def build_meta(scheduler, scheduled: dict[str, int] | None = None, new: dict[str, list[int]] | None = None):
     """One scheduler step's metadata: `new` requests with their device blocks, `scheduled` tokens."""
-    new_requests = [
-        SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=0) for name, blocks in (new or {}).items()
-    ]
-    return scheduler.build_connector_meta(step(scheduled or {}, new_requests))
-
-
-def step(scheduled: dict[str, int], new_requests: list[SimpleNamespace]) -> SimpleNamespace:
-    """As much of vLLM's SchedulerOutput as the connector reads."""
-    return SimpleNamespace(
-        scheduled_new_reqs=new_requests,
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
-        num_scheduled_tokens=scheduled,
-        total_num_scheduled_tokens=sum(scheduled.values()),
-        preempted_req_ids=None,
-        finished_req_ids=set(),
-        kv_cache_block_copies=None,
-        kv_connector_block_state=None,
-    )
+    new_requests = [new_request(name, blocks) for name, blocks in (new or {}).items()]
+    return scheduler.build_connector_meta(step_output(scheduled, new_requests))
 
 
 def compute_and_store(scheduler, name: str) -> int:
@@ -346,8 +318,7 @@ def test_a_state_is_never_loaded_past_the_token_that_is_computed_again(second_gr
         writer = request_for("writer")
         scheduler.on_new_request(writer)
         assert scheduler.get_num_new_matched_tokens(writer, 0) == (0, False)
-        new = [SimpleNamespace(req_id="writer", block_ids=([1, 2, 3, 4], [5, 6, 7, 8]))]
-        output = step({"writer": TOKENS}, new)
+        output = step_output({"writer": TOKENS}, [new_request("writer", [1, 2, 3, 4], [5, 6, 7, 8])])
         if second_group is STATE:  # since 0.30 vLLM hands over the states at the ends of blocks one by one
             states = [(1, 5 + block, (block + 1) * BLOCK_TOKENS) for block in range(BLOCKS)]
             output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads={"writer": states})
@@ -381,8 +352,7 @@ def test_a_request_whose_load_failed_recomputes_and_is_not_offered_the_load_agai
     report(scheduler, {job: 2})
     request, matched = ask(scheduler, "reader")
     assert matched == (TOKENS, True)
-    blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
-    scheduler.update_state_after_alloc(request, blocks, TOKENS)
+    scheduler.update_state_after_alloc(request, allocated([5, 6, 7, 8]), TOKENS)
     (load_job,) = build_meta(scheduler).load_jobs
     report(scheduler, {load_job: 2}, failed={load_job})
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -463,8 +433,7 @@ class Engine:
             if tokens is None:
                 return tokens
             if loads:
-                blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
-                self.scheduler.update_state_after_alloc(request, blocks, tokens)
+                self.scheduler.update_state_after_alloc(request, allocated([5, 6, 7, 8]), tokens)
                 meta = build_meta(self.scheduler)
             else:
                 del self.waiting[name]
@@ -547,8 +516,7 @@ def test_blocks_that_another_request_loads_are_waited_for(scheduler):
     report(scheduler, {job: 2})
     request, matched = ask(scheduler, "first")
     assert matched == (TOKENS, True)
-    blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
-    scheduler.update_state_after_alloc(request, blocks, TOKENS)
+    scheduler.update_state_after_alloc(request, allocated([5, 6, 7, 8]), TOKENS)
     assert ask(scheduler, "second")[1] == (None, False)
     (load_job,) = build_meta(scheduler).load_jobs
     report(scheduler, {load_job: 2})
@@ -622,11 +590,8 @@ def test_a_request_that_a_reset_preempted_loads_in_the_next_step(scheduler):
     report(scheduler, {job: 2})
     request, matched = ask(scheduler, "reader")
     assert matched == (TOKENS, True)
-    blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
-    scheduler.update_state_after_alloc(request, blocks, TOKENS)
-    output = step({}, [])
-    output.preempted_req_ids = {"reader"}
-    metadata = scheduler.build_connector_meta(output)
+    scheduler.update_state_after_alloc(request, allocated([5, 6, 7, 8]), TOKENS)
+    metadata = scheduler.build_connector_meta(step_output(preempted=["reader"]))
     assert len(metadata.load_jobs) == 1
     assert metadata.jobs_to_flush.isdisjoint(metadata.load_jobs)
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 from vllm.v1.outputs import KVConnectorOutput
@@ -32,8 +30,9 @@ from spillway_connector.testing.generation import (
     make_cpu_tier,
     rows_on_the_way,
     scheduler_half,
+    step_output,
 )
-from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.requests import allocated, new_request, request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 ROWS, BLOCKS, BLOCK_TOKENS, RANKS = 8, 4, 16, 2
@@ -218,20 +217,8 @@ class Rig:
 
     def step(self, **new: list[int]) -> Any:
         """new: device blocks of requests that are computed whole."""
-        return self.half.build_connector_meta(
-            SimpleNamespace(
-                scheduled_new_reqs=[
-                    SimpleNamespace(req_id=name, block_ids=(ids,), num_computed_tokens=0) for name, ids in new.items()
-                ],
-                scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
-                num_scheduled_tokens=dict.fromkeys(new, TOKENS),
-                total_num_scheduled_tokens=TOKENS * len(new),
-                preempted_req_ids=None,
-                finished_req_ids=set(),
-                kv_cache_block_copies=None,
-                kv_connector_block_state=None,
-            )
-        )
+        requests = [new_request(name, ids) for name, ids in new.items()]
+        return self.half.build_connector_meta(step_output(dict.fromkeys(new, TOKENS), requests))
 
     def begin_store(self, name: str, prompt: int) -> tuple[int, list[int]]:
         """The job and its rows."""
@@ -242,8 +229,7 @@ class Rig:
     def begin_load(self, name: str, prompt: int) -> tuple[int, list[int]]:
         request = self.request(name, prompt)
         assert self.half.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
-        blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (5, 6, 7, 8)],))
-        self.half.update_state_after_alloc(request, blocks, TOKENS)
+        self.half.update_state_after_alloc(request, allocated([5, 6, 7, 8]), TOKENS)
         ((job_id, job),) = self.step().load_jobs.items()
         return job_id, copy_of(job)[0].block_ids.tolist()
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.request import Request, RequestStatus
@@ -20,7 +19,7 @@ from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.plan.waiting import SECONDS_MAX
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
-from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.requests import allocated, request_of
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 16
 OTHERS = ReqContext(req_id="others")
@@ -83,7 +82,7 @@ def keys(name: str) -> list[bytes]:
 
 
 def blocks() -> KVCacheBlocks:
-    return KVCacheBlocks(([KVCacheBlock(number) for number in range(1, BLOCKS + 2)],))
+    return allocated(range(1, BLOCKS + 2))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
-from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.requests import allocated, new_request, request_of
 
 BLOCKS, BLOCK_TOKENS, ROWS = 4, 16, 12
 TOKENS = BLOCKS * BLOCK_TOKENS
@@ -56,10 +55,7 @@ def report(half, completed: dict[int, int], failed: set[int] = frozenset(), bloc
 
 def step(half, *requests: tuple[Request, list[int], int]):
     """The metadata of a step. requests: (request, device blocks, tokens computed before)."""
-    new = [
-        SimpleNamespace(req_id=request.request_id, block_ids=(list(blocks),), num_computed_tokens=computed)
-        for request, blocks, computed in requests
-    ]
+    new = [new_request(request.request_id, blocks, computed=computed) for request, blocks, computed in requests]
     scheduled = {}
     for request, _, computed in requests:
         request.status, request.num_computed_tokens = RequestStatus.RUNNING, computed
@@ -85,9 +81,10 @@ def ask(half, name: str, prompt: int = 0) -> tuple[Request, tuple[int | None, bo
 
 
 def begin(half, request: Request, tokens: int, blocks: list[int]) -> None:
-    # vLLM has entered the blocks in its prefix cache by now, as if they had been computed.
-    given = [SimpleNamespace(block_id=block, is_null=False, block_hash=object()) for block in blocks]
-    half.update_state_after_alloc(request, SimpleNamespace(blocks=(given,)), tokens)
+    given = allocated(blocks)
+    for block in given.blocks[0]:
+        block.block_hash = b"h"  # vLLM has entered the blocks in its prefix cache by now, as if they had been computed
+    half.update_state_after_alloc(request, given, tokens)
 
 
 def test_a_prefix_in_the_cpu_tier_is_loaded_by_the_step_of_its_request(half):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -14,7 +13,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
-from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.requests import new_request, request_of
 
 BLOCKS, BLOCK_TOKENS = 4, 16
 TOKENS = BLOCKS * BLOCK_TOKENS
@@ -40,7 +39,7 @@ def test_a_reset_preempts_without_a_word_and_its_stores_end_first() -> None:
     )
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
-    new = [SimpleNamespace(req_id="writer", block_ids=([1, 2, 3, 4],), num_computed_tokens=0)]
+    new = [new_request("writer", [1, 2, 3, 4])]
     (job,) = half.build_connector_meta(step_output({"writer": TOKENS}, new)).store_jobs
     assert half.build_connector_meta(step_output()).jobs_to_flush == set()
     request.status = RequestStatus.PREEMPTED
