@@ -8,9 +8,10 @@
 
 Four mock engines are one process (gateway_load/engine.py), and the load generator is this process. One gateway serves
 its own clients and Envoy's questions, from one index. The rows: the engines alone, which is the limit of every other
-row; Envoy that spreads over them without asking; the gateway; Envoy that asks the gateway. All get the same chats, of
-which each is sent many times, so that its beginning was seen before. Added times are a row's percentile minus that of
-the engines alone in the same cell; CPU time is that of the gateway's processes for each request. About three minutes.
+row; Envoy that spreads over them without asking; the gateway; Envoy that asks the gateway, which gets bodies as they
+come, or keeps them until they are answered. All get the same chats, of which each is sent many times, so that its
+beginning was seen before. Added times are a row's percentile minus that of the engines alone in the same cell; CPU time
+is that of the gateway's processes for each request. About five minutes.
 
 A cell is a length and a number of connections, each of which sends its next request once the last one is answered: its
 rate is the limit with so many connections, and its latency at this limit is connections by rate. With `--rates`, there
@@ -24,7 +25,8 @@ checkout of this repository; rows take turns. `--extension-picker` adds one with
 
 Then two gateways of equal state get one trace of chats, one of them behind Envoy: the engines that each request reaches
 are compared. And a picker's process is ended (SIGTERM), and killed, under load, while Envoy fails open; once more with
-a hop in front that repeats requests which no picker has answered. `--only` leaves out `times`, `trace` or `restarts`.
+a hop in front that repeats requests which no picker has answered, and several times with an Envoy that keeps bodies.
+`--only` leaves out `times`, `trace` or `restarts`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ from spillway_gateway.testing.envoy import envoy_config, running_envoy
 ENGINES = 4
 CHATS = 16  # of each length
 WARM_SECONDS = 1.0
+STREAM_EVENTS, EVENT_SECONDS = 20, 0.02  # of answers while a picker is killed
 ALONE, ENVOY, GATEWAY, PICKER = "engines alone", "envoy alone", "gateway", "envoy and picker"
+KEPT = "envoy keeps bodies and asks"
 EXTENSION = "envoy and the extension's picker"
 OUTPUT = Path("build/bench/picker.json")
 
@@ -97,9 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report |= _trace(given, engines)
         if "restarts" in given.only:
             port, operations, picker = free_ports(3)
-            bodies = [_chat(random.Random(str(at)), 2_000) for at in range(CHATS)]
+            slow = free_ports(ENGINES)  # so that a kill finds streams that have begun
+            stack.enter_context(mock_engines(slow, given.tokenizer, STREAM_EVENTS, EVENT_SECONDS))
+            chats = [_chat(random.Random(str(at)), 2_000) for at in range(CHATS)]
             report |= uvloop.run(
-                restarts(lambda: _gateway(given, engines, (port, operations, picker)), picker, engines, bodies)
+                restarts(lambda: _gateway(given, slow, (port, operations, picker)), picker, slow, chats)
             )
     others = {key: value for key, value in report.items() if key.startswith(("trace_", "picker_"))}
     print("\n".join(f"{key}: {value}" for key, value in others.items()))
@@ -159,7 +165,9 @@ def _times(given: argparse.Namespace, engines: list[int]) -> tuple[dict[str, flo
             port, operations, picker = free_ports(3)
             process = stack.enter_context(_gateway(given, engines, (port, operations, picker), checkout))
             target = Target([port], partial(_cpu_seconds, process))
-            targets[GATEWAY + row], targets[PICKER + row], pickers[PICKER + row] = target, target, picker
+            targets[GATEWAY + row] = target
+            for each in (PICKER, KEPT):
+                targets[each + row], pickers[each + row] = target, picker
         if given.extension_picker is not None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
             with _on_cores(given.cores.get("gateway")):
@@ -229,7 +237,12 @@ async def _measure(
         first = next(iter(pickers.values()))
         configs = {ENVOY: envoy_config(first, processed=False, fail_open_to=engines)}
         for row, picker in pickers.items():  # the extension's has its health service on another port
-            configs[row] = envoy_config(picker, calls_max=given.envoy_calls, asks_health=row != EXTENSION)
+            configs[row] = envoy_config(
+                picker,
+                calls_max=given.envoy_calls,
+                asks_health=row != EXTENSION,
+                keeps_bodies=row.startswith(KEPT),
+            )
         rows = dict(targets)
         with _on_cores(given.cores.get("envoy")):
             for row, config in configs.items():

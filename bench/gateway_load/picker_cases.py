@@ -11,6 +11,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
 
 import aiohttp
 from traces.session import Trace
@@ -22,6 +23,7 @@ from spillway_gateway.testing.envoy import envoy_config, running_envoy
 VOCABULARY = 49_152
 CONNECTIONS = 16
 BEFORE_SECONDS, LOAD_SECONDS = 2.0, 14.0
+KILLS, KILL_SECONDS = 6, 6.0  # of one load; it lasts so much longer for each further one
 RETRIES = 1_000
 
 StartGateway = Callable[[], AbstractContextManager[subprocess.Popen[bytes]]]
@@ -58,40 +60,61 @@ async def decisions(urls: Sequence[str], trace: Trace) -> dict[str, float]:
     return {"trace_requests": len(first), "trace_engines_differ": differ, "trace_requests_of_one_engine_min": fewest}
 
 
+class Case(NamedTuple):
+    """by: what ends the picker. kills: times under one load."""
+
+    name: str
+    by: signal.Signals
+    kills: int = 1
+    retries: int = 0
+    keeps_bodies: bool = False
+    stream: bool = False
+
+
+CASES = (
+    Case("ended", signal.SIGTERM),
+    Case("killed", signal.SIGKILL),
+    Case("killed_and_repeated", signal.SIGKILL, retries=RETRIES),
+    Case("killed_bodies_kept", signal.SIGKILL, KILLS, keeps_bodies=True),
+    Case("killed_bodies_kept_streams", signal.SIGKILL, KILLS, keeps_bodies=True, stream=True),
+)
+
+
 async def restarts(
-    start_gateway: StartGateway, picker: int, engines: Sequence[int], bodies: list[bytes]
+    start_gateway: StartGateway, picker: int, engines: Sequence[int], chats: list[bytes]
 ) -> dict[str, float]:
     """Requests, and connections of CONNECTIONS on which one failed, while the picker's process ends under load and
     starts again; Envoy fails open."""
     report: dict[str, float] = {}
-    cases = [
-        ("ended", signal.SIGTERM, 0),
-        ("killed", signal.SIGKILL, 0),
-        ("killed_and_repeated", signal.SIGKILL, RETRIES),
-    ]
-    for name, by, retries in cases:
-        with ExitStack() as stack:
-            process = stack.enter_context(start_gateway())
-            addresses = [f"127.0.0.1:{engine}" for engine in engines]
-            async with running_envoy(envoy_config(picker, fail_open_to=addresses, retries=retries)) as url:
+    addresses = [f"127.0.0.1:{engine}" for engine in engines]
+    for case in CASES:
+        bodies = [json.dumps(json.loads(chat) | {"stream": case.stream}).encode() for chat in chats]
+        config = envoy_config(picker, fail_open_to=addresses, retries=case.retries, keeps_bodies=case.keeps_bodies)
+        kills = 0
+        async with running_envoy(config) as url:
+            with ExitStack() as stack:
+                process = await asyncio.to_thread(stack.enter_context, start_gateway())
                 port = int(url.rpartition(":")[2])
                 loading = asyncio.create_task(
                     generate_load(
                         [port],
                         requests_of(itertools.cycle(bodies), port),
-                        stream=False,
+                        stream=case.stream,
                         concurrent=CONNECTIONS,
                         warm_seconds=0.0,
-                        seconds=LOAD_SECONDS,
+                        seconds=LOAD_SECONDS + (case.kills - 1) * KILL_SECONDS,
                         at_start=lambda: None,
                         at_end=lambda: None,
                     )
                 )
-                await asyncio.sleep(BEFORE_SECONDS)
-                process.send_signal(by)
-                await asyncio.to_thread(process.wait)
-                await asyncio.to_thread(stack.enter_context, start_gateway())
+                while kills < case.kills and not loading.done():
+                    await asyncio.sleep(BEFORE_SECONDS)
+                    process.send_signal(case.by)
+                    kills += not loading.done()
+                    await asyncio.to_thread(process.wait)
+                    process = await asyncio.to_thread(stack.enter_context, start_gateway())
                 measured = await loading
-        report[f"picker_{name}_requests"] = len(measured.whole)
-        report[f"picker_{name}_failed"] = measured.failures
+        report[f"picker_{case.name}_times"] = kills
+        report[f"picker_{case.name}_requests"] = len(measured.whole)
+        report[f"picker_{case.name}_failed"] = measured.failures
     return report

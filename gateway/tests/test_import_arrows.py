@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "turns",
         "write_coalescing",
     },
-    "picker": {"client", "errors", "fleet", "lifecycle", "upstream", "write_coalescing"},
+    "picker": {"client", "error_bodies", "errors", "fleet", "lifecycle", "upstream", "write_coalescing"},
     "tracing": {"config", "fleet", "routing", "upstream"},
     "scaling": {"background", "config", "discovery", "fleet", "metrics", "routing", "upstream"},
     "roster": {

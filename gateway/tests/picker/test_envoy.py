@@ -22,31 +22,36 @@ from spillway_gateway.picker.messages import SERVICE, HttpHeaders, ProcessingReq
 from spillway_gateway.picker.mutations import DESTINATION_HEADER
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.envoy import envoy_config, running_envoy
-from spillway_gateway.testing.faults import DieInStream, HoldInStream, Status
+from spillway_gateway.testing.faults import DieInStream, ErrorInStream, HoldInStream, Status
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 from spillway_gateway.testing.running_fronts import running_fronts
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
+MODES = pytest.mark.parametrize("keeps", [False, True], ids=["bodies as they come", "bodies kept"])
+
+
 @asynccontextmanager
-async def behind_envoy(*engines: Any, **sections: Any) -> AsyncIterator[tuple[str, RunningGateway]]:
-    """The URL of an Envoy in front of these engines, and the gateway that picks."""
+async def behind_envoy(
+    *engines: Any, keeps: bool = False, **sections: Any
+) -> AsyncIterator[tuple[str, RunningGateway]]:
+    """The URL of an Envoy in front of these engines, and the gateway that picks. keeps: Envoy keeps bodies."""
     async with AsyncExitStack() as stack:
         document = gateway_config(engines, **{"listen": {"port": 0, "pickerPort": 0}} | sections)
         running = await stack.enter_async_context(running_gateway(document))
         assert running.picker_port is not None
-        url = await stack.enter_async_context(running_envoy(envoy_config(running.picker_port)))
+        url = await stack.enter_async_context(running_envoy(envoy_config(running.picker_port, keeps_bodies=keeps)))
         yield url, running
 
 
 @asynccontextmanager
 async def running_picker(
-    document: dict[str, Any], host: str = "127.0.0.1"
+    document: dict[str, Any], host: str = "127.0.0.1", *, wait_ready: bool = True
 ) -> AsyncIterator[tuple[RunningGateway, grpc.aio.Channel]]:
     """The gateway, and a channel to its picker as a proxy has one."""
     async with (
-        running_gateway(document) as running,
+        running_gateway(document, wait_ready=wait_ready) as running,
         grpc.aio.insecure_channel(f"{host}:{running.picker_port}") as channel,
     ):
         yield running, channel
@@ -66,9 +71,10 @@ def idle(running: RunningGateway) -> bool:
     return not gateway.lifecycle.running and all(engine.running_requests == 0 for engine in engines)
 
 
-async def test_requests_go_where_their_prefix_is_and_the_answer_is_the_engines(start_engine: StartEngine):
+@MODES
+async def test_requests_go_where_their_prefix_is_and_the_answer_is_the_engines(start_engine: StartEngine, keeps: bool):
     engines = [await start_engine(f"fake-{number}") for number in range(2)]
-    async with behind_envoy(*engines) as (url, running):
+    async with behind_envoy(*engines, keeps=keeps) as (url, running):
         body = {"model": engines[0].model, "prompt": PROMPT, "max_tokens": 4}
         answers = [await post(url, "/v1/completions", body) for _ in range(4)]
         direct = await post(engines[0].url, "/v1/completions", body)
@@ -78,10 +84,14 @@ async def test_requests_go_where_their_prefix_is_and_the_answer_is_the_engines(s
         await until(lambda: idle(running))
 
 
+@MODES
 @pytest.mark.parametrize("prompt_bytes", [10, 70_000, 1_500_000])
-async def test_a_stream_passes_whole_behind_a_body_of_any_length(start_engine: StartEngine, prompt_bytes: int):
+async def test_a_stream_passes_whole_behind_a_body_of_any_length(
+    start_engine: StartEngine, prompt_bytes: int, keeps: bool
+):
     engine = await start_engine(max_model_len=4_000_000, words=40)
-    async with behind_envoy(engine) as (url, running):
+    engine.write_bytes = 61  # chunks of a reply end within its events
+    async with behind_envoy(engine, keeps=keeps) as (url, running):
         body = {"model": engine.model, "prompt": "x" * prompt_bytes, "stream": True}
         status, headers, through = await post(url, "/v1/completions", body)
         _, _, direct = await post(running.url, "/v1/completions", body)
@@ -96,9 +106,10 @@ def texts(stream: bytes) -> list[str]:
     return [choice["text"] for event in events for choice in json.loads(event)["choices"]]
 
 
-async def test_what_the_gateway_refuses_or_answers_itself_asks_no_engine(start_engine: StartEngine):
+@MODES
+async def test_what_the_gateway_refuses_or_answers_itself_asks_no_engine(start_engine: StartEngine, keeps: bool):
     engine = await start_engine()
-    async with behind_envoy(engine) as (url, running):
+    async with behind_envoy(engine, keeps=keeps) as (url, running):
         before = len(engine.seen)
         status, _, wrong = await post(url, "/v1/completions", b"{")
         assert status == 400 and json.loads(wrong)["error"]["type"] == "invalid_request_error"
@@ -112,15 +123,16 @@ async def test_what_the_gateway_refuses_or_answers_itself_asks_no_engine(start_e
         await until(lambda: idle(running))
 
 
+@MODES
 async def test_keys_and_salts_are_the_gateways_and_no_client_chooses_the_address(
-    start_engine: StartEngine, tmp_path: Path
+    start_engine: StartEngine, tmp_path: Path, keeps: bool
 ):
     engine, other = await start_engine(), await start_engine("not-of-this-gateway")
     key = "key-of-ann-0123456789abcdef"
     (tmp_path / "engine").write_text("engines-own-key-0123456789")
     tenants = [{"name": "ann", "keys": [hash_key(key)]}]
     auth = auth_files(tmp_path, tenants, engineKeyFile=str(tmp_path / "engine"))
-    async with behind_envoy(engine, auth=auth) as (url, _):
+    async with behind_envoy(engine, keeps=keeps, auth=auth) as (url, _):
         body = {"model": engine.model, "prompt": PROMPT}
         status, _, _ = await post(url, "/v1/completions", body)
         assert status == 401
@@ -135,12 +147,13 @@ async def test_keys_and_salts_are_the_gateways_and_no_client_chooses_the_address
         assert b"x-spillway-route" not in given and not other.seen
 
 
+@MODES
 async def test_clients_that_leave_end_their_requests_everywhere_and_are_no_fault_of_the_engine(
-    start_engine: StartEngine,
+    start_engine: StartEngine, keeps: bool
 ):
     engine = await start_engine(words=20)
     engine.fault = HoldInStream(2, asyncio.Event())
-    async with behind_envoy(engine) as (url, running):
+    async with behind_envoy(engine, keeps=keeps) as (url, running):
         body = {"model": engine.model, "prompt": PROMPT, "stream": True}
         for _ in range(2 * running.gateway.config.breaker.failures):
             async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as reply:
@@ -154,10 +167,11 @@ async def test_clients_that_leave_end_their_requests_everywhere_and_are_no_fault
         assert running.engine(engine.name).breaker.opened_total == 0
 
 
-@pytest.mark.parametrize("fault", [Status(503), DieInStream(2), "gone"], ids=str)
-async def test_an_engine_that_fails_gives_its_place_back(start_engine: StartEngine, fault: Any):
+@MODES
+@pytest.mark.parametrize("fault", [Status(503), ErrorInStream(0), DieInStream(2), "gone"], ids=str)
+async def test_an_engine_that_fails_gives_its_place_back(start_engine: StartEngine, fault: Any, keeps: bool):
     engine = await start_engine(words=20)
-    async with behind_envoy(engine) as (url, running):
+    async with behind_envoy(engine, keeps=keeps) as (url, running):
         if fault == "gone":
             await engine.stop()
         else:

@@ -38,7 +38,7 @@ async def read_body(
     if declared is not None and declared.isdigit():
         client.check_body_budget(int(declared))
     client.expect_body(timeouts.body_read_seconds)
-    parts = bytearray()  # grows in place: joining the parts of a long body would copy all of it at once
+    parts: Body = bytearray()  # grows in place: joining the parts of a long body would copy all of it at once
     message: MutableMapping[str, Any] = {"more_body": True}
     while message.get("more_body", False):
         message = await receive()
@@ -53,6 +53,9 @@ async def read_body(
         if len(parts) + len(part) > bytes_max:
             raise _too_large(bytes_max)
         client.reserve_body_bytes(len(part))
+        if not parts and not message.get("more_body", False):
+            parts = part  # whole at once
+            break
         parts += part
     if len(parts) <= SHORT_BYTES_MAX:
         client.release_body_bytes()

@@ -131,8 +131,13 @@ class GatewayServer(uvicorn.Server):
         if picker_listener is not None:
             from spillway_gateway.picker.server import Picker  # noqa: PLC0415 - needed only here
 
-            was_ready = gateway.operations.was_ready
-            self._picker = Picker(gateway.app, gateway.open_connections, gateway.lifecycle, was_ready)
+            self._picker = Picker(
+                gateway.app,
+                gateway.open_connections,
+                gateway.lifecycle,
+                gateway.operations.was_ready,
+                lambda: gateway.live.limits.body_bytes_max,
+            )
             if tls is not None:
                 self._picker_certificate = Certificate(tls, "h2")
                 self._certificates.append(self._picker_certificate)

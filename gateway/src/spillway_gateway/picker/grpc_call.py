@@ -47,6 +47,13 @@ class CallFailed(Exception):
         self.message = message
 
 
+class MessageTooLong(CallFailed):
+    """The client's message has more bytes than the call takes."""
+
+    def __init__(self, bytes_max: int) -> None:
+        super().__init__(Status.RESOURCE_EXHAUSTED, f"a message has more than {bytes_max} bytes")
+
+
 class Connection(Protocol):
     """What a call needs of its connection."""
 
@@ -78,6 +85,7 @@ class Call:
         window_change: what the window for messages to the client has more than its initial size: by updates, less what
             was sent.
         on_end: called once the client has ended the call.
+        message_bytes_max: of each message of the client.
     """
 
     def __init__(self, connection: Connection, number: int, budget: BodyBudget, unread: UnreadBytes) -> None:
@@ -93,6 +101,7 @@ class Call:
         self.window_in = CALL_WINDOW_BYTES
         self.window_change = 0
         self.on_end: Callable[[], None] = lambda: None
+        self.message_bytes_max = MESSAGE_BYTES_MAX
         self.task: asyncio.Task[None] | None = None
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()
@@ -185,9 +194,8 @@ class Call:
             if compressed:
                 self._fail(CallFailed(Status.UNIMPLEMENTED, "messages are taken uncompressed"))
                 return
-            if message_bytes > MESSAGE_BYTES_MAX:
-                reason = f"a message has more than {MESSAGE_BYTES_MAX} bytes"
-                self._fail(CallFailed(Status.RESOURCE_EXHAUSTED, reason))
+            if message_bytes > self.message_bytes_max:
+                self._fail(MessageTooLong(self.message_bytes_max))
                 return
             end = at + _PREFIX.size + message_bytes
             if len(self._partial) < end:

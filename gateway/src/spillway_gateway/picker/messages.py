@@ -36,6 +36,11 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
     "HttpTrailers": {"trailers": (1, "HeaderMap")},
     "FilterMetadataEntry": {"key": (1, "text"), "value": (2, _STRUCT)},
     "Metadata": {"filter_metadata": (1, "FilterMetadataEntry*")},
+    "ProtocolConfiguration": {
+        "request_body_mode": (1, "int"),
+        "response_body_mode": (2, "int"),
+        "send_body_without_waiting_for_header_response": (3, "bool"),
+    },
     "ProcessingRequest": {
         "request_headers": (2, "HttpHeaders|"),
         "response_headers": (3, "HttpHeaders|"),
@@ -44,9 +49,14 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "request_trailers": (6, "HttpTrailers|"),
         "response_trailers": (7, "HttpTrailers|"),
         "metadata_context": (8, "Metadata"),
+        "protocol_config": (11, "ProtocolConfiguration"),
     },
     "StreamedBodyResponse": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
-    "BodyMutation": {"streamed_response": (3, "StreamedBodyResponse|")},
+    "BodyMutation": {
+        "body": (1, "bytes|"),
+        "clear_body": (2, "bool|"),
+        "streamed_response": (3, "StreamedBodyResponse|"),
+    },
     "CommonResponse": {
         "header_mutation": (2, "HeaderMutation"),
         "body_mutation": (3, "BodyMutation"),

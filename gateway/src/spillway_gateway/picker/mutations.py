@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from google.protobuf.struct_pb2 import Struct
-
 from spillway_gateway.picker.messages import (
     APPEND,
     OVERWRITE,
@@ -65,6 +63,11 @@ def subset_of(request: Any) -> frozenset[str] | None:
     return frozenset(each.strip() for each in listed if each.strip())
 
 
+def body_wanted() -> bytes:
+    """The answer to a request's headers if its body comes whole: only then is an engine chosen."""
+    return _serialized(ProcessingResponse(request_headers=HeadersResponse()))
+
+
 def request_to_engine(given: Headers, head: bytes, destination: str) -> bytes:
     """The message with the request's headers as the engine is to get them.
 
@@ -73,6 +76,23 @@ def request_to_engine(given: Headers, head: bytes, destination: str) -> bytes:
         head: of the request to the engine, as upstream.forward.request_head writes it.
         destination: IP:PORT of the engine.
     """
+    answer = ProcessingResponse()
+    _direct(answer, answer.request_headers.response, given, head, destination)
+    return _serialized(answer)
+
+
+def whole_request_to_engine(given: Headers, head: bytes, destination: str, body: Body | None) -> bytes:
+    """The same as the answer to a whole body, with the body for the engine; None: as it came."""
+    answer = ProcessingResponse()
+    common = answer.request_body.response
+    _direct(answer, common, given, head, destination)
+    if body is not None:
+        _replace_body(common, bytes(body))
+    return _serialized(answer)
+
+
+def _direct(answer: Any, common: Any, given: Headers, head: bytes, destination: str) -> None:
+    """Fill in where the request goes, and its headers there. common: the answer's response."""
     first, *lines = head.rstrip(b"\r\n").split(b"\r\n")
     wanted: Headers = []
     for line in lines:
@@ -84,15 +104,9 @@ def request_to_engine(given: Headers, head: bytes, destination: str) -> bytes:
         wanted.append((b":path", path))
     wanted.append((DESTINATION_HEADER.encode(), destination.encode()))
     kept = [pair for pair in given if not pair[0].startswith(b":")]
-    metadata = Struct()
-    metadata.get_or_create_struct(DESTINATION_NAMESPACE)[DESTINATION_HEADER] = destination
-    answer = ProcessingResponse(
-        request_headers=HeadersResponse(
-            response=CommonResponse(header_mutation=_mutation(kept, wanted), clear_route_cache=True)
-        ),
-        dynamic_metadata=metadata,
-    )
-    return _serialized(answer)
+    common.header_mutation.CopyFrom(_mutation(kept, wanted))
+    common.clear_route_cache = True
+    answer.dynamic_metadata.get_or_create_struct(DESTINATION_NAMESPACE)[DESTINATION_HEADER] = destination
 
 
 def reply_to_client(given: Headers, status: int, headers: Headers) -> bytes:
@@ -133,6 +147,22 @@ def reply_body_pieces(body: bytes, *, last: bool) -> Iterator[bytes]:
         answer = ProcessingResponse()
         _fill(answer.response_body, piece, last=last and ends)
         yield _serialized(answer)
+
+
+def chunk_answer(body: bytes | None) -> bytes:
+    """The answer to a chunk of the reply that the proxy keeps. body: in its place; None: as it came."""
+    answer = ProcessingResponse()
+    answer.response_body.SetInParent()
+    if body is not None:
+        _replace_body(answer.response_body.response, body)
+    return _serialized(answer)
+
+
+def _replace_body(common: Any, body: bytes) -> None:
+    if body:
+        common.body_mutation.body = body
+    else:
+        common.body_mutation.clear_body = True
 
 
 def _pieces(body: Body) -> Iterator[tuple[bytes, bool]]:

@@ -2,8 +2,9 @@
 
 The proxy sends the request's headers and body, and gets back the request as the engine is to receive it, with the
 engine's address; then it sends the reply's headers and body, and gets back the reply as the client is to receive it.
-Bodies pass both ways as they come (Envoy's mode FULL_DUPLEX_STREAMED). An answer of the gateway itself, an error for
-example, is an immediate response. When the client leaves, or the engine breaks off, the proxy ends the stream.
+Bodies pass both ways as they come, or the proxy keeps them until they are answered (body_modes.py). An answer of the
+gateway itself, an error for example, is an immediate response. When the client leaves, or the engine breaks off, the
+proxy ends the stream.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from urllib.parse import unquote
 from spillway_gateway.client.body_budget import BodyBudgetSpent
 from spillway_gateway.client.connection import EXTENSION
 from spillway_gateway.client.open_connections import OpenConnections
-from spillway_gateway.errors import EngineBadReply
+from spillway_gateway.errors import EngineBadReply, RequestTooLarge
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.picker import mutations
+from spillway_gateway.picker.body_modes import BodyModes
+from spillway_gateway.picker.chunk_answers import Answer, ChunkAnswers
+from spillway_gateway.picker.grpc_call import MessageTooLong
 from spillway_gateway.picker.messages import ProcessingResponse, TrailersResponse
 from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
 
+KEPT_REPLY_BYTES_MAX = 256 * 1024  # of a plain reply that is collected: Envoy keeps it within its own buffer's limit
 Message = MutableMapping[str, Any]
 
 
@@ -57,11 +62,13 @@ class ProcessedRequest:
     Args:
         proxy: the stream.
         opening: its first message, with the request's headers.
+        modes: which bodies the proxy keeps.
         open_connections: the budgets for bodies and replies.
     """
 
-    def __init__(self, proxy: Proxy, opening: Any, open_connections: OpenConnections) -> None:
+    def __init__(self, proxy: Proxy, opening: Any, modes: BodyModes, open_connections: OpenConnections) -> None:
         self._proxy = proxy
+        self._modes = modes
         self._open_connections = open_connections
         self._given = mutations.headers_of(opening.request_headers)
         self._read = opening.request_headers.end_of_stream
@@ -70,7 +77,7 @@ class ProcessedRequest:
         self.body_timed_out = False
         self._on_disconnect: Callable[[], None] | None = None
         self._lost = False
-        self.engine_connections = EngineSide(proxy, self._given, mutations.subset_of(opening))
+        self.engine_connections = EngineSide(proxy, self._given, mutations.subset_of(opening), modes)
         self._start: Message | None = None
         self._head_sent = False
         self._own_body = bytearray()  # of an immediate response
@@ -108,6 +115,8 @@ class ProcessedRequest:
         """What is here of the request's body, at least its next part."""
         if self._lost:
             return {"type": "http.disconnect"}
+        if self._modes.keeps_request and not self._read:
+            return await self._receive_whole()
         parts: list[bytes] = []
         while not self._read and (message := self._proxy.take()) is not None:
             if not self._take_part(message, parts):
@@ -122,6 +131,20 @@ class ProcessedRequest:
             if message is None or not self._take_part(message, parts):
                 return {"type": "http.disconnect"}
         return {"type": "http.request", "body": b"".join(parts), "more_body": not self._read}
+
+    async def _receive_whole(self) -> Message:
+        """The whole body. The proxy bounds the time in which it comes."""
+        await self._proxy.write(mutations.body_wanted())
+        message = await self._proxy.read()
+        if isinstance(self._proxy.failure, MessageTooLong):
+            self._proxy.failure = None
+            raise RequestTooLarge("The request body is larger than the gateway's limits.bodyBytesMax")
+        parts: list[bytes] = []
+        if message is None or not self._take_part(message, parts):
+            return {"type": "http.disconnect"}
+        self._read = True  # also if trailers follow: those come after the answer
+        body = self.engine_connections.given_body = b"".join(parts)
+        return {"type": "http.request", "body": body, "more_body": False}
 
     def _take_part(self, message: Any, parts: list[bytes]) -> bool:
         """Whether the message is due."""
@@ -151,6 +174,9 @@ class ProcessedRequest:
             if self._answered:
                 await self._proxy.write(mutations.immediate(status, headers, bytes(self._own_body)))
             return
+        if engine.kept_reply is not None:
+            await self._answer_chunks(engine.reply_given, engine.kept_reply, status, headers, body)
+            return
         if not self._head_sent:
             self._head_sent = True
             await self._proxy.write(mutations.reply_to_client(engine.reply_given, status, headers))
@@ -158,6 +184,26 @@ class ProcessedRequest:
             await self._proxy.write(piece)
         if self._answered and engine.trailers:
             await self._proxy.write(ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString())
+
+    async def _answer_chunks(
+        self, given: Headers, chunks: ChunkAnswers, status: int, headers: Headers, body: bytes
+    ) -> None:
+        """Part of a reply whose chunks the proxy keeps."""
+        proxy, engine = self._proxy, self.engine_connections
+        if not self._head_sent:
+            if self._answered and not chunks.is_kept(body):  # an answer of the gateway in place of the engine's
+                await proxy.write(mutations.immediate(status, headers, body))
+                return
+            self._head_sent = True
+            await proxy.write(mutations.reply_to_client(given, status, headers))
+        await engine.answer(chunks.pass_on(body))
+        if not self._answered:
+            return
+        await engine.answer(chunks.end())
+        if chunks.unanswerable:  # why the reply ends early. The proxy has begun it, so it breaks it off
+            await proxy.write(mutations.immediate(status, headers, b""))
+        elif engine.trailers:
+            await proxy.write(ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString())
 
     # -- the client --------------------------------------------------------------------------------------------------
 
@@ -185,6 +231,9 @@ class ProcessedRequest:
 
     def take_reply_bytes(self, more_bytes: int) -> bool:
         """Count bytes of a reply that is collected, until give_reply_bytes(). False if there is no room for them."""
+        kept = self.engine_connections.kept_reply
+        if kept is not None and kept.kept_bytes > KEPT_REPLY_BYTES_MAX:
+            return False
         return self._open_connections.reply_budget.take(more_bytes)
 
     def give_reply_bytes(self, taken_bytes: int) -> None:
@@ -200,8 +249,8 @@ class ProcessedRequest:
 
     @property
     def writable(self) -> bool:
-        """A comment of the gateway cannot begin a reply, whose head is the engine's."""
-        return self._head_sent and not self._answered and not self._lost
+        """A comment of the gateway cannot begin a reply, whose head is the engine's, nor be the answer to a chunk."""
+        return self._head_sent and not self._answered and not self._lost and not self._modes.keeps_reply
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool:
         """A whole reply is sent as messages."""
@@ -215,11 +264,13 @@ class EngineSide:
         reply_given: the headers of the engine's reply, as the proxy has them; None before.
         request_trailers: the proxy has sent trailers of the request, and waits for an answer to them.
         trailers: likewise of the reply.
+        given_body: of the request, if the proxy keeps it.
+        kept_reply: the reply, if the proxy keeps its chunks.
     """
 
     reach_another = False  # what the proxy does if the engine fails is its own configuration
 
-    def __init__(self, proxy: Proxy, given: Headers, subset: frozenset[str] | None) -> None:
+    def __init__(self, proxy: Proxy, given: Headers, subset: frozenset[str] | None, modes: BodyModes) -> None:
         self._proxy = proxy
         self._given = given
         self._subset = subset
@@ -229,6 +280,8 @@ class EngineSide:
         self.reply_given: Headers | None = None
         self.request_trailers = False
         self.trailers = False
+        self.given_body: bytes | None = None
+        self.kept_reply = ChunkAnswers() if modes.keeps_reply else None
         self.status = 0
         self.headers: Headers = []
 
@@ -269,12 +322,21 @@ class EngineSide:
         head, body = self._outgoing
         self._outgoing = ()
         self._proxy.begin_reply()
-        await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
-        for piece in mutations.request_body_pieces(body, last=not self.request_trailers):
-            await self._proxy.write(piece)
-        if self.request_trailers:
-            await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString())
-        message = await self._next("response_headers")
+        given_body, self.given_body = self.given_body, None
+        if given_body is not None:
+            changed = None if body is given_body else body
+            await self._proxy.write(
+                mutations.whole_request_to_engine(self._given, bytes(head), self._destination, changed)
+            )
+        else:
+            await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
+            for piece in mutations.request_body_pieces(body, last=not self.request_trailers):
+                await self._proxy.write(piece)
+            if self.request_trailers:
+                await self._answer_request_trailers()
+        kinds = ("response_headers", "request_trailers")[: 1 + (given_body is not None)]
+        while (message := await self._next(*kinds)).WhichOneof("kind") == "request_trailers":
+            await self._answer_request_trailers()
         given = mutations.headers_of(message.response_headers)
         status = header(given, b":status") or b""
         if not status.isdigit() or not 200 <= int(status) < 600:
@@ -295,9 +357,19 @@ class EngineSide:
                 break
             self._read = message.response_body.end_of_stream
             body: bytes = message.response_body.body
+            if self.kept_reply is not None:
+                await self.answer(self.kept_reply.take(body, last=self._read))
             if body:
                 return body
         return b""
+
+    async def answer(self, answers: Sequence[Answer]) -> None:
+        """Those to chunks of the reply."""
+        for each in answers:
+            await self._proxy.write(mutations.chunk_answer(each))
+
+    async def _answer_request_trailers(self) -> None:
+        await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString())
 
     async def _next(self, *kinds: str) -> Any:
         """The next message, which has to be of one of these kinds. Raises ClientDisconnected."""

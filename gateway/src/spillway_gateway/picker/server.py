@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -11,7 +12,9 @@ from google.protobuf.message import DecodeError
 
 from spillway_gateway.client.open_connections import Connection, OpenConnections
 from spillway_gateway.client.reply_budget import ReplyBudget
+from spillway_gateway.error_bodies import body_of, headers_of
 from spillway_gateway.lifecycle import Lifecycle
+from spillway_gateway.picker.body_modes import UnusableModes, body_modes
 from spillway_gateway.picker.grpc_call import Call, CallFailed, Status
 from spillway_gateway.picker.grpc_connection import GrpcConnection
 from spillway_gateway.picker.messages import (
@@ -23,11 +26,15 @@ from spillway_gateway.picker.messages import (
     HealthCheckResponse,
     ProcessingRequest,
 )
+from spillway_gateway.picker.mutations import immediate
 from spillway_gateway.picker.processed_request import ProcessedRequest
+
+logger = logging.getLogger(__name__)
 
 LIVENESS, READINESS = "liveness", "readiness"
 END_SECONDS = 5.0  # for the last messages of calls whose requests have ended
 WATCH_SECONDS = 1.0
+BESIDE_BODY_BYTES = 64 * 1024  # of the message with a whole body
 
 
 class Application(Protocol):
@@ -79,23 +86,41 @@ def _parsed(kind: Any, message: bytes) -> Any:
 class EndpointPicker:
     """Serves each call as a request of the gateway's application."""
 
-    def __init__(self, application: Application, open_connections: OpenConnections) -> None:
+    def __init__(
+        self,
+        application: Application,
+        open_connections: OpenConnections,
+        was_ready: Callable[[], bool],
+        body_bytes_max: Callable[[], int],
+    ) -> None:
         self._application = application
         self._open_connections = open_connections
+        self._was_ready = was_ready
+        self._body_bytes_max = body_bytes_max
 
     async def process(self, call: Call) -> None:
         message = await call.read()
         await self._open_connections.request_turns.wait()  # one packet may open thousands of calls
         if call.ended:
             return
+        if not self._was_ready():  # a proxy that has not asked the health service yet
+            raise CallFailed(Status.UNAVAILABLE, "the gateway knows of no engine yet")
         opening = _parsed(ProcessingRequest, message or b"")
         if opening.WhichOneof("kind") != "request_headers":
             raise CallFailed(
                 Status.INVALID_ARGUMENT,
                 "the first message has to hold the request's headers: set request_header_mode: SEND",
             )
+        try:
+            modes = body_modes(opening)
+        except UnusableModes as error:
+            logger.error("no request of this proxy can be answered: %s", error.message)
+            await call.write(immediate(error.status, headers_of(error), body_of(error)))
+            return
+        if modes.keeps_request:
+            call.message_bytes_max = self._body_bytes_max() + BESIDE_BODY_BYTES
         proxy = _Proxy(call, self._open_connections.reply_budget)
-        request = ProcessedRequest(proxy, opening, self._open_connections)
+        request = ProcessedRequest(proxy, opening, modes, self._open_connections)
         call.on_end = request.disconnect  # the client left, or the engine broke off
         try:
             await self._application(request.scope(), request.receive, request.send)
@@ -158,6 +183,7 @@ class Picker:
         open_connections: of the listener.
         lifecycle: of this process.
         was_ready: whether the gateway has been ready since its start.
+        body_bytes_max: reads limits.bodyBytesMax.
     """
 
     def __init__(
@@ -166,11 +192,14 @@ class Picker:
         open_connections: OpenConnections,
         lifecycle: Lifecycle,
         was_ready: Callable[[], bool],
+        body_bytes_max: Callable[[], int],
     ) -> None:
         self._open_connections = open_connections
         self._health = health = _Health(lifecycle, was_ready)
         self._methods = {
-            f"/{SERVICE}/Process".encode(): EndpointPicker(application, open_connections).process,
+            f"/{SERVICE}/Process".encode(): EndpointPicker(
+                application, open_connections, was_ready, body_bytes_max
+            ).process,
             f"/{HEALTH_SERVICE}/Check".encode(): health.check,
             f"/{HEALTH_SERVICE}/Watch".encode(): health.watch,
         }

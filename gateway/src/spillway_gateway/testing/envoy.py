@@ -20,12 +20,33 @@ from spillway_gateway.picker.mutations import DESTINATION_HEADER, SUBSET_KEY, SU
 
 START_SECONDS = 60.0
 UNPICKED_STATUS = 500  # of a request that no picker has answered; Envoy's own default
-REPEATED_BODY_BYTES_MAX = 4 * 1024 * 1024
+BUFFER_BYTES_MAX = 4 * 1024 * 1024  # of a body that Envoy keeps
 REPEATED_AT_ONCE_MAX = 1024  # Envoy's default is 3
 _TYPES = "type.googleapis.com/envoy.extensions"
 _ROUTER = {
     "name": "envoy.filters.http.router",
     "typed_config": {"@type": f"{_TYPES}.filters.http.router.v3.Router"},
+}
+_STREAMED = {
+    "processing_mode": {
+        "request_header_mode": "SEND",
+        "request_body_mode": "FULL_DUPLEX_STREAMED",
+        "request_trailer_mode": "SEND",
+        "response_header_mode": "SEND",
+        "response_body_mode": "FULL_DUPLEX_STREAMED",
+        "response_trailer_mode": "SEND",
+    }
+}
+_KEPT = {
+    "processing_mode": {
+        "request_header_mode": "SEND",
+        "request_body_mode": "BUFFERED",
+        "request_trailer_mode": "SKIP",
+        "response_header_mode": "SEND",
+        "response_body_mode": "STREAMED",
+        "response_trailer_mode": "SKIP",
+    },
+    "send_body_without_waiting_for_header_response": True,
 }
 _LOOPBACK = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
 
@@ -40,6 +61,7 @@ def envoy_config(
     calls_max: int | None = None,
     retries: int = 0,
     asks_health: bool = True,
+    keeps_bodies: bool = False,
 ) -> dict[str, Any]:
     """Envoy's bootstrap: one listener whose requests the picker processes.
 
@@ -53,6 +75,7 @@ def envoy_config(
         retries: of a request that a picker has taken and not answered. Envoy's routes repeat what engines fail, and not
             what fails before them: so these are a listener's in front, which sends requests to the one that asks.
         asks_health: whether Envoy asks the picker's port for its health.
+        keeps_bodies: until the picker has answered them, so that requests whose picker dies are passed on.
     """
     http2 = {} if calls_max is None else {"max_concurrent_streams": calls_max}
     clusters = [
@@ -133,14 +156,7 @@ def envoy_config(
                     "message_timeout": "60s",
                     "mutation_rules": {"allow_all_routing": True},
                     "metadata_options": {"forwarding_namespaces": {"untyped": [SUBSET_NAMESPACE]}},
-                    "processing_mode": {
-                        "request_header_mode": "SEND",
-                        "request_body_mode": "FULL_DUPLEX_STREAMED",
-                        "request_trailer_mode": "SEND",
-                        "response_header_mode": "SEND",
-                        "response_body_mode": "FULL_DUPLEX_STREAMED",
-                        "response_trailer_mode": "SEND",
-                    },
+                    **(_KEPT if keeps_bodies else _STREAMED),
                 },
             }
         )
@@ -177,7 +193,7 @@ def _listener(name: str, address: dict[str, Any], manager: dict[str, Any]) -> di
     return {
         "name": name,
         "address": address,
-        "per_connection_buffer_limit_bytes": REPEATED_BODY_BYTES_MAX,
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES_MAX,
         "filter_chains": [{"filters": filters}],
     }
 
