@@ -572,7 +572,7 @@ async def test_requests_of_one_packet_begin_over_iterations_and_those_that_left_
     async def application(scope: Any, receive: Any, send: Any) -> None:
         begun[-1] += 1
 
-    picker = EndpointPicker(application, OpenConnections(ConnectionsConfig(), 1024))
+    picker = EndpointPicker(application, OpenConnections(ConnectionsConfig(), 1024), lambda: True, lambda: 2**20)
     peer = Peer()
     peer.connection = GrpcConnection({b"/test.Service/Echo": picker.process}, set(), OPEN)
     peer.connection.connection_made(peer.wire)

@@ -93,7 +93,7 @@ class Load:
 
 
 def text_of(answer: bytes, *, stream: bool) -> str:
-    """Of an answer; empty if a stream is not whole."""
+    """The text of an answer; empty if a stream is not whole."""
     if stream:
         return "".join(texts(answer)) if answer.endswith(b"data: [DONE]\n\n") else ""
     text: str = json.loads(answer)["choices"][0]["text"]

@@ -43,7 +43,8 @@ class ChunkAnswers:
         self._passed += body
         answers: list[Answer] = []
         while len(self._kept) > self._last_came and self._passed.startswith(self._kept[0]):
-            answers.append(self._answer_unchanged())
+            self._drop_unchanged()
+            answers.append(None)
         if len(self._kept) > self._last_came and not self._kept[0].startswith(self._passed):
             answers.append(self._answer_changed())  # the proxy's bytes are not the client's any more
         return answers
@@ -63,12 +64,13 @@ class ChunkAnswers:
         while self._kept and self._passed.startswith(self._kept[0]):
             if len(self._kept) == 1 and len(self._passed) > len(self._kept[0]):
                 break  # the last one carries all that is left
-            answers.append(self._answer_unchanged())
+            self._drop_unchanged()
+            answers.append(None)
         while self._kept:
             answers.append(self._answer_changed())
         return answers
 
-    def _answer_unchanged(self) -> None:
+    def _drop_unchanged(self) -> None:
         chunk = self._kept.popleft()
         self.kept_bytes -= len(chunk)
         del self._passed[: len(chunk)]
