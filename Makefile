@@ -95,7 +95,7 @@ test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS) $(VLLM_SCHEDUL
 	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM))
 
 .PHONY: test-unit
-test-unit: $(STAMP) ## Tests that need no vLLM and no server. Under eight minutes on two slow cores
+test-unit: $(STAMP) ## Tests that need no vLLM and no server. Under four minutes on two idle cores
 	@PYTHONPATH=tests $(BIN)/python -m lanes unit
 
 .PHONY: test-quick
