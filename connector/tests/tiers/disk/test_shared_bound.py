@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,33 @@ def test_a_bound_on_disk_is_a_promise(tmp_path: Path) -> None:
     assert list((tmp_path / BOUNDS_FOLDER).iterdir()) == []
 
 
-def test_the_smallest_counts_from_the_next_look_on_and_until_its_process_ends(tmp_path: Path) -> None:
+def folder_changed(root: Path, clock: SteppedClock) -> None:
+    """As a later tick of the kernel's clock shows it."""
+    os.utime(root / BOUNDS_FOLDER, ns=(int(clock() * 1e9), int(clock() * 1e9)))
+    clock.advance(0.001)
+
+
+def unseen_change(_root: Path, clock: SteppedClock) -> None:
+    """As a network file system shows it: nothing, for a while."""
+    clock.advance(CHECK_SECONDS)
+
+
+@pytest.mark.parametrize("later", [folder_changed, unseen_change])
+def test_the_smallest_counts_from_the_next_look_on_and_until_its_process_ends(
+    tmp_path: Path, later: Callable[[Path, SteppedClock], None]
+) -> None:
     clock = SteppedClock()
     large, none = SharedBound(tmp_path, 300, clock), SharedBound(tmp_path, None, clock)
     assert (large.smallest(), none.smallest()) == (300, 300)
     small = SharedBound(tmp_path, 200, clock)
-    assert (small.smallest(), large.smallest()) == (200, 300)
-    clock.advance(CHECK_SECONDS)
+    assert small.smallest() == 200
+    later(tmp_path, clock)
     assert (small.smallest(), large.smallest(), none.smallest()) == (200, 200, 200)
     small.close()
-    clock.advance(CHECK_SECONDS)
+    later(tmp_path, clock)
     assert (large.smallest(), none.smallest()) == (300, 300)
     large.close()
-    clock.advance(CHECK_SECONDS)
+    later(tmp_path, clock)
     assert none.smallest() is None
 
 

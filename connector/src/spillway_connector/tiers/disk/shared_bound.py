@@ -22,7 +22,7 @@ from spillway_connector.tiers.tier import Clock
 _log = logging.getLogger(__name__)
 
 BOUNDS_FOLDER = "bounds"
-CHECK_SECONDS = 10.0  # how late another process's bound is noticed
+CHECK_SECONDS = 10.0  # how late another node's bound is noticed; one of this node at once
 _DEPTH = 2  # bounds/<name> below the root, see own_files.py
 _NEW_PREFIX = "new-"
 _DIGITS_MAX = 20
@@ -38,6 +38,7 @@ class SharedBound:
         self._clock = clock
         self._lock = threading.Lock()
         self._next_check = float("-inf")
+        self._folder_at_ns: int | None = None  # when the folder was changed last, as of the last look into it
         self._smallest = max_bytes
         self._name = os.urandom(8).hex()
         self._descriptor: int | None = None
@@ -48,12 +49,14 @@ class SharedBound:
         self.close()
 
     def smallest(self) -> int | None:
-        """Bytes; None if no process has a bound. Looked up at most every CHECK_SECONDS. Raises nothing."""
+        """Bytes; None if no process has a bound. Looked up when a bound has come or gone, and every CHECK_SECONDS: a
+        process that was killed leaves its own, and a network file system shows changes late. Raises nothing."""
         with self._lock:
-            if self._clock() >= self._next_check and not self._closed:
+            if not self._closed and (self._clock() >= self._next_check or self._changed_at_ns() != self._folder_at_ns):
                 self._next_check = self._clock() + CHECK_SECONDS
                 with suppress(OSError):  # in a directory that cannot be read or written, each has its own
                     self._say()
+                    self._folder_at_ns = self._changed_at_ns()
                     others = self._others()
                     self._smallest = min([bound for bound in (self._own_bytes, *others) if bound], default=None)
                 self._tell()
@@ -67,6 +70,12 @@ class SharedBound:
             with suppress(OSError):
                 unlink_own(self._folder / self._name, _DEPTH, missing_ok=True)
             os.close(descriptor)
+
+    def _changed_at_ns(self) -> int | None:
+        try:
+            return os.stat(self._folder, follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return None
 
     def _say(self) -> None:
         """Write this process's bound, again if it was removed."""

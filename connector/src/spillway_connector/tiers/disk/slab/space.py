@@ -125,6 +125,7 @@ class SlabSpace:
         self.evictions: Counter[EvictionReason] = Counter()
         self.max_bytes = max_bytes
         self._bound = SharedBound(root, max_bytes, clock)
+        self._kept_bytes = max_bytes  # the bound at the last upkeep
         self._root = root
         self._folder = folder
         self._files = files
@@ -246,14 +247,15 @@ class SlabSpace:
         self.note_pressure()
 
     def maintain(self, size_class: SizeClass) -> bool:
-        """Every UPKEEP_SECONDS: stay within a bound that has shrunk, and remove expired entries. Under the lock.
+        """Every UPKEEP_SECONDS, and when the processes' bound is another one: stay within a bound that has shrunk, and
+        remove expired entries. Under the lock.
 
         Returns whether it was time to.
         """
-        now = self._clock()
-        if now < self._next_upkeep:
+        now, bound_bytes = self._clock(), self._bound.smallest()
+        if now < self._next_upkeep and bound_bytes == self._kept_bytes:
             return False
-        self._next_upkeep = now + UPKEEP_SECONDS
+        self._next_upkeep, self._kept_bytes = now + UPKEEP_SECONDS, bound_bytes
         size_class.index.refresh("used_s")
         size_class.index.refresh("frequency")
         self._remove_expired(size_class.index)
