@@ -67,7 +67,11 @@ def test_the_rank_of_the_gateway_stands_in_place_of_the_callers() -> None:
         *(b"location", b"content-location", b"refresh", b"link", b"via", b"set-cookie", b"clear-site-data"),
         *(b"strict-transport-security", b"report-to", b"x-request-id", b"alt-svc", b"x-accel-redirect", b"x-sendfile"),
         *(b"uri", b"forwarded", b"x-forwarded-host", b"proxy-status", b"set-cookie2", b"authentication-info"),
-        b"proxy-authentication-info",
+        *(b"proxy-authentication-info", b"x-envoy-immediate-health-check-fail", b"x-envoy-ratelimited"),
+        *(b"x-original-url", b"x-rewrite-url", b"x-real-ip", b"x-host", b"x-lighttpd-send-file", b"grpc-status"),
+        *(b"x-litespeed-location", b"surrogate-control", b"cdn-cache-control", b"cache-control", b"expires", b"etag"),
+        *(b"last-modified", b"age", b"pragma", b"content-security-policy-report-only", b"speculation-rules"),
+        *(b"accept-ch", b"critical-ch", b"origin-agent-cluster"),
     ],
 )
 def test_where_an_engine_redirects_and_what_it_would_have_kept_stays_inside(name: bytes) -> None:

@@ -198,7 +198,16 @@ def _framed(name: str, content: bytes) -> bytes:
 
 
 def _safetensors_sample(path: Path) -> bytes:
-    """Size, header and the middle bytes of every tensor (format: huggingface/safetensors, README)."""
+    """Size, header and the middle bytes of every tensor; of a file whose header is broken, which no loader reads, as of
+    one whose layout is not known. Raises OSError."""
+    try:
+        return _tensors_sample(path)
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return _spread_sample(path)
+
+
+def _tensors_sample(path: Path) -> bytes:
+    """By the format of huggingface/safetensors, README."""
     size = path.stat().st_size
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))
@@ -211,6 +220,8 @@ def _safetensors_sample(path: Path) -> bytes:
             if name == "__metadata__":
                 continue
             first, end = tensor["data_offsets"]
+            if not 0 <= first <= end <= size - data_start:
+                raise ValueError("a tensor lies outside the file")
             length = min(_SAMPLE_BYTES, end - first)
             file.seek(data_start + first + (end - first - length) // 2)
             parts.append(file.read(length))

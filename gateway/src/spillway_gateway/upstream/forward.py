@@ -42,9 +42,13 @@ _DROPPED_FROM_CALLERS = (
     HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", _RANK_HEADER, b"x-request-id"}
 )
 _INTERNAL_PREFIX = OWN_HEADERS_PREFIX.encode()
-# Headers of replies that engines may not set: client/cors.py says who may read them, and `x-accel-` would steer a proxy
-# in front.
-_NOT_FROM_ENGINES = (_INTERNAL_PREFIX, b"access-control-", b"x-accel-", b"x-forwarded-")
+# Headers of replies that engines may not set: client/cors.py says who may read them, proxies in front obey the others
+# (`x-envoy-immediate-health-check-fail` takes the gateway out of Envoy's balancing), and so do caches and browsers.
+_NOT_FROM_ENGINES = (
+    *(_INTERNAL_PREFIX, b"access-control-", b"content-security-policy", b"grpc-"),
+    *(b"x-accel-", b"x-forwarded-", b"x-envoy-", b"x-original-", b"x-rewrite-", b"x-real-", b"x-host", b"x-lighttpd-"),
+    *(b"x-litespeed-", b"surrogate-", b"cdn-"),
+)
 # Headers of an engine's reply that clients do not get: its redirects, links and what browsers should keep concern the
 # engine's own address, and the request's id is the gateway's.
 _REPLY_DROPPED = HOP_BY_HOP | {
@@ -64,8 +68,19 @@ _REPLY_DROPPED = HOP_BY_HOP | {
     b"proxy-authentication-info",
     b"clear-site-data",
     b"strict-transport-security",
+    # A shared cache would keep a stored response that an engine calls public, for whoever asks for its id.
+    b"cache-control",
+    b"expires",
+    b"etag",
+    b"last-modified",
+    b"age",
+    b"pragma",
     b"report-to",
     b"reporting-endpoints",
+    b"speculation-rules",
+    b"accept-ch",
+    b"critical-ch",
+    b"origin-agent-cluster",
     b"nel",
     b"service-worker-allowed",
     b"sourcemap",
