@@ -25,6 +25,15 @@ def test_requests_without_a_salt_have_no_tenant():
     assert tenant_of_context(ReqContext(req_id="r")) == NO_TENANT
 
 
+@pytest.mark.parametrize("salt", [5, 0.5, True, [], ["a"], {"a": 1}, b"a", object()])
+def test_a_salt_that_is_no_text_names_no_tenant(salt: object):
+    assert tenant_of(salt) == NO_TENANT
+
+
+def test_half_of_a_surrogate_pair_is_a_salt_as_any_other():
+    assert len({tenant_of(salt) for salt in ("\ud800", "a\ud800", "\udfff", "spillway-tenant:" + "a" * 22 + ":\ud800")}) == 4
+
+
 def test_the_same_salt_is_the_same_tenant_on_every_engine():
     assert tenant_of("alice").hex() == "71b278f3dc434447"
 

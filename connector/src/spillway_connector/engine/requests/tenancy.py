@@ -68,9 +68,12 @@ def context_of(request: Request, session: SessionHint | None, **fields: Any) -> 
 UNKNOWN_REQUEST = ReqContext(req_id="")  # the last user of a chunk is not known: no shared tier gets the chunk
 
 
-def tenant_of(cache_salt: str | None) -> bytes:
-    """Eight bytes; NO_TENANT for a request without a salt."""
-    return blake3(account_of(cache_salt).encode()).digest(TENANT_BYTES) if cache_salt else NO_TENANT
+def tenant_of(cache_salt: object) -> bytes:
+    """Eight bytes; NO_TENANT for a request without a salt. Takes whatever a client sent: an exception here would end
+    the engine."""
+    if not isinstance(cache_salt, str) or not cache_salt:
+        return NO_TENANT
+    return blake3(account_of(cache_salt).encode("utf-8", "surrogatepass")).digest(TENANT_BYTES)
 
 
 def tenant_of_context(context: ReqContext) -> bytes:
