@@ -31,7 +31,10 @@ def test_a_salt_that_is_no_text_names_no_tenant(salt: object):
 
 
 def test_half_of_a_surrogate_pair_is_a_salt_as_any_other():
-    assert len({tenant_of(salt) for salt in ("\ud800", "a\ud800", "\udfff", "spillway-tenant:" + "a" * 22 + ":\ud800")}) == 4
+    assert (
+        len({tenant_of(salt) for salt in ("\ud800", "a\ud800", "\udfff", "spillway-tenant:" + "a" * 22 + ":\ud800")})
+        == 4
+    )
 
 
 def test_the_same_salt_is_the_same_tenant_on_every_engine():
