@@ -36,6 +36,7 @@ REAL_ENGINES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "two stages": real_engines.two_stages,
+    "prefill and decode apart": real_engines.apart,
     "simulated": simulated,
     "simulated, Ascend": simulated_ascend,
     "simulated, over two pods": simulated_over_two_pods,
@@ -60,7 +61,7 @@ def in_its_pod(rendered: Render, folder: Path) -> tuple[EngineSettings, Resolved
 
 @pytest.mark.parametrize("values", (REAL_ENGINES | OTHERS).values(), ids=REAL_ENGINES | OTHERS)
 def test_the_check_takes_it(values):
-    assert findings(values(), Cluster()) == []
+    assert [found for found in findings(values(), Cluster()) if not found.is_note] == []
 
 
 @pytest.mark.parametrize("name", REAL_ENGINES)

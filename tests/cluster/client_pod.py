@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.commands import CommandFailed
 from cluster.kube import Kubernetes, Object, is_ready
-from cluster.values import CLIENT_LABELS
+from cluster.values import CLIENT_LABELS, OPERATIONS_PORT
 from stack_driver.deadlines import eventually
 
 SCRIPTS = Path(__file__).resolve().parent / "client"
@@ -103,6 +103,24 @@ class ClientPod:
             "messages": [{"role": "user", "content": "Name the capital of France."}],
         }
         return int(self._ask(f"{self.url}/v1/chat/completions", json.dumps(body))["status"])
+
+    def complete(self, model: str, prompt: list[int], tokens: int = 4) -> dict[str, Any]:
+        """status, headers and body (a text) of one completion with this model. prompt: token ids."""
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return self._ask(f"{self.url}/v1/completions", json.dumps(body))
+
+    def counted(self, series: str, model: str) -> int:
+        """The sum of a model's series over all gateways, as Prometheus would add them up. series: how they begin."""
+        total = 0.0
+        for pod in self._kubernetes.ready_pods("gateway"):
+            page = self.get_text(f"http://{pod['status']['podIP']}:{OPERATIONS_PORT}/metrics")
+            values = [
+                line.rpartition(" ")[2]
+                for line in page.splitlines()
+                if line.startswith(series) and f'model="{model}"' in line
+            ]
+            total += sum(map(float, values))
+        return int(total)
 
     @contextmanager
     def load(self, workers: int = WORKERS, real_engines: bool = False) -> Iterator[LoadResult]:

@@ -11,7 +11,7 @@ import yaml
 from cluster.helm import CHART, VERSION
 from cluster.local_cluster import REAL_ENGINES_NODE
 from cluster.valkey_password import SECRET
-from cluster.values import CLIENT_READS_METRICS, NO_CHECK, Values, over
+from cluster.values import CLIENT_READS_METRICS, MODEL, NO_CHECK, Values, over
 
 TIER_FOLDER = Path("/var/tmp/spillway-lane-kv")  # of the node, which both pods share
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit"
@@ -85,6 +85,14 @@ def shared_tier(tier: str, replicas: int, secrets_revision: str = "") -> Values:
         },
     }
     return over(over(VALUES_CPU, small), {**CLIENT_READS_METRICS, **NO_CHECK})
+
+
+def apart() -> Values:
+    """One prefill and one decode engine of one model over Redis, as `shared_tier` has two engines."""
+    roles = {role: {"role": role, "model": {"servedName": MODEL}} for role in ("prefill", "decode")}
+    # No bound of the gateway's ends a leg, however slow the machine is.
+    terms = {"mode": "always", "uncachedTokensMin": 128, "handOverSecondsMax": 120, "prefillSecondsMax": 600}
+    return over(shared_tier("redis", 1, secrets_revision="2"), {"engines": roles, "gateway": {"disaggregation": terms}})
 
 
 def two_stages() -> Values:

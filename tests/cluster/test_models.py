@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +11,7 @@ from cluster.client_pod import ClientPod, LoadResult
 from cluster.helm import Release
 from cluster.kube import Kubernetes, Object
 from cluster.report import Row
-from cluster.values import OPERATIONS_PORT, SCALED_OBJECTS, Values, over, simulated
+from cluster.values import SCALED_OBJECTS, Values, over, simulated
 from stack_driver.deadlines import eventually
 
 WAITING = "spillway_gateway_admission_waiting_requests"
@@ -82,13 +83,13 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
         release.upgrade(three(scaling))
         scale(namespace, 0)
         eventually("the model is at zero", lambda: not engines_of(namespace, "away"), 120.0)
-        assert waiting_requests(namespace, client) == 0
+        assert waiting_requests(client) == 0
         with client.load() as result, ThreadPoolExecutor(1) as background:
             answer = background.submit(client.status_of, "away")
-            eventually("the request is counted", lambda: waiting_requests(namespace, client) == 1, 60.0)
+            eventually("the request is counted", lambda: waiting_requests(client) == 1, 60.0)
             scale(namespace, 1)
             assert answer.result() == 200
-        assert waiting_requests(namespace, client) == 0
+        assert waiting_requests(client) == 0
         no_failure(result, case)
     finally:
         # The number is the autoscaler's, and the values ask for another one (docs/operations.md, "Upgrade, rollback").
@@ -97,7 +98,7 @@ def test_scale_to_zero(release: Release, namespace: Kubernetes, client: ClientPo
 
 
 def test_prefill_and_decode_apart(release: Release, namespace: Kubernetes, client: ClientPod, case: Row) -> None:
-    """two groups of one model with roles beside another model: pods are found with their roles, and no request fails"""
+    """two groups of one model with roles beside another model: prompts are handed over, and no request fails"""
     tier = {"sharedTier": {"type": "redis"}}
     groups = {
         role: {"role": role, "replicas": 1, "model": {"servedName": "apart"}, "offload": tier}
@@ -109,10 +110,19 @@ def test_prefill_and_decode_apart(release: Release, namespace: Kubernetes, clien
             simulated(engines={"default": {}, **groups}, redis={"enabled": True}, gateway={"disaggregation": terms})
         )
         eventually("the model is served", lambda: client.status_of("apart") == 200, 180.0)
-        eventually("its engines have roles", lambda: counted(namespace, client, LEGS, "apart") >= 1, 60.0)
+        numbers = itertools.count()
+
+        def handed_over() -> bool:
+            """The gateways must have found both roles and the store in common, which they learn from events. They have
+            no tokenizer."""
+            answer = client.complete("apart", [100 + next(numbers), *range(1000, 1400)])
+            assert answer["status"] == 200, answer
+            return client.counted(f'{LEGS}{{decision="two"', "apart") >= 1
+
+        eventually("a prompt is handed over", handed_over, 120.0)
         client.wait_for_requests(client.progress() + 40)
     no_failure(result, case)
-    assert not counted(namespace, client, LEGS, "default"), "engines without roles count no legs"
+    assert not client.counted(LEGS, "default"), "engines without roles count no legs"
 
 
 def scale(namespace: Kubernetes, replicas: int) -> None:
@@ -120,20 +130,6 @@ def scale(namespace: Kubernetes, replicas: int) -> None:
     namespace.kubectl("scale", "statefulset", "chat-spillway-engine-away", f"--replicas={replicas}")
 
 
-def waiting_requests(namespace: Kubernetes, client: ClientPod) -> int:
+def waiting_requests(client: ClientPod) -> int:
     """Waiting requests of the model that is away."""
-    return counted(namespace, client, WAITING, "away")
-
-
-def counted(namespace: Kubernetes, client: ClientPod, series: str, model: str) -> int:
-    """The sum of a model's series over all gateways, as Prometheus would add them up."""
-    total = 0.0
-    for pod in namespace.ready_pods("gateway"):
-        page = client.get_text(f"http://{pod['status']['podIP']}:{OPERATIONS_PORT}/metrics")
-        values = [
-            line.rpartition(" ")[2]
-            for line in page.splitlines()
-            if line.startswith(f"{series}{{") and f'model="{model}"' in line
-        ]
-        total += sum(map(float, values))
-    return int(total)
+    return client.counted(WAITING, "away")

@@ -3,10 +3,12 @@ password was changed too."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from chart.helm_binaries import helms
@@ -28,6 +30,8 @@ from spillway_stack.first_answer import require_agreement
 START_SECONDS = 900.0
 USER = 10001
 PROMPT_WORDS = 700
+BLOCK_TOKENS = 128
+LEGS = 'spillway_gateway_legs_total{decision="two"'
 
 
 @pytest.fixture(scope="module", params=["redis", "nvme"])
@@ -142,6 +146,32 @@ def test_password_rotated(served: tuple[Release, ClientPod], tier: str, case: Ro
     case.requests, case.failed = result.requests, result.failed
     case.note = f"{cached} tokens were loaded afterwards; {result.words()}"
     assert result.failed == 0, result.failures
+
+
+@pytest.mark.own_cluster
+@pytest.mark.parametrize("tier", ["redis"], indirect=True)
+def test_prefill_and_decode_apart(served: tuple[Release, ClientPod], tier: str, case: Row) -> None:
+    """real engines: a prompt computed by the prefill engine is answered by the decode engine, which loads all of it"""
+    release, client = served
+    namespace = release.kubernetes
+    release.upgrade(real_engines.apart(), False)
+    eventually("both engines are ready", lambda: len(namespace.ready_pods("engine")) == 2, START_SECONDS)
+    numbers = itertools.count()
+
+    def handed_over() -> dict[str, Any] | None:
+        """The gateways must have found both roles and the store in common, which they learn from events. They have no
+        tokenizer."""
+        answer = client.complete(MODEL, [100 + next(numbers), *range(1000, 1000 + PROMPT_WORDS)], 8)
+        assert answer["status"] == 200, answer
+        return answer if client.counted(LEGS, MODEL) else None
+
+    answer = eventually("a prompt is handed over", handed_over, START_SECONDS)
+    usage = json.loads(answer["body"])["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= usage["prompt_tokens"] - BLOCK_TOKENS - 1, usage
+    engine = answer["headers"]["x-spillway-engine"]
+    assert "decode" in engine, engine
+    case.requests, case.note = next(numbers), f"{cached} tokens were loaded by {engine}"
 
 
 def written_bytes(client: ClientPod, address: str) -> float:

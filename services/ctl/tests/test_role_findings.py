@@ -69,11 +69,11 @@ def test_only_what_the_way_of_handing_over_reads_has_to_be_equal() -> None:
     assert by_store.verdict is by_connector.verdict is Verdict.OK
 
 
-def test_requests_that_could_not_take_two_legs_say_why() -> None:
-    page = LEGS.format(decision="one", reason="no_common_store", count=7) + LEGS.format(
-        decision="one", reason="short", count=90
-    )
+@pytest.mark.parametrize(("reason", "change"), [("no_common_store", "one store"), ("text", "model.tokenizer")])
+def test_requests_that_could_not_take_two_legs_say_why(reason: str, change: str) -> None:
+    page = LEGS.format(decision="one", reason=reason, count=7) + LEGS.format(decision="one", reason="short", count=90)
     (one,) = found({"p": "prefill", "d": "decode"}, page)
-    assert one.verdict is Verdict.WARNING and "7 requests took one leg (no_common_store)" in one.found
+    assert one.verdict is Verdict.WARNING and f"7 requests took one leg ({reason})" in one.found
+    assert change in one.change
     (fine,) = found({"p": "prefill", "d": "decode"}, LEGS.format(decision="one", reason="short", count=90))
     assert fine.verdict is Verdict.OK

@@ -24,6 +24,7 @@ _ONE_LEG = {
     "no_decode_engine": "no decode engine takes requests: look at their logs",
     "no_common_store": "give both groups one store on one node (nodeSelector), Redis or S3, or handOver: connector",
     "no_transfer": "set kvTransfer.connector to NixlConnector, or MooncakeConnectorV1 with vllm-ascend, on all engines",
+    "text": "set model.tokenizer: volume if it is none: only prompts whose tokens the gateway knows are handed over",
     "prefill_failed": "look at the prefill engines' logs",
     "prefill_refused": "look at the prefill engines' logs",
     "prefill_late": "more prefill engines, or a longer gateway.disaggregation.prefillSecondsMax",

@@ -40,6 +40,13 @@ def role_findings(release: Release) -> Iterator[Finding]:
             gateway = release.values.gateway
             place = _connector if gateway.disaggregation.hand_over == "connector" else _place
             yield from _of_model(groups, str(gateway.discovery.type), place)
+            if gateway.disaggregation.mode != "off" and groups[0].engine.model.tokenizer == "none":
+                yield Finding(
+                    f"{groups[0].path}.model.tokenizer",
+                    "none, so only prompts that clients send as token ids are handed over between engines with roles",
+                    "set volume",
+                    is_note=True,
+                )
 
 
 def _of_model(
