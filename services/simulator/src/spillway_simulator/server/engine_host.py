@@ -133,6 +133,7 @@ class EngineHost:
             self.publisher = EventPublisher(self._context, settings.host, self._ports, form, batches)
         else:
             await self.publisher.restart()
+        self._publish()  # from which stores it loads, as engines with Spillway's connector say before their first step
 
     def stop(self) -> None:
         """The process dies: connections break, the port refuses, requests and caches are gone."""
