@@ -17,7 +17,7 @@ from hpack import Encoder
 
 from spillway_gateway.picker.frames import FRAME_BYTES_MAX, PREFACE, Flag, Kind, frame
 from spillway_gateway.picker.grpc_call import UNCOUNTED_BYTES
-from spillway_gateway.picker.messages import SERVICE
+from spillway_gateway.picker.messages import SERVICE, HttpHeaders, ProcessingRequest
 
 HEADERS = [
     (":method", "POST"),
@@ -30,7 +30,9 @@ HEADERS = [
 BOUND = 64 * MIB
 CONNECTIONS, CALLS, CALL_BYTES = 4, 100, 2 * MIB
 UNREAD = 3
-FLOOD_BYTES = 2 * MIB
+_HEADERS = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=True)).SerializeToString()
+OPENING = struct.pack(">BI", 0, len(_HEADERS)) + _HEADERS
+FLOOD_BYTES = 8 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_calls_that_never_end_their_first_message_stay_within_the_budget_for_bod
 
 
 def flood(kind: str) -> Iterator[bytes]:
-    """Packets of many small frames."""
+    """Packets of many small frames. resets, openings: of calls, without and with their first message."""
     encoder, number = Encoder(), 1
     encoder.encode(HEADERS)
     while True:
@@ -96,12 +98,14 @@ def flood(kind: str) -> Iterator[bytes]:
             else:
                 packet += frame(Kind.HEADERS, Flag.END_HEADERS, number, block)
                 number += 2
-                if kind == "resets":
+                if kind == "openings":
+                    packet += frame(Kind.DATA, 0, number - 2, OPENING)
+                if kind != "calls":
                     packet += frame(Kind.RST_STREAM, 0, number - 2, bytes(4))
         yield packet
 
 
-@pytest.mark.parametrize("kind", ["pings", "calls", "resets"])
+@pytest.mark.parametrize("kind", ["pings", "calls", "resets", "openings"])
 def test_a_flood_of_frames_delays_no_other_and_is_not_kept(target: Target, kind: str) -> None:
     def attack() -> None:
         with ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class Turns:
 
     def __init__(self, cost_max: int) -> None:
         self.cost_max = cost_max
-        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        self._waiting: OrderedDict[Callable[[], None], int] = OrderedDict()  # a dict is slow to find its first key
         self._spent = 0  # in this iteration
         self._counts = False
 
@@ -29,26 +29,34 @@ class Turns:
         return self._spent >= self.cost_max or bool(self._waiting)
 
     def take(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None], cost: int = 1) -> bool:
-        """Whether work may begin in this iteration. If not, `begin` is called in the one in which it may."""
+        """Whether work may begin in this iteration. If not, `begin` is called in the one in which it may, unless it
+        leaves before. It must not wait already."""
         if not self._counts:
             self._counts = True
             loop.call_soon(self._next_iteration, loop)
         if not self.spent:
             self._spent += cost
             return True
-        self._waiting.append((begin, cost))
+        self._waiting[begin] = cost
         return False
+
+    def leave(self, begin: Callable[[], None]) -> None:
+        """The work is not needed any more, if it waits. Else it would take the place of others, and be kept."""
+        self._waiting.pop(begin, None)
 
     async def wait(self, cost: int = 1) -> None:
         """Returns in an iteration in which the work may begin."""
         came = asyncio.Event()
         if not self.take(asyncio.get_running_loop(), came.set, cost):
-            await came.wait()
+            try:
+                await came.wait()
+            finally:
+                self.leave(came.set)
 
     def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
         self._spent = 0
         while self._waiting and self._spent < self.cost_max:
-            begin, cost = self._waiting.popleft()
+            begin, cost = self._waiting.popitem(last=False)
             self._spent += cost
             try:
                 begin()

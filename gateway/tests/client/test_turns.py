@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,6 +50,23 @@ def test_no_iteration_begins_more_than_its_share_and_the_order_stays(arrivals: l
     assert [number for each in begun for number in each] == list(range(1, sum(arrivals) + 1))
     # An iteration of the test ends in the middle of one of the loop's.
     assert all(len(each) <= 2 * PER_ITERATION for each in begun)
+
+
+async def test_what_leaves_is_kept_no_more_and_takes_no_turn_of_others() -> None:
+    turns, loop = Turns(0), asyncio.get_running_loop()
+    begun: list[int] = []
+    waiting = [partial(begun.append, number) for number in range(100)]
+    assert not any(turns.take(loop, begin) for begin in waiting)
+    left = asyncio.create_task(turns.wait())
+    await asyncio.sleep(0)
+    for begin in waiting[:-1]:
+        turns.leave(begin)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    assert len(turns._waiting) == 1
+    turns.cost_max = 1
+    await until(lambda: not turns._waiting)
+    assert begun == [99]
 
 
 def connected(stack: ExitStack, url: str) -> socket.socket:

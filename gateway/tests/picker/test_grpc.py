@@ -30,7 +30,7 @@ from spillway_gateway.client.open_connections import (
 )
 from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.config.settings import ConnectionsConfig, TlsConfig
-from spillway_gateway.picker import grpc_connection
+from spillway_gateway.picker import grpc_connection, outgoing
 from spillway_gateway.picker.frames import FRAME_BYTES_MAX, PREFACE, WINDOW_BYTES_MAX, Code, Flag, Kind, frame
 from spillway_gateway.picker.grpc_call import (
     CALL_WINDOW_BYTES,
@@ -265,7 +265,7 @@ async def test_a_call_that_nobody_reads_stops_at_its_window_and_holds_up_no_othe
     ("changed", "data", "expected"),
     [
         ({"path": "/test.Service/None"}, b"", {"grpc-status": "12"}),
-        ({"path": "/test.Service/Fail"}, b"", {"grpc-status": "2"}),
+        ({"path": "/test.Service/Fail"}, packed(b""), {"grpc-status": "2"}),
         ({"content_type": "text/plain"}, b"", {":status": "415"}),
         ({}, struct.pack(">BI", 1, 0), {"grpc-status": "12"}),
     ],
@@ -411,7 +411,7 @@ def test_no_frames_raise_and_what_ends_the_connection_is_named(sent: list[bytes]
         named = [each for each in frames(peer.wire) if each[0] == Kind.GOAWAY]
         assert bool(named) == peer.wire.closed
         peer.connection.connection_lost(None)
-        await asyncio.gather(*peer.connection._tasks)
+        await until(lambda: not peer.connection._unfinished)
         assert not peer.connection._calls
 
     run(test())
@@ -460,6 +460,7 @@ async def test_a_call_whose_client_leaves_is_told_and_then_ended(monkeypatch: py
     monkeypatch.setattr("spillway_gateway.picker.grpc_call.END_SECONDS", 0.01)
     peer = await Peer().connect()
     peer.call(1, "/test.Service/Hold")
+    peer.http.send_data(1, packed(b"first"))
     await peer.exchange()
     (call,) = peer.connection._calls.values()
     ended = asyncio.Event()
@@ -467,7 +468,7 @@ async def test_a_call_whose_client_leaves_is_told_and_then_ended(monkeypatch: py
     peer.http.reset_stream(1)
     await peer.exchange()
     assert ended.is_set() and not peer.connection._calls
-    await until(lambda: not peer.connection._tasks)
+    await until(lambda: not peer.connection._unfinished)
     await call.write(b"an unread message")
 
 
@@ -534,13 +535,14 @@ async def test_a_window_that_shrinks_below_what_was_sent_stops_a_call_until_it_h
 async def test_a_call_that_its_client_resets_keeps_nothing_once_its_handler_has_returned() -> None:
     peer = await Peer().connect()
     peer.call(1)
+    peer.http.send_data(1, packed(b"first"))
     await peer.exchange()
     (call,) = peer.connection._calls.values()
     assert call.task is not None
     task = weakref.ref(call.task)
     peer.http.reset_stream(1)
     await peer.exchange()
-    assert not peer.connection._tasks
+    assert not peer.connection._unfinished
     del call
     gc.collect()
     assert task() is None
@@ -587,10 +589,117 @@ async def test_requests_of_one_packet_begin_over_iterations_and_those_that_left_
         await asyncio.sleep(0)
     for number in numbers[-left:]:
         peer.connection.data_received(frame(Kind.RST_STREAM, 0, number, bytes(4)))
-    while peer.connection._tasks:
+    while peer.connection._unfinished:
         begun.append(0)
         await asyncio.sleep(0)
     assert max(begun) <= REQUESTS_PER_ITERATION + 1 and sum(begun) == calls - left
+
+
+def opening_of(number: int, *, message: bool) -> bytes:
+    headers = frame(Kind.HEADERS, Flag.END_HEADERS, number, BLOCK)
+    return headers + frame(Kind.DATA, 0, number, packed(b"first")) if message else headers
+
+
+@pytest.mark.parametrize("message", [False, True], ids=["at once", "after a message"])
+async def test_a_flood_of_calls_that_are_reset_starts_no_more_than_have_turns_and_keeps_nothing(
+    message: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While calls that are not reset wait for all turns there are."""
+    started, start = 0, GrpcConnection.start
+
+    def counted(connection: GrpcConnection, call: Call) -> None:
+        nonlocal started
+        started += 1
+        start(connection, call)
+
+    monkeypatch.setattr(GrpcConnection, "start", counted)
+    opened = OpenConnections(ConnectionsConfig(), 100_000)
+    peer = await Peer(opened).connect()
+    stay, floods = 4 * REQUESTS_PER_ITERATION, 1_000
+    numbers = range(1, 2 * (stay + floods), 2)
+    data = b"".join(opening_of(number, message=True) for number in numbers[:stay])
+    for number in numbers[stay:]:
+        data += opening_of(number, message=message) + frame(Kind.RST_STREAM, 0, number, bytes(4))
+    opened.request_turns.cost_max = 0
+    peer.connection.data_received(data)
+    await until(lambda: peer.connection._highest == numbers[-1])
+    await asyncio.sleep(0)
+    assert len(peer.connection._unfinished) == len(opened.request_turns._waiting) == stay
+    assert len(opened) == 1 + stay and not started
+    opened.request_turns.cost_max = REQUESTS_PER_ITERATION
+    await until(lambda: started == stay)
+    peer.connection.connection_lost(None)
+    await until(lambda: not peer.connection._unfinished)
+    assert not len(opened)
+
+
+OBJECTS_PER_CALL_MAX = 10  # that the garbage collector looks at; a call with a task has more than thirty
+
+
+async def test_calls_that_wait_are_few_objects() -> None:
+    """The garbage collector looks at those of thousands of calls in one go."""
+    opened = OpenConnections(ConnectionsConfig(), 100_000)
+    opened.request_turns.cost_max = 0
+    peer = await Peer(opened).connect()
+    await until(lambda: not peer.wire.written or not peer.wire.written.clear())
+    gc.collect()
+    before, numbers = len(gc.get_objects()), range(1, 2_000, 2)
+    for number in numbers:
+        peer.connection.data_received(opening_of(number, message=number % 4 == 1))
+    await until(lambda: len(peer.connection._calls) == len(numbers))
+    gc.collect()
+    assert len(gc.get_objects()) - before <= OBJECTS_PER_CALL_MAX * len(numbers)
+    peer.connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("message", [False, True], ids=["silent", "begun"])
+async def test_calls_of_a_connection_that_ends_end_over_iterations(
+    message: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, forget = [0], Call.forget
+
+    def counted(call: Call) -> None:
+        ended[-1] += 1
+        forget(call)
+
+    opened = OpenConnections(ConnectionsConfig(), 100_000)
+    peer = await Peer(opened).connect()
+    peer.connection._methods = {b"/test.Service/Echo": hold}
+    numbers = range(1, 20 * ENDS_PER_ITERATION, 2)
+    for number in numbers:
+        peer.connection.data_received(opening_of(number, message=message))
+    await until(lambda: len(peer.connection._calls) == len(numbers) and not opened.request_turns._waiting)
+    monkeypatch.setattr(Call, "forget", counted)
+    closing = asyncio.create_task(peer.connection.close(0.01))
+    async with asyncio.timeout(60):
+        while sum(ended) < len(numbers):
+            ended.append(0)
+            await asyncio.sleep(0)
+    assert max(ended) <= 2 * ENDS_PER_ITERATION  # an iteration of the test ends in the middle of one of the loop's
+    await closing
+    await until(lambda: not peer.connection._unfinished)
+    assert peer.wire.closed
+
+
+async def test_a_window_for_which_thousands_of_calls_have_waited_is_filled_over_iterations() -> None:
+    peer = await Peer(OpenConnections(ConnectionsConfig(), 100_000), INITIAL_WINDOW_SIZE=0).connect()
+    message, calls = bytes(FRAME_BYTES_MAX), 400
+    for number in range(1, 2 * calls, 2):
+        data = opening_of(number, message=False) + frame(Kind.DATA, 0, number, packed(message)[:FRAME_BYTES_MAX])
+        peer.connection.data_received(data + frame(Kind.DATA, 0, number, packed(message)[FRAME_BYTES_MAX:]))
+    begun = peer.connection._calls
+    await until(lambda: len(begun) == calls and all(call.unsent for call in begun.values()))
+    peer.wire.written.clear()
+    written = []
+    peer.connection.data_received(frame(Kind.WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30)))
+    peer.connection.data_received(frame(Kind.SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 20)))
+    async with asyncio.timeout(60):
+        while any(call.unsent for call in begun.values()):
+            await asyncio.sleep(0)
+            written.append(len(peer.wire.written))
+            peer.wire.written.clear()
+    assert max(written) <= 2 * (outgoing.UNSENT_BYTES_MAX + 2 * FRAME_BYTES_MAX) < calls * FRAME_BYTES_MAX
+    peer.connection.connection_lost(None)
 
 
 MIB = 1024 * 1024
@@ -715,7 +824,7 @@ async def test_a_client_that_reads_more_slowly_than_it_is_sent_is_not_ended() ->
     peer = await Peer(opened, INITIAL_WINDOW_SIZE=100).connect()
     peer.connection._methods = {b"/test.Service/Echo": flow}
     peer.connection.data_received(frame(Kind.WINDOW_UPDATE, 0, 0, struct.pack(">I", MIB)))
-    peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS, 1, BLOCK))
+    peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS, 1, BLOCK) + frame(Kind.DATA, 0, 1, packed(b"")))
     (call,) = peer.connection._calls.values()
     for second in range(2, 2 * int(BOUNDS.stalled_seconds)):
         await until(lambda: bool(call.unsent))
@@ -731,6 +840,7 @@ async def test_calls_count_among_the_connections_that_may_be_open() -> None:
     peer = await Peer(opened).connect()
     for number in (1, 3, 5):
         peer.call(number, "/test.Service/Hold")
+        peer.http.send_data(number, packed(b"first"))
     await peer.exchange()
     assert {number: int(found["grpc-status"]) for number, found in peer.trailers.items()} == {
         5: Status.RESOURCE_EXHAUSTED
@@ -741,9 +851,10 @@ async def test_calls_count_among_the_connections_that_may_be_open() -> None:
     other.connection.connection_lost(None)
     peer.http.reset_stream(1)
     await peer.exchange()
-    for task in list(peer.connection._tasks):
-        task.cancel()
-    await until(lambda: not peer.connection._tasks)
+    for call in list(peer.connection._unfinished):
+        assert call.task is not None
+        call.task.cancel()
+    await until(lambda: not peer.connection._unfinished)
     idle = await Peer(opened).connect()
     assert not idle.wire.closed and len(opened) == 2
 
@@ -758,8 +869,11 @@ async def test_calls_that_end_at_once_end_over_iterations(lost: bool) -> None:
 
     numbers = range(1, 2 * calls, 2)
     for number in numbers:
-        peer.connection.data_received(frame(Kind.HEADERS, Flag.END_HEADERS, number, BLOCK))
-    await until(lambda: len(peer.connection._calls) == calls)
+        peer.connection.data_received(
+            frame(Kind.HEADERS, Flag.END_HEADERS, number, BLOCK) + frame(Kind.DATA, 0, number, packed(b"first"))
+        )
+    begun = peer.connection._calls
+    await until(lambda: len(begun) == calls and all(call.task is not None for call in begun.values()))
     for call in peer.connection._calls.values():
         call.on_end = count
     if lost:
@@ -771,7 +885,7 @@ async def test_calls_that_end_at_once_end_over_iterations(lost: bool) -> None:
             ended.append(0)
             await asyncio.sleep(0)
     assert max(ended) <= ENDS_PER_ITERATION + 1
-    await until(lambda: not peer.connection._tasks)
+    await until(lambda: not peer.connection._unfinished)
 
 
 @pytest.mark.parametrize(("kind", "cost"), [(Kind.PING, 1), (Kind.HEADERS, grpc_connection.BLOCK_COST)])

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from spillway_gateway.client.body_budget import BodyBudget, BodyBudgetSpent
 from spillway_gateway.client.reply_budget import ReplyBudget, UnreadBytes
@@ -23,6 +23,8 @@ UNCOUNTED_BYTES = 64 * 1024  # of what a call has unread, as for a body's first 
 END_SECONDS = 5.0  # for a call to end after its client has ended it
 NEVER = float("inf")
 _PREFIX = struct.Struct(">BI")  # compressed or not, bytes of the message
+
+Handler = Callable[["Call"], Coroutine[Any, Any, None]]
 
 
 class Status(IntEnum):
@@ -65,15 +67,29 @@ class Connection(Protocol):
     def reset(self, call: Call) -> None:
         """End the call, as if its client had done it."""
 
+    def due(self, call: Call) -> None:
+        """There is something to read for the call's handler, which has not begun."""
+
+    def start(self, call: Call) -> None:
+        """It is the turn of the call's handler to begin."""
+
+
+def _nothing() -> None:
+    pass
+
 
 class Call:
     """A handler reads and writes messages; its return ends the call with OK. A Connection of client.open_connections.
+
+    The handler begins once there is something to read. Until then a call is few objects and no task, as thousands may
+    be opened and reset, or left silent: the garbage collector looks at all that is alive in one go.
 
     Args:
         connection: that the call is one of.
         number: of the HTTP/2 stream.
         budget: for what has arrived and is not read.
         unread: what the client has not read.
+        handler: what serves it.
 
     Attributes:
         number: of the HTTP/2 stream.
@@ -86,13 +102,17 @@ class Call:
             was sent.
         on_end: called once the client has ended the call.
         message_bytes_max: of each message of the client.
+        task: of the handler; None before it begins.
     """
 
-    def __init__(self, connection: Connection, number: int, budget: BodyBudget, unread: UnreadBytes) -> None:
+    def __init__(
+        self, connection: Connection, number: int, budget: BodyBudget, unread: UnreadBytes, handler: Handler
+    ) -> None:
         self._connection = connection
         self.number = number
         self._budget = budget
         self._unread = unread
+        self.handler = handler
         self.deadline = NEVER
         self.ended = False
         self.half_closed = False
@@ -100,9 +120,10 @@ class Call:
         self.unsent: deque[memoryview] = deque()
         self.window_in = CALL_WINDOW_BYTES
         self.window_change = 0
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = _nothing
         self.message_bytes_max = MESSAGE_BYTES_MAX
         self.task: asyncio.Task[None] | None = None
+        self._due = False  # the handler has begun, or waits for its turn
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()
         self._failure: CallFailed | BodyBudgetSpent | None = None
@@ -226,6 +247,7 @@ class Call:
     def close_input(self) -> None:
         """The client sends no more."""
         self.half_closed = True
+        self.deadline = NEVER
         if self._partial:
             self._fail(CallFailed(Status.INVALID_ARGUMENT, "the last message is not whole"))
         self._wake()
@@ -241,13 +263,17 @@ class Call:
         self._unread.hold(0)
 
     def end(self) -> None:
-        """Have the handler end, after forget()."""
+        """Have the handler end, which has begun, after forget()."""
         self._wake()
         self.sent()
         self.on_end()
-        if self.task is not None:
-            timer = asyncio.get_running_loop().call_later(END_SECONDS, self.task.cancel)
-            self.task.add_done_callback(lambda done: timer.cancel())  # else a flood of resets piles up timers
+        assert self.task is not None
+        timer = asyncio.get_running_loop().call_later(END_SECONDS, self.task.cancel)
+        self.task.add_done_callback(lambda done: timer.cancel())  # else a flood of resets piles up timers
+
+    def start(self) -> None:
+        """It is the handler's turn to begin."""
+        self._connection.start(self)
 
     def sent(self) -> None:
         """Nothing is unsent any more."""
@@ -277,5 +303,8 @@ class Call:
         return self._unread.since
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
+        if not self._due:
+            self._due = True
+            self._connection.due(self)
+        elif self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

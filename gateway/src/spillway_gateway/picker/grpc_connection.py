@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import cast
 from urllib.parse import quote
 
 from spillway_gateway.client.body_budget import BodyBudgetSpent
@@ -24,7 +26,6 @@ from spillway_gateway.client.open_connections import Connection, OpenConnections
 from spillway_gateway.client.reply_budget import UnreadBytes
 from spillway_gateway.picker.frames import (
     BLOCK_BYTES_MAX,
-    FRAME_BYTES_MAX,
     WINDOW_BYTES,
     WINDOW_BYTES_MAX,
     Code,
@@ -37,7 +38,6 @@ from spillway_gateway.picker.frames import (
     Setting,
     StreamFault,
     frame,
-    frame_head,
     goaway_frame,
     header_block,
     number_in,
@@ -48,22 +48,19 @@ from spillway_gateway.picker.frames import (
     well_formed,
     window_frame,
 )
-from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, NEVER, Call, CallFailed, Status
-from spillway_gateway.write_coalescing import WriteCoalescer
+from spillway_gateway.picker.grpc_call import CALL_WINDOW_BYTES, NEVER, Call, CallFailed, Handler, Status
+from spillway_gateway.picker.outgoing import Outgoing
 
 logger = logging.getLogger(__name__)
 
 CALLS_MAX = 4096  # of a connection; proxies open another for more
 CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024
-UNSENT_BYTES_MAX = 1024 * 1024  # that wait for a connection's socket; calls keep what comes after
 BLOCK_COST = 16  # of a frame with a header block, in turns; of others 1, some microseconds
 _OF_BLOCKS = (Kind.HEADERS, Kind.CONTINUATION)
 _HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]
-_HEAD_BLOCK = header_block(_HEAD)
 _UNSUPPORTED_BLOCK = header_block([(b":status", b"415")])
 _OK_BLOCK = header_block([(b"grpc-status", b"0")])
-
-Handler = Callable[[Call], Coroutine[Any, Any, None]]
+_ENDS = (Status.UNAVAILABLE, "the gateway ends")
 
 
 class GrpcConnection(asyncio.Protocol):
@@ -94,17 +91,12 @@ class GrpcConnection(asyncio.Protocol):
         self._waiting: Frame | None = None  # for its turn
         self._blocks = HeaderBlocks()
         self._calls: dict[int, Call] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # also of calls that clients have ended, while they end
+        self._unfinished: set[Call] = set()  # whose handlers have not ended, also if their clients have ended them
+        self._idle = asyncio.Event()  # no call is unfinished
         self._highest = 0  # number of a stream
         self._settings_due = True  # before any other frame
         self._window_in = CONNECTION_WINDOW_BYTES
-        self._window_out = WINDOW_BYTES
-        self._call_window_out = WINDOW_BYTES
         self._window_grew = False  # of the connection, or of all calls
-        self._frame_bytes = FRAME_BYTES_MAX
-        self._out: list[bytes | memoryview] = []
-        self._written_bytes = 0
-        self._writable = True
         self._going_away = False
         self._handlers: dict[int, Callable[[Frame], None]] = {
             Kind.DATA: self._data,
@@ -123,7 +115,6 @@ class GrpcConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio
-        self._transport.set_write_buffer_limits(UNSENT_BYTES_MAX)
         peer = self._transport.get_extra_info("peername")
         self._address = peer[0] if peer else ""
         first = self._admitted_as
@@ -132,18 +123,18 @@ class GrpcConnection(asyncio.Protocol):
             self._transport.abort()
             return
         self._loop = asyncio.get_running_loop()
+        self._outgoing = Outgoing(self._transport, self._calls)
         self._deadline = self._loop.time() + self._open.bounds.head_seconds
         accepted = self._transport.get_extra_info("socket")
         if accepted is not None:
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a client whose node is gone says nothing
-        self._coalescer = WriteCoalescer.of_running_loop()
         self._connections.add(self)
         settings = {
             Setting.MAX_CONCURRENT_STREAMS: CALLS_MAX,
             Setting.INITIAL_WINDOW_SIZE: CALL_WINDOW_BYTES,
             Setting.MAX_HEADER_LIST_SIZE: BLOCK_BYTES_MAX,
         }
-        self._write(settings_frame(settings), window_frame(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES))
+        self._outgoing.write(settings_frame(settings), window_frame(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES))
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -166,19 +157,19 @@ class GrpcConnection(asyncio.Protocol):
                 try:
                     self._handle(each)
                 except StreamFault as fault:
-                    self._write(reset_frame(fault.number, fault.code))
+                    self._outgoing.write(reset_frame(fault.number, fault.code))
                     self._drop(fault.number)
         except ConnectionFault as fault:
             logger.warning("a client of the endpoint picker broke a rule of HTTP/2 and is disconnected: %s", fault)
-            self._write(goaway_frame(self._highest, fault.code))
-            self._flush()
+            self._outgoing.write(goaway_frame(self._highest, fault.code))
+            self._outgoing.flush()
             self._transport.close()
         if self._window_grew:  # once, however many frames said so
             self._window_grew = False
-            self._send_all()
+            self._outgoing.send_all()
 
     def _begin_turn(self) -> None:
-        if self._writable and not self._transport.is_closing():
+        if self._outgoing.writable and not self._transport.is_closing():
             self._transport.resume_reading()
         self._read_frames()
 
@@ -187,27 +178,29 @@ class GrpcConnection(asyncio.Protocol):
         self._open.remove(self)
         self._unread.hold(0)
         for number in list(self._calls):
-            self._drop(number)
+            drop = partial(self._drop, number)
+            if self._open.end_turns.take(self._loop, drop):
+                drop()
 
     def pause_writing(self) -> None:
         """The client reads too slowly. Nothing of it is read either, as each of its frames may need an answer."""
-        self._writable = False
+        self._outgoing.writable = False
         self._unread.hold(self._transport.get_write_buffer_size())
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._writable = True
+        self._outgoing.writable = True
         self._unread.drained()
         if self._waiting is None:
             self._transport.resume_reading()
-        self._send_all()
+        self._outgoing.send_all()
 
     # -- client.open_connections.Connection --------------------------------------------------------------------------
 
     def is_expired(self, now: float) -> bool:
         unsent = self._transport.get_write_buffer_size()
         unread = unsent if self._transport.is_closing() else unsent or None
-        return self._unread.look(unread, now, self._written_bytes) or now > self._deadline
+        return self._unread.look(unread, now, self._outgoing.written_bytes) or now > self._deadline
 
     def expire(self, now: float) -> None:
         if self._unread.is_stalled(now) or now > self._deadline:
@@ -243,7 +236,7 @@ class GrpcConnection(asyncio.Protocol):
         if self._window_in < 0:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
         if self._window_in < CONNECTION_WINDOW_BYTES // 2:
-            self._write(window_frame(0, CONNECTION_WINDOW_BYTES - self._window_in))
+            self._outgoing.write(window_frame(0, CONNECTION_WINDOW_BYTES - self._window_in))
             self._window_in = CONNECTION_WINDOW_BYTES
         data = unpadded(each)
         call = self._calls.get(each.number)
@@ -306,10 +299,10 @@ class GrpcConnection(asyncio.Protocol):
         self._settings_due, self._deadline = False, NEVER
         for name, value in settings_of(each.payload):
             if name == Setting.INITIAL_WINDOW_SIZE:
-                self._call_window_out = value
+                self._outgoing.call_window = value
             elif name == Setting.MAX_FRAME_SIZE:
-                self._frame_bytes = value
-        self._write(frame(Kind.SETTINGS, Flag.ACK, 0))
+                self._outgoing.frame_bytes_max = value
+        self._outgoing.write(frame(Kind.SETTINGS, Flag.ACK, 0))
         self._window_grew = True
 
     def _unexpected(self, each: Frame) -> None:
@@ -321,7 +314,7 @@ class GrpcConnection(asyncio.Protocol):
         if len(each.payload) != 8:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a PING of a wrong length")
         if not each.flags & Flag.ACK:
-            self._write(frame(Kind.PING, Flag.ACK, 0, each.payload))
+            self._outgoing.write(frame(Kind.PING, Flag.ACK, 0, each.payload))
 
     def _goaway(self, each: Frame) -> None:
         """The client opens no more calls, and closes the connection after those that run."""
@@ -331,10 +324,10 @@ class GrpcConnection(asyncio.Protocol):
     def _window_update(self, each: Frame) -> None:
         more_bytes = number_in(each)
         if not each.number:
-            self._window_out += more_bytes
+            self._outgoing.window += more_bytes
             if not more_bytes:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "a WINDOW_UPDATE of 0")
-            if self._window_out > WINDOW_BYTES_MAX:
+            if self._outgoing.window > WINDOW_BYTES_MAX:
                 raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window is too large")
             self._window_grew = True
             return
@@ -345,7 +338,7 @@ class GrpcConnection(asyncio.Protocol):
         if call is None:  # it may have ended while the frame was under way
             return
         call.window_change += more_bytes
-        if self._call_window_out + call.window_change > WINDOW_BYTES_MAX:
+        if self._outgoing.call_window + call.window_change > WINDOW_BYTES_MAX:
             raise StreamFault(each.number, Code.FLOW_CONTROL_ERROR)
         self.send(call)
 
@@ -356,35 +349,46 @@ class GrpcConnection(asyncio.Protocol):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _begin(self, number: int, headers: list[tuple[bytes, bytes]], *, ends: bool) -> None:
-        if self._going_away or len(self._tasks) >= CALLS_MAX:
+        if self._going_away or len(self._unfinished) >= CALLS_MAX:
             raise StreamFault(number, Code.REFUSED_STREAM)
         if not well_formed(headers):
             raise StreamFault(number, Code.PROTOCOL_ERROR)
-        call = self._calls[number] = Call(self, number, self._open.body_budget, self._new_unread())
-        call.half_closed = ends
         given = dict(headers)
         handler = self._methods.get(given[b":path"])
         if given[b":method"] != b"POST" or not given.get(b"content-type", b"").startswith(b"application/grpc"):
-            self._finish(call, _UNSUPPORTED_BLOCK)
+            self._outgoing.end_stream(number, _UNSUPPORTED_BLOCK, half_closed=ends)
         elif handler is None:
-            self._finish(call, _trailers(call, Status.UNIMPLEMENTED, "there is no such method"))
+            unknown = _trailers(Status.UNIMPLEMENTED, "there is no such method")
+            self._outgoing.end_stream(number, unknown, half_closed=ends)
         else:
             self._open.mark_busy(self)
-            if self._open.admit(call, self._address):
-                self._open.mark_busy(call)
-                call.deadline = self._loop.time() + self._open.bounds.head_seconds
-                call.task = self._loop.create_task(self._serve(call, handler))
-                self._tasks.add(call.task)
-                call.task.add_done_callback(lambda task: self._served(call, task))
-            else:
+            call = Call(self, number, self._open.body_budget, self._new_unread(), handler)
+            if not self._open.admit(call, self._address):
                 refusal = "the gateway has as many connections and calls as it may have"
-                self._finish(call, _trailers(call, Status.RESOURCE_EXHAUSTED, refusal))
+                self._outgoing.end_stream(number, _trailers(Status.RESOURCE_EXHAUSTED, refusal), half_closed=ends)
                 self._mark_idle()
+                return
+            self._open.mark_busy(call)
+            self._calls[number] = call
+            self._unfinished.add(call)
+            call.deadline = self._loop.time() + self._open.bounds.head_seconds
+            if ends:
+                call.close_input()
 
-    async def _serve(self, call: Call, handler: Handler) -> None:
-        status, message = Status.UNAVAILABLE, "the gateway ends"  # if this task is cancelled
+    def due(self, call: Call) -> None:
+        if self._open.request_turns.take(self._loop, call.start):  # one packet may open thousands of calls
+            call.start()
+
+    def start(self, call: Call) -> None:
+        if self._transport.is_closing():  # the end of each call is due
+            return
+        call.task = self._loop.create_task(self._serve(call))
+        call.task.add_done_callback(lambda task: self._served(call))
+
+    async def _serve(self, call: Call) -> None:
+        status, message = _ENDS  # if this task is cancelled
         try:
-            await handler(call)
+            await call.handler(call)
             status, message = Status.OK, ""
         except CallFailed as failure:
             status, message = failure.status, failure.message
@@ -394,99 +398,89 @@ class GrpcConnection(asyncio.Protocol):
             logger.exception("a call of the endpoint picker failed")
             status, message = Status.UNKNOWN, "internal error"
         finally:
-            self._finish(call, _trailers(call, status, message))
+            self._finish(call, status, message)
 
-    def _served(self, call: Call, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _served(self, call: Call) -> None:
+        self._unfinished.discard(call)
         self._open.remove(call)
         self._mark_idle()
 
     def _mark_idle(self) -> None:
-        if not self._tasks:
+        if not self._unfinished:
             self._open.mark_idle(self)
+            self._idle.set()
 
-    def _finish(self, call: Call, block: bytes) -> None:
-        """With the headers that end it."""
+    def _finish(self, call: Call, status: Status, message: str) -> None:
         if call.ended:
             return
         self._calls.pop(call.number, None)
-        self._write(frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, call.number, block))
-        if not call.half_closed:  # what the client still sends is not needed
-            self._write(reset_frame(call.number, Code.NO_ERROR))
+        block = _trailers(status, message, head_sent=call.head_sent)
+        self._outgoing.end_stream(call.number, block, half_closed=call.half_closed)
         call.forget()
 
     def _drop(self, number: int) -> None:
         """The client has ended the call, or the connection is lost: thousands of calls may end with one packet."""
         call = self._calls.pop(number, None)
-        if call is not None:
-            call.forget()
-            if self._open.end_turns.take(self._loop, call.end):
-                call.end()
+        if call is None:
+            return
+        call.forget()
+        if call.task is None:
+            self._forget_unbegun(call)
+        elif self._open.end_turns.take(self._loop, call.end):
+            call.end()
+
+    def _forget_unbegun(self, call: Call) -> None:
+        self._open.request_turns.leave(call.start)
+        self._served(call)
 
     def reset(self, call: Call) -> None:
         if call.number in self._calls:
-            self._write(reset_frame(call.number, Code.CANCEL))
+            self._outgoing.write(reset_frame(call.number, Code.CANCEL))
             self._drop(call.number)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def open_window(self, call: Call, more_bytes: int) -> None:
-        self._write(window_frame(call.number, more_bytes))
+        self._outgoing.write(window_frame(call.number, more_bytes))
 
     def send(self, call: Call) -> None:
-        """As much of what the call has unsent as the windows take."""
-        unsent = call.unsent
-        if not unsent or not self._writable:
-            return
-        if not call.head_sent:
-            call.head_sent = True
-            self._write(frame(Kind.HEADERS, Flag.END_HEADERS, call.number, _HEAD_BLOCK))
-        while unsent and (window := min(self._call_window_out + call.window_change, self._window_out)) > 0:
-            message = unsent.popleft()
-            size = min(len(message), window, self._frame_bytes)
-            if size < len(message):
-                unsent.appendleft(message[size:])
-            call.window_change -= size
-            self._window_out -= size
-            self._write(frame_head(Kind.DATA, 0, call.number, size), message[:size])
-        if not unsent:
-            call.sent()
-
-    def _send_all(self) -> None:
-        for call in list(self._calls.values()):
-            self.send(call)
-
-    def _write(self, *parts: bytes | memoryview) -> None:
-        if not self._out:
-            self._coalescer.defer(self._flush)
-        self._out += parts
-
-    def _flush(self) -> None:
-        parts, self._out = self._out, []
-        if parts and not self._transport.is_closing():
-            self._written_bytes += sum(map(len, parts))
-            self._transport.writelines(parts)
+        self._outgoing.send(call)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self, seconds: float) -> None:
         """Take no more calls, give those that run some time, and close."""
         self._going_away = True
-        self._write(goaway_frame(self._highest, Code.NO_ERROR))
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=seconds)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=seconds)
-        self._flush()
+        self._outgoing.write(goaway_frame(self._highest, Code.NO_ERROR))
+        await self._until_idle(seconds)
+        for call in list(self._unfinished):
+            cancel = partial(self._cancel, call)
+            if self._open.end_turns.take(self._loop, cancel):
+                cancel()
+        await self._until_idle(seconds)
+        self._outgoing.flush()
         self._transport.close()
 
+    async def _until_idle(self, seconds: float) -> None:
+        """Until no call is unfinished, or so many seconds."""
+        self._idle.clear()
+        if self._unfinished:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._idle.wait()
 
-def _trailers(call: Call, status: Status, message: str) -> bytes:
-    if call.head_sent and not status:
+    def _cancel(self, call: Call) -> None:
+        if call.task is not None:
+            call.task.cancel()
+        elif not call.ended:
+            self._finish(call, *_ENDS)
+            self._forget_unbegun(call)
+
+
+def _trailers(status: Status, message: str, *, head_sent: bool = False) -> bytes:
+    if head_sent and not status:
         return _OK_BLOCK
-    headers = [] if call.head_sent else list(_HEAD)
+    headers = [] if head_sent else list(_HEAD)
     headers.append((b"grpc-status", b"%d" % status))
     if message:
         headers.append((b"grpc-message", quote(message, safe=" ,.;:'()-_/").encode()))

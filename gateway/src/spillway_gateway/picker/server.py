@@ -100,9 +100,6 @@ class EndpointPicker:
 
     async def process(self, call: Call) -> None:
         message = await call.read()
-        await self._open_connections.request_turns.wait()  # one packet may open thousands of calls
-        if call.ended:
-            return
         if not self._was_ready():  # a proxy that has not asked the health service yet
             raise CallFailed(Status.UNAVAILABLE, "the gateway knows of no engine yet")
         opening = _parsed(ProcessingRequest, message or b"")
