@@ -452,7 +452,7 @@ def test_prompts_fit_the_model():
 def test_a_chat_that_is_not_well_formed_is_found(run, expected):
     usage = {**USAGE, "prompt_tokens": 31, "total_tokens": 33}
     for broken, output in (
-        ({"chat": {"choices": []}}, "no chat.completion with one choice"),
+        ({"chat": {"choices": []}}, "the answer is no chat.completion"),
         ({"chat": {**CHAT, "usage": usage}}, "31 tokens, and 30 when"),
         ({"stream": streamed(" ")}, "answer is empty"),
     ):
