@@ -15,39 +15,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import vllm
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 
+from spillway_connector.engine.layouts.packed_blocks import layer_specs, plain_page_bytes, row_block_bytes
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.plan.kv_groups import KvGroup, read_chunks, stored_chunks
-
-try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
-except ImportError:  # before vLLM 0.33
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-
-try:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    _LAYOUT: Any = KVCacheLayout.BLHNC  # a block holds the pages of all layers side by side
-except ImportError:  # vLLM 0.23
-    _LAYOUT = None
+from spillway_connector.testing.kv_caches import counted_block_bytes, deepseek_v4, kv_cache_config
 
 Specs = dict[str, KVCacheSpec]
 
@@ -83,41 +68,6 @@ def qwen3_next(block_tokens: int) -> Specs:
     }
 
 
-def deepseek_v4(_block_tokens: int = 256) -> Specs:
-    """43 layers: two with a window alone, the others in turns with one entry for 4 tokens, and an index, or for 128.
-    Their kernels take one size of blocks."""
-    aligned: dict[str, Any] = {"num_kv_heads": 1, "alignment": 576}
-    latent: dict[str, Any] = {
-        **aligned, "head_size": 512, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla",
-        "model_version": "deepseek_v4",
-    }  # fmt: skip
-    ratio_name = "compress_ratio"
-    if "tokens_per_state" in {field.name for field in fields(MLAAttentionSpec)}:  # vLLM 0.32
-        ratio_name, latent["state_content_bytes"] = "tokens_per_state", 584
-    state: dict[str, Any] = {**aligned, "dtype": torch.float32}
-    specs: Specs = {}
-    for n in range(43):
-        specs[f"layer.{n}.window"] = SlidingWindowMLASpec(block_size=64, sliding_window=128, **latent)
-        if n < 2:
-            continue
-        ratio = 128 if n % 2 else 4
-        specs[f"layer.{n}"] = MLAAttentionSpec(block_size=256, **{ratio_name: ratio}, **latent)
-        specs[f"layer.{n}.state"] = SlidingWindowMLASpec(
-            block_size=4 if ratio == 4 else 8,
-            head_size=(4 if ratio == 4 else 2) * 512,
-            sliding_window=8 if ratio == 4 else 128,
-            **state,
-        )
-        if ratio == 4:
-            specs[f"layer.{n}.index"] = MLAAttentionSpec(
-                block_size=256, head_size=132, dtype=torch.uint8, **{ratio_name: 4}, **aligned
-            )
-            specs[f"layer.{n}.index_state"] = SlidingWindowMLASpec(
-                block_size=4, head_size=4 * 128, sliding_window=8, **state
-            )
-    return specs
-
-
 MODELS: dict[str, Callable[[int], Specs]] = {
     "Gemma 3, tiny": lambda block: windowed(6, 3, heads=2, head_size=32, window=96, block_tokens=2 * block),
     "Gemma 3 27B": lambda block: windowed(62, 6, heads=16, head_size=128, window=1024, block_tokens=block),
@@ -141,46 +91,12 @@ class Group:
 
 def groups_of(specs: Specs) -> tuple[list[Group], int]:
     """The groups that this vLLM makes, and how many bytes of a row a block takes."""
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        cache_config=SimpleNamespace(
-            num_gpu_blocks_override=None,
-            prefix_cache_retention_interval=None,
-            get_resolved_kv_cache_layout=lambda: _LAYOUT,
-        ),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        speculative_config=None,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace()),
-    )
-    made = get_kv_cache_groups(config, specs)
-    caches = get_kv_cache_config_from_groups(config, made, 64 << 30)
+    config = kv_cache_config(specs, 64 << 30)
     groups = []
-    for group in made:
-        of_layers = list(_specs_of(group))
-        groups.append(Group(of_layers[0], len(of_layers), sum(map(_plain_bytes, of_layers))))
-    return groups, _row_block_bytes(caches)
-
-
-def _row_block_bytes(caches: Any) -> int:
-    if _LAYOUT is None:
-        from spillway_connector.engine.v023.spec import group_block_bytes  # noqa: PLC0415
-
-        return group_block_bytes(caches)
-    # Each tensor describes a place in one allocation.
-    return int(caches.kv_cache_tensors[0].size // caches.num_blocks)
-
-
-def _specs_of(group: Any) -> Iterator[KVCacheSpec]:
-    spec = group.kv_cache_spec
-    for layer in group.layer_names:
-        yield spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _plain_bytes(spec: KVCacheSpec) -> int:
-    if isinstance(spec, AttentionSpec):
-        return int(spec.real_page_size_bytes)
-    assert isinstance(spec, MambaSpec)
-    return replace(spec, page_size_padded=None).page_size_bytes
+    for group in config.kv_cache_groups:
+        of_layers = [spec for _, spec in layer_specs(group)]
+        groups.append(Group(of_layers[0], len(of_layers), sum(map(plain_page_bytes, of_layers))))
+    return groups, row_block_bytes(config, counted_block_bytes(config))
 
 
 def measured(name: str, specs: Specs, tokens: int) -> dict[str, Any]:
@@ -201,9 +117,9 @@ def measured(name: str, specs: Specs, tokens: int) -> dict[str, Any]:
         "rows_all_bytes_per_token": round(rows_all / tokens),
         "rows_last_bytes_per_token": round(rows_last / tokens),
         "payloads_last_bytes_per_token": round(payloads / tokens),
-        "rows_all_to_needed": round(rows_all / needed, 2),
-        "rows_last_to_needed": round(rows_last / needed, 2),
-        "payloads_last_to_needed": round(payloads / needed, 2),
+        "rows_all_to_needed": round(rows_all / needed, 3),
+        "rows_last_to_needed": round(rows_last / needed, 3),
+        "payloads_last_to_needed": round(payloads / needed, 3),
         "row_bytes": row_bytes,
         "groups": [
             {

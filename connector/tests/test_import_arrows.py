@@ -95,6 +95,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     # For tests and benchmarks: no other room imports it.
     "testing": BOTTOM | TIERS | DEVICE | {"transfer"},
     "testing.requests": {"vllm"},
+    "testing.kv_caches": {"engine.v023", "vllm", "torch"},
     "testing.generation": BOTTOM | GENERATION | {"engine.v023", "engine.v030", "vllm"},
 }
 FOREIGN = ("vllm", "torch")

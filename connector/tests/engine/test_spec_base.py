@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.kv_offload.base import RequestOffloadingContext
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    RequestOffloadingContext,
+)
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector import metrics
@@ -17,6 +23,7 @@ from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine import spec_base
 from spillway_connector.engine.ipc.samples import Samples, sample_key
 from spillway_connector.engine.layouts.kv_layout import write_layout
+from spillway_connector.engine.layouts.packed_blocks import NOT_KNOWN_HERE
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.worker.transports import OpenTransport
 from spillway_connector.errors import ConfigError, WeightsUnknown
@@ -200,3 +207,29 @@ def test_computing_while_loading_is_refused_in_a_pipeline():
     ):
         spec._begin(**SHAPE | {"num_ranks": 2, "num_stages": 2})
     spec._begin(**SHAPE)  # one stage has one step under way
+
+
+def test_the_schedulers_process_cuts_rows_as_the_worker_does(monkeypatch: pytest.MonkeyPatch):
+    """Only workers know how large the blocks of a packed model are."""
+    region = f"test-spec-blocks-{os.getpid()}"
+    monkeypatch.setattr(_Spec, "_open_region", SpillwayOffloadingSpec._open_region)
+    monkeypatch.setattr(_Spec, "_open_transport", lambda _, __: SimpleNamespace())
+    monkeypatch.setattr(spec_base, "transport_name", lambda _: "cpu")
+    monkeypatch.setattr(spec_base, "copy_path", lambda _: "loop")
+
+    def spec(rank_block_bytes: int) -> _Spec:
+        monkeypatch.setitem(SHAPE, "rank_block_bytes", rank_block_bytes)
+        monkeypatch.setitem(SHAPE, "region_id", region)
+        return _Spec(None, 0)
+
+    worker = spec(5000)
+    worker.note_layout(LAYOUT)
+    pages = torch.zeros((2, 5000), dtype=torch.int8)
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 5000)], [[CanonicalKVCacheRef(0, 5000)]])
+    worker._open_worker(caches, 0)
+    try:
+        scheduler = spec(NOT_KNOWN_HERE)
+        assert scheduler.geometry == worker.geometry
+        assert scheduler.num_rows == worker.num_rows
+    finally:
+        worker._region.cleanup()

@@ -79,14 +79,14 @@ QUANTIZED_EIGHTHS = {
 }
 
 # Models whose layers of many sizes vLLM packs into blocks in its own way: tokens of a block of full attention, which
-# their kernels take no other of; bytes of a block of any group on one rank; those of them that the largest group uses,
-# which a row holds once for all ranks of a stage; and groups: their number, tokens of their window (0: none) and of a
-# block.
+# their kernels take no other of; bytes of a block of any group on one rank; those of them that the largest group holds
+# without the padding of pages, which a row has once for all ranks of a stage; and groups: their number, tokens of their
+# window (0: none) and of a block.
 PACKED_MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v4-flash": {
         "blockTokens": 256,
         "blockBytes": 1_039_680,
-        "rowBytes": 1_002_240,
+        "rowBytes": 985_664,
         "groups": [[1, 0, 256], [1, 128, 64], [1, 128, 64], [1, 8, 4], [1, 128, 8]],
     }
 }

@@ -33,7 +33,7 @@ from spillway_connector.engine.ipc.process_settings import (
 )
 from spillway_connector.engine.layouts.copy_layout import copy_layout
 from spillway_connector.engine.layouts.kv_layout import read_layouts, write_layout
-from spillway_connector.engine.layouts.stages import StageFacts, agree
+from spillway_connector.engine.layouts.stages import StageFacts, agree, without_agreed
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.namespace.fields import (
     namespace_facts,
@@ -87,10 +87,19 @@ class SpecBase(OffloadingSpec):
     ) -> None:
         """The rest of the constructor, after the constructor of vLLM's class.
 
-        region_id: of the rows: the same in all processes of one replica, and in those of no other. rank_block_bytes: of
-        a device block of one rank, all of its layers together. num_ranks: in num_stages stages of a pipeline.
-        ranks_hold_the_same: those of a stage, KV, byte for byte, so that a row holds it once. tokens_per_block: of the
-        first KV group. enable_events: whether the CPU tier's changes are published. Raises ConfigError.
+        Args:
+            region_id: Of the rows: the same in all processes of one replica, and in those of no other.
+            rank_block_bytes: What a device block of one rank takes in a row, all of its layers together; NOT_KNOWN_HERE
+                if only the workers can tell (layouts/packed_blocks.py).
+            num_ranks: In num_stages stages of a pipeline.
+            num_stages: Of the pipeline.
+            ranks_hold_the_same: Those of a stage, KV, byte for byte, so that a row holds it once.
+            tokens_per_block: Of the first KV group.
+            tokens_per_hash: Of a block hash.
+            enable_events: Whether the CPU tier's changes are published.
+
+        Raises:
+            ConfigError: What is set cannot be.
         """
         self.settings = ConnectorConfig.parse(self.extra_config)
         if self.settings.compute_while_loading == "on" and num_stages > 1:
@@ -237,9 +246,8 @@ class SpecBase(OffloadingSpec):
         facts.unlink_name()
         if self.secondary_tier_configs or self._node is not None:
             rows = facts.create_kv_memoryview().cast("B")
-            self._layouts = read_layouts(
-                rows, self.geometry.layout_bytes, self.geometry.num_ranks, self.geometry.stages
-            )
+            found = read_layouts(rows, self.geometry.layout_bytes, self.geometry.num_ranks, self.geometry.stages)
+            self._layouts = [without_agreed(layout) for layout in found]
             rows.release()
         if self._node is not None:
             facts.cleanup()
@@ -291,13 +299,11 @@ class SpecBase(OffloadingSpec):
         else:
             region.claim_rest(patience_seconds=0)
         region.populate(0, region.size_bytes)
-        is_pipeline = self.geometry.stages > 1
-        is_read = self.secondary_tier_configs or is_pipeline or self._node is not None
-        if self._registered_layout is not None and is_read:
+        if self._registered_layout is not None:
             self._facts = self._open_facts_region(region)  # mapped for the life of the worker
             layout_bytes = self.geometry.layout_bytes
-            agreed = self._stage_facts.as_layout() if is_pipeline else {}
             rows = self._facts.create_kv_memoryview().cast("B")
+            agreed = self._stage_facts.as_layout()
             write_layout(rows, rank * layout_bytes, layout_bytes, self._registered_layout, agreed)
             rows.release()
         layout = copy_layout(kv_caches, region, self.geometry, rank)

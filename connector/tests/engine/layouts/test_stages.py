@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.engine.layouts import stages
 from spillway_connector.engine.layouts.kv_layout import write_layout
-from spillway_connector.engine.layouts.stages import StageFacts, agree, joined
+from spillway_connector.engine.layouts.packed_blocks import NOT_KNOWN_HERE
+from spillway_connector.engine.layouts.stages import StageFacts, agree, joined, without_agreed
 from spillway_connector.errors import ConfigError
 
 FIRST, LAST = StageFacts(4096, ranks_hold_the_same=True), StageFacts(8192, ranks_hold_the_same=True)
@@ -58,3 +60,18 @@ def test_what_others_put_in_the_place_of_the_rows_is_neither_read_nor_waited_for
     for name in ("fifo", "link"):
         with pytest.raises(ConfigError, match="not a file of this store"):
             agree(FIRST, 2, tmp_path / name)
+
+
+def test_a_process_that_cannot_tell_how_large_a_block_is_asks_the_workers(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may be in the scheduler's process, with vLLM's ranks in it."""
+    monkeypatch.setattr(stages.parallel_state, "model_parallel_is_initialized", lambda: True)
+    rows = region.create_kv_memoryview().cast("B")
+    write_layout(rows, 0, 4096, {"layers": ["a layer"]}, LAST.as_layout())
+    rows.release()
+    assert agree(StageFacts(NOT_KNOWN_HERE, ranks_hold_the_same=True), 1, region.path) == LAST
+
+
+def test_what_was_agreed_on_is_no_part_of_a_description() -> None:
+    assert without_agreed({"layers": ["a layer"], **LAST.as_layout()}) == {"layers": ["a layer"]}

@@ -1,14 +1,16 @@
-"""What the stages of a pipeline must agree on before a row has a shape.
+"""What the processes of a replica must agree on before a row has a shape.
 
-Each process knows the layers of one stage only: a worker knows its own stage's, the scheduler's process the first
-stage's. Stages differ (61 layers are 31 and 30, a drafter lies on the last one), and a row is cut the same way in all
-of them. So the workers compare notes when their specs are built, which they do together, and rank 0 writes the result
-into the rows for the scheduler's process, beside the description of its KV caches (kv_layout.py).
+Each process knows the layers of one stage of a pipeline only: a worker knows its own stage's, the scheduler's process
+the first stage's. Stages differ (61 layers are 31 and 30, a drafter lies on the last one), and a row is cut the same
+way in all of them. So the workers compare notes when their specs are built, which they do together, and rank 0 writes
+the result into the rows for the scheduler's process, beside the description of its KV caches (kv_layout.py). It does so
+without a pipeline too if only workers know how large a block is (packed_blocks.py).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from vllm.distributed import parallel_state
 
 from spillway_connector.device.host_region import REGION_DEPTH
 from spillway_connector.engine.layouts.kv_layout import LAYOUT_AT_MOST_BYTES, read_layouts
+from spillway_connector.engine.layouts.packed_blocks import NOT_KNOWN_HERE
 from spillway_connector.errors import ConfigError
 from spillway_connector.own_files import open_own
 
@@ -26,9 +29,9 @@ _FACTS = ("rank_block_bytes", "ranks_hold_the_same")
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """rank_block_bytes: of a device block of one rank. ranks_hold_the_same: KV, byte for byte, within a stage."""
+    """ranks_hold_the_same: KV, byte for byte, within a stage."""
 
-    rank_block_bytes: int
+    rank_block_bytes: int  # of a device block of one rank; NOT_KNOWN_HERE
     ranks_hold_the_same: bool
 
     def as_layout(self) -> dict[str, Any]:
@@ -41,11 +44,18 @@ def agree(own: StageFacts, num_stages: int, rows: Path) -> StageFacts:
     Collective among the workers: each must call it. Raises ConfigError in the scheduler's process if the workers
     have left nothing.
     """
-    if num_stages == 1:
+    is_known = own.rank_block_bytes != NOT_KNOWN_HERE
+    if num_stages == 1 and is_known:
         return own
-    if parallel_state.model_parallel_is_initialized():  # type: ignore[no-untyped-call]
+    # A worker may be in the scheduler's process.
+    if is_known and parallel_state.model_parallel_is_initialized():  # type: ignore[no-untyped-call]
         return joined(_of_all_stages(own, num_stages))
     return _written_by_workers(rows)
+
+
+def without_agreed(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's description of its KV caches alone."""
+    return {name: value for name, value in layout.items() if name not in _FACTS}
 
 
 def joined(stages: list[StageFacts]) -> StageFacts:
@@ -67,8 +77,8 @@ def _written_by_workers(rows: Path) -> StageFacts:
         descriptor = open_own(rows, os.O_RDONLY, REGION_DEPTH)
     except OSError as error:
         raise ConfigError(
-            f"{rows} cannot be read ({error.strerror}), where the workers of the pipeline's stages leave how large "
-            "their KV blocks are; a replica must run on one machine"
+            f"{rows} cannot be read ({error.strerror}), where the workers leave how large their KV blocks are; "
+            "a replica must run on one machine"
         ) from error
     try:
         head = os.pread(descriptor, LAYOUT_AT_MOST_BYTES, 0)

@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
+from spillway_connector.engine.layouts.packed_blocks import row_block_bytes
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier
 from spillway_connector.engine.v023.handlers import CopyHandler
@@ -40,7 +41,7 @@ class SpillwayOffloadingSpec(SpecBase):
         parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
         self._begin(
             region_id=region_id(vllm_config),
-            rank_block_bytes=group_block_bytes(kv_cache_config),
+            rank_block_bytes=row_block_bytes(kv_cache_config, group_block_bytes(kv_cache_config)),
             num_ranks=parallel.world_size,
             num_stages=parallel.pipeline_parallel_size,
             ranks_hold_the_same=ranks_hold_the_same(vllm_config, kv_cache_config),
@@ -84,11 +85,8 @@ class SpillwayOffloadingSpec(SpecBase):
 
 
 def group_block_bytes(config: KVCacheConfig) -> int:
-    """Bytes of a block of the group that needs most. vLLM packs the layers of some models (DeepSeek V4) so that no
-    group has a layer in every tensor.
-
-    Tensors are counted as a whole: the scheduler's process knows the size of one layer of each group alone.
-    """
+    """Bytes of a block of the group that needs most, pages with their padding. vLLM packs the layers of some models
+    (DeepSeek V4) so that no group has a layer in every tensor."""
     groups = [set(group.layer_names) for group in config.kv_cache_groups]
     tensors = [(set(tensor.shared_by), tensor.size) for tensor in config.kv_cache_tensors]
     of_groups = [sum(size for layers, size in tensors if layers & group) for group in groups]

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
+from spillway_connector.engine.layouts.packed_blocks import is_packed, row_block_bytes
 from spillway_connector.engine.patches.vllm_patches import V030
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
@@ -43,6 +44,11 @@ class SpillwayConnector(ConnectorBase):
         if config.parallel.pp_size > 1:  # upstream's workers would each store a copy
             same = ranks_hold_the_same(self._vllm_config, self._kv_cache_config)
             config = replace(config, replicated_layout=same)
+        if is_packed(self._kv_cache_config) and issubclass(
+            OffloadingSpecFactory.get_spec_cls(config.extra_config), SpillwayOffloadingSpec
+        ):
+            held = row_block_bytes(self._kv_cache_config, config.worker_kv_bytes_per_block)
+            config = replace(config, worker_kv_bytes_per_block=held)
         spec = OffloadingSpecFactory.create_spec(config)
         if isinstance(spec, SpillwayOffloadingSpec):
             spec.attach(self._vllm_config, self._kv_cache_config)

@@ -4,7 +4,9 @@ Every KVCacheTensor describes a placement within one allocation, so its `size` i
 block holds is taken from the registered views. There are two kinds of layout (vllm/v1/kv_cache_layout.py):
 
 * layers outermost (LBHNC): in each layer's region the blocks follow one another, with or without padding;
-* blocks outermost (BLHNC and others): a block holds the pages of all layers side by side, and moves as one piece.
+* blocks outermost (BLHNC and others): a block holds the pages of all layers side by side, and moves as one piece. If a
+  row has no room for the padding of its pages (layouts/packed_blocks.py), a group moves as one piece if it fits with
+  it, else layer by layer.
 
 A row holds the blocks of one KV group, so every group fills it from its start: groups that overlay each other on the
 device do so in the row, and groups of unequal pages need no more than the largest.
@@ -12,10 +14,11 @@ device do so in the row, and groups of unequal pages need no more than the large
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
 
 from spillway_connector.engine.layouts.kv_parts import (
@@ -28,18 +31,29 @@ from spillway_connector.engine.layouts.kv_parts import (
     unsupported,
     views_of,
 )
+from spillway_connector.engine.layouts.packed_blocks import layer_specs
 
 
 def place_kv_caches(
-    kv_caches: Mapping[str, LayerCache], config: KVCacheConfig, group_ids: Sequence[int]
+    kv_caches: Mapping[str, LayerCache],
+    config: KVCacheConfig,
+    group_ids: Sequence[int],
+    room_bytes: int | None = None,
 ) -> PlacedKVCaches:
-    """kv_caches: as vLLM registers them, by layer. group_ids: the groups that are offloaded, in the order of jobs.
+    """Choose where the parts of a block lie in a row.
 
-    Raises ConfigError naming the layer whose layout cannot be copied block by block.
+    Args:
+        kv_caches: As vLLM registers them, by layer.
+        config: vLLM's.
+        group_ids: The groups that are offloaded, in the order of jobs.
+        room_bytes: What a row has for a block; None: for a whole one.
+
+    Raises:
+        ConfigError: A layer's layout cannot be copied block by block; it names the layer.
     """
     groups = [config.kv_cache_groups[group_id] for group_id in group_ids]
     block = _whole_block(kv_caches, config, groups)
-    if block is not None:
+    if block is not None and (room_bytes is None or block.page_bytes <= room_bytes):
         tensor = CanonicalKVCacheTensor(as_bytes(block, config.num_blocks), block.page_bytes)
         return PlacedKVCaches([tensor], [[CanonicalKVCacheRef(0, block.page_bytes)] for _ in groups], [0])
     tensors: list[CanonicalKVCacheTensor] = []
@@ -50,18 +64,17 @@ def place_kv_caches(
         offset = 0
         seen: set[tuple[int, int, int]] = set()
         refs.append([])
-        for layer, spec in _layers(group):
-            for part in _parts(layer, kv_caches[layer], spec, config.num_blocks):
-                place = part.base, part.stride_bytes, part.page_bytes
-                if place in seen:  # a layer that reads the cache of another one
-                    continue
-                seen.add(place)
-                index = index_of.setdefault((*place, offset), len(tensors))
-                if index == len(tensors):
-                    tensors.append(CanonicalKVCacheTensor(as_bytes(part, config.num_blocks), part.page_bytes))
-                    row_offsets.append(offset)
-                refs[-1].append(CanonicalKVCacheRef(index, part.page_bytes))
-                offset += part.page_bytes
+        for part in _group_parts(group, kv_caches, config.num_blocks, block, room_bytes):
+            place = part.base, part.stride_bytes, part.page_bytes
+            if place in seen:  # a layer that reads the cache of another one
+                continue
+            seen.add(place)
+            index = index_of.setdefault((*place, offset), len(tensors))
+            if index == len(tensors):
+                tensors.append(CanonicalKVCacheTensor(as_bytes(part, config.num_blocks), part.page_bytes))
+                row_offsets.append(offset)
+            refs[-1].append(CanonicalKVCacheRef(index, part.page_bytes))
+            offset += part.page_bytes
     return PlacedKVCaches(tensors, refs, row_offsets)
 
 
@@ -71,13 +84,19 @@ def block_bytes(placed: PlacedKVCaches) -> int:
     return max((offset + tensor.page_size_bytes for offset, tensor in tensors), default=0)
 
 
-def _layers(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
-    spec = group.kv_cache_spec
-    for layer in group.layer_names:
-        # A layer that reads another one's cache is in the group, but not always among its specs.
-        of_layer = spec.kv_cache_specs.get(layer) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-        if of_layer is not None:
-            yield layer, of_layer
+def _group_parts(
+    group: KVCacheGroupSpec,
+    kv_caches: Mapping[str, LayerCache],
+    num_blocks: int,
+    block: Part | None,
+    room_bytes: int | None,
+) -> list[Part]:
+    """What a group has in each block. block: of all layers, if they lie side by side."""
+    parts = [part for layer, spec in layer_specs(group) for part in _parts(layer, kv_caches[layer], spec, num_blocks)]
+    if block is None or room_bytes is None or not parts:
+        return parts
+    used_bytes = max(part.base + part.page_bytes for part in parts) - block.base
+    return [replace(block, page_bytes=used_bytes)] if used_bytes <= room_bytes else parts
 
 
 def _whole_block(
@@ -85,7 +104,7 @@ def _whole_block(
 ) -> Part | None:
     """The part that is a block of all layers; None if there is none, as with the layers outermost."""
     placed = {layer: (tensor, at) for tensor in config.kv_cache_tensors for at, layer in enumerate(tensor.layers)}
-    layers = [layer for group in groups for layer, _ in _layers(group) if layer in placed]
+    layers = [layer for group in groups for layer, _ in layer_specs(group) if layer in placed]
     if not layers or len(layers) != len({*layers}):
         return None
     found = None

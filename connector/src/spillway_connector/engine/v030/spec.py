@@ -40,7 +40,8 @@ class SpillwayOffloadingSpec(SpecBase):
         super().__init__(config)
         self._begin(
             region_id=config.engine_id,  # which differs between data-parallel replicas
-            # This counts all layers that share the device's blocks: a KVCacheTensor's size is the whole allocation's.
+            # vLLM counts all layers that share the device's blocks: a KVCacheTensor's size is the whole allocation's.
+            # The connector has taken the padding of packed pages off.
             rank_block_bytes=config.worker_kv_bytes_per_block,
             num_ranks=config.parallel.world_size,
             num_stages=config.parallel.pp_size,

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v030.kv_blocks import place_kv_caches
 from spillway_connector.engine.v030.offload_worker import StepWorker
 from spillway_connector.engine.worker.copy_jobs import CopyJobs, Received, Sides, Submit
@@ -46,7 +47,8 @@ class SpillwayConnectorWorker(WorkerHalf):
         Raises ConfigError naming the layer whose layout cannot be copied block by block.
         """
         group_ids = get_offloading_group_ids(self.kv_cache_config)
-        self._init_worker(place_kv_caches(kv_caches, self.kv_cache_config, group_ids))
+        room_bytes = self.spec.geometry.rank_block_bytes if isinstance(self.spec, SpecBase) else None
+        self._init_worker(place_kv_caches(kv_caches, self.kv_cache_config, group_ids, room_bytes))
 
     @override
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
