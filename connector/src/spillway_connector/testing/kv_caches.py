@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 try:
-    from vllm.v1.core import kv_cache_planning as planning
+    from vllm.v1.core import kv_cache_planning as planning  # type: ignore[attr-defined]
 except ImportError:  # before vLLM 0.33
     from vllm.v1.core import kv_cache_utils as planning
 
@@ -42,7 +42,7 @@ def deepseek_v4(_block_tokens: int = 256) -> dict[str, KVCacheSpec]:
         if n < 2:
             continue
         ratio = 128 if n % 2 else 4
-        specs[f"layer.{n}"] = MLAAttentionSpec(block_size=256, **{ratio_name: ratio}, **latent)
+        specs[f"layer.{n}"] = MLAAttentionSpec(block_size=256, **latent | {ratio_name: ratio})
         specs[f"layer.{n}.state"] = SlidingWindowMLASpec(
             block_size=4 if ratio == 4 else 8,
             head_size=(4 if ratio == 4 else 2) * 512,
@@ -50,9 +50,8 @@ def deepseek_v4(_block_tokens: int = 256) -> dict[str, KVCacheSpec]:
             **state,
         )
         if ratio == 4:
-            specs[f"layer.{n}.index"] = MLAAttentionSpec(
-                block_size=256, head_size=132, dtype=torch.uint8, **{ratio_name: 4}, **aligned
-            )
+            index = aligned | {"head_size": 132, "dtype": torch.uint8, ratio_name: 4}
+            specs[f"layer.{n}.index"] = MLAAttentionSpec(block_size=256, **index)
             specs[f"layer.{n}.index_state"] = SlidingWindowMLASpec(
                 block_size=4, head_size=4 * 128, sliding_window=8, **state
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -37,7 +38,7 @@ def is_packed(config: KVCacheConfig) -> bool:
         return False
     # Before vLLM 0.30 a tensor holds the pages of one place in each group; later it describes where a group's layers
     # with one page lie.
-    tensors = config.kv_cache_tensors
+    tensors: list[Any] = config.kv_cache_tensors
     return len({tensor.size if hasattr(tensor, "shared_by") else tensor.layer_stride for tensor in tensors}) > 1
 
 
@@ -74,5 +75,7 @@ def plain_page_bytes(spec: KVCacheSpec) -> int:
     """What a page holds, without padding."""
     if not isinstance(spec, AttentionSpec | MambaSpec):
         return int(spec.page_size_bytes)
-    plain = {"alignment": None} if getattr(spec, "alignment", None) is not None else {}
-    return int(replace(spec, page_size_padded=None, **plain).page_size_bytes)
+    without: dict[str, Any] = {"page_size_padded": None}
+    if getattr(spec, "alignment", None) is not None:
+        without["alignment"] = None
+    return int(replace(spec, **without).page_size_bytes)
