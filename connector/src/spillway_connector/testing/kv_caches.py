@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # type: ignore[attr-defined]
 except ImportError:  # before vLLM 0.33
-    from vllm.v1.core import kv_cache_utils as planning
+    planning = kv_cache_utils
 
 try:
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -78,7 +79,7 @@ def kv_cache_config(specs: Mapping[str, KVCacheSpec], memory_bytes: int) -> KVCa
 
 def of_scheduler(config: KVCacheConfig) -> KVCacheConfig:
     """What the scheduler's process has of it: the spec of one layer of each group."""
-    made: KVCacheConfig = planning.generate_scheduler_kv_cache_config([copy.deepcopy(config)])
+    made: KVCacheConfig = kv_cache_utils.generate_scheduler_kv_cache_config([copy.deepcopy(config)])
     return made
 
 
