@@ -139,7 +139,7 @@ test-random: $(STAMP) ## 100,000 random copies, 10,000 random schedules of each 
 	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_lives
 
 .PHONY: test-node-tier
-test-node-tier: $(STAMP) ## 10,000 random schedules of engines that share the CPU tier of a node, and 1,000 that are stopped and killed. About ten minutes
+test-node-tier: $(STAMP) ## 10,000 random schedules of engines that share the CPU tier of a node, and 1,000 that are stopped and killed. About twelve minutes
 	@PYTHONPATH=tests $(BIN)/python -m node_tier
 
 .PHONY: test-chain

@@ -1,6 +1,6 @@
 """One CPU tier for the engines of a machine, beside private ones: first tokens, memory, hit ratio.
 
-    python bench/node_tier.py [--parts neighbour restart trace] [--engines 3] [--rounds 5] [--cuda]
+    python bench/node_tier.py [--parts neighbour restart trace] [--engines 3] [--rounds 5] [--cuda] [--cpu-time]
 
 neighbour  Engines take turns. In each round every engine computes a prompt of its own, and then, behind a reset of its
            device's prefix cache, asks for it (`own`) and for the one of the engine before it (`neighbour`), in turns.
@@ -104,7 +104,10 @@ def serve(given: argparse.Namespace) -> None:
         prompt = [token % model["vocab_size"] for token in gpu.make_prompt(asked["prompt"], asked["tokens"])]
         if asked["reset"]:
             engine.reset_device_cache()
+        began = time.process_time()
         seconds, cached, tokens = engine.ask(prompt)
+        if given.cpu_time:
+            seconds = time.process_time() - began
         engine.settle()
         return json.dumps({"seconds": seconds, "cached": cached, "answer": tokens})
 
@@ -134,6 +137,7 @@ class Engines:
             name = f"engine-{number}"
             command = [__file__, "--serve", name, "--region", str(self.region), "--folder", str(given.folder)]
             command += ["--tier-bytes", str(given.tier_bytes), *(["--cuda"] if given.cuda else [])]
+            command += ["--cpu-time"] if given.cpu_time else []
             variables = {"CUDA_VISIBLE_DEVICES": str(number % given.engines)} if given.cuda else {}
             log = self._stack.enter_context((given.folder / f"{name}.log").open("a"))
             self._turns[number] = Turn(name, command, log, variables)
@@ -298,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="behind one that warms up (default 5)")
     parser.add_argument("--lengths", type=int, nargs="+", help="of prompts, tokens")
     parser.add_argument("--cuda", action="store_true", help="one CUDA device for each engine")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds of the engine, on a busy machine")
     parser.add_argument("--tier-bytes", type=int, help="of the tier of the node")
     parser.add_argument("--sessions", type=int, default=TRACE_SESSIONS, help="of the trace")
     parser.add_argument("--region", type=Path, default=Path(f"/dev/shm/spillway-bench-{os.getpid()}"))

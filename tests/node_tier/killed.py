@@ -66,7 +66,7 @@ def work(
             with tier.together():
                 good = chosen.random() < 0.9
                 tier.complete_store(stored, CONTEXT, good)
-                reading = tier.prepare_read(stored, CONTEXT) if good else None
+                reading = tier.prepare_read(stored, CONTEXT) if good and chosen.random() < 0.5 else None  # pinned
             if reading is not None:
                 rows = reading.block_ids.tolist()
                 if [bytes(view[row * ROW_BYTES : (row + 1) * ROW_BYTES]) for row in rows] != list(map(content, stored)):

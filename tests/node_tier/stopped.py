@@ -24,7 +24,7 @@ from spillway_connector.plan import node_index
 FILES = frozenset(str(module.__file__) for module in (picture, node_index))
 NUM_ROWS = 4  # so few that others take a row within two rounds
 _LINES_BETWEEN = 1500  # two stops of an engine, at most; a few rounds
-_ROUNDS_MAX = 6  # of the others while one is stopped; a chunk leaves within that many
+_ROUNDS_MAX = 12  # of the others while one is stopped; a chunk leaves within that many
 _STOPPED_SECONDS_MAX = 0.05  # the others wait for one that is stopped with the lock
 _WAIT_SECONDS = 120.0  # for what takes a fraction of a second
 
