@@ -110,7 +110,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "gateway/tests/upstream/continuation": (NOTHING,),
     "services/ctl/tests": ("valkey", "s3"),
     "services/ctl/tests/check": (NOTHING,),
-    "services/ctl/tests/live": (NOTHING,),
     "services/engine/tests": (NOTHING,),
     "services/engine/tests/ascend_acceptance": (NOTHING,),
     "services/engine/tests/vllm": ("vllm",),
