@@ -21,6 +21,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.npu.copier import NpuCopier
+from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.generation import Generation, generation, require
 from spillway_connector.engine.namespace import fields as namespace_fields
 from spillway_connector.engine.namespace.config_fields import ENVIRONMENT_PREFIX_OF_PLUGINS
@@ -94,8 +95,7 @@ def test_on_their_platform_copies_go_through_the_npu_transport() -> None:
     region.cleanup()
 
 
-def test_hybrid_models_cannot_have_the_policy_that_offload_needs() -> None:
-    """docs/ascend.md says so. vllm-ascend refuses them at the start; nothing is silently wrong."""
+def test_hybrid_models_start_with_the_policy_that_their_platform_accepts_and_recompute() -> None:
     from types import SimpleNamespace
 
     from vllm_ascend.platform import NPUPlatform
@@ -103,11 +103,16 @@ def test_hybrid_models_cannot_have_the_policy_that_offload_needs() -> None:
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
         model_config=SimpleNamespace(is_hybrid=True),
+        attention_config=SimpleNamespace(),
     )
     with pytest.raises(AssertionError, match="Hybrid models do not support recompute"):
         NPUPlatform._validate_kv_load_failure_policy(config)
-    config.model_config.is_hybrid = False
+
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
     NPUPlatform._validate_kv_load_failure_policy(config)
+    ConnectorBase._check(SEAMS, config)
+
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
 
 
 def test_the_cpus_that_binding_needs_are_those_of_the_presets() -> None:

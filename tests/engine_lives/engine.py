@@ -45,6 +45,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from engine_lives.manual_copies import ManualCopier
 from engine_lives.random_tier import RANDOM, RandomTier
 from spillway_connector.device.copier import Direction
+from spillway_connector.engine import connector_base
 from spillway_connector.engine.features.fair_steps import FairSteps
 from spillway_connector.engine.features.feature import feature_of
 from spillway_connector.engine.features.queue_order import QueueOrder
@@ -107,6 +108,7 @@ class Shape:
     storing: str = "eager"  # auto, late: the CPU tier gets what the device gives up, once it is full
     meetings: bool = False  # what the shared tier holds is loaded from its end while the request is computed
     fair_steps: bool = False  # a session's flood is left out of others' steps
+    refuses_recompute: bool = False  # as vllm-ascend does for models with states
     window_parts: int = 1  # so many blocks of a window have the tokens of one of full attention
 
     def block_tokens(self, group: int) -> int:
@@ -124,7 +126,7 @@ SHAPES = {
         (None, BLOCK_TOKENS // 4, BLOCK_TOKENS // 2), device_blocks=90, cpu_rows=70, window_parts=4
     ),
     "windows-shared": Shape((3 * BLOCK_TOKENS, None), device_blocks=40, cpu_rows=60, shared_tier=True),
-    "states": Shape((None, STATES), device_blocks=40, cpu_rows=60),
+    "states": Shape((None, STATES), device_blocks=40, cpu_rows=60, refuses_recompute=True),
     "states-shared": Shape((STATES, None), device_blocks=40, cpu_rows=40, shared_tier=True),
     "states-async": Shape((None, STATES, STATES), device_blocks=60, cpu_rows=60, asynchronous=True),
     "shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True),
@@ -145,26 +147,23 @@ SHAPES = {
     "fair": Shape((None,), device_blocks=22, cpu_rows=24, shared_tier=True, fair_steps=True),
     "fair-async": Shape((None,), device_blocks=22, cpu_rows=40, drafts=3, asynchronous=True, fair_steps=True),
     "fair-meetings": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, meetings=True, fair_steps=True),
+    "layers": Shape((None,), device_blocks=22, cpu_rows=40, layerwise=True),
+    "layers-chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, layerwise=True),
+    "layers-shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, layerwise=True),
+    "layers-async": Shape((None,), device_blocks=22, cpu_rows=40, asynchronous=True, layerwise=True),
+    "exclusive-layers": Shape(
+        (None,), device_blocks=22, cpu_rows=16, storing="auto", asynchronous=True, layerwise=True
+    ),
+    "meetings-layers": Shape(
+        (None,),
+        device_blocks=28,
+        cpu_rows=24,
+        shared_tier=True,
+        asynchronous=True,
+        layerwise=True,
+        meetings=True,
+    ),
 }
-if not SINCE_0_30:
-    SHAPES |= {
-        "layers": Shape((None,), device_blocks=22, cpu_rows=40, layerwise=True),
-        "layers-chunks": Shape((None,), device_blocks=22, cpu_rows=20, blocks_per_chunk=2, layerwise=True),
-        "layers-shared": Shape((None,), device_blocks=28, cpu_rows=24, shared_tier=True, layerwise=True),
-        "layers-async": Shape((None,), device_blocks=22, cpu_rows=40, asynchronous=True, layerwise=True),
-        "exclusive-layers": Shape(
-            (None,), device_blocks=22, cpu_rows=16, storing="auto", asynchronous=True, layerwise=True
-        ),
-        "meetings-layers": Shape(
-            (None,),
-            device_blocks=28,
-            cpu_rows=24,
-            shared_tier=True,
-            asynchronous=True,
-            layerwise=True,
-            meetings=True,
-        ),
-    }
 RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # every byte moves at a random time
 
 
@@ -223,6 +222,7 @@ class Engine:
     def __init__(self, shape: Shape, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(_MODEL))
         self.shape = shape
+        connector_base.refuses_recompute = lambda: shape.refuses_recompute
         self.config = _engine_config(shape, folder)
         self.config.cache_config.num_gpu_blocks = shape.device_blocks
         if STATES in shape.windows:
@@ -247,11 +247,16 @@ class Engine:
                 for layer, view in enumerate(self._view(cache, shape.block_tokens(group)) for cache in caches)
             }
         )
+        if shape.layerwise:
+            assert len(self._worker.connector_worker._layerwise._copies) == LAYERS, (
+                "its layers are not loaded one by one"
+            )
         self.kv = [cache.numpy().view(np.uint64).reshape(shape.device_blocks, BLOCK_TOKENS) for cache in caches]
         self.copiers: dict[Direction, ManualCopier] = self._worker.connector_worker.spec.copiers
         self.scheduler = (AsyncScheduler if shape.asynchronous else Scheduler)(
             self.config, self.kv_config, StructuredOutputManager(self.config), BLOCK_TOKENS, self.hash_tokens
         )
+        assert self.scheduler.recompute_kv_load_failures, "a failed load would end its request"
         manager = self._scheduler_half.manager
         self.tier: RandomTier | None = manager.secondary_tiers[0] if shape.shared_tier else None
         for tier in manager.secondary_tiers:  # so near that a load may begin whenever half of it is there
@@ -825,7 +830,7 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
             "kv_connector": "SpillwayConnector",
             "kv_connector_module_path": "spillway_connector.engine.connector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
+            "kv_load_failure_policy": "fail" if shape.refuses_recompute else "recompute",
             "kv_connector_extra_config": {
                 "spec_name": "ManualSpec",
                 "spec_module_path": "engine_lives.manual_copies",

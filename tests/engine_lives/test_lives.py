@@ -8,14 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spillway_connector.engine.generation import Generation, generation
-
 TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
 SHAPES += ("meetings", "meetings-async", "exclusive-async", "exclusive-shared", "fair", "fair-async", "fair-meetings")
 SHAPES += ("windows-of-two-sizes", "windows-within-chunks", "windows-shared", "states", "states-shared", "states-async")
-if generation() is Generation.V023:
-    SHAPES += ("layers", "exclusive-layers")
+SHAPES += ("layers", "exclusive-layers")
 COUNT = 40  # of each shape
 RACES = STALLS = PARTINGS = 5  # of each kind
 

@@ -140,7 +140,7 @@ class Tally:
     """What the scheduler's half receives and reports, of all ranks and tiers, since `take`."""
 
     def __init__(self) -> None:
-        from spillway_connector.engine.generation import Generation, generation
+        from spillway_connector.engine.generation import generation
         from spillway_connector.transfer.shared_tier import SharedTier
 
         room = f"spillway_connector.engine.{generation().value}"
@@ -163,14 +163,13 @@ class Tally:
             self._tiers.append(tier)
 
         half_class.update_connector_output = collect
-        if generation() is Generation.V023:
-            self._count_step_loads()
+        self._count_step_loads()
         SharedTier.__init__ = remember  # type: ignore[method-assign]
 
     def _count_step_loads(self) -> None:
-        from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
+        from spillway_connector.engine.scheduler.step_loads import StepLoadingHalf
 
-        update = LayerwiseConnectorScheduler.update_connector_output
+        update = StepLoadingHalf.update_connector_output
 
         def collect(half: Any, output: Any) -> None:
             meta = output.kv_connector_worker_meta
@@ -179,7 +178,7 @@ class Tally:
                 self._counts["failed_step_loads"] += len(meta.failed_jobs & half._step_loads.keys())
             update(half, output)
 
-        LayerwiseConnectorScheduler.update_connector_output = collect  # type: ignore[method-assign]
+        StepLoadingHalf.update_connector_output = collect  # type: ignore[method-assign]
 
     def take(self) -> dict[str, float]:
         counts = {**self._counts, "tier_read_bytes": sum(tier.counters.read_bytes for tier in self._tiers)}

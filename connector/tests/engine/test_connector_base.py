@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spillway_connector.engine import connector_base
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.generation import Seams
 from spillway_connector.errors import ConfigError
@@ -29,3 +30,11 @@ def config(policy: str = "recompute", hisparse: object = None) -> Any:
 def test_it_is_refused_with_the_setting_and_the_remedy(given: Any, names: str):
     with pytest.raises(ConfigError, match=rf"{names}.*(set it to|remove it)"):
         ConnectorBase._check(NO_SEAMS, given)
+
+
+def test_a_platform_that_refuses_recompute_gets_it_before_the_scheduler_reads_the_policy(monkeypatch):
+    """tests/engine_lives shows that vLLM's own scheduler then recomputes."""
+    monkeypatch.setattr(connector_base, "refuses_recompute", lambda: True)
+    given = config(policy="fail")
+    ConnectorBase._check(NO_SEAMS, given)
+    assert given.kv_transfer_config.kv_load_failure_policy == "recompute"

@@ -73,6 +73,18 @@ def test_binding_of_cpus_is_vllm_ascends_own_argument(machine: Machine, binding:
     assert argument_value(arguments({**TREE, "cpuBinding": binding}, machine), "--additional-config") == given
 
 
+@pytest.mark.parametrize(
+    ("machine", "other", "policy"), [(NPU, None, "fail"), (NPU, "NixlConnector", "recompute"), (CPU, None, "recompute")]
+)
+def test_vllm_ascend_gets_the_policy_that_it_accepts_for_every_model(
+    machine: Machine, other: str | None, policy: str
+) -> None:
+    """Spillway's connector recomputes nevertheless; beside another one vLLM reads this word alone."""
+    tree = {**TREE, "kvTransfer": {"connector": other}} if other else TREE
+    transfer = json.loads(argument_value(arguments(tree, machine), "--kv-transfer-config"))
+    assert transfer["kv_load_failure_policy"] == policy
+
+
 def given(settings: msgspec.Struct) -> dict[str, Any]:
     return {name: value for name, value in msgspec.structs.asdict(settings).items() if value is not None}
 

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,10 @@ import vllm
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingSpec
@@ -33,6 +36,7 @@ from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.scheduler.settling import Unsettled
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.worker.half import WorkerHalf
+from spillway_connector.engine.worker.step_loads import loads_within_steps, why_not_within_steps
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import Namespace
 from spillway_settings.vllm_salts import why_salts_are_dropped
@@ -51,6 +55,14 @@ def join_engine_logging() -> None:
 def filtering_preprocess(preprocess: Any) -> Callable[..., Any]:
     """Wrap EngineCore.preprocess_add_request of engines with Spillway's connector."""
     return filtering_transfer_params(ConnectorBase, preprocess)
+
+
+def refuses_recompute() -> bool:
+    """Whether the platform may refuse `kv_load_failure_policy: recompute` when vLLM reads its arguments.
+
+    vllm-ascend does so for hybrid models, whose failed loads Spillway has recomputed from the first token.
+    """
+    return bool(current_platform.device_type == "npu")
 
 
 _START = ""  # no version was named: the weights that the engine was started with
@@ -73,6 +85,9 @@ class ConnectorBase(OffloadingConnector):
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = half = self._make_scheduler_half()
+            if self._settings is not None and self._settings.layerwise_loads == "on" and not self._layerwise:
+                reason = why_not_within_steps(vllm_config, kv_cache_config)
+                logger.warning("layerwise_loads: on changes nothing for this engine: %s", reason)
             half.manager.report_settings(self._process_settings())
             if lora_mixes_weights(vllm_config):
                 logger.warning(
@@ -97,12 +112,14 @@ class ConnectorBase(OffloadingConnector):
         join_engine_logging()
         require(seams)
         assert vllm_config.kv_transfer_config is not None
-        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-        if policy != "recompute":
-            raise ConfigError(
-                f"kv_load_failure_policy: {policy!r} fails a request when its cache cannot be loaded; "
-                "set it to 'recompute'"
-            )
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            if not refuses_recompute():
+                raise ConfigError(
+                    f"kv_load_failure_policy: {transfer.kv_load_failure_policy!r} fails a request when its cache "
+                    "cannot be loaded; set it to 'recompute'"
+                )
+            transfer.kv_load_failure_policy = "recompute"  # vLLM's scheduler reads it once it has its connector
         if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
             raise ConfigError(
                 "attention_config.hisparse_config: HiSparse reads blocks that vLLM has freed, and begins loads steps "
@@ -121,7 +138,15 @@ class ConnectorBase(OffloadingConnector):
             needs.add(Needed.COMPUTE_WHILE_LOADING)
         if settings is not None and settings.fair_steps == "on":
             needs.add(Needed.FAIR_STEPS)
+        if self._layerwise:
+            needs.add(Needed.LAYERWISE_LOADS)
         return needs
+
+    @cached_property
+    def _layerwise(self) -> bool:
+        """Whether steps of this engine may read what they load."""
+        settings = self._settings
+        return settings is not None and loads_within_steps(settings, self._vllm_config, self._kv_cache_config)
 
     def _process_settings(self) -> ProcessSettings:
         cache_config, spec = self._vllm_config.cache_config, self._spec
@@ -206,6 +231,20 @@ class ConnectorBase(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._note_layout(kv_caches)
         super().register_kv_caches(kv_caches)
+
+    @override
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self._layerwise:
+            assert isinstance(self.connector_worker, WorkerHalf)
+            assert isinstance(self._connector_metadata, OffloadingConnectorMetadata)
+            self.connector_worker.start_step_loads(self._connector_metadata, forward_context)
+
+    @override
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._layerwise:
+            assert isinstance(self.connector_worker, WorkerHalf)
+            self.connector_worker.wait_for_layer_load(layer_name)
 
     def _note_layout(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Called before the caches are registered, which turns them into plain bytes."""

@@ -67,7 +67,15 @@ COMMON_METHODS = (  # equal in all generations
         },
     ),
     Methods(f"{OFFLOADING}.scheduler", "RequestOffloadState", {"update_offload_keys": ("self",)}),
-    Methods("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", {"reset_cache": ("self",)}),
+    Methods(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorBase_V1",
+        {
+            "reset_cache": ("self",),
+            "start_load_kv": ("self", "forward_context", "kwargs"),
+            "wait_for_layer_load": ("self", "layer_name"),
+        },
+    ),
     Methods("vllm.v1.core.sched.scheduler", "Scheduler", {"_inflight_prefill_reserved_blocks": ("self",)}),
     Methods(
         "vllm.v1.core.block_pool",
@@ -76,6 +84,7 @@ COMMON_METHODS = (  # equal in all generations
             "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
             "get_num_free_blocks": ("self",),
             "touch": ("self", "blocks"),
+            "evict_blocks": ("self", "block_ids"),
         },
     ),
 )

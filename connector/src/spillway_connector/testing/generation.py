@@ -24,6 +24,7 @@ __all__ = [
     "SharedTierAdapter",
     "SpillwayConnectorScheduler",
     "SpillwayTieringManager",
+    "StepLoadingScheduler",
     "make_scheduler_control",
     "patch_vllm",
 ]
@@ -32,7 +33,11 @@ match generation():
     case Generation.V023:
         from spillway_connector.engine.patches.vllm_patches import V023 as PATCHES
         from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier
-        from spillway_connector.engine.v023.scheduler import RequestState, SpillwayConnectorScheduler
+        from spillway_connector.engine.v023.scheduler import (
+            RequestState,
+            SpillwayConnectorScheduler,
+            StepLoadingScheduler,
+        )
         from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023 as make_scheduler_control
         from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
         from spillway_connector.engine.v023.tiering import SpillwayTieringManager
@@ -48,6 +53,7 @@ match generation():
         from spillway_connector.engine.v030.scheduler import (  # type: ignore[no-redef]
             RequestState,
             SpillwayConnectorScheduler,
+            StepLoadingScheduler,
         )
         from spillway_connector.engine.v030.scheduler_control import (  # type: ignore[no-redef]
             SchedulerControlV030 as make_scheduler_control,

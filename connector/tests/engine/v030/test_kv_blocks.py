@@ -93,6 +93,11 @@ def test_a_block_arrives_whole_and_alone(made: Engine, data: st.DataObject) -> N
     others = {(layer, block) for layer in layers for block in range(made.config.num_blocks) if block != target}
     before = {place: made.block(*place) for place in others}
 
+    segments = placed.segments_of(layers)
+    assert sum(segments) == len(placed.group_data_refs[group]) or not any(
+        segments
+    )  # a block of all layers has no parts
+
     row = torch.zeros(block_bytes(placed), dtype=torch.int8)
     used: list[tuple[int, int]] = []
     for ref in placed.group_data_refs[group]:

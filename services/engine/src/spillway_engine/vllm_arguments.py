@@ -67,6 +67,9 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
         arguments += ["--kv-events-config", _compact(kv_events_config(settings))]
     transfer = kv_transfer_config(settings)
     if transfer is not None:
+        if machine.platform == "npu" and settings.kv_transfer is None:
+            # vllm-ascend refuses "recompute" for hybrid models; Spillway's connector recomputes nevertheless.
+            transfer["kv_load_failure_policy"] = "fail"
         arguments += ["--kv-transfer-config", _compact(transfer)]
     return [*arguments, *settings.extra_args]
 

@@ -30,6 +30,10 @@ class PlacedKVCaches(CanonicalKVCaches):
     row_offsets: list[int]  # of each tensor, in bytes from the start of one block's bytes
     parts_of: dict[str, int] = field(default_factory=dict)  # how many of a group's references a layer has
 
+    def segments_of(self, layers: Sequence[str]) -> list[int]:
+        """How many of the group's references each of these layers of one group has."""
+        return [self.parts_of.get(layer, 0) for layer in layers]
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -186,6 +186,20 @@ _INVALID_BLOCKS = (
 )
 _WITH_0_23 = "vLLM 0.23 is no longer supported; later versions do it themselves"
 
+
+def _failed_step_loads(room: str) -> Patch:
+    """How a step is taken back differs by generation."""
+    return Patch(
+        name="failed-step-loads",
+        place=_SCHEDULER,
+        signature=_INVALID_BLOCKS,
+        replacement=f"{_ENGINE}.{room}.failed_loads:step_retreat",
+        needed_by=Needed.LAYERWISE_LOADS,
+        reason="steps that were sent before a load failed still report tokens, and bad blocks stay in the prefix cache",
+        until="vLLM takes a step back whose load failed",
+    )
+
+
 V023: Sequence[Patch] = (
     *_COMMON,
     Patch(
@@ -223,15 +237,7 @@ V023: Sequence[Patch] = (
         until=_WITH_0_23,
     ),
     *_steering("schedule(self)"),
-    Patch(
-        name="failed-step-loads",
-        place=_SCHEDULER,
-        signature=_INVALID_BLOCKS,
-        replacement=f"{_ENGINE}.v023.failed_loads:step_retreat",
-        needed_by=Needed.LAYERWISE_LOADS,
-        reason="steps that were sent before a load failed still report tokens, and bad blocks stay in the prefix cache",
-        until="layerwise_loads, which 0.23 alone has, goes",
-    ),
+    _failed_step_loads("v023"),
 )
 
 V030: Sequence[Patch] = (
@@ -245,4 +251,5 @@ V030: Sequence[Patch] = (
         reason="vLLM's bound for long prompts does not hold for a request that is alone in a step",
         until="the part of one request in a step can be bounded",
     ),
+    _failed_step_loads("v030"),
 )

@@ -16,40 +16,19 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-# (ids of the affected requests, tokens they lose, blocks to evict)
-Affected = tuple[set[str], int, set[int]]
-Handle = Callable[[Any, Iterable[Request], set[int], bool], Affected | None]
+from spillway_connector.engine.scheduler.invalid_blocks import (
+    Affected,
+    forget_prefixes,
+    handling_invalid_blocks,
+    holders,
+    taking_step_back,
+)
 
 
 def _drop_tokens_under_way(request: Request) -> None:
     """One for each step that was sent and will report a token, this one included: each is dropped as it comes."""
     request.async_tokens_to_discard += request.num_output_placeholders
     request.num_output_placeholders = 0
-
-
-def handling_invalid_blocks(original: Any, handle: Handle) -> Callable[..., Affected]:
-    """Wrap Scheduler._update_requests_with_invalid_blocks so that it asks `handle` first.
-
-    Args:
-        original: vLLM's method.
-        handle: (scheduler, requests, invalid block ids, evict_blocks) -> None if vLLM's own way is right. evict_blocks
-            is False for requests that wait for an asynchronous load, True for running ones.
-    """
-
-    def update_requests(
-        self: Any,
-        requests: Iterable[Request],
-        invalid_block_ids: set[int],
-        num_scheduled_tokens: dict[str, int],
-        evict_blocks: bool = True,
-    ) -> Affected:
-        handled = handle(self, requests, invalid_block_ids, evict_blocks)
-        if handled is not None:
-            return handled
-        own: Affected = original(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
-        return own
-
-    return update_requests
 
 
 def full_recompute(original: Any) -> Callable[..., Affected]:
@@ -99,29 +78,13 @@ def recompute_from_start(
 
 def step_retreat(original: Any) -> Callable[..., Affected]:
     """Wrap Scheduler._update_requests_with_invalid_blocks."""
-    return handling_invalid_blocks(original, _step_retreat)
-
-
-def _step_retreat(
-    scheduler: Any, _: Iterable[Request], invalid_block_ids: set[int], evict_blocks: bool
-) -> Affected | None:
-    return take_step_back(scheduler, invalid_block_ids) if evict_blocks else None
+    return taking_step_back(original, take_step_back)
 
 
 def take_step_back(scheduler: Any, invalid_block_ids: set[int]) -> Affected:
-    """(ids of the requests whose tokens of this step vLLM must not take, tokens they lose, blocks to evict: none).
-
-    The whole prefix cache is dropped: a request that was aborted since may have left blocks that it computed with bad
-    ones.
-    """
-    get_block_ids = scheduler.kv_cache_manager.get_block_ids
-    affected = [
-        request
-        for request in scheduler.running
-        if any(not invalid_block_ids.isdisjoint(group) for group in get_block_ids(request.request_id))
-    ]
-    pool = scheduler.kv_cache_manager.block_pool
-    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+    """(ids of the requests whose tokens of this step vLLM must not take, tokens they lose, blocks to evict: none)."""
+    affected = holders(scheduler, invalid_block_ids)
+    forget_prefixes(scheduler)
     lost_tokens = 0
     now = time.monotonic()
     for request in reversed(affected):  # each is put before those that wait

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from typing_extensions import override
-from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from spillway_connector.device.copier import Copier, Direction
@@ -65,16 +65,13 @@ class CopyHandler(StepHandler):
         self._copier.submit(copy_id, join_plans(plans))
         self._checks.submitted(copy_id, rows)
 
-    def load_layers(self, copy_id: int, group: int, spec: TransferSpec) -> None:
-        """Start the copies of one group of layers, which `hold_computation` is then called for.
-
-        Raises PlanError or DeviceCopyError.
-        """
+    def load_layers(self, copy_id: int, group: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> None:
+        """See LayerLoader."""
         assert self.layers is not None
-        self._copier.submit(copy_id, self._plan(self.layers.layouts[group], spec), awaited=True)
+        self._copier.submit(copy_id, self._plan(self.layers.layouts[group], (host, device)), awaited=True)
 
     def hold_computation(self, copy_id: int) -> Exception | None:
-        """See Copier."""
+        """See LayerLoader."""
         return self._copier.hold_computation(copy_id)
 
     def _plan(self, layout: CopyLayout, spec: TransferSpec) -> CopyPlan:

@@ -12,12 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingSpec, OffloadKey, OffloadPolicy, ReqContext
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import context_of
 from spillway_connector.engine.scheduler.half import SchedulerHalf
+from spillway_connector.engine.scheduler.step_loads import StepLoadingHalf
 from spillway_connector.engine.v023.scheduler_control import SchedulerControlV023
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.plan.sessions import SessionHint
@@ -150,3 +151,13 @@ class SpillwayConnectorScheduler(SchedulerHalf):
             status.transfer_jobs.clear()
             if status.req.is_finished():
                 del self._req_status[request_id]
+
+
+class StepLoadingScheduler(StepLoadingHalf, SpillwayConnectorScheduler):
+    """StepLoadingHalf with the names of vLLM 0.23."""
+
+    @override
+    def _note_load(self, status: RequestFields, computed: int, tokens: int) -> None:
+        (state,) = status.group_states
+        if status.offloading_context.policy is OffloadPolicy.BLOCK_LEVEL:
+            state.next_stored_block_idx = -(-(computed + tokens) // self._chunk_tokens)

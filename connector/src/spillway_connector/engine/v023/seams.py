@@ -37,18 +37,9 @@ SEAMS = Seams(
             "KVConnectorBase_V1",
             {
                 "bind_gpu_block_pool": ("self", "gpu_block_pool"),
-                "start_load_kv": ("self", "forward_context", "kwargs"),
-                "wait_for_layer_load": ("self", "layer_name"),
             },
         ),
-        Methods(
-            "vllm.v1.core.block_pool",
-            "BlockPool",
-            {
-                "free_blocks": ("self", "ordered_blocks", "prepend"),
-                "evict_blocks": ("self", "block_ids"),
-            },
-        ),
+        Methods("vllm.v1.core.block_pool", "BlockPool", {"free_blocks": ("self", "ordered_blocks", "prepend")}),
         Methods(
             "vllm.v1.request",
             "Request",

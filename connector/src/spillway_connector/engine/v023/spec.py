@@ -14,12 +14,13 @@ from vllm.v1.kv_offload.worker.worker import OffloadingHandler
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
+from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.engine.layouts.packed_blocks import row_block_bytes
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v023.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier
 from spillway_connector.engine.v023.handlers import CopyHandler
-from spillway_connector.engine.v023.layerwise import loads_within_steps, segments_of_layers
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
+from spillway_connector.engine.worker.step_loads import loads_within_steps
 from spillway_connector.plan.layer_groups import group_layers
 from spillway_settings.wire import STORE_TYPES
 
@@ -82,6 +83,15 @@ class SpillwayOffloadingSpec(SpecBase):
             self.load_handler = load
             self._handlers = [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
         yield from self._handlers
+
+
+def segments_of_layers(kv_caches: CanonicalKVCaches, config: KVCacheConfig) -> list[int]:
+    """How many of the group's references each of its layers has, in the order of their names."""
+    (group,) = config.kv_cache_groups
+    if isinstance(kv_caches, PlacedKVCaches):
+        return kv_caches.segments_of(group.layer_names)
+    with_memory = {layer for tensor in config.kv_cache_tensors for layer in tensor.shared_by}
+    return [int(layer in with_memory) for layer in group.layer_names]
 
 
 def group_block_bytes(config: KVCacheConfig) -> int:

@@ -15,10 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import TransferSpec
 
-from spillway_connector.engine.ipc.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata
+from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.v023.ascend import canonical_kv_caches, has_ascend_layout
 from spillway_connector.engine.v023.handlers import StepHandler
-from spillway_connector.engine.v023.layerwise import LayerwiseLoads
 from spillway_connector.engine.v023.stats import SpillwayStats
 from spillway_connector.engine.worker.copy_jobs import Sides, Submit
 from spillway_connector.engine.worker.half import WorkerHalf, ended_copy
@@ -37,7 +36,6 @@ class SpillwayConnectorWorker(WorkerHalf):
         self.kv_connector_stats = SpillwayStats()
         vllm_config = getattr(spec, "vllm_config", None)
         self._begin(getattr(vllm_config, "lora_config", None))
-        self._layerwise: LayerwiseLoads | None = None  # if a step may read what it loads
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
@@ -53,9 +51,7 @@ class SpillwayConnectorWorker(WorkerHalf):
     @override
     def _register_handlers(self, kv_caches: CanonicalKVCaches) -> None:
         super()._register_handlers(kv_caches)
-        handler = getattr(self.spec, "load_handler", None)
-        if handler is not None and handler.layers is not None:
-            self._layerwise = LayerwiseLoads(handler, self._jobs)
+        self._load_layers_with(getattr(self.spec, "load_handler", None))
 
     @override
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
@@ -63,16 +59,6 @@ class SpillwayConnectorWorker(WorkerHalf):
         self._jobs.submit_stores()
         if kv_connector_metadata.jobs_to_flush:
             self.worker.wait(self._jobs.copies_of(set(kv_connector_metadata.jobs_to_flush)))
-
-    def start_step_loads(self, metadata: OffloadingConnectorMetadata, forward_context: Any) -> None:
-        """Loads that the forward itself reads; behind :meth:`start_kv_transfers`, before the forward."""
-        if self._layerwise is not None and isinstance(metadata, SpillwayConnectorMetadata):
-            loads, metadata.step_loads = metadata.step_loads, []
-            self._layerwise.start(loads, forward_context)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._layerwise is not None:
-            self._layerwise.wait_for_layer(layer_name)
 
     @override
     def _sides_of(self, job: Any) -> TransferSpec:
@@ -102,8 +88,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
         Upstream asserts that copies succeed; here failed loads count as ended, with their blocks marked invalid.
         """
-        if self._layerwise is not None:
-            self._layerwise.end_step()
+        self._end_forward()
         results = self.worker.get_finished()
         for result in results:
             if result.success and result.transfer_size is not None and result.transfer_time is not None:

@@ -20,7 +20,7 @@ from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
 from spillway_connector.engine.layouts.packed_blocks import is_packed, row_block_bytes
 from spillway_connector.engine.patches.vllm_patches import V030
 from spillway_connector.engine.scheduler.half import SchedulerHalf
-from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler
+from spillway_connector.engine.v030.scheduler import SpillwayConnectorScheduler, StepLoadingScheduler
 from spillway_connector.engine.v030.seams import SEAMS
 from spillway_connector.engine.v030.spec import SpillwayOffloadingSpec
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
@@ -56,7 +56,8 @@ class SpillwayConnector(ConnectorBase):
 
     @override
     def _make_scheduler_half(self) -> SchedulerHalf:
-        return SpillwayConnectorScheduler(self._spec, self._vllm_config, self._kv_cache_config)
+        scheduler = StepLoadingScheduler if self._layerwise else SpillwayConnectorScheduler
+        return scheduler(self._spec, self._vllm_config, self._kv_cache_config)
 
     @override
     def _make_worker_half(self) -> WorkerHalf:

@@ -60,22 +60,24 @@ def place_kv_caches(
     row_offsets: list[int] = []
     index_of: dict[tuple[int, int, int, int], int] = {}  # base, stride, page, offset in a row
     refs: list[list[CanonicalKVCacheRef]] = []
+    parts_of: dict[str, int] = {}
     for group in groups:
         offset = 0
         seen: set[tuple[int, int, int]] = set()
         refs.append([])
-        for part in _group_parts(group, kv_caches, config.num_blocks, block, room_bytes):
+        for layer, part in _group_parts(group, kv_caches, config.num_blocks, block, room_bytes):
             place = part.base, part.stride_bytes, part.page_bytes
             if place in seen:  # a layer that reads the cache of another one
                 continue
             seen.add(place)
+            parts_of[layer] = parts_of.get(layer, 0) + 1
             index = index_of.setdefault((*place, offset), len(tensors))
             if index == len(tensors):
                 tensors.append(CanonicalKVCacheTensor(as_bytes(part, config.num_blocks), part.page_bytes))
                 row_offsets.append(offset)
             refs[-1].append(CanonicalKVCacheRef(index, part.page_bytes))
             offset += part.page_bytes
-    return PlacedKVCaches(tensors, refs, row_offsets)
+    return PlacedKVCaches(tensors, refs, row_offsets, parts_of)
 
 
 def block_bytes(placed: PlacedKVCaches) -> int:
@@ -90,13 +92,18 @@ def _group_parts(
     num_blocks: int,
     block: Part | None,
     room_bytes: int | None,
-) -> list[Part]:
-    """What a group has in each block. block: of all layers, if they lie side by side."""
-    parts = [part for layer, spec in layer_specs(group) for part in _parts(layer, kv_caches[layer], spec, num_blocks)]
+) -> list[tuple[str, Part]]:
+    """What a group has in each block, by layer; what several layers share is named after the first. block: of all
+    layers, if they lie side by side."""
+    parts = [
+        (layer, part)
+        for layer, spec in layer_specs(group)
+        for part in _parts(layer, kv_caches[layer], spec, num_blocks)
+    ]
     if block is None or room_bytes is None or not parts:
         return parts
-    used_bytes = max(part.base + part.page_bytes for part in parts) - block.base
-    return [replace(block, page_bytes=used_bytes)] if used_bytes <= room_bytes else parts
+    used_bytes = max(part.base + part.page_bytes for _, part in parts) - block.base
+    return [(parts[0][0], replace(block, page_bytes=used_bytes))] if used_bytes <= room_bytes else parts
 
 
 def _whole_block(

@@ -20,6 +20,7 @@ from spillway_connector.device.copier import Copier, CopyResult
 from spillway_connector.engine.node_tier.row_checks import RowChecks
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
+from spillway_connector.plan.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,17 @@ class CopyWorker(StepWorker):
         store: Copier,
         load: Copier,
         share: tuple[int, int] = (0, 1),
+        *,
         checks: RowChecks | None = None,
+        layers: LayerGroups | None = None,
     ) -> None:
         """share: the part of each store that this rank copies (ChunkGeometry.store_share). checks: of loads, if engines
-        share the rows."""
+        share the rows. layers: where loads may go layer by layer."""
         self._checks = checks
         self._layout = layout
         self._share = share
         self._store, self._load = store, load
+        self.layers = layers
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -66,7 +70,8 @@ class CopyWorker(StepWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """expedited: of vLLM 0.33, for a load within its step; no setting of the connector makes one."""
+        """expedited: of vLLM 0.33, for a load that the model's thread waits for before the forward pass; the connector
+        makes none (see load_layers)."""
         if self._checks is None:
             return self._submit(self._load, job_id, [(dst_spec, src_spec)], (0, 1))
         try:
@@ -79,6 +84,15 @@ class CopyWorker(StepWorker):
         self._checks.submitted(job_id, src_spec)
         return True
 
+    def load_layers(self, copy_id: int, group: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> None:
+        """See LayerLoader."""
+        assert self.layers is not None
+        self._load.submit(copy_id, self._plan(self.layers.layouts[group], device, host), awaited=True)
+
+    def hold_computation(self, copy_id: int) -> Exception | None:
+        """See LayerLoader."""
+        return self._load.hold_computation(copy_id)
+
     def _submit(
         self,
         copier: Copier,
@@ -87,16 +101,17 @@ class CopyWorker(StepWorker):
         share: tuple[int, int],
     ) -> bool:
         try:
-            copier.submit(copy_id, join_plans([self._plan(device, host).share(*share) for device, host in jobs]))
+            plans = [self._plan(self._layout, device, host).share(*share) for device, host in jobs]
+            copier.submit(copy_id, join_plans(plans))
         except Exception:  # of any kind: the engine goes on without this copy
             logger.exception("KV job %d cannot be copied", copy_id)
             return False
         return True
 
-    def _plan(self, device: GPULoadStoreSpec, host: LoadStoreSpec) -> CopyPlan:
+    def _plan(self, layout: CopyLayout, device: GPULoadStoreSpec, host: LoadStoreSpec) -> CopyPlan:
         assert isinstance(host, BlockIDsLoadStoreSpec)
         return plan_copies(
-            self._layout,
+            layout,
             device.block_ids.astype(np.int64, copy=False),
             device.group_sizes,
             device.block_indices,

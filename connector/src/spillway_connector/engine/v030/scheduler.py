@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingSpec,
     OffloadKey,
+    OffloadPolicy,
     ReqContext,
     make_offload_key,
 )
@@ -39,6 +40,7 @@ from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import context_of
 from spillway_connector.engine.scheduler.half import SchedulerHalf
+from spillway_connector.engine.scheduler.step_loads import StepLoadingHalf
 from spillway_connector.engine.shared_tiers.events import shared_tier_events
 from spillway_connector.engine.v030.scheduler_control import SchedulerControlV030
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
@@ -273,3 +275,23 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata) and meta.samples:
             self.manager.add_of_workers(meta.samples)
+
+
+class StepLoadingScheduler(StepLoadingHalf, SpillwayConnectorScheduler):
+    """StepLoadingHalf with the names of vLLM 0.30 and later."""
+
+    @override
+    def _note_load(self, status: RequestFields, computed: int, tokens: int) -> None:
+        (state,) = status.group_states
+        end, chunk_tokens = computed + tokens, self._chunk_tokens
+        if status.offloading_context.policy is OffloadPolicy.CHUNK_LEVEL:
+            state.next_stored_chunk_idx = -(-end // chunk_tokens)
+        if hasattr(status, "load_key_ranges"):  # of which vLLM 0.32 and later learn which tier served a hit
+            chunks = enumerate(self._keys_of(status.req.request_id, computed, tokens), computed // chunk_tokens)
+            status.load_key_ranges[:] = [
+                (max(computed, at * chunk_tokens), min(end, (at + 1) * chunk_tokens), key) for at, key in chunks
+            ]
+
+    @override
+    def has_pending_push_work(self) -> bool:
+        return bool(self._step_requests) or super().has_pending_push_work()

@@ -12,13 +12,17 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from spillway_connector.device.copier import Direction
+from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v030.cpu_tier import ArcCpuTier, LruCpuTier, NodeCpuTier
 from spillway_connector.engine.v030.offload_worker import CopyWorker
 from spillway_connector.engine.v030.stats import metric_definitions
 from spillway_connector.engine.v030.tier_adapter import register_tiers
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
+from spillway_connector.engine.worker.step_loads import loads_within_steps
 from spillway_connector.errors import ConfigError
+from spillway_connector.plan.copies import CopyLayout
+from spillway_connector.plan.layer_groups import LayerGroups, group_layers
 
 register_tiers()
 
@@ -50,8 +54,6 @@ class SpillwayOffloadingSpec(SpecBase):
             tokens_per_hash=self.tokens_per_hash,
             enable_events=self.kv_events_config.enable_kv_cache_events,
         )
-        if self.settings.layerwise_loads == "on":
-            raise ConfigError("layerwise_loads: 'on' needs vLLM 0.23; set it to 'off'")
         self.num_chunks = self.num_rows
         self.kv_bytes_per_chunk = self.geometry.row_bytes
         self._attached: tuple[VllmConfig, KVCacheConfig] | None = None
@@ -80,5 +82,16 @@ class SpillwayOffloadingSpec(SpecBase):
             rank = self.config.parallel.rank
             layout, transport = self._open_worker(kv_caches, rank)
             store, load = transport.copier(Direction.STORE), transport.copier(Direction.LOAD)
-            self._worker = CopyWorker(layout, store, load, self.geometry.store_share(rank), self._row_checks)
+            layers = self._layers(kv_caches, layout)
+            self._worker = CopyWorker(
+                layout, store, load, self.geometry.store_share(rank), checks=self._row_checks, layers=layers
+            )
         return self._worker
+
+    def _layers(self, kv_caches: CanonicalKVCaches, layout: CopyLayout) -> LayerGroups | None:
+        """Return which layers a step that reads what it loads waits for together; None if no step does."""
+        if self._attached is None or not loads_within_steps(self.settings, *self._attached):
+            return None
+        assert isinstance(kv_caches, PlacedKVCaches)
+        (group,) = self._attached[1].kv_cache_groups
+        return group_layers(layout, group.layer_names, kv_caches.segments_of(group.layer_names))

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingS
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v030.kv_blocks import place_kv_caches
-from spillway_connector.engine.v030.offload_worker import StepWorker
+from spillway_connector.engine.v030.offload_worker import CopyWorker, StepWorker
 from spillway_connector.engine.worker.copy_jobs import CopyJobs, Received, Sides, Submit
 from spillway_connector.engine.worker.half import WorkerHalf, ended_copy
 from spillway_connector.engine.worker.transports import device_state
@@ -49,6 +49,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         group_ids = get_offloading_group_ids(self.kv_cache_config)
         room_bytes = self.spec.geometry.rank_block_bytes if isinstance(self.spec, SpecBase) else None
         self._init_worker(place_kv_caches(kv_caches, self.kv_cache_config, group_ids, room_bytes))
+        self._load_layers_with(self.worker if isinstance(self.worker, CopyWorker) else None)
 
     @override
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
@@ -95,6 +96,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     def _finish(self) -> Received:
         assert self.worker is not None
+        self._end_forward()
         results = self.worker.get_finished()
         for result in results:
             if result.success and result.transfer_size is not None and result.transfer_time is not None:
@@ -118,7 +120,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         if state != self._reported_state:
             self._reported_state = state
             samples.merge(state)
-        if not report.completed and not adapters and not samples:
+        if not report.completed and not report.failed and not adapters and not samples:
             return None
         meta, self._connector_worker_meta = self._connector_worker_meta, OffloadingWorkerMetadata()
         completed = dict.fromkeys(report.completed, 1)
@@ -128,6 +130,8 @@ class SpillwayConnectorWorker(WorkerHalf):
             failed_jobs=report.failed,
             adapters=adapters,
             samples=samples,
+            loaded_blocks=report.loaded_blocks,
+            loading_seconds=report.loading_seconds,
         )
 
     @override

@@ -20,6 +20,7 @@ from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.namespace.adapters import AdapterLoads
 from spillway_connector.engine.worker.copy_jobs import CopyJobs, EndedCopy, Sides, Submit
+from spillway_connector.engine.worker.step_loads import LayerLoader, LayerwiseLoads
 
 
 class WorkerHalf(OffloadingConnectorWorker):
@@ -32,6 +33,12 @@ class WorkerHalf(OffloadingConnectorWorker):
         """The rest of the constructor, after the constructor of vLLM's class."""
         self._jobs = CopyJobs(self._store)
         self._adapter_loads = AdapterLoads(lora_config)
+        self._layerwise: LayerwiseLoads | None = None  # if a step may read what it loads
+
+    def _load_layers_with(self, loader: LayerLoader | None) -> None:
+        """Called once the caches are registered."""
+        if loader is not None and loader.layers is not None:
+            self._layerwise = LayerwiseLoads(loader, self._jobs)
 
     def _take_samples(self) -> Samples:
         """What is to be counted since the last call, and now and then the settings of this process."""
@@ -69,6 +76,21 @@ class WorkerHalf(OffloadingConnectorWorker):
         """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
         self._jobs.submit_stores()
         self._start_loads(metadata)
+
+    def start_step_loads(self, metadata: OffloadingConnectorMetadata, forward_context: Any) -> None:
+        """Loads that the forward itself reads; behind :meth:`start_kv_transfers`, before the forward."""
+        if self._layerwise is not None and isinstance(metadata, SpillwayConnectorMetadata):
+            loads, metadata.step_loads = metadata.step_loads, []
+            self._layerwise.start(loads, forward_context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._layerwise is not None:
+            self._layerwise.wait_for_layer(layer_name)
+
+    def _end_forward(self) -> None:
+        """Called before ended copies are processed."""
+        if self._layerwise is not None:
+            self._layerwise.end_step()
 
     @override
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:

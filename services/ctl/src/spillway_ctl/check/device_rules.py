@@ -170,12 +170,6 @@ def _image(group: Group) -> Iterator[Finding]:
             f'{quoted(image.variant)} has a base image for vllm: "0.23" alone',
             f'with vllm: {given} name an image of your own by image.tag or image.digest, or set vllm: "0.23"',
         )
-    if str(image.vllm) in VLLM_VERSIONS[1:] and on_off(group.engine.offload.layerwise_loads) == "on":
-        yield Finding(
-            f"{path}.offload.layerwiseLoads",
-            f"on needs vLLM 0.23, but {path}.image.vllm is {given}",
-            'set it to off, or vllm: "0.23"',
-        )
 
 
 def _security(group: Group) -> Iterator[Finding]:

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config import CUDAGraphMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector.engine.ipc.messages import StepLoad
-from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
-from spillway_connector.engine.v023.layerwise import LayerwiseLoads, segments_of_layers, why_not_within_steps
 from spillway_connector.engine.worker.copy_jobs import CopyJobs, EndedCopy
+from spillway_connector.engine.worker.step_loads import LayerwiseLoads, why_not_within_steps
 from spillway_connector.errors import DeviceCopyError
 
 EAGER = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
@@ -32,7 +31,7 @@ class ScriptedHandler:
         self.refuse: set[int] = set()  # groups
         self.broken: set[int] = set()  # groups whose copies were submitted in part
 
-    def load_layers(self, copy_id, group, spec):
+    def load_layers(self, copy_id, group, host, device):
         if group in self.refuse:
             raise DeviceCopyError("refused by the test")
         self.submitted.append((copy_id, group))
@@ -176,11 +175,3 @@ def test_which_engines_load_within_steps():
         {"decode_context_parallel_size": 2},
     ):
         assert why_not_within_steps(*engine(**others)) is not None, others
-
-
-def test_segments_are_counted_by_layer():
-    group = KVCacheGroupSpec(["a", "shares", "b"], None)
-    tensors = [KVCacheTensor(size=1, shared_by=["a"]), KVCacheTensor(size=1, shared_by=["b"])]
-    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=tensors, kv_cache_groups=[group])
-    assert segments_of_layers(CanonicalKVCaches([], [[]]), config) == [1, 0, 1]
-    assert segments_of_layers(PlacedKVCaches([], [[]], [], {"a": 2, "b": 3}), config) == [2, 0, 3]

@@ -8,23 +8,24 @@ for its end. So it is not among upstream's jobs; it only pins rows of the CPU ti
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, OffloadPolicy, ReqContext
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.ipc.messages import SpillwayConnectorMetadata, SpillwayWorkerMetadata, StepLoad
 from spillway_connector.engine.manager.early_loads import PendingRows
 from spillway_connector.engine.requests.state import RequestFields
+from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.scheduler.resets import ResetJob
-from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.plan.load_cost import LoadPolicy, RateMeter
 from spillway_connector.plan.step_loads import OTHERS_WAIT_MS_MAX, load_within_step, whole_blocks_before_last_token
 
@@ -38,11 +39,12 @@ class _Load:
     ranks_pending: int
 
 
-class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
-    """SpillwayConnectorScheduler that plans a load within its request's step if that delays the others little."""
+class StepLoadingHalf(SchedulerHalf):
+    """SchedulerHalf that plans a load within its request's step if that delays the others little."""
 
-    def __init__(self, spec: OffloadingSpec) -> None:
-        super().__init__(spec)
+    @override
+    def _begin(self, **options: Any) -> None:
+        super()._begin(**options)
         self.others_wait_ms_max = OTHERS_WAIT_MS_MAX
         self._load_rate = RateMeter(LoadPolicy().half_life_seconds)  # device blocks a second, of one rank
         self._asked_in_step: str | None = None  # the request that was last offered a load within the step
@@ -50,6 +52,10 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         self._planned_blocks = 0
         self._step_loads: dict[int, _Load] = {}
         self._step_requests: dict[int, str] = {}  # by load under way, those of before a reset included
+
+    @abstractmethod
+    def _note_load(self, status: RequestFields, computed: int, tokens: int) -> None:
+        """Note in vLLM's state of the request that these tokens behind those computed are loaded."""
 
     @override
     def get_num_new_matched_tokens(
@@ -105,9 +111,7 @@ class LayerwiseConnectorScheduler(SpillwayConnectorScheduler):
         first, count = computed // self._block_tokens, num_external_tokens // self._block_tokens
         device_blocks = [block.block_id for block in blocks.blocks[0][first : first + count]]
         self._current_batch_allocated_block_ids.update(device_blocks)
-        (state,) = status.group_states
-        if status.offloading_context.policy is OffloadPolicy.BLOCK_LEVEL:
-            state.next_stored_block_idx = -(-(computed + num_external_tokens) // self._chunk_tokens)
+        self._note_load(status, computed, num_external_tokens)
         job_id = self._generate_job_id()
         device = GPULoadStoreSpec(device_blocks, group_sizes=[count], block_indices=[first])
         self._planned.append(StepLoad(job_id, request.request_id, (rows, device)))

@@ -15,8 +15,13 @@ from vllm.v1.request import Request, RequestStatus
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
-from spillway_connector.engine.v023.layerwise_scheduler import LayerwiseConnectorScheduler
-from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.generation import (
+    SpillwayTieringManager,
+    StepLoadingScheduler,
+    make_cpu_tier,
+    scheduler_half,
+    step_output,
+)
 from spillway_connector.testing.requests import allocated, new_request, request_of
 
 BLOCKS, BLOCK_TOKENS, ROWS = 4, 16, 12
@@ -30,7 +35,7 @@ def request_for(request_id: str, prompt: int = 0) -> Request:
 
 
 @pytest.fixture
-def half() -> Iterator[LayerwiseConnectorScheduler]:
+def half() -> Iterator[StepLoadingScheduler]:
     region = HostRegion(region_path(f"test-layerwise-{os.getpid()}"), ROWS, 4096)
     region.unlink_name()
     manager = SpillwayTieringManager(
@@ -42,7 +47,7 @@ def half() -> Iterator[LayerwiseConnectorScheduler]:
         chunk_bytes=4096,
     )
     attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    yield scheduler_half(manager, [attention], num_ranks=2, half=LayerwiseConnectorScheduler)
+    yield scheduler_half(manager, [attention], num_ranks=2, half=StepLoadingScheduler)
     region.cleanup()
 
 

@@ -1,6 +1,6 @@
 """Loads that go layer by layer under the forward that reads them: when they may, and a worker's part of one.
 
-vLLM 0.23 calls `wait_for_layer_load` before the attention of each layer, except in a step that replays one graph of the
+vLLM calls `wait_for_layer_load` before the attention of each layer, except in a step that replays one graph of the
 whole forward, and except for layers that no hook was written for. So a worker waits for all layers before a forward
 that calls no hooks, and a load whose layers were not all waited for has failed.
 """
@@ -10,18 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
-from vllm.v1.kv_offload.worker.worker import TransferSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.ipc.messages import StepLoad
-from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
-from spillway_connector.engine.v023.handlers import CopyHandler
 from spillway_connector.engine.worker.copy_jobs import CopyJobs
+from spillway_connector.plan.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +43,29 @@ def why_not_within_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     return None
 
 
-def segments_of_layers(kv_caches: CanonicalKVCaches, config: KVCacheConfig) -> list[int]:
-    """How many of the group's references each of its layers has, in the order of their names."""
-    (group,) = config.kv_cache_groups
-    if isinstance(kv_caches, PlacedKVCaches):
-        return [kv_caches.parts_of.get(layer, 0) for layer in group.layer_names]
-    with_memory = {layer for tensor in config.kv_cache_tensors for layer in tensor.shared_by}
-    return [int(layer in with_memory) for layer in group.layer_names]
+class LayerLoader(Protocol):
+    """What copies to the device in a generation's room. layers: None if it copies no layers by themselves."""
+
+    layers: LayerGroups | None
+
+    def load_layers(self, copy_id: int, group: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> None:
+        """Start the copies of one group of layers, which `hold_computation` is then called for.
+
+        Raises PlanError or DeviceCopyError.
+        """
+
+    def hold_computation(self, copy_id: int) -> Exception | None:
+        """See Copier."""
 
 
 class LayerwiseLoads:
     """The loads of the step that runs. Each rank's process, model-runner thread."""
 
-    def __init__(self, handler: CopyHandler, jobs: CopyJobs) -> None:
-        assert handler.layers is not None
-        self._handler, self._jobs = handler, jobs
-        self._group_of = handler.layers.group_of
-        self._copies: list[list[int]] = [[] for _ in handler.layers.layouts]  # by group of layers, of this step
+    def __init__(self, loader: LayerLoader, jobs: CopyJobs) -> None:
+        assert loader.layers is not None
+        self._loader, self._jobs = loader, jobs
+        self._group_of = loader.layers.group_of
+        self._copies: list[list[int]] = [[] for _ in loader.layers.layouts]  # by group of layers, of this step
         self._held: set[int] = set()  # groups that the computation waits for
         self._copy_id = 0  # negative, as the scheduler's job ids are not
         self._hooks_missing = False  # known from an earlier step
@@ -73,10 +77,10 @@ class LayerwiseLoads:
             for load in loads:
                 if load.job_id in refused:
                     continue
-                device = load.transfer_spec[1]
+                host, device = load.transfer_spec
                 assert isinstance(device, GPULoadStoreSpec)
                 self._copy_id -= 1
-                submit = partial(self._submit, self._copy_id, group, load.transfer_spec)
+                submit = partial(self._submit, self._copy_id, group, host, device)
                 accepted = self._jobs.start_piece(
                     self._copy_id,
                     load.job_id,
@@ -93,9 +97,9 @@ class LayerwiseLoads:
         if loads and (self._hooks_missing or not _calls_hooks(forward_context)):
             self._hold_all()
 
-    def _submit(self, copy_id: int, group: int, spec: TransferSpec) -> bool:
+    def _submit(self, copy_id: int, group: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> bool:
         try:
-            self._handler.load_layers(copy_id, group, spec)
+            self._loader.load_layers(copy_id, group, host, device)
         except Exception as error:  # of any kind: the request recomputes
             logger.warning("Spillway: a load within a step was refused: %r", error)
             return False
@@ -136,7 +140,7 @@ class LayerwiseLoads:
         self._held.add(group)
         for copy_id in self._copies[group]:
             # Again for each of the group's layers: parts of a batch may run on streams of their own.
-            if self._handler.hold_computation(copy_id) is not None:
+            if self._loader.hold_computation(copy_id) is not None:
                 self._jobs.fail_piece(copy_id)
 
 
