@@ -128,3 +128,12 @@ def test_the_factory_passes_the_entrys_other_keys(source: Path) -> None:
     created = ast.unparse(factory["create_secondary_tier"])
     for passed in ("offloading_spec=", "primary_kv_view=", "tier_type=", "**config", "config.pop('module_path', None)"):
         assert passed in created
+
+
+def test_the_rows_that_a_tier_is_given_are_one_file(source: Path) -> None:
+    """vLLM 0.33 splits the region of its spec without tiers into segments; beneath tiers it does not, and a tier asks
+    for one run of bytes anyway."""
+    tree = ast.parse((source / KV_OFFLOAD / "tiering" / "spec.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    regions = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "SharedOffloadRegion"]
+    assert regions and all("num_segments" not in {given.arg for given in call.keywords} for call in regions)

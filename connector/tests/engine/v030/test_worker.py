@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
@@ -260,3 +261,45 @@ def test_the_settings_of_the_process_go_with_the_reports_of_jobs_and_replace_non
     assert (second.completed_jobs, second.failed_jobs) == ({2: 1}, {2})
     assert key not in second.samples.samples()
     assert worker.build_connector_worker_meta() is None
+
+
+@pytest.mark.skipif(not hasattr(KVConnectorBase_V1, "unregister_kv_caches"), reason="vLLM 0.33's contract of sleeps")
+@pytest.mark.parametrize("level", [1, 2])
+def test_no_copy_touches_the_device_once_a_sleep_takes_its_memory(monkeypatch, level):
+    """Through the sleep of vLLM's own worker class."""
+    from vllm.v1.worker import gpu_worker
+
+    worker, copies = make(FULL)
+    worker.start_kv_transfers(OffloadingConnectorMetadata({1: load_job("loads", [1])}, {}, set()))
+    worker.prepare_store_kv(OffloadingConnectorMetadata({}, {2: store_job("stores", [2])}, set()))
+    connector = SpillwayConnector.__new__(SpillwayConnector)
+    connector.connector_worker = worker
+    monkeypatch.setattr(gpu_worker, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(gpu_worker, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1, 2))
+    moving: list[set[int]] = []
+    backend = SimpleNamespace(
+        suspend=lambda _: moving.append({1, 2}.difference(*copies.waited)), resume=lambda tags: moving.append(set())
+    )
+    model = SimpleNamespace(named_buffers=lambda: [])
+    engine = SimpleNamespace(
+        model_runner=SimpleNamespace(model=model),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+        sleep_mode_backend=backend,
+        get_draft_model=lambda: None,
+        synchronize_device=lambda: None,
+        _save_sleep_parameters=lambda _: None,
+        _sleep_saved_parameters={},
+        _sleep_saved_buffers={},
+        _sleep_saved_draft_buffers={},
+    )
+
+    assert SpillwayConnector.supports_sleep_mode(None)
+    gpu_worker.Worker.sleep(engine, level)
+    gpu_worker.Worker.wake_up(engine)
+
+    assert copies.submitted == [1, 2] and moving == [set(), set()]
+    copies.ending = [(1, True), (2, True)]
+    assert worker.get_transfer_results().finished_recving == {"loads"}
+    assert worker.build_connector_worker_meta().completed_jobs == {1: 1, 2: 1}

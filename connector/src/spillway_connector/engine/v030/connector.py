@@ -79,6 +79,15 @@ class SpillwayConnector(ConnectorBase):
     def wait_for_save(self) -> None:
         self._queue_stores()
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM's contract since 0.33, before a sleep unmaps the device's KV: here no copy touches it from now on.
+
+        There is nothing to restore after it: vLLM maps the KV at the same addresses again, and what is page-locked or
+        registered with the device are the rows of the CPU tier, which stay.
+        """
+        assert isinstance(self.connector_worker, SpillwayConnectorWorker)
+        self.connector_worker.settle_copies()
+
     @override
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
         """Never None: vLLM does not notify the scheduler half of a step without a forward pass and with nothing to

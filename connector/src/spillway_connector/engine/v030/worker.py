@@ -68,6 +68,12 @@ class SpillwayConnectorWorker(WorkerHalf):
         if self._loads_before_forward:
             self._start_loads(kv_connector_metadata)
 
+    def settle_copies(self) -> None:
+        """Block until no copy touches the device any more. Their ends are reported as usual."""
+        assert self.worker is not None
+        self._jobs.submit_stores()
+        self.worker.wait(self._jobs.under_way())
+
     @override
     def _sides_of(self, job: Any) -> tuple[LoadStoreSpec, LoadStoreSpec]:
         return job.src_spec, job.dst_spec

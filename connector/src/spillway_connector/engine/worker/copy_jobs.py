@@ -178,6 +178,10 @@ class CopyJobs:
         copies.update(copy_id for copy_id, jobs in self._stores.items() if not job_ids.isdisjoint(jobs))
         return copies
 
+    def under_way(self) -> set[int]:
+        """The ids by which the transport knows every copy that was submitted and whose end was not asked for."""
+        return {*self._loads, *self._pieces, *self._stores}
+
     def finish(self, ended: Iterable[EndedCopy]) -> Received:
         """Take in what the transport has ended since the last call; once a step, behind its computation.
 
