@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
-from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.requests import new_request, request_of
 
 BLOCK_TOKENS, ROWS = 16, 8
 HOOKS = ("on_new_request", "prepare_store", "on_request_finished", "on_schedule_end", "take_events", "get_stats")
@@ -75,9 +74,8 @@ def test_a_step_ends_for_the_manager_after_its_stores_and_finished_requests(mana
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
     request.status = RequestStatus.RUNNING
-    new = SimpleNamespace(req_id="one", block_ids=([1, 2],), num_computed_tokens=0)
     manager.calls.clear()
-    assert half.build_connector_meta(step_output({"one": request.num_tokens}, [new])).store_jobs
+    assert half.build_connector_meta(step_output({"one": request.num_tokens}, [new_request("one", [1, 2])])).store_jobs
     assert manager.calls[-1] == "on_schedule_end" and "prepare_store" in manager.calls
 
     request.status = RequestStatus.FINISHED_STOPPED
