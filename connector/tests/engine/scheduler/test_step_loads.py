@@ -88,7 +88,7 @@ def ask(half, name: str, prompt: int = 0) -> tuple[Request, tuple[int | None, bo
 def begin(half, request: Request, tokens: int, blocks: list[int]) -> None:
     given = allocated(blocks)
     for block in given.blocks[0]:
-        block.block_hash = b"h"  # vLLM has entered the blocks in its prefix cache by now, as if they had been computed
+        block._block_hash = b"h"  # vLLM has entered the blocks in its prefix cache by now, as if they had been computed
     half.update_state_after_alloc(request, given, tokens)
 
 
