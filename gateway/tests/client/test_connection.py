@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from collections import Counter
 from typing import Any
 
-from spillway_gateway.client.connection import HeadWithBody
+import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from spillway_gateway.client.connection import ClientConnection, ClientRequest, HeadWithBody
 from spillway_gateway.testing.faults import HoldInStream
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
+from spillway_gateway.upstream.exchange import Exchange
+from spillway_gateway.upstream.reply import Reply
+from spillway_gateway.upstream.stream_relay import StreamRelay
 from spillway_gateway.write_coalescing import WriteCoalescer
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
@@ -199,3 +207,41 @@ async def test_a_head_request_gets_no_body(start_engine: Any) -> None:
         writer.close()
 
     assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
+
+
+KEPT = (ClientConnection, ClientRequest, Exchange, HeadWithBody, Reply, RequestResponseCycle, StreamRelay)
+
+
+def kept() -> Counter[type]:
+    return Counter(type(each) for each in gc.get_objects() if type(each) in KEPT)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["read", "left"])
+async def test_requests_and_connections_that_end_leave_nothing_to_the_garbage_collector(
+    stream: bool, version: bytes, leaves: bool, start_engine: Any
+) -> None:
+    """A thousand clients that leave at once were 95,000 objects for one run of it."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        body = json.dumps({"model": "fake", "prompt": "hello", "stream": stream}).encode()
+        request = b"POST /v1/completions HTTP/%s\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+        request %= (version, len(body), body)
+        gc.collect()
+        gc.disable()
+        try:
+            before = kept()
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+                for _ in range(1 if leaves or version == b"1.0" else 3):
+                    writer.write(request)
+                    await reader.readuntil(b"}" if leaves else b"[DONE]\n\n" if stream else b"}}")
+                writer.close()
+                await writer.wait_closed()
+            await until(lambda: not len(running.gateway.open_connections))
+            # The last one may be held until the next one.
+            async with asyncio.timeout(60):
+                await until(lambda: all(count <= 1 for count in (kept() - before).values()))
+        finally:
+            gc.enable()

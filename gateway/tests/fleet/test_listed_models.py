@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,3 +23,12 @@ def test_a_page_of_more_cards_than_are_decoded_at_once_has_no_list() -> None:
     page = b'{"data":[' + b",".join(b'{"id":"%d"}' % number for number in range(BRACES_MAX)) + b"]}"
 
     assert read_listed_models(page) is None
+
+
+def test_a_page_of_tens_of_thousands_of_cards_is_few_objects_for_the_garbage_collector() -> None:
+    page = b'{"data":[%s]}' % b",".join(b'{"id":"adapter-%d","parent":"fake"}' % number for number in range(20_000))
+    gc.collect()
+    before = len(gc.get_objects())
+    listed = read_listed_models(page)
+    assert listed is not None and len(listed.adapters) == 20_000
+    assert len(gc.get_objects()) - before < 100

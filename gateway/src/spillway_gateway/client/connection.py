@@ -4,6 +4,9 @@ A reply's head is sent with the first bytes of its body, in one packet. A discon
 that waits for it: with a thousand streams that is a thousand tasks. A whole reply is one write, without messages. A
 draining gateway closes each connection with its next reply.
 
+What ends leaves no cycle of references: a request is some fifty objects, and with thousands of clients that leave, the
+garbage collector would look for those of all of them in one go.
+
 Subclasses uvicorn's protocol and uses its request cycle, which are no public API of uvicorn: the names used are listed
 in tests/client/test_uvicorn_contract.py, and pyproject.toml bounds the version.
 """
@@ -11,6 +14,7 @@ in tests/client/test_uvicorn_contract.py, and pyproject.toml bounds the version.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -48,6 +52,10 @@ class ClientConnection(BoundedConnection):
     def ended(self, exc: Exception | None) -> None:
         super().ended(exc)
         self.report_disconnect()
+        cast(HeadWithBody, self.transport).forget_connection()
+        # A request that still runs holds its own.
+        self.cycle = None  # type: ignore[assignment]
+        self.scope = None  # type: ignore[assignment]
 
     @override
     def on_headers_complete(self) -> None:
@@ -86,35 +94,46 @@ class ClientConnection(BoundedConnection):
             self._on_disconnect()
 
 
+def _alive(cycle_of_task: weakref.ref[RequestResponseCycle]) -> RequestResponseCycle:
+    """The request's task holds it while it runs."""
+    cycle = cycle_of_task()
+    assert cycle is not None
+    return cycle
+
+
 class _Unchunked:
     """Sends the replies of a request cycle to a client of HTTP/1.0, which knows no chunks: the end of the connection is
     the end of a reply without length."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._send = cycle.send
+        self._cycle_of_task = weakref.ref(cycle)  # which holds this as its send()
         self._unsized = False
 
     async def send(self, message: Any) -> None:
-        cycle = self._cycle
+        cycle = _alive(self._cycle_of_task)
         if message["type"] == "http.response.start":
             self._unsized = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             if self._unsized:
                 cycle.chunked_encoding = False
         elif self._unsized and cycle.scope["method"] != "HEAD":
             cycle.expected_content_length = len(message.get("body", b""))
-        await self._send(message)
+        await RequestResponseCycle.send(cycle, message)
 
 
 class ClientRequest:
-    """One request on its connection. Used on the event loop, by the task that serves the request."""
+    """One request on its connection. Used on the event loop, by the task that serves the request, which holds the
+    request's cycle."""
 
-    __slots__ = ("_connection", "_cycle")
+    __slots__ = ("_connection", "_cycle_of_task")
     engine_connections: ClassVar[None] = None
 
     def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
-        self._cycle = cycle
+        self._cycle_of_task = weakref.ref(cycle)
+
+    @property
+    def _cycle(self) -> RequestResponseCycle:
+        return _alive(self._cycle_of_task)
 
     def take_whole_body(self) -> bytes | None:
         """The body, as one ASGI message would hold it. None if it is not complete, or the client disconnected."""
@@ -224,6 +243,10 @@ class HeadWithBody:
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading
         self.set_protocol = transport.set_protocol
+
+    def forget_connection(self) -> None:
+        """It is lost."""
+        self._linger = lambda transport: False
 
     def write(self, data: bytes) -> None:
         coalescer = self._coalescer

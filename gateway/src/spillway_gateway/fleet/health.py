@@ -157,8 +157,7 @@ class HealthPoller:
                     engine.traffic.observed(moved_bytes(own), time.monotonic())
                     await asyncio.sleep(0)  # a page of many ranks is read once for each
             body = await self._optional_page("/v1/models", MODELS_BYTES_MAX)
-            known = self._engine.listed
-            listed = known if known is not None and known.body == body else read_listed_models(body or b"")
+            listed = await self._read_models(body or b"")
             if listed is not None:
                 self._models_listed(listed)
         if now - self._observed_at > METRICS_STALE_PERIODS * config.metrics_period_seconds:
@@ -185,12 +184,23 @@ class HealthPoller:
         status, body = await self._page("/v1/models", MODELS_BYTES_MAX)
         if status >= 500:
             return EngineState.NOT_READY, f"/v1/models answers status {status}"
-        listed = read_listed_models(body) if status == 200 and body is not None else None
+        listed = await self._read_models(body) if status == 200 and body is not None else None
         self._models_listed(listed)
         if listed is None or self._engine.model in listed.names:
             return EngineState.READY, "ready"
         shown = ", ".join([_cut(name) for name in heapq.nsmallest(5, listed.names)]) or "no model"
         return EngineState.NOT_READY, f"serves {shown[:200]}, not {self._engine.model}"
+
+    async def _read_models(self, body: bytes) -> ListedModels | None:
+        """A list as it was last time is not read again: one of tens of thousands of adapters takes some milliseconds,
+        so reading it and noting it are iterations of their own."""
+        known = self._engine.listed
+        if known is not None and known.body == body:
+            return known
+        await asyncio.sleep(0)
+        listed = read_listed_models(body)
+        await asyncio.sleep(0)
+        return listed
 
     def _models_listed(self, listed: ListedModels | None) -> None:
         engine = self._engine

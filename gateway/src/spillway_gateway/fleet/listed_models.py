@@ -19,7 +19,7 @@ BRACES_MAX = 2 * CARDS_MAX  # vLLM's card has one of its own and one of its perm
 LENGTH_MAX = 1 << 30  # tokens; what says more is no limit
 
 
-class _Card(msgspec.Struct):
+class _Card(msgspec.Struct, gc=False):  # else tens of thousands start the garbage collector a hundred times
     id: str = ""
     parent: str | None = None
     max_model_len: int | None = None

@@ -74,7 +74,7 @@ class Connection(Protocol):
         """It is the turn of the call's handler to begin."""
 
 
-def _nothing() -> None:
+def nothing() -> None:
     pass
 
 
@@ -120,7 +120,7 @@ class Call:
         self.unsent: deque[memoryview] = deque()
         self.window_in = CALL_WINDOW_BYTES
         self.window_change = 0
-        self.on_end: Callable[[], None] = _nothing
+        self.on_end: Callable[[], None] = nothing
         self.message_bytes_max = MESSAGE_BYTES_MAX
         self.task: asyncio.Task[None] | None = None
         self._due = False  # the handler has begun, or waits for its turn

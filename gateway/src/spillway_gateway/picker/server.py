@@ -15,7 +15,7 @@ from spillway_gateway.client.reply_budget import ReplyBudget
 from spillway_gateway.error_bodies import body_of, headers_of
 from spillway_gateway.lifecycle import Lifecycle
 from spillway_gateway.picker.body_modes import UnusableModes, body_modes
-from spillway_gateway.picker.grpc_call import Call, CallFailed, Status
+from spillway_gateway.picker.grpc_call import Call, CallFailed, Status, nothing
 from spillway_gateway.picker.grpc_connection import GrpcConnection
 from spillway_gateway.picker.messages import (
     HEALTH_SERVICE,
@@ -123,6 +123,7 @@ class EndpointPicker:
             await self._application(request.scope(), request.receive, request.send)
         finally:
             request.release_body_bytes()
+            call.on_end = nothing  # request and call would keep each other
         if proxy.failure is not None:
             raise proxy.failure
 

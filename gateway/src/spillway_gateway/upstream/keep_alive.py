@@ -10,6 +10,10 @@ from collections.abc import Callable
 COMMENT = b": keep-alive\n\n"
 
 
+def _nothing() -> None:
+    pass
+
+
 class KeepAlive:
     """Times the comments of one streaming request, from its creation to close(). On the event loop.
 
@@ -39,7 +43,8 @@ class KeepAlive:
         self._timer = self._loop.call_at(self._sent_at + self._seconds, self.on_timer)
 
     def close(self) -> None:
-        """No comment follows."""
+        """No comment follows. Who sends them holds this one, and is let go, else each request would be a cycle."""
+        self._comment = _nothing
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -132,6 +132,7 @@ class Reply:
         """The request has ended."""
         self._comments_over = True
         self._keep_alive.close()
+        self.stream.close()
 
     async def relay(self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None) -> None:
         """Pass on a reply whose head has arrived. Raises UpstreamError for a failure of the engine; until the exchange

@@ -124,6 +124,11 @@ class StreamRelay:
         """Whether what was passed on ends with a whole event."""
         return self._framer is None or self._framer.at_boundary
 
+    def close(self) -> None:
+        """Nothing more is passed on. The reply, which holds this stream, is let go, else each request would be a
+        cycle."""
+        del self._reply
+
     def reset(self) -> None:
         """Another attempt has a reply."""
         self._framer = None
