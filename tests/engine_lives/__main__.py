@@ -1,5 +1,6 @@
 """`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks ...]`
-and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier; with `--stalls 20`, a tier
+and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier, and hits of blocks whose
+load fails; with `--stalls 20`, a tier
 that stalls while a prompt is computed, in simulated time; with `--partings 20`, what prompts with windows and with
 states find."""
 
@@ -21,12 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from engine_lives.resets import RACES
     from engine_lives.schedules import run
     from engine_lives.stalls import STALLS
+    from engine_lives.step_races import STEP_RACES
 
     parser = argparse.ArgumentParser(prog="engine_lives", description="Random schedules on vLLM's real scheduler.")
     parser.add_argument("--count", type=int, default=10_000, help="schedules of each shape (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule (default 0)")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=RANDOM_SHAPES)
-    parser.add_argument("--races", type=int, default=0, help="of resets during copies, each in one fixed order, first")
+    parser.add_argument(
+        "--races", type=int, default=0, help="of resets and hits during copies, each in one fixed order, first"
+    )
     parser.add_argument(
         "--stalls", type=int, default=0, help="of a tier that is read while a prompt is computed, first"
     )
@@ -35,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     for shape, cases, count, what in (
         ("nvme", RACES, given.races, "races"),
+        ("layers-hit", STEP_RACES, given.races, "races"),
         ("meetings", STALLS, given.stalls, "prompts"),
         *((shape, cases, given.partings, "partings") for shape, cases in PARTINGS.items()),
     ):

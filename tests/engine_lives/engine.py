@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +164,7 @@ SHAPES = {
         meetings=True,
     ),
 }
+SHAPES["layers-hit"] = replace(SHAPES["layers-async"], device_blocks=40)  # for prompts that share a beginning
 RANDOM_SHAPES = [name for name, shape in SHAPES.items() if not shape.nvme_tier]  # every byte moves at a random time
 
 
@@ -442,11 +443,11 @@ class Engine:
             # step only with pipeline parallelism, which has no loads within steps.
             steps_ahead = 0
         while len(self.scheduled) <= steps_ahead:
-            self._schedule()
+            self.schedule()
             meanwhile()
         self._run(self.scheduled.popleft())
 
-    def _schedule(self) -> None:
+    def schedule(self) -> None:
         output = self.scheduler.schedule()
         self.scheduled.append(output)
         region = getattr(self._scheduler_half, "_step_region", None)  # since 0.33

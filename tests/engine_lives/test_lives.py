@@ -53,6 +53,7 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
         "weights-that-are-named",
         "weights-that-change-under-a-load",
         "weights-that-changed",
+        "hits-of-a-load-that-fails",
     ]
     stalls = re.findall(rf"^(\S+): {STALLS} prompts", done.stdout, re.M)
     assert stalls == ["load-that-is-met", "tier-that-stalls"]

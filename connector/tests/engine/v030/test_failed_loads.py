@@ -83,3 +83,12 @@ def test_requests_that_wait_for_their_load_are_left_to_vllm(scheduler: Scheduler
     assert found == ({"loads"}, 32, set())
     assert waits.num_computed_tokens == 16
     assert len(scheduler.running) == 3 and not scheduler.evicted
+
+
+def test_a_block_that_two_wait_with_is_computed_by_each(scheduler: Scheduler) -> None:
+    """The second may run before the first one has computed it."""
+    scheduler.block_size = 16
+    both = [request(name, RequestStatus.WAITING_FOR_REMOTE_KVS) for name in ("loads", "shares")]
+    found = scheduler._update_requests_with_invalid_blocks(iter(both), {2}, {}, evict_blocks=False)
+    assert found == ({"loads", "shares"}, 64, set())
+    assert [each.num_computed_tokens for each in both] == [16, 16]

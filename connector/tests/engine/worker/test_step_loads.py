@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
@@ -14,6 +15,7 @@ from spillway_connector.engine.ipc.messages import StepLoad
 from spillway_connector.engine.worker.copy_jobs import CopyJobs, EndedCopy
 from spillway_connector.engine.worker.step_loads import LayerwiseLoads, why_not_within_steps
 from spillway_connector.errors import DeviceCopyError
+from spillway_connector.testing.kv_caches import kv_cache_config, of_scheduler
 
 EAGER = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
 PIECEWISE = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
@@ -160,7 +162,8 @@ def engine(**others):
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=None)
     parallel = dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), 1)
     parallel |= dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), 1)
-    config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["l0"], spec)] * others.pop("groups", 1))
+    groups = [KVCacheGroupSpec(["l0"], spec)] * others.pop("groups", 1)
+    config = SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=[])
     drafter = others.pop("drafter", None)
     return SimpleNamespace(parallel_config=SimpleNamespace(**(parallel | others)), speculative_config=drafter), config
 
@@ -175,3 +178,33 @@ def test_which_engines_load_within_steps():
         {"decode_context_parallel_size": 2},
     ):
         assert why_not_within_steps(*engine(**others)) is not None, others
+
+
+def mla(head_size, **of_kernel):
+    return MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=head_size, dtype=torch.uint8, **of_kernel)
+
+
+def sparse(layer):
+    """A layer of DeepSeek V3.2."""
+    return {layer: mla(656, cache_dtype_str="fp8_ds_mla"), f"{layer}.indexer": mla(132)}
+
+
+@pytest.mark.parametrize(
+    ("specs", "loads"),
+    [
+        (sparse("l0") | sparse("l1"), False),
+        ({"l0": mla(656), "l1": mla(656)}, True),
+        (
+            {
+                f"l{n}": FullAttentionSpec(block_size=64, num_kv_heads=2 << n, head_size=128 >> n, dtype=torch.uint8)
+                for n in (0, 1)
+            },
+            True,
+        ),
+    ],
+)
+def test_scheduler_and_workers_agree_whether_an_engine_loads_within_steps(specs, loads):
+    """The scheduler's process has the spec of one layer alone."""
+    of_worker = kv_cache_config(specs, 1 << 24)
+    (vllm_config, _), of_process = engine(), (of_worker, of_scheduler(of_worker))
+    assert [why_not_within_steps(vllm_config, each) is None for each in of_process] == [loads, loads]

@@ -34,8 +34,13 @@ def is_packed(config: KVCacheConfig) -> bool:
     """
     if len(config.kv_cache_groups) < 2 or current_platform.device_type == "npu":
         return False
-    if all(getattr(_first_spec(group), "alignment", None) is None for group in config.kv_cache_groups):
+    if all(getattr(first_spec(group), "alignment", None) is None for group in config.kv_cache_groups):
         return False
+    return pages_differ(config)
+
+
+def pages_differ(config: KVCacheConfig) -> bool:
+    """Whether layers have pages of several sizes. The same in all processes of a replica."""
     # Before vLLM 0.30 a tensor holds the pages of one place in each group; later it describes where a group's layers
     # with one page lie.
     tensors: list[Any] = config.kv_cache_tensors
@@ -55,7 +60,7 @@ def row_block_bytes(config: KVCacheConfig, counted_bytes: int) -> int:
     return held if held <= counted_bytes * (1 - _SAVED_AT_LEAST) else counted_bytes
 
 
-def _first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
+def first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
     """The one that the scheduler's process has."""
     spec = group.kv_cache_spec
     return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec

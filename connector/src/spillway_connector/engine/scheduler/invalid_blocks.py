@@ -45,10 +45,25 @@ def taking_step_back(original: Any, take_step_back: Callable[[Any, set[int]], Af
         take_step_back: (scheduler, invalid block ids) -> what that method returns.
     """
 
-    def handle(scheduler: Any, _: Iterable[Request], block_ids: set[int], evict_blocks: bool) -> Affected | None:
-        return take_step_back(scheduler, block_ids) if evict_blocks else None
+    def update_requests(
+        self: Any,
+        requests: Iterable[Request],
+        invalid_block_ids: set[int],
+        num_scheduled_tokens: dict[str, int],
+        evict_blocks: bool = True,
+    ) -> Affected:
+        if evict_blocks:
+            return take_step_back(self, invalid_block_ids)
+        # Requests that wait for loads of their own may have hit the same bad block. vLLM has the first of them alone
+        # compute it, and the others may run before that.
+        affected, lost_tokens = set[str](), 0
+        for request in requests:
+            of_one: Affected = original(self, [request], invalid_block_ids, num_scheduled_tokens, evict_blocks)
+            affected |= of_one[0]
+            lost_tokens += of_one[1]
+        return affected, lost_tokens, set()
 
-    return handling_invalid_blocks(original, handle)
+    return update_requests
 
 
 def holders(scheduler: Any, block_ids: set[int]) -> list[Request]:

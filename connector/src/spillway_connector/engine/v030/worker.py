@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingSpec
 
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.layouts.packed_blocks import first_spec
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.v030.kv_blocks import place_kv_caches
 from spillway_connector.engine.v030.offload_worker import CopyWorker, StepWorker
@@ -153,4 +154,4 @@ def names_failed_blocks(config: KVCacheConfig) -> bool:
     windows alone, blocks outside the window are kept although they were never loaded.
     """
     groups = config.kv_cache_groups
-    return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+    return len(groups) == 1 and isinstance(first_spec(groups[0]), FullAttentionSpec)

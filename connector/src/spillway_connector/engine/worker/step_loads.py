@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.ipc.messages import StepLoad
+from spillway_connector.engine.layouts.packed_blocks import first_spec, pages_differ
 from spillway_connector.engine.worker.copy_jobs import CopyJobs
 from spillway_connector.plan.layer_groups import LayerGroups
 
@@ -32,8 +33,10 @@ def loads_within_steps(settings: ConnectorConfig, vllm_config: VllmConfig, kv_ca
 def why_not_within_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why this model or engine cannot load within a step; None if nothing is in the way."""
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+    if len(groups) != 1 or not isinstance(first_spec(groups[0]), FullAttentionSpec):
         return "its layers are not one group that attention reads whole"
+    if pages_differ(kv_cache_config):  # as with an indexer's keys, which are read before the hook of their layer
+        return "its layers have pages of several sizes"
     if vllm_config.speculative_config is not None:
         return "a drafter's layers run behind the step's end"
     if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
