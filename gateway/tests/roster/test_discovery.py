@@ -16,7 +16,7 @@ from spillway_gateway.roster.local_engines import LocalEngines
 from spillway_gateway.testing.fake_dns import NameServer
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint
-from spillway_gateway.testing.faults import HoldInStream
+from spillway_gateway.testing.faults import Hang, HoldInStream
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 
@@ -298,28 +298,22 @@ async def test_a_lone_request_goes_to_another_engine_where_the_pod_of_its_own_wa
     api: FakeKubernetes, start_engine: Any, end: str, status: int
 ) -> None:
     fakes = [await start_engine(name) for name in ("vllm-0", "vllm-1")]
-    ended: list[asyncio.Task[None]] = []
     async with running_gateway(settings(api)) as running, aiohttp.ClientSession() as client:
-        engines = running.gateway.fleets[0].engines
-
-        async def end_of(fake: FakeEngine) -> None:
-            engine = engines[fake.name]
-            if end == "deleted":
-                api.delete(f"slice-of-{fake.name}")
-            else:
-                put(api, fake, ready=False, terminating=end == "terminating")
-            await until(lambda: engine.withheld is not None or engines.get(fake.name) is not engine)
-            await fake.stop()
-
-        def script(fake: FakeEngine) -> None:
-            if not ended:
-                ended.append(asyncio.get_running_loop().create_task(end_of(fake)))
-                raise asyncio.CancelledError  # the reply is never written
-
         for fake in fakes:
-            fake.script = lambda path, body, fake=fake: script(fake)
+            fake.fault = Hang()
             put(api, fake)
         await ready(running, "vllm-0", "vllm-1")
-        async with client.post(running.url + "/v1/completions", json=PROMPT) as reply:
+        asking = asyncio.create_task(client.post(running.url + "/v1/completions", json=PROMPT))
+        await until(lambda: any(fake.seen for fake in fakes))
+        its, other = sorted(fakes, key=lambda fake: not fake.seen)
+        other.fault = None
+        engines = running.gateway.fleets[0].engines
+        engine = engines[its.name]
+        if end == "deleted":
+            api.delete(f"slice-of-{its.name}")
+        else:
+            put(api, its, ready=False, terminating=end == "terminating")
+        await until(lambda: engine.withheld is not None or engines.get(its.name) is not engine)
+        await its.stop()
+        async with await asking as reply:
             assert reply.status == status, await reply.text()
-        await ended[0]
