@@ -101,6 +101,22 @@ async def test_a_stream_passes_whole_behind_a_body_of_any_length(
         await until(lambda: idle(running))
 
 
+@MODES
+async def test_requests_and_replies_without_a_body_pass(start_engine: StartEngine, keeps: bool):
+    """An answer to a body that it did not send is a broken rule to Envoy: clients got 500, also for what was done."""
+    engine = await start_engine()
+    async with behind_envoy(engine, keeps=keeps) as (url, running), aiohttp.ClientSession() as session:
+        made = json.loads((await post(url, "/v1/responses", {"model": engine.model, "input": "hello"}))[2])
+        path = f"{url}/v1/responses/{made['id']}"
+        for method, of in (("GET", path), ("HEAD", path), ("POST", path + "/cancel")):
+            async with session.request(method, of) as reply:
+                direct = await session.request(method, of.replace(url, running.url))
+                answer = await reply.read()
+                assert reply.status == direct.status < 300 and answer == await direct.read()
+                assert bool(answer) == (method != "HEAD")
+        await until(lambda: idle(running))
+
+
 def texts(stream: bytes) -> list[str]:
     events = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: {")]
     return [choice["text"] for event in events for choice in json.loads(event)["choices"]]

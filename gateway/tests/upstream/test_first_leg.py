@@ -305,6 +305,7 @@ async def test_a_request_that_would_read_a_place_more_than_once_or_never_takes_o
         {"max_completion_tokens": -5},
         {"min_tokens": 9, "max_tokens": 8},
         {"min_tokens": -1},
+        {"min_tokens": 17},  # completions have 16 tokens if they say no length
         {"n": 0},
         {"stream": "perhaps"},
         {"stream_options": {"include_usage": True}},

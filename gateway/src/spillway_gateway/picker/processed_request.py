@@ -77,7 +77,8 @@ class ProcessedRequest:
         self.body_timed_out = False
         self._on_disconnect: Callable[[], None] | None = None
         self._lost = False
-        self.engine_connections = EngineSide(proxy, self._given, mutations.subset_of(opening), modes)
+        subset = mutations.subset_of(opening)
+        self.engine_connections = EngineSide(proxy, self._given, subset, modes, bodiless=self._read)
         self._start: Message | None = None
         self._head_sent = False
         self._own_body = bytearray()  # of an immediate response
@@ -178,8 +179,13 @@ class ProcessedRequest:
             await self._answer_chunks(engine.reply_given, engine.kept_reply, status, headers, body)
             return
         if not self._head_sent:
+            if engine.reply_bodiless and body:  # an answer of the gateway in place of the engine's
+                await self._proxy.write(mutations.immediate(status, headers, body))
+                return
             self._head_sent = True
             await self._proxy.write(mutations.reply_to_client(engine.reply_given, status, headers))
+        if engine.reply_bodiless:
+            return
         for piece in mutations.reply_body_pieces(body, last=self._answered and not engine.trailers):
             await self._proxy.write(piece)
         if self._answered and engine.trailers:
@@ -262,6 +268,7 @@ class EngineSide:
 
     Attributes:
         reply_given: the headers of the engine's reply, as the proxy has them; None before.
+        reply_bodiless: it ended with them: the proxy takes no answer to a body that it did not send.
         request_trailers: the proxy has sent trailers of the request, and waits for an answer to them.
         trailers: likewise of the reply.
         given_body: of the request, if the proxy keeps it.
@@ -270,14 +277,18 @@ class EngineSide:
 
     reach_another = False  # what the proxy does if the engine fails is its own configuration
 
-    def __init__(self, proxy: Proxy, given: Headers, subset: frozenset[str] | None, modes: BodyModes) -> None:
+    def __init__(
+        self, proxy: Proxy, given: Headers, subset: frozenset[str] | None, modes: BodyModes, *, bodiless: bool
+    ) -> None:
         self._proxy = proxy
         self._given = given
         self._subset = subset
+        self._bodiless = bodiless
         self._destination = ""
         self._outgoing: Sequence[Body] = ()
         self._read = False
         self.reply_given: Headers | None = None
+        self.reply_bodiless = False
         self.request_trailers = False
         self.trailers = False
         self.given_body: bytes | None = None
@@ -330,7 +341,7 @@ class EngineSide:
             )
         else:
             await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
-            for piece in mutations.request_body_pieces(body, last=not self.request_trailers):
+            for piece in () if self._bodiless else mutations.request_body_pieces(body, last=not self.request_trailers):
                 await self._proxy.write(piece)
             if self.request_trailers:
                 await self._answer_request_trailers()
@@ -344,7 +355,7 @@ class EngineSide:
         encoding = header(given, b"content-encoding")
         if encoding is not None and encoding.strip().lower() != b"identity":
             raise EngineBadReply(f"the engine's reply has the content-encoding {encoding[:20]!r}; none was asked for")
-        self._read = message.response_headers.end_of_stream
+        self._read = self.reply_bodiless = message.response_headers.end_of_stream
         self.status = int(status)
         self.headers = [pair for pair in given if not pair[0].startswith(b":")]
         self.reply_given = given

@@ -63,6 +63,7 @@ _VALUES: dict[str, int | bool | None] = {
 _Count = Annotated[int, Meta(ge=1)]
 _LOGPROBS_MAX = 20  # vLLM's --max-logprobs, unless the operator has set another
 _Logprobs = Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)]
+_COMPLETION_TOKENS = 16  # of a completion that says no length; a chat's goes on to the model's
 
 
 class _StreamOptions(msgspec.Struct):
@@ -85,13 +86,15 @@ class _Replaced(msgspec.Struct):
     logprobs: bool | _Logprobs | None = None
     top_logprobs: _Logprobs | None = None
     return_token_ids: bool | None = None
+    messages: msgspec.Raw | None = None  # of a chat, whose `logprobs` is no number
 
     def accepted(self, prompt_tokens: int, tokens_max: int | None) -> bool:
         """Whether no member contradicts another one, the length of the prompt or the model's (None: not known)."""
         lengths = [length for length in (self.max_tokens, self.max_completion_tokens) if length is not None]
         return (
-            (not lengths or self.min_tokens <= min(lengths))
-            and (tokens_max is None or prompt_tokens + max(lengths, default=1) <= tokens_max)
+            self.min_tokens <= min(lengths, default=_COMPLETION_TOKENS)
+            and (tokens_max is None or prompt_tokens + max(1, self.min_tokens, *lengths) <= tokens_max)
+            and (self.messages is None or self.logprobs in (None, False, True))
             and (self.stream_options is None or bool(self.stream))
             and (not self.top_logprobs or bool(self.logprobs))
         )
