@@ -12,7 +12,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from spillway_gateway.client.connection import ClientConnection, ClientRequest, HeadWithBody
-from spillway_gateway.testing.faults import HoldInStream
+from spillway_gateway.testing.faults import Hang, HoldInStream, Status
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 from spillway_gateway.upstream.exchange import Exchange
 from spillway_gateway.upstream.reply import Reply
@@ -245,3 +245,35 @@ async def test_requests_and_connections_that_end_leave_nothing_to_the_garbage_co
                 await until(lambda: all(count <= 1 for count in (kept() - before).values()))
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("fault", [Hang(), Status(503)], ids=str)
+@pytest.mark.parametrize("requests", [1, 2], ids=["one", "pipelined"])
+async def test_requests_that_nobody_answers_leave_nothing_to_the_garbage_collector_or_in_the_log(
+    fault: Any, requests: int, start_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that a frame holds, in whose traceback it is, keeps the request. Of two requests on a connection uvicorn
+    lets only the last one know that it is lost, and then logs that the other one has no answer."""
+    engine = await start_engine()
+    async with running_gateway(gateway_config([engine])) as running:
+        engine.fault = fault
+        gc.collect()
+        gc.disable()
+        try:
+            before = kept()
+            for number in range(1, 6):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+                writer.write(plain_chat("hello") * requests)
+                if fault == Status(503):
+                    await reader.readuntil(b"}}")
+                else:
+                    await until(lambda number=number: len(engine.seen) == number)
+                writer.close()
+                await writer.wait_closed()
+                await until(lambda: not running.gateway.lifecycle.running)
+            await until(lambda: not len(running.gateway.open_connections))
+            async with asyncio.timeout(60):
+                await until(lambda: all(count <= 1 for count in (kept() - before).values()))
+        finally:
+            gc.enable()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -110,6 +110,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._unread.hold(0)
         self._held.clear()
         self.release_body_bytes()
+        self.pipeline.clear()
+        self._refusal = self._refusal_due = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

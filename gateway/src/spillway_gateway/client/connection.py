@@ -43,6 +43,7 @@ class ClientConnection(BoundedConnection):
     """Puts a ClientRequest into each request's scope, as extension EXTENSION. Its server's state is a DrainingState."""
 
     _on_disconnect: Callable[[], None] | None = None
+    _served: RequestResponseCycle | None = None  # the request that runs, or ran last; `cycle` may be one behind it
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -50,12 +51,19 @@ class ClientConnection(BoundedConnection):
 
     @override
     def ended(self, exc: Exception | None) -> None:
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
         super().ended(exc)
         self.report_disconnect()
         cast(HeadWithBody, self.transport).forget_connection()
         # A request that still runs holds its own.
-        self.cycle = None  # type: ignore[assignment]
+        self.cycle = self._served = None  # type: ignore[assignment]
         self.scope = None  # type: ignore[assignment]
+
+    @override
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
     @override
     def on_headers_complete(self) -> None:

@@ -247,6 +247,7 @@ class EngineConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended(exc)
+        self._parser = None  # which holds this connection
 
     def _ended(self, exc: Exception | None) -> None:
         self._eof = True

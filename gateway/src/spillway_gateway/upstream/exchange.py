@@ -162,7 +162,10 @@ class Exchange:
             cause, self._cause = self._cause, None
             if self._task is not None:
                 self._task.uncancel()
-            raise cause from None
+            try:
+                raise cause from None
+            finally:
+                del cause  # this frame is in its traceback, with those of the request: they would keep each other
 
     async def send(self, message: Message) -> None:
         """Send to the client. A deadline that passes meanwhile is the client's fault, not the engine's."""

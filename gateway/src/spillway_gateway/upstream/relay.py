@@ -134,6 +134,7 @@ class Relay:
                 logger.warning("request %s: the client stopped reading; its request was ended", self._request.shown_id)
         except GatewayError as error:
             await reply.answer_error(error, self.attempt)
+            error.__traceback__ = None  # as for each failure of an attempt
         finally:
             services.running.discard(exchange)
             self._coalescer.end_request()
@@ -182,7 +183,7 @@ class Relay:
                 self._end_attempt(None)
                 return
             except UpstreamError as error:
-                failure = error
+                failure = error.with_traceback(None)  # this frame is in it: they would keep each other
                 if type(error) in (EngineDisconnected, EngineBadReply):  # raised by a connection, without a name
                     failure = type(error)(f"Engine {attempt.engine.name} failed: {error.message}")
                     failure.__cause__ = error
