@@ -102,10 +102,15 @@ def test_a_small_cell_holds_a_digest():
     assert one != other
 
 
-def test_what_is_always_needed_outlives_a_small_cell():
-    rows = memoryview(bytearray(256))
-    write_layout(rows, 0, 128, {"layers": ["x" * 100] * 9}, {"needed": 7})
-    assert read_layouts(rows, 128, 1)[0]["needed"] == 7
+def test_what_is_always_needed_outlives_a_small_cell_beside_the_same_digest():
+    """The digest enters the namespace, and what is needed differs by the number of ranks."""
+    rows, found = memoryview(bytearray(256)), []
+    for needed in (7, 8):
+        write_layout(rows, 0, 128, {"layers": ["x" * 100] * 9}, {"needed": needed})
+        (layout,) = read_layouts(rows, 128, 1)
+        assert layout["needed"] == needed
+        found.append(layout["digest"])
+    assert found[0] == found[1]
 
 
 def test_the_ranks_of_each_stage_are_heard_once():

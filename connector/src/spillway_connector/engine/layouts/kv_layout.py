@@ -101,7 +101,8 @@ def write_layout(
     needed `always`."""
     document = json.dumps({**facts, **always}, sort_keys=True).encode()
     if _HEAD.size + len(document) > min(cell_bytes, LAYOUT_AT_MOST_BYTES):
-        document = json.dumps({"digest": blake3(document).hexdigest(16), **always}, sort_keys=True).encode()
+        digest = blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest(16)
+        document = json.dumps({"digest": digest, **always}, sort_keys=True).encode()
     assert _HEAD.size + len(document) <= cell_bytes, f"a cell of {cell_bytes} bytes holds no description of its layout"
     head = _HEAD.pack(_MARK, len(document), blake3(document).digest(16))
     rows[cell_offset : cell_offset + _HEAD.size + len(document)] = head + document
