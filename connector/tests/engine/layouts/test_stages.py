@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,19 @@ def region() -> Iterator[HostRegion]:
     opened.cleanup()
 
 
-def test_without_a_pipeline_nothing_is_asked(tmp_path: Path) -> None:
+def test_without_a_pipeline_a_worker_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.parallel_state, "model_parallel_is_initialized", lambda: True)
     assert agree(FIRST, 1, tmp_path / "none") is FIRST
+
+
+def test_without_a_pipeline_the_scheduler_asks_whether_ranks_hold_the_same(tmp_path: Path, region: HostRegion) -> None:
+    """It sees MLA in the first layer, the workers a drafter's heads in another."""
+    of_each = replace(FIRST, ranks_hold_the_same=False)
+    rows = region.create_kv_memoryview().cast("B")
+    write_layout(rows, 0, 4096, {"layers": ["a layer"]}, of_each.as_layout())
+    rows.release()
+    assert agree(FIRST, 1, region.path) == of_each
+    assert agree(of_each, 1, tmp_path / "none") is of_each
 
 
 def test_the_largest_stage_decides_and_one_with_heads_of_its_own() -> None:

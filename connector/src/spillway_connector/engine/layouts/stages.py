@@ -4,7 +4,8 @@ Each process knows the layers of one stage of a pipeline only: a worker knows it
 the first stage's. Stages differ (61 layers are 31 and 30, a drafter lies on the last one), and a row is cut the same
 way in all of them. So the workers compare notes when their specs are built, which they do together, and rank 0 writes
 the result into the rows for the scheduler's process, beside the description of its KV caches (kv_layout.py). It does so
-without a pipeline too if only workers know how large a block is (packed_blocks.py).
+without a pipeline too, as only workers may know how large a block is (packed_blocks.py), and whether all ranks hold the
+same KV.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ def agree(own: StageFacts, num_stages: int, rows: Path) -> StageFacts:
     have left nothing.
     """
     is_known = own.rank_block_bytes != NOT_KNOWN_HERE
-    if num_stages == 1 and is_known:
-        return own
     # A worker may be in the scheduler's process.
-    if is_known and parallel_state.model_parallel_is_initialized():  # type: ignore[no-untyped-call]
+    is_worker = is_known and parallel_state.model_parallel_is_initialized()  # type: ignore[no-untyped-call]
+    # The scheduler's process has the spec of one layer of a group. Others, as a drafter's beside MLA, may have heads of
+    # their own on each rank.
+    if num_stages == 1 and is_known and (is_worker or not own.ranks_hold_the_same):
+        return own
+    if is_worker:
         return joined(_of_all_stages(own, num_stages))
     return _written_by_workers(rows)
 
