@@ -54,6 +54,11 @@ def changed(old: str, new: str) -> dict[str, Any]:
         ({**CHAT, "usage": None}, "does not add up"),
         ({**CHAT, "usage": {**USAGE, "total_tokens": 33}}, "does not add up"),
         ({**CHAT, "usage": {**USAGE, "completion_tokens": 17, "total_tokens": 47}}, "does not add up"),
+        ([], "another type"),
+        ({**CHAT, "choices": ["Here."]}, "another type"),
+        ({**CHAT, "choices": {"first": "Here."}}, "another type"),
+        (changed('"Here."', '["Here."]'), "another type"),
+        ({**CHAT, "usage": {**USAGE, "total_tokens": "many"}}, "another type"),
     ],
 )
 def test_an_answer_that_is_not_well_formed(answer: dict[str, Any], problem: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,16 @@ def event_data(lines: Iterable[bytes]) -> Iterator[str]:
     return (line[5:].strip().decode() for line in lines if line.startswith(b"data:"))
 
 
+@contextmanager
+def _typed() -> Iterator[None]:
+    """What is read inside has the types of an answer, or is malformed."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise MalformedAnswer(f"the answer has a member of another type than a chat's: {error}") from error
+
+
+@_typed()
 def plain_chat(document: Mapping[str, Any]) -> ChatAnswer:
     """Raises MalformedAnswer unless it is one well-formed chat.completion of at most ANSWER_TOKENS tokens."""
     if document.get("object") != "chat.completion":
@@ -45,6 +56,7 @@ def plain_chat(document: Mapping[str, Any]) -> ChatAnswer:
     return _checked(_text_of(message), document, choices[0].get("finish_reason"), document.get("usage"))
 
 
+@_typed()
 def streamed_chat(events: Iterable[str], on_text: Callable[[], None] = lambda: None) -> ChatAnswer:
     """The same of a stream that was asked for with `include_usage`.
 
