@@ -1,8 +1,7 @@
 """`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks ...]`
 and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier, and hits of blocks whose
-load fails; with `--stalls 20`, a tier
-that stalls while a prompt is computed, in simulated time; with `--partings 20`, what prompts with windows and with
-states find."""
+load fails; with `--stalls 20`, a tier that stalls while a prompt is computed, in simulated time; with `--partings 20`,
+what prompts with windows and with states find."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from its first token, as vLLM does in later versions: a window or a state amid a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,9 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.scheduler.invalid_blocks import (
     Affected,
-    forget_prefixes,
+    Own,
     handling_invalid_blocks,
-    holders,
+    preempt_holders,
     taking_step_back,
 )
 
@@ -37,11 +36,11 @@ def full_recompute(original: Any) -> Callable[..., Affected]:
 
 
 def _full_recompute(
-    scheduler: Any, requests: Iterable[Request], invalid_block_ids: set[int], evict_blocks: bool
-) -> Affected | None:
+    scheduler: Any, requests: Iterable[Request], invalid_block_ids: set[int], evict_blocks: bool, own: Own
+) -> Affected:
     groups = scheduler.kv_cache_config.kv_cache_groups
     if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        return None
+        return own(requests)
     if evict_blocks:
         # For running requests. Loads here are asynchronous: until one has ended, its blocks belong to one request, and
         # that request waits.
@@ -78,26 +77,16 @@ def recompute_from_start(
 
 def step_retreat(original: Any) -> Callable[..., Affected]:
     """Wrap Scheduler._update_requests_with_invalid_blocks."""
-    return taking_step_back(original, take_step_back)
+    return handling_invalid_blocks(original, taking_step_back(take_step_back))
 
 
 def take_step_back(scheduler: Any, invalid_block_ids: set[int]) -> Affected:
     """(ids of the requests whose tokens of this step vLLM must not take, tokens they lose, blocks to evict: none)."""
-    affected = holders(scheduler, invalid_block_ids)
-    forget_prefixes(scheduler)
-    lost_tokens = 0
-    now = time.monotonic()
-    for request in reversed(affected):  # each is put before those that wait
-        lost_tokens += request.num_computed_tokens
-        scheduler.running.remove(request)
-        scheduler._preempt_request(request, now)
-        _drop_tokens_under_way(request)
+    affected, lost_tokens = preempt_holders(scheduler, invalid_block_ids)
     for request in (*scheduler.waiting, *scheduler.skipped_waiting):
-        # Preempted since: which blocks it computed with is no longer known.
+        # Those just preempted, and those preempted since: which blocks these computed with is no longer known.
         if request.status is RequestStatus.PREEMPTED and request.num_output_placeholders:
             _drop_tokens_under_way(request)
-    if affected:
-        scheduler.prev_step_scheduled_req_ids.clear()
     if isinstance(scheduler, AsyncScheduler):
         return set(), lost_tokens, set()
     return {request.request_id for request in affected}, lost_tokens, set()

@@ -8,35 +8,30 @@ running requests, which drops every token under way, and the prefix cache forget
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from spillway_connector.engine.scheduler.invalid_blocks import Affected, forget_prefixes, holders, taking_step_back
+from spillway_connector.engine.scheduler.invalid_blocks import (
+    Affected,
+    handling_invalid_blocks,
+    preempt_holders,
+    taking_step_back,
+)
 
 
 def step_retreat(original: Any) -> Callable[..., Affected]:
     """Wrap Scheduler._update_requests_with_invalid_blocks."""
-    return taking_step_back(original, take_step_back)
+    return handling_invalid_blocks(original, taking_step_back(take_step_back))
 
 
 def take_step_back(scheduler: Any, invalid_block_ids: set[int]) -> Affected:
     """Return (ids of requests whose token of this step vLLM must not take: none, as it drops them all; tokens that
     requests lose; blocks to evict: none)."""
-    affected = holders(scheduler, invalid_block_ids)
-    forget_prefixes(scheduler)
-    lost_tokens = 0
-    now = time.monotonic()
-    for request in reversed(affected):  # each is put before those that wait
-        lost_tokens += request.num_computed_tokens
-        scheduler.running.remove(request)
-        scheduler._preempt_request(request, now, drop_stale_output=True)
+    _, lost_tokens = preempt_holders(scheduler, invalid_block_ids)
     for request in scheduler.requests.values():
-        # Preempted since: which blocks it computed with is no longer known.
+        # Those just preempted, and those preempted since: which blocks these computed with is no longer known.
         if request.status is RequestStatus.PREEMPTED and request.num_stale_output_tokens:
             request.drop_stale_output = True
-    if affected:
-        scheduler.prev_step_scheduled_req_ids.clear()
     return set(), lost_tokens, set()

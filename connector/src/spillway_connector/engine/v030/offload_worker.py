@@ -51,7 +51,7 @@ class CopyWorker(StepWorker):
         layers: LayerGroups | None = None,
     ) -> None:
         """share: the part of each store that this rank copies (ChunkGeometry.store_share). checks: of loads, if engines
-        share the rows. layers: where loads may go layer by layer."""
+        share the rows. layers: how loads go layer by layer; None: they do not."""
         self._checks = checks
         self._layout = layout
         self._share = share
