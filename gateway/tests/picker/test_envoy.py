@@ -431,10 +431,13 @@ async def test_trailers_of_a_request_are_answered_after_its_body(start_engine: S
         call = channel.stream_stream(f"/{SERVICE}/Process")()
         await call.write(opening())
         await call.write(ProcessingRequest(request_body={"body": body}).SerializeToString())
-        await call.write(ProcessingRequest(request_trailers={}).SerializeToString())
+        trailers = ProcessingRequest(request_trailers={})
+        trailers.request_trailers.trailers.headers.add(key="x-data-parallel-rank", raw_value=b"1")
+        await call.write(trailers.SerializeToString())
         answers = [ProcessingResponse.FromString(await call.read()) for _ in range(3)]
         assert [each.WhichOneof("kind") for each in answers] == ["request_headers", "request_body", "request_trailers"]
         assert not answers[1].request_body.response.body_mutation.streamed_response.end_of_stream
+        assert answers[2].request_trailers.header_mutation.remove_headers == ["x-data-parallel-rank"]
         call.cancel()
         await until(lambda: idle(running))
 

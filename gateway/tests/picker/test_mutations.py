@@ -70,7 +70,16 @@ def test_a_proxy_may_send_values_as_text_or_as_bytes() -> None:
     message = HttpHeaders()
     for key, fields in (("X-Text", {"value": "caf\u00e9"}), ("x-bytes", {"raw_value": b"\xff"})):
         message.headers.headers.add(key=key, **fields)
-    assert mutations.headers_of(message) == [(b"x-text", "caf\u00e9".encode()), (b"x-bytes", b"\xff")]
+    assert mutations.headers_of(message.headers) == [(b"x-text", "caf\u00e9".encode()), (b"x-bytes", b"\xff")]
+
+
+@given(HEADERS)
+def test_trailers_pass_neither_way(headers: Headers) -> None:
+    named = {name.decode() for name, _ in headers} - {"host"}
+    request = ProcessingResponse.FromString(mutations.without_request_trailers(headers)).request_trailers
+    reply = ProcessingResponse.FromString(mutations.without_reply_trailers(headers)).response_trailers
+    for answer in (request, reply):
+        assert set(answer.header_mutation.remove_headers) == named and not answer.header_mutation.set_headers
 
 
 def test_the_subset_is_read_as_a_list_or_as_text() -> None:

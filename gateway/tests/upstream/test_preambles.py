@@ -140,7 +140,7 @@ class ScriptedEngine:
             return
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
-            b"x-from: %s\r\n\r\n" % self.name.encode()
+            b"metadata: %s\r\n\r\n" % self.name.encode()
         )
         for step in self.script(path):
             if step is None:
@@ -224,7 +224,7 @@ async def test_an_engine_that_fails_before_the_first_part_is_replaced(
             assert status == 200
             assert without_comments(body) == answer(path, "good").whole
             if before == "preamble":
-                assert headers["x-spillway-engine"] == "good" == headers["x-from"]
+                assert headers["x-spillway-engine"] == "good" == headers["metadata"]
         assert bad.asked and good.asked == 2
         reports = end == "fails" or (end == "finishes" and path != RESPONSES)
         failed = "failed" if reports else "disconnected"

@@ -20,6 +20,7 @@ from spillway_gateway.picker.messages import (
     HttpStatus,
     ImmediateResponse,
     ProcessingResponse,
+    TrailersResponse,
 )
 from spillway_gateway.upstream.forward import Body, Headers, header
 
@@ -32,11 +33,11 @@ _PIECE_BYTES = 60_000
 _OF_THE_CONNECTION = (b"content-length", b"transfer-encoding", b"host")
 
 
-def headers_of(message: Any) -> Headers:
-    """Names in lower case, pseudo-headers among them."""
+def headers_of(given: Any) -> Headers:
+    """Those of a HeaderMap. Names in lower case, pseudo-headers among them."""
     return [
         (each.key.lower().encode(), each.raw_value or each.value.encode("utf-8", "surrogateescape"))
-        for each in message.headers.headers
+        for each in given.headers
     ]
 
 
@@ -123,6 +124,16 @@ def reply_to_client(given: Headers, status: int, headers: Headers) -> bytes:
     kept = [pair for pair in given if not pair[0].startswith(b":")]
     mutation = CommonResponse(header_mutation=_mutation(kept, wanted))
     return _serialized(ProcessingResponse(response_headers=HeadersResponse(response=mutation)))
+
+
+def without_request_trailers(given: Headers) -> bytes:
+    """The answer to a request's trailers: the engine gets none of them."""
+    return _serialized(ProcessingResponse(request_trailers=TrailersResponse(header_mutation=_mutation(given, []))))
+
+
+def without_reply_trailers(given: Headers) -> bytes:
+    """The answer to a reply's trailers: clients get none of them."""
+    return _serialized(ProcessingResponse(response_trailers=TrailersResponse(header_mutation=_mutation(given, []))))
 
 
 def immediate(status: int, headers: Headers, body: bytes) -> bytes:

@@ -23,7 +23,6 @@ from spillway_gateway.picker import mutations
 from spillway_gateway.picker.body_modes import BodyModes
 from spillway_gateway.picker.chunk_answers import Answer, ChunkAnswers
 from spillway_gateway.picker.grpc_call import MessageTooLong
-from spillway_gateway.picker.messages import ProcessingResponse, TrailersResponse
 from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
 
@@ -70,7 +69,7 @@ class ProcessedRequest:
         self._proxy = proxy
         self._modes = modes
         self._open_connections = open_connections
-        self._given = mutations.headers_of(opening.request_headers)
+        self._given = mutations.headers_of(opening.request_headers.headers)
         self._read = opening.request_headers.end_of_stream
         self._reserved_bytes = 0
         self._body_seconds: float | None = None
@@ -154,7 +153,8 @@ class ProcessedRequest:
             parts.append(message.request_body.body)
             self._read = message.request_body.end_of_stream
         elif kind == "request_trailers":
-            self._read = self.engine_connections.request_trailers = True
+            self._read = True
+            self.engine_connections.request_trailers = mutations.headers_of(message.request_trailers.trailers)
         else:
             self._proxy.refuse(kind)
             return False
@@ -186,10 +186,10 @@ class ProcessedRequest:
             await self._proxy.write(mutations.reply_to_client(engine.reply_given, status, headers))
         if engine.reply_bodiless:
             return
-        for piece in mutations.reply_body_pieces(body, last=self._answered and not engine.trailers):
+        for piece in mutations.reply_body_pieces(body, last=self._answered and engine.trailers is None):
             await self._proxy.write(piece)
-        if self._answered and engine.trailers:
-            await self._proxy.write(ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString())
+        if self._answered and engine.trailers is not None:
+            await self._proxy.write(mutations.without_reply_trailers(engine.trailers))
 
     async def _answer_chunks(
         self, given: Headers, chunks: ChunkAnswers, status: int, headers: Headers, body: bytes
@@ -208,8 +208,8 @@ class ProcessedRequest:
         await engine.answer(chunks.end())
         if chunks.unanswerable:  # why the reply ends early. The proxy has begun it, so it breaks it off
             await proxy.write(mutations.immediate(status, headers, b""))
-        elif engine.trailers:
-            await proxy.write(ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString())
+        elif engine.trailers is not None:
+            await proxy.write(mutations.without_reply_trailers(engine.trailers))
 
     # -- the client --------------------------------------------------------------------------------------------------
 
@@ -269,8 +269,8 @@ class EngineSide:
     Attributes:
         reply_given: the headers of the engine's reply, as the proxy has them; None before.
         reply_bodiless: it ended with them: the proxy takes no answer to a body that it did not send.
-        request_trailers: the proxy has sent trailers of the request, and waits for an answer to them.
-        trailers: likewise of the reply.
+        request_trailers: of the request, for an answer to which the proxy waits; None if it has none.
+        trailers: likewise of the reply; None if it has none, or not yet.
         given_body: of the request, if the proxy keeps it.
         kept_reply: the reply, if the proxy keeps its chunks.
     """
@@ -289,8 +289,8 @@ class EngineSide:
         self._read = False
         self.reply_given: Headers | None = None
         self.reply_bodiless = False
-        self.request_trailers = False
-        self.trailers = False
+        self.request_trailers: Headers | None = None
+        self.trailers: Headers | None = None
         self.given_body: bytes | None = None
         self.kept_reply = ChunkAnswers() if modes.keeps_reply else None
         self.status = 0
@@ -341,14 +341,17 @@ class EngineSide:
             )
         else:
             await self._proxy.write(mutations.request_to_engine(self._given, bytes(head), self._destination))
-            for piece in () if self._bodiless else mutations.request_body_pieces(body, last=not self.request_trailers):
+            for piece in (
+                () if self._bodiless else mutations.request_body_pieces(body, last=self.request_trailers is None)
+            ):
                 await self._proxy.write(piece)
-            if self.request_trailers:
-                await self._answer_request_trailers()
+            if self.request_trailers is not None:
+                await self._proxy.write(mutations.without_request_trailers(self.request_trailers))
         kinds = ("response_headers", "request_trailers")[: 1 + (given_body is not None)]
         while (message := await self._next(*kinds)).WhichOneof("kind") == "request_trailers":
-            await self._answer_request_trailers()
-        given = mutations.headers_of(message.response_headers)
+            trailers = mutations.headers_of(message.request_trailers.trailers)
+            await self._proxy.write(mutations.without_request_trailers(trailers))
+        given = mutations.headers_of(message.response_headers.headers)
         status = header(given, b":status") or b""
         if not status.isdigit() or not 200 <= int(status) < 600:
             raise EngineBadReply(f"the engine's reply has the status {status[:20]!r}, which HTTP does not have")
@@ -364,7 +367,7 @@ class EngineSide:
         while not self._read:
             message = await self._next("response_body", "response_trailers")
             if message.WhichOneof("kind") == "response_trailers":
-                self._read = self.trailers = True
+                self._read, self.trailers = True, mutations.headers_of(message.response_trailers.trailers)
                 break
             self._read = message.response_body.end_of_stream
             body: bytes = message.response_body.body
@@ -378,9 +381,6 @@ class EngineSide:
         """Those to chunks of the reply."""
         for each in answers:
             await self._proxy.write(mutations.chunk_answer(each))
-
-    async def _answer_request_trailers(self) -> None:
-        await self._proxy.write(ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString())
 
     async def _next(self, *kinds: str) -> Any:
         """The next message, which has to be of one of these kinds. Raises ClientDisconnected."""

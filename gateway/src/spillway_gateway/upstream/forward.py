@@ -42,53 +42,21 @@ _DROPPED_FROM_CALLERS = (
     HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", _RANK_HEADER, b"x-request-id"}
 )
 _INTERNAL_PREFIX = OWN_HEADERS_PREFIX.encode()
-# Headers of replies that engines may not set: client/cors.py says who may read them, proxies in front obey the others
-# (`x-envoy-immediate-health-check-fail` takes the gateway out of Envoy's balancing), and so do caches and browsers.
-_NOT_FROM_ENGINES = (
-    *(_INTERNAL_PREFIX, b"access-control-", b"content-security-policy", b"grpc-"),
-    *(b"x-accel-", b"x-forwarded-", b"x-envoy-", b"x-original-", b"x-rewrite-", b"x-real-", b"x-host", b"x-lighttpd-"),
-    *(b"x-litespeed-", b"surrogate-", b"cdn-"),
+# All that clients get of an engine's headers: what a reader of the body needs, and when to ask again. Everything else
+# is the gateway's to say (the request's id, limits, caching, CORS), describes the engine's own address (redirects,
+# cookies), or would steer what stands in front: Envoy obeys `x-envoy-*` and `endpoint-load-metrics`, nginx `x-accel-*`,
+# browsers a score of others, and each release of them may obey more.
+_OF_REPLIES = frozenset(
+    {
+        b"content-length",
+        b"content-type",
+        b"metadata",  # of poolings whose numbers are bytes: without it nobody knows their shapes
+        b"retry-after",
+    }
 )
-# Headers of an engine's reply that clients do not get: its redirects, links and what browsers should keep concern the
-# engine's own address, and the request's id is the gateway's.
-_REPLY_DROPPED = HOP_BY_HOP | {
-    b"date",
-    b"server",
-    b"location",
-    b"content-location",
-    b"refresh",
-    b"link",
-    b"via",
-    b"uri",
-    b"forwarded",
-    b"proxy-status",
-    b"set-cookie",
-    b"set-cookie2",
-    b"authentication-info",
-    b"proxy-authentication-info",
-    b"clear-site-data",
-    b"strict-transport-security",
-    # A shared cache would keep a stored response that an engine calls public, for whoever asks for its id.
-    b"cache-control",
-    b"expires",
-    b"etag",
-    b"last-modified",
-    b"age",
-    b"pragma",
-    b"report-to",
-    b"reporting-endpoints",
-    b"speculation-rules",
-    b"accept-ch",
-    b"critical-ch",
-    b"origin-agent-cluster",
-    b"nel",
-    b"service-worker-allowed",
-    b"sourcemap",
-    b"x-request-id",
-    b"x-sendfile",
-    b"alt-svc",
-    b"www-authenticate",
-}
+# A page or a script of an engine would run in a browser with the gateway's origin.
+_TYPES = frozenset({b"application/json", b"application/octet-stream", b"text/event-stream", b"text/plain"})
+_UNKNOWN_TYPE = (b"content-type", b"application/octet-stream")  # without any, a browser guesses
 
 
 def request_head(
@@ -120,13 +88,12 @@ def request_head(
 
 
 def reply_headers(headers: Headers) -> Headers:
-    """The engine's headers as the client gets them."""
+    """The engine's headers as the client gets them: each once."""
     named = connection_named(headers)
-    return [
-        (name, value)
-        for name, value in headers
-        if name not in _REPLY_DROPPED and name not in named and not name.startswith(_NOT_FROM_ENGINES)
-    ]
+    kept = {name: value for name, value in reversed(headers) if name in _OF_REPLIES and name not in named}
+    kind = kept.pop(b"content-type", b"")
+    known = kind.partition(b";")[0].strip().lower() in _TYPES
+    return [(b"content-type", kind) if known else _UNKNOWN_TYPE, *kept.items()]
 
 
 def connection_named(headers: Headers) -> frozenset[bytes]:

@@ -228,11 +228,7 @@ class StreamRelay:
 
     async def _commit(self, attempt: Attempt, connection: Connection, events: bytes) -> None:
         """The client gets these events, and from now on no other engine's answer from the start."""
-        headers = [
-            pair
-            for pair in reply_headers(connection.headers)
-            if pair[0] not in (b"cache-control", b"x-accel-buffering", b"content-length")
-        ]
+        headers = [pair for pair in reply_headers(connection.headers) if pair[0] != b"content-length"]
         if self._request.on_reply is not None and connection.status == 200:
             self._request.on_reply(attempt.engine.name, events)
         await self._reply.start_events(connection.status, headers, attempt)
