@@ -69,7 +69,9 @@ def test_only_what_the_way_of_handing_over_reads_has_to_be_equal() -> None:
     assert by_store.verdict is by_connector.verdict is Verdict.OK
 
 
-@pytest.mark.parametrize(("reason", "change"), [("no_common_store", "one store"), ("text", "model.tokenizer")])
+@pytest.mark.parametrize(
+    ("reason", "change"), [("no_common_store", "one store"), ("text", "model.tokenizer"), ("body", "prompt_logprobs")]
+)
 def test_requests_that_could_not_take_two_legs_say_why(reason: str, change: str) -> None:
     page = LEGS.format(decision="one", reason=reason, count=7) + LEGS.format(decision="one", reason="short", count=90)
     (one,) = found({"p": "prefill", "d": "decode"}, page)

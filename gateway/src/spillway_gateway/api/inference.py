@@ -223,7 +223,7 @@ class InferenceEndpoint:
             choices=parsed.choices,
             reply_tokens_max=parsed.reply_tokens_max,
             retained_token_hours=None if retained is None else retained.token_hours,
-            one_leg=why_one_leg(
+            one_leg=await why_one_leg(
                 served.fleet,
                 prompt,
                 body,

@@ -26,14 +26,16 @@ from spillway_gateway.upstream.json_walk import JsonWalk
 from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.splice import Edit, edited, insertion, opening_of
+from spillway_settings.vllm_salts import Version
 from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER
 
 STEP_BYTES = 64 * 1024  # well under a millisecond of the event loop
 REPLY_BYTES_MAX = 1024 * 1024  # a connector names each block
 # Engines keep blocks that none asks for at least three times as long; later, others' KV may lie there.
 PLACE_SECONDS_MAX = 10.0
-_COMPUTED_IN_FULL = (b'"prompt_logprobs"', b'"echo"', b'"prompt_embeds"')  # vLLM reads no cache for these
-_BEAMS = b'"use_beam_search"'
+_COMPUTED_IN_FULL = ("prompt_logprobs", "echo", "prompt_embeds")  # vLLM reads no cache for these
+_BEAMS = "use_beam_search"
+_ESCAPED = b"\\u00"  # begins a letter of a name that is written with an escape
 _LENGTH, _PARAMS = "max_tokens", "kv_transfer_params"
 _OWN = frozenset({HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER})
 # Asks vLLM's NixlConnector, or vllm-ascend's MooncakeConnectorV1, to keep the prompt's blocks and name their place.
@@ -52,7 +54,7 @@ _VALUES: dict[str, int | bool | None] = {
     "min_tokens": 0,
     "n": 1,
     "best_of": None,
-    "use_beam_search": False,
+    _BEAMS: False,
     "stream": False,
     "stream_options": None,
     "logprobs": None,
@@ -61,6 +63,8 @@ _VALUES: dict[str, int | bool | None] = {
 }
 
 _Count = Annotated[int, Meta(ge=1)]
+_VALUE_BYTES_MAX = 4096  # of a member of _Replaced
+_CUTS_LENGTHS: Version = (0, 32)  # an answer's, to what the prompt leaves; before it vLLM refuses longer ones
 _LOGPROBS_MAX = 20  # vLLM's --max-logprobs, unless the operator has set another
 _Logprobs = Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)]
 _COMPLETION_TOKENS = 16  # of a completion that says no length; a chat's goes on to the model's
@@ -88,12 +92,14 @@ class _Replaced(msgspec.Struct):
     return_token_ids: bool | None = None
     messages: msgspec.Raw | None = None  # of a chat, whose `logprobs` is no number
 
-    def accepted(self, prompt_tokens: int, tokens_max: int | None) -> bool:
+    def accepted(self, prompt_tokens: int, tokens_max: int | None, vllm: Version) -> bool:
         """Whether no member contradicts another one, the length of the prompt or the model's (None: not known)."""
         lengths = [length for length in (self.max_tokens, self.max_completion_tokens) if length is not None]
+        asked = max(lengths, default=0)
+        answer_tokens = max(1, self.min_tokens, 0 if vllm >= _CUTS_LENGTHS else asked)
         return (
             self.min_tokens <= min(lengths, default=_COMPLETION_TOKENS)
-            and (tokens_max is None or prompt_tokens + max(1, self.min_tokens, *lengths) <= tokens_max)
+            and (tokens_max is None or max(prompt_tokens + answer_tokens, asked) <= tokens_max)
             and (self.messages is None or self.logprobs in (None, False, True))
             and (self.stream_options is None or bool(self.stream))
             and (not self.top_logprobs or bool(self.logprobs))
@@ -101,17 +107,34 @@ class _Replaced(msgspec.Struct):
 
 
 _replaced = msgspec.json.Decoder(_Replaced)
+_REPLACED = _Replaced.__struct_fields__
 
 
-def _would_be_accepted(body: Body, prompt_tokens: int, tokens_max: int | None) -> bool:
-    """Whether engines accept of a body what its first leg does not say."""
+def _would_be_accepted(body: Body, walk: JsonWalk, prompt_tokens: int, tokens_max: int | None, vllm: Version) -> bool:
+    """Whether engines accept of a body what its first leg does not say. walk: has found _REPLACED."""
+    outline = []
+    for name, found in walk.members.items():
+        start, end = found[-1][:2]
+        if name == "messages":
+            outline.append(b'"messages":[]')
+        elif end - start > _VALUE_BYTES_MAX:
+            return False
+        else:
+            outline.append(b'"%s":%s' % (name.encode(), body[start:end]))
     try:
-        return _replaced.decode(body).accepted(prompt_tokens, tokens_max)
+        return _replaced.decode(b"{%s}" % b",".join(outline)).accepted(prompt_tokens, tokens_max, vllm)
     except (ValueError, RecursionError):  # MsgspecError is a ValueError
         return False
 
 
-def why_one_leg(
+async def _has_one(body: Body, names: Sequence[str]) -> bool:
+    """Whether the body may have one of the members. Text that quotes a name counts, as it costs a leg at most."""
+    if any(b'"%s"' % name.encode() in body for name in names):
+        return True
+    return _ESCAPED in body and bool((await _walked(body, names)).members)
+
+
+async def why_one_leg(
     fleet: ModelFleet, prompt: PromptBlocks, body: Body, *, known: bool, single: bool, choices: int, proxied: bool
 ) -> LegsReason | None:
     """Why a request takes one leg, whatever the engines; None: it may take two.
@@ -129,22 +152,21 @@ def why_one_leg(
         return LegsReason.DIALECT
     if proxied:
         return LegsReason.PROXY
-    if not single or any(name in body for name in _COMPUTED_IN_FULL):
-        return LegsReason.BODY
     # A connector gives the blocks away to the first that reads them, and vLLM reads them for each choice. Its beams do
     # not read them at all, and they would be kept for minutes.
     by_connector = fleet.disaggregation.by_connector
-    if by_connector and (choices > 1 or _BEAMS in body):
+    alone = (*_COMPUTED_IN_FULL, _BEAMS) if by_connector else _COMPUTED_IN_FULL
+    if not single or (by_connector and choices > 1) or await _has_one(body, alone):
         return LegsReason.BODY
     if prompt.text_tokens is not None:
         return LegsReason.TEXT
     if not prompt.keys:
         return LegsReason.SHORT
     # If a second leg is refused, its prompt's blocks stay on the prefill engine until the connector gives them up.
-    if fleet.disaggregation.by_connector and not _would_be_accepted(
-        body, prompt.prompt_tokens, fleet.prompt_tokens_max
-    ):
-        return LegsReason.BODY
+    if by_connector:
+        walk = await _walked(body, _REPLACED)
+        if not _would_be_accepted(body, walk, prompt.prompt_tokens, fleet.prompt_tokens_max, fleet.oldest_vllm):
+            return LegsReason.BODY
     return None
 
 

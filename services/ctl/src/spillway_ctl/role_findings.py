@@ -24,6 +24,8 @@ _ONE_LEG = {
     "no_decode_engine": "no decode engine takes requests: look at their logs",
     "no_common_store": "give both groups one store on one node (nodeSelector), Redis or S3, or handOver: connector",
     "no_transfer": "set kvTransfer.connector to NixlConnector, or MooncakeConnectorV1 with vllm-ascend, on all engines",
+    "body": "nothing if clients need echo, prompt_logprobs or prompt_embeds; with handOver: connector, let them ask "
+    "for one choice without beams, and for no longer answer than the model's length leaves",
     "text": "set model.tokenizer: volume if it is none: only prompts whose tokens the gateway knows are handed over",
     "prefill_failed": "look at the prefill engines' logs",
     "prefill_refused": "look at the prefill engines' logs",
