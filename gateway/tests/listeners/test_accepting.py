@@ -15,13 +15,24 @@ import pytest
 import uvloop
 
 from spillway_gateway.client.open_connections import REQUESTS_PER_ITERATION as PER_ITERATION
-from spillway_gateway.listeners.accepting import ACCEPTED_AT_ONCE
+from spillway_gateway.listeners.accepting import ACCEPTED_AT_ONCE, Listener
+from spillway_gateway.listeners.server import bind, bind_shared
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.running import gateway_config, running_gateway, until
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.SelectorEventLoop, uvloop.Loop]
 CLIENTS = 4 * PER_ITERATION + 3
+
+
+class Accepted(asyncio.Protocol):
+    """A connection of a client."""
+
+    def __init__(self, made: asyncio.Future[asyncio.BaseTransport]) -> None:
+        self._made = made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._made.set_result(transport)
 
 
 def hello(trust: ssl.SSLContext) -> bytes:
@@ -95,3 +106,27 @@ def test_clients_that_connect_at_once_are_accepted_in_few_iterations(
 
     assert max(steps) <= ACCEPTED_AT_ONCE
     assert len(steps) <= 2 * (clients_count // ACCEPTED_AT_ONCE + 1)
+
+
+@pytest.mark.parametrize("listening", [bind, bind_shared])
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_each_event_of_a_stream_leaves_at_once(
+    listening: Callable[[str, int], socket.socket], new_loop: Callable[[], asyncio.AbstractEventLoop]
+):
+    """Whatever the loop sets: else the kernel holds what follows an event until its client has acknowledged it."""
+
+    async def nodelay() -> int:
+        loop, accepted = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        listener = Listener(serving, lambda _: Accepted(accepted))
+        listener.start()
+        try:
+            with socket.create_connection(serving.getsockname()):
+                transport = await accepted
+                found: int = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                transport.abort()
+                return found
+        finally:
+            loop.remove_reader(serving.fileno())
+
+    with listening("127.0.0.1", 0) as serving, asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(nodelay()) == 1

@@ -49,7 +49,7 @@ def bind(host: str, port: int, setting: str = "listen.port") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _bound_unsent(listener)
+    _set_for_replies(listener)
     try:
         listener.bind((host, port))
         listener.listen(LISTEN_BACKLOG)
@@ -79,9 +79,15 @@ def bind_shared(host: str, port: int, setting: str = "listen.port") -> socket.so
     return listener
 
 
-def _bound_unsent(listener: socket.socket) -> None:
-    """Bound what the kernel takes of a reply on connections that this socket accepts. Otherwise it takes megabytes of
-    each reply that a client does not read, which count in a pod's memory and in no budget of the gateway."""
+def _set_for_replies(listener: socket.socket) -> None:
+    """Set what connections that this socket accepts have from their start.
+
+    Each event of a stream leaves at once: asyncio's own loop, which serves if uvloop is not installed, sets that for
+    sockets of its own alone, and the kernel would hold a second event until the client has acknowledged the first, for
+    40 ms. What the kernel takes of a reply is bounded: it takes megabytes of each one that a client does not read
+    otherwise, which count in a pod's memory and in no budget of the gateway.
+    """
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
@@ -89,7 +95,7 @@ def _bound_unsent(listener: socket.socket) -> None:
 def _shared(host: str, port: int, setting: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _bound_unsent(listener)
+    _set_for_replies(listener)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
