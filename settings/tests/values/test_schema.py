@@ -1,6 +1,7 @@
 """The schema of a model; tests/chart/test_schema.py shows that Helm and editors take the chart's."""
 
 import json
+import re
 from typing import Any
 
 from hypothesis import given
@@ -88,3 +89,18 @@ def test_what_is_written_is_the_same_json(value: Any) -> None:
     text = written(value)
 
     assert json.loads(text) == value
+
+
+def _patterns(node: Any) -> set[str]:
+    if isinstance(node, list):
+        return set[str]().union(*map(_patterns, node))
+    if not isinstance(node, dict):
+        return set()
+    own = {node["pattern"]} if isinstance(node.get("pattern"), str) else set()
+    return own.union(*map(_patterns, node.values()))
+
+
+def test_a_path_may_be_as_short_as_one_letter() -> None:
+    longer = {each for each in _patterns(VALUES) if re.search(each, "/bcd") and not re.search(each, "\n")}
+
+    assert len(longer) > 3 and {each for each in longer if not re.search(each, "/b")} == set()

@@ -138,7 +138,7 @@ class Lora(Section, frozen=True):
     adapters: list[LoraAdapter] = []
     aliases: list[LoraAlias] = []
     runtime_updating: bool = False
-    resolver_folder: Annotated[str, Meta(pattern=r"^(/.+[^/])?$", description='an absolute folder, or ""')] = ""
+    resolver_folder: OptionalFolder = ""
     resolver_names: list[
         Annotated[str, Meta(min_length=1, pattern=r"^[^/]*$", description="a shell pattern of names, without a slash")]
     ] = msgspec.field(default_factory=lambda: ["*"])
@@ -181,7 +181,7 @@ class Accelerator(Section, frozen=True):
     count: Count | None = None
     visible_devices: VisibleDevices = VisibleDevices()
     driver_mounts: bool = False
-    npu_smi_path: Annotated[str, Meta(pattern=r"^(/.+[^/])?$", description='the absolute path of a file, or ""')] = (
+    npu_smi_path: Annotated[str, Meta(pattern=r"^(/.*[^/])?$", description='the absolute path of a file, or ""')] = (
         "/usr/local/bin/npu-smi"
     )
     version_check: Literal["refuse", "warn"] = "refuse"
