@@ -85,7 +85,7 @@ def test_scales_of_heads_need_heads() -> None:
 
     (problem,) = [text for text in plan_memory(given, latent, H200).problems if "MLA" in text]
     assert problem.startswith("model.kvCacheDtype: fp8_per_token_head keeps a scale for each head")
-    assert problem.endswith("set model.kvCacheDtype to auto or fp8")
+    assert problem.endswith("set it to auto or fp8")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.platform_facts import fact_problems
+from spillway_engine.platform_facts import fact_contradictions
 from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
 
@@ -12,21 +12,26 @@ SHAPE = ModelShape(36, 8, 128, None, "bfloat16", 40960, 0)
 
 def problems(shape: ModelShape = SHAPE, platform: str = "npu", **tree: object) -> list[str]:
     base = {"model": {"path": "/m", "maxLength": 2048}, "offload": {"numCpuBlocks": 8}}
-    return fact_problems(read_settings(EngineSettings, base | tree), shape, platform)
+    given = read_settings(EngineSettings, base | tree)
+    chunk_tokens = given.block_size * given.offload.blocks_per_chunk
+    found = fact_contradictions(given, shape, platform, chunk_tokens, given.names)
+    return [each.sentence(given.names) for each in found]
 
 
 @pytest.mark.parametrize(("platform", "size", "fits"), [("npu", 128, True), ("npu", 64, False), ("cpu", 64, True)])
 def test_blocks_fit_the_platforms_kernels(platform: str, size: int, fits: bool) -> None:
     found = problems(platform=platform, blockSize=size)
 
-    assert found == ([] if fits else ["blockSize: 64, a multiple of 128 needed on this platform (npu); set it to 128"])
+    assert found == (
+        [] if fits else ["blockSize: 64 given, a multiple of 128 needed by the kernels of platform npu; set it to 128"]
+    )
 
 
 @pytest.mark.parametrize(("size", "fits"), [(256, True), (128, False), (512, False)])
 def test_packed_layers_have_one_size_of_blocks(size: int, fits: bool) -> None:
     found = problems(replace(SHAPE, packed="deepseek-v4-flash"), blockSize=size)
 
-    text = f"blockSize: {size}, but this model's kernels take blocks of 256 tokens alone; set it to 256"
+    text = f"blockSize: {size} given, but this model's kernels take blocks of 256 tokens alone; set it to 256"
     assert found == ([] if fits else [text])
 
 
@@ -54,7 +59,7 @@ def test_data_parallel_ranks_of_experts_have_what_they_need(platform: str, ranks
 def test_no_data_parallel_ranks_of_experts_on_a_cpu() -> None:
     assert problems(replace(SHAPE, experts=8), "cpu", dataParallelSize=2) == [
         "dataParallelSize: 2 ranks of a mixture of 8 experts need exchanges of tokens that vLLM's CPU platform does "
-        "not have; set it to 1 and start more engines"
+        "not have; set it to 1 and run more engines (replicas)"
     ]
 
 

@@ -35,14 +35,19 @@ MISTAKES = {
     "lora: {resolverFolder: /loras, maxActive: 4, maxInMemory: 2}": ["lora.resolverFolder", "lora.maxInMemory"],
     "offload: {sharedTier: {below: {type: s3}}}": ["offload.sharedTier.below.type"],
     "offload: {sharedTier: {type: s3, below: {type: s3}}}": ["offload.sharedTier.below.type"],
+    "offload: {cpuBytes: 1GiB}": ["offload.numCpuBlocks"],
+    "offload: {numCpuBlocks: null}": ["offload.enabled"],
     "{}": [],
 }
+SIZED = {"numCpuBlocks": Engine().offload.num_cpu_blocks}  # the engine service has no default of its own
 
 
 def both(text: str) -> tuple[list[Contradiction], list[Contradiction]]:
     tree: dict[str, Any] = yaml.safe_load(text)
     of_the_chart = typed.read_settings(Engine, tree)
-    of_the_service = read_settings(EngineSettings, {**tree, "model": {"path": "/m"}})
+    of_the_service = read_settings(
+        EngineSettings, {**tree, "model": {"path": "/m"}, "offload": SIZED | tree.get("offload", {})}
+    )
     return list(contradictions(of_the_chart, PLAIN_NAMES)), list(contradictions(of_the_service, PLAIN_NAMES))
 
 

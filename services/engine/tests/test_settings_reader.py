@@ -71,7 +71,7 @@ def test_on_and_off_are_words(word) -> None:
         ("extraArgs=x", "extraArgs: 'x' given, a list needed"),
         ("model=x", "model: 'x' given, a mapping of settings needed"),
         ("port", "has no key or no value"),
-        ("offload.cpuBytes=1GiB", "offload.numCpuBlocks: 64 and offload.cpuBytes: 1073741824 are both set"),
+        ("offload.cpuBytes=1GiB", "offload.numCpuBlocks: 64 and offload.cpuBytes: 1.0 GiB both size the CPU tier"),
         ("offload.numCpuBlocks=null", "offload.enabled: true needs the size of the CPU tier"),
         ("offload.numCpuBlocks=0", "offload.numCpuBlocks: 0 given, a whole number of at least 1 needed"),
         ("offload.sharedTier.type=nvme", "offload.sharedTier.nvme.path: '' is no absolute folder"),

@@ -17,8 +17,8 @@ from spillway_connector.tiers.disk.slab.layout import copies_bytes
 from spillway_engine.argument_memory import argument_memory
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
+from spillway_engine.platform_facts import least_device_blocks, memory_contradictions
 from spillway_engine.settings import EngineSettings
-from spillway_engine.tier_settings import SHARED_TIER
 from spillway_settings.byte_sizes import format_byte_count
 
 # vLLM's own message queues, mapped lazily: 10 x 16 MiB plus 10 x 24 MiB per worker; about a tenth is ever touched.
@@ -129,6 +129,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     memory_bytes += page_table_bytes(node_bytes, ranks_here, cores)
     if on_cpu:
         memory_bytes += (device_bytes or 0) + weight_bytes * cores
+    names = settings.names
     return MemoryBudget(
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -153,12 +154,11 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         memory_limit_source=machine.memory_limit_source,
         problems=tuple(
             [
-                *_length_problems(settings, shape, device_blocks),
-                *_kv_dtype_problems(settings, shape),
+                *_length_problems(settings, shape),
+                *(each.sentence(names) for each in memory_contradictions(settings, shape, row_bytes, names)),
                 *_shared_memory_problems(settings, machine, chunks, row_bytes, queue_bytes),
                 *_node_tier_problems(settings, row_bytes),
                 *_memory_problems(settings, machine, row_bytes, tier_bytes, memory_bytes),
-                *_tier_bound_problems(settings, row_bytes),
             ]
         ),
         warnings=tuple(_warnings(settings, groups, node_chunks or chunks, longest_rows, row_bytes)),
@@ -172,12 +172,7 @@ def _device_blocks(settings: EngineSettings, machine: Machine, block_bytes: int,
     # vLLM's CPU default is 92 % of all memory; an engine that shares its machine wants a stated number.
     wanted = DEFAULT_LONGEST_PROMPTS * -(-settings.model.max_length // settings.block_size) * groups + 1
     affordable = machine.memory_available_bytes // 4 // (block_bytes * settings.cores_here)
-    return max(_least_device_blocks(settings), min(wanted, affordable))
-
-
-def _least_device_blocks(settings: EngineSettings) -> int:
-    # One block more than the longest prompt: vLLM keeps block 0 for itself.
-    return -(-settings.model.max_length // settings.block_size) + 1
+    return max(least_device_blocks(settings), min(wanted, affordable))
 
 
 def _cpu_chunks(settings: EngineSettings, row_bytes: int) -> int:
@@ -221,33 +216,13 @@ def _index_bytes(settings: EngineSettings, row_bytes: int) -> int:
     return copies_bytes(row_bytes, tier.nvme.max_bytes)
 
 
-def _length_problems(settings: EngineSettings, shape: ModelShape, device_blocks: int | None) -> list[str]:
-    problems = []
-    names = settings.names
-    if shape.max_length is not None and settings.model.max_length > shape.max_length:
-        problems.append(
-            f"{names.given('model.maxLength', settings.model.max_length)} tokens, the model's config.json allows "
-            f"{shape.max_length}; set {names.name('model.maxLength')} <= {shape.max_length}"
-        )
-    least = _least_device_blocks(settings)
-    if device_blocks is not None and device_blocks < least:
-        longest = (device_blocks - 1) * settings.block_size
-        problems.append(
-            f"{names.given('deviceBlocks', device_blocks)} of {settings.block_size} tokens hold no prompt of "
-            f"{names.given('model.maxLength', settings.model.max_length)}; "
-            f"set {names.name('deviceBlocks')} >= {least} or {names.name('model.maxLength')} <= {longest}"
-        )
-    return problems
-
-
-def _kv_dtype_problems(settings: EngineSettings, shape: ModelShape) -> list[str]:
-    kv_dtype = settings.model.kv_cache_dtype
-    if shape.latent_dim is None or not kv_dtype.endswith("_per_token_head"):
+def _length_problems(settings: EngineSettings, shape: ModelShape) -> list[str]:
+    longest, names = settings.model.max_length, settings.names
+    if shape.max_length is None or longest <= shape.max_length:
         return []
-    names = settings.names
     return [
-        f"{names.given('model.kvCacheDtype', kv_dtype)} keeps a scale for each head, and this model's latent cache "
-        f"(MLA) has no heads; set {names.name('model.kvCacheDtype')} to auto or fp8"
+        f"{names.given('model.maxLength', longest)} tokens, the model's config.json allows {shape.max_length}; "
+        f"set {names.name('model.maxLength')} <= {shape.max_length}"
     ]
 
 
@@ -298,33 +273,6 @@ def _memory_problems(
     if machine.platform == "cpu":
         remedy = f"lower {names.name('deviceBlocks')} or {names.name('model.maxLength')}, or {remedy}"
     return [f"{short}; {remedy}"]
-
-
-def _tier_bound_problems(settings: EngineSettings, row_bytes: int) -> list[str]:
-    """A bound below one chunk lets nothing through, and would show only as dropped stores."""
-    tier = settings.offload.shared_tier
-    if not settings.offload.enabled or tier.type == "none":
-        return []
-    names = settings.names
-    bounds: dict[str, int | None] = {
-        "loadQueueBytesMax": tier.load_queue_bytes_max,
-        "storeQueueBytesMax": tier.store_queue_bytes_max,
-    }
-    if tier.below.type != "none":
-        bounds |= {
-            "below.loadQueueBytesMax": tier.below.load_queue_bytes_max,
-            "below.storeQueueBytesMax": tier.below.store_queue_bytes_max,
-        }
-    if "nvme" in tier.types:
-        bounds |= {"nvme.maxBytes": tier.nvme.max_bytes, "nvme.tenantMaxBytes": tier.nvme.tenant_max_bytes}
-    if "redis" in tier.types:
-        bounds |= {"redis.tenantMaxBytes": tier.redis.tenant_max_bytes}
-    return [
-        f"{names.given(SHARED_TIER + key, format_byte_count(bound))} holds no chunk of {format_byte_count(row_bytes)}; "
-        f"set it to {row_bytes} or more, or lower {names.name('offload.blocksPerChunk')}"
-        for key, bound in bounds.items()
-        if bound is not None and bound < row_bytes
-    ]
 
 
 def _for_ranks(settings: EngineSettings) -> str:

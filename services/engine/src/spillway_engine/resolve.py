@@ -14,7 +14,7 @@ from spillway_engine.launch import EngineCommand, python_module
 from spillway_engine.machine import SHARED_MEMORY_FOLDER, Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
 from spillway_engine.model_shape import DTYPE_BYTES, ModelShape
-from spillway_engine.platform_facts import fact_problems
+from spillway_engine.platform_facts import fact_contradictions
 from spillway_engine.pod_channel import PodBrief
 from spillway_engine.reference_likelihood import reference_name
 from spillway_engine.settings import EngineSettings
@@ -42,17 +42,18 @@ class ResolvedEngine:
 
     def require_fit(self) -> None:
         """Raises BudgetError with every reason at once, SettingsError for a file or variable that this pod lacks."""
-        problems = [*fact_problems(self.settings, self.shape, self.machine.platform), *self.budget.problems]
+        names, chunk_tokens = self.settings.names, self.settings.offload.blocks_per_chunk * self.budget.block_tokens
+        wrong = fact_contradictions(self.settings, self.shape, self.machine.platform, chunk_tokens, names)
+        problems = [*(each.sentence(names) for each in wrong), *self.budget.problems]
         nodes, index = self.settings.nodes_per_replica, self.settings.node_rank
         if index >= nodes or (nodes > 1 and not self.settings.leader):
             problems.append(
-                f"{self.settings.names.given('nodesPerReplica', nodes)} needs `leader`, the host of the first pod, "
+                f"{names.given('nodesPerReplica', nodes)} needs `leader`, the host of the first pod, "
                 f"and a nodeRank below {nodes}, not {index}; LeaderWorkerSet gives them as LWS_LEADER_ADDRESS and "
                 "LWS_WORKER_INDEX"
             )
         versions = self._version_problem()
         if versions is not None and self.settings.version_check == "refuse":
-            names = self.settings.names
             problems.append(f"{versions}; or start all the same by {names.given('versionCheck', 'warn')}")
         if problems:
             raise BudgetError("\n".join(problems))

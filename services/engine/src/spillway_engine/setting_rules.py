@@ -21,7 +21,9 @@ from spillway_engine.kv_transfer import NOT_BESIDE
 from spillway_engine.lora_settings import check_lora
 from spillway_engine.settings import EngineSettings
 from spillway_engine.tier_settings import SectionNames, check_shared_tier, refuse_credentials
+from spillway_settings.byte_sizes import format_byte_count, parse_byte_count
 from spillway_settings.values.engine import LEADER_PORTS, Engine, ranks_of_pod
+from spillway_settings.values.offload import Offload
 
 # Characters of lifecycle.selfCheckText: long enough to be measured, and shorter than a block of 128 tokens.
 TEXT_CHARACTERS_MIN, TEXT_CHARACTERS_MAX = 16, 400
@@ -85,18 +87,6 @@ def check_settings(settings: EngineSettings) -> EngineSettings:
         unread["kvTransfer.extraConfig"] = settings.kv_transfer.extra_config
     refuse_credentials(offload.shared_tier, unread, names)
     if offload.enabled:
-        if offload.num_cpu_blocks is not None and offload.cpu_bytes_to_use is not None:
-            raise SettingsError(
-                f"{names.given('offload.numCpuBlocks', offload.num_cpu_blocks)} and "
-                f"{names.given('offload.cpuBytes', offload.cpu_bytes_to_use)} are both set, and each is the "
-                "size of the CPU tier; remove one"
-            )
-        if offload.num_cpu_blocks is None and offload.cpu_bytes_to_use is None:
-            raise SettingsError(
-                f"{names.given('offload.enabled', True)} needs the size of the CPU tier; set "
-                f"{names.name('offload.numCpuBlocks')} (or {names.name('offload.cpuBytes')}), "
-                f"or {names.given('offload.enabled', False)}"
-            )
         check_shared_tier(offload.shared_tier, names)
         try:
             check_node_tier(offload, SectionNames(names, "offload."))
@@ -118,6 +108,7 @@ def contradictions(engine: EngineSettings | Engine, names: SettingNames) -> Iter
     yield from _nodes(engine, names)
     yield from _kv_transfer(engine, names)
     yield from _lora(engine, names)
+    yield from _cpu_tier(engine, names)
     yield from _tier_below(engine, names)
 
 
@@ -263,6 +254,21 @@ def _lora(engine: EngineSettings | Engine, names: SettingNames) -> Iterator[Cont
             f"is less than {names.given('lora.maxActive', lora.max_active)}, whose adapters are in memory too",
             "raise or remove it",
         )
+
+
+def _cpu_tier(engine: EngineSettings | Engine, names: SettingNames) -> Iterator[Contradiction]:
+    offload = engine.offload
+    size_bytes = offload.cpu_bytes if isinstance(offload, Offload) else offload.cpu_bytes_to_use
+    if not offload.enabled:
+        return
+    if offload.num_cpu_blocks is not None and size_bytes is not None:
+        size_text = format_byte_count(parse_byte_count(size_bytes))
+        problem = f"and {names.given('offload.cpuBytes', size_text)} both size the CPU tier"
+        yield Contradiction("offload.numCpuBlocks", offload.num_cpu_blocks, problem, "set one of them to null")
+    if offload.num_cpu_blocks is None and size_bytes is None:
+        sizes = f"{names.name('offload.numCpuBlocks')} (or {names.name('offload.cpuBytes')})"
+        remedy = f"set {sizes}, or {names.given('offload.enabled', False)}"
+        yield Contradiction("offload.enabled", True, "needs the size of the CPU tier", remedy)
 
 
 def _tier_below(engine: EngineSettings | Engine, names: SettingNames) -> Iterator[Contradiction]:

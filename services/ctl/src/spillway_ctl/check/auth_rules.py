@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 from spillway_ctl.check.finding import Finding, quoted, shown_url
 from spillway_ctl.check.group import Release
-from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases
+from spillway_ctl.check.shared_rules import HOST, is_own_pod, login, many_databases, repeated
 
-_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-_HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
-_LIMITS_URL = re.compile(rf"(rediss?://{_HOST}(/[0-9]*)?|rediss?-cluster://{_HOST}/?|unix:///[^?# ]+(\?db=[0-9]+)?)")
+_LIMITS_URL = re.compile(rf"(rediss?://{HOST}(/[0-9]*)?|rediss?-cluster://{HOST}/?|unix:///[^?# ]+(\?db=[0-9]+)?)")
 
 
 def auth_findings(release: Release) -> Iterator[Finding]:
@@ -54,16 +52,13 @@ def _secrets(release: Release) -> Iterator[Finding]:
             "set keysSecret and saltSecret too, or remove engineKeySecret (clients then send the engines' key "
             "themselves)",
         )
-    seen: set[tuple[str, str]] = set()
-    for secret in (auth.keys_secret, auth.salt_secret, auth.engine_key_secret):
-        entry = (secret.name, secret.key)
-        if secret.name and entry in seen:
-            yield Finding(
-                "gateway.auth",
-                f"{secret.name}, entry {secret.key}, is named by two of keysSecret, saltSecret and engineKeySecret",
-                "give each a secret of its own",
-            )
-        seen.add(entry)
+    secrets = (auth.keys_secret, auth.salt_secret, auth.engine_key_secret)
+    for name, key in repeated((secret.name, secret.key) for secret in secrets if secret.name):
+        yield Finding(
+            "gateway.auth",
+            f"{name}, entry {key}, is named by two of keysSecret, saltSecret and engineKeySecret",
+            "give each a secret of its own",
+        )
 
 
 def _engine_keys(release: Release) -> Iterator[Finding]:

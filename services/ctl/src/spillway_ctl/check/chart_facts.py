@@ -55,6 +55,11 @@ def facts(name: str) -> Any:
     return yaml.load((file if file.exists() else shared).read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
 
 
+@cache  # msgspec evaluates a struct's annotations each time
+def fields_of(section: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(section)
+
+
 @cache
 def schema() -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))

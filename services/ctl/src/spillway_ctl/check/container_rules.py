@@ -11,7 +11,7 @@ import msgspec
 from spillway_ctl.check.finding import Finding, amount, number, quoted
 from spillway_ctl.check.group import Group, Mount, Release, fitting
 from spillway_ctl.check.pod_rules import OWN_FOLDERS
-from spillway_ctl.check.shared_rules import distinct_folders, propagation
+from spillway_ctl.check.shared_rules import containers, distinct_folders, not_above, propagation, repeated
 from spillway_settings.shared_names import FOLDERS
 
 _CHOSEN = {
@@ -20,33 +20,6 @@ _CHOSEN = {
     "kv": "offload.sharedTier.nvme.path",
     "hugepages": "hugePages.mountPath",
 }
-_SYSTEM = frozenset(
-    [
-        "/bin",
-        "/boot",
-        "/dev",
-        "/etc",
-        "/home",
-        "/lib",
-        "/lib64",
-        "/opt",
-        "/proc",
-        "/root",
-        "/run",
-        "/sbin",
-        "/sys",
-        "/usr",
-        "/usr/bin",
-        "/usr/lib",
-        "/usr/local",
-        "/usr/local/bin",
-        "/usr/local/lib",
-        "/opt/spillway",
-        "/var",
-        "/var/lib",
-        "/var/lib/spillway",
-    ]
-)
 _READ_ONLY = (FOLDERS["config"], FOLDERS["valkey"], FOLDERS["secrets"])
 _IMAGE = re.compile(
     r"([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*(/[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*)*"
@@ -54,10 +27,14 @@ _IMAGE = re.compile(
 )
 _MEMORY_BYTES_LEAST = 1 << 20
 # Without what the image has there, nothing in it starts.
-_OF_THE_IMAGE = (
+_OF_THE_IMAGE = {
     *("/bin", "/etc", "/lib", "/lib64", "/opt/spillway", "/sbin", "/usr", "/usr/bin", "/usr/lib", "/usr/local"),
     *("/usr/local/bin", "/usr/local/lib"),
-)
+}
+_SYSTEM = {
+    *("/boot", "/dev", "/home", "/opt", "/proc", "/root", "/run", "/sys", "/var", "/var/lib", "/var/lib/spillway"),
+    *_OF_THE_IMAGE,
+}
 _NEEDS_AN_END = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle")
 
 
@@ -147,37 +124,30 @@ def _volumes(pod: Pod) -> set[str]:
 def _containers(pod: Pod, release: Release) -> Iterator[Finding]:
     ports, volumes = dict(pod.ports), _volumes(pod)
     names = {pod.container: "the chart's own container"}
-    for kind, containers in (("initContainers", pod.section.init_containers), ("sidecars", pod.section.sidecars)):
-        for index, container in enumerate(containers):
-            if container["name"] in names:
+    for at, container in containers(pod.path, pod.section):
+        name, is_sidecar = container["name"], at.startswith(f"{pod.path}.sidecars[")
+        if name in names:
+            yield Finding(f"{at}.name", f"{name} is {names[name]}", "choose another name")
+        names[name] = f"the name of {at.removeprefix(f'{pod.path}.')} too"
+        yield from _own(at, container, release, is_sidecar=is_sidecar)
+        yield from _claims(at, pod, container)
+        for mount in container.get("volumeMounts") or ():
+            if mount["name"] not in volumes:
                 yield Finding(
-                    f"{pod.path}.{kind}[{index}].name",
-                    f"{container['name']} is {names[container['name']]}",
-                    "choose another name",
+                    f"{at}.volumeMounts",
+                    f"{mount['name']} at {mount['mountPath']} is no volume of the pod",
+                    f"add it to {pod.path}.extraVolumes, or correct the name",
                 )
-            names[container["name"]] = f"the name of {kind}[{index}] too"
-    for kind, containers in (("sidecars", pod.section.sidecars), ("initContainers", pod.section.init_containers)):
-        for index, container in enumerate(containers):
-            at = f"{pod.path}.{kind}[{index}]"
-            yield from _own(at, kind, container, release)
-            yield from _claims(at, pod, container)
-            for mount in container.get("volumeMounts") or ():
-                if mount["name"] not in volumes:
-                    yield Finding(
-                        f"{at}.volumeMounts",
-                        f"{mount['name']} at {mount['mountPath']} is no volume of the pod",
-                        f"add it to {pod.path}.extraVolumes, or correct the name",
-                    )
-            if kind == "sidecars" or container.get("restartPolicy") == "Always":
-                yield from _ports(at, container, ports)
-                continue
-            for probe in _NEEDS_AN_END:
-                if container.get(probe):
-                    yield Finding(
-                        f"{at}.{probe}",
-                        "given, but a container that ends before the others begin has none",
-                        "remove it, or set restartPolicy: Always",
-                    )
+        if is_sidecar or container.get("restartPolicy") == "Always":
+            yield from _ports(at, container, ports)
+            continue
+        for probe in _NEEDS_AN_END:
+            if container.get(probe):
+                yield Finding(
+                    f"{at}.{probe}",
+                    "given, but a container that ends before the others begin has none",
+                    "remove it, or set restartPolicy: Always",
+                )
 
 
 def _claims(at: str, pod: Pod, container: Mapping[str, Any]) -> Iterator[Finding]:
@@ -212,11 +182,11 @@ def _ports(at: str, container: Mapping[str, Any], ports: dict[str, int]) -> Iter
         ports[port.get("name") or f"of {container['name']}"] = port["containerPort"]
 
 
-def _own(at: str, kind: str, container: Mapping[str, Any], release: Release) -> Iterator[Finding]:
+def _own(at: str, container: Mapping[str, Any], release: Release, *, is_sidecar: bool) -> Iterator[Finding]:
     """What contradicts itself within one container."""
     policy = container.get("restartPolicy")
     if policy and release.cluster.is_before("1.35"):
-        if kind == "sidecars":
+        if is_sidecar:
             yield Finding(
                 f"{at}.restartPolicy",
                 f"{policy} given, but before Kubernetes 1.35 a container has none of its own",
@@ -228,15 +198,11 @@ def _own(at: str, kind: str, container: Mapping[str, Any], release: Release) -> 
                 f"{policy} given, Always needed before Kubernetes 1.35, for one that stays",
                 "set that, or remove it for one that ends",
             )
-    names: set[str] = set()
-    for port in container.get("ports") or ():
-        name = port.get("name")
-        if name and name in names:
-            yield Finding(f"{at}.ports", f"the name {name} is there twice", "give each port its own")
-        names |= {name} if name else set()
+    names = [port["name"] for port in container.get("ports") or () if port.get("name")]
+    for name in repeated(names):
+        yield Finding(f"{at}.ports", f"the name {name} is there twice", "give each port its own")
     yield from _probes(at, container, names)
-    variables = [variable["name"] for variable in container.get("env") or ()]
-    for name in sorted({name for name in variables if variables.count(name) > 1}):
+    for name in repeated(variable["name"] for variable in container.get("env") or ()):
         yield Finding(f"{at}.env", f"{name} is listed twice", "remove one")
     if (image := container["image"]) and _IMAGE.fullmatch(image) is None:
         yield Finding(
@@ -252,7 +218,7 @@ def _own(at: str, kind: str, container: Mapping[str, Any], release: Release) -> 
     yield from _resources(at, container.get("resources") or {})
 
 
-def _probes(at: str, container: Mapping[str, Any], names: set[str]) -> Iterator[Finding]:
+def _probes(at: str, container: Mapping[str, Any], names: list[str]) -> Iterator[Finding]:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         given = container.get(probe) or {}
         if probe != "readinessProbe" and (given.get("successThreshold") or 1) > 1:
@@ -296,14 +262,8 @@ def _resources(at: str, resources: Mapping[str, Any]) -> Iterator[Finding]:
                 f"{'none' if limit is None else number(limit)}, and Kubernetes takes this resource with both alike",
                 "give both the same",
             )
-        if limit is None or not (name.startswith("cpu") or name in ("memory", "ephemeral-storage")):
-            continue
-        if amount(request) > amount(limit):
-            yield Finding(
-                f"{at}.resources",
-                f"requests.{name} {number(request)} is more than limits.{name} {number(limit)}",
-                "lower the first or raise the second",
-            )
+        if name.startswith("cpu") or name in ("memory", "ephemeral-storage"):
+            yield from not_above(f"{at}.resources", (f"requests.{name}", request), (f"limits.{name}", limit), amount)
 
 
 def _chosen_folders(group: Group) -> Iterator[Finding]:
@@ -336,14 +296,12 @@ def _chosen_folders(group: Group) -> Iterator[Finding]:
 
 
 def _host_ports(group: Group) -> Iterator[Finding]:
-    engine = group.engine
-    for kind, containers in (("sidecars", engine.sidecars), ("initContainers", engine.init_containers)):
-        for index, container in enumerate(containers if engine.host_network else ()):
-            for port in container.get("ports") or ():
-                if port.get("hostPort") and port["hostPort"] != port["containerPort"]:
-                    yield Finding(
-                        f"{group.path}.{kind}[{index}].ports",
-                        f"hostPort: {port['hostPort']} given, but with hostNetwork: true it is containerPort: "
-                        f"{port['containerPort']}",
-                        "give both the same, or remove hostPort",
-                    )
+    for at, container in containers(group.path, group.engine) if group.engine.host_network else ():
+        for port in container.get("ports") or ():
+            if port.get("hostPort") and port["hostPort"] != port["containerPort"]:
+                yield Finding(
+                    f"{at}.ports",
+                    f"hostPort: {port['hostPort']} given, but with hostNetwork: true it is containerPort: "
+                    f"{port['containerPort']}",
+                    "give both the same, or remove hostPort",
+                )

@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from spillway_ctl.check.finding import Finding
 from spillway_ctl.check.group import Release
+from spillway_ctl.check.shared_rules import containers
 from spillway_engine.extra_arguments import is_credential_argument
 from spillway_settings.shared_names import CREDENTIAL_NAME, CREDENTIAL_VALUE, HARMLESS_VALUE
 
@@ -34,22 +37,11 @@ def credential_findings(release: Release) -> Iterator[Finding]:
                     "use extraEnvVars with valueFrom.secretKeyRef",
                 )
     for path, section in release.sections():
-        variables: dict[str, list[dict[str, Any]]] = {f"{path}.extraEnvVars": _given(section.extra_env_vars)}
-        for kind, containers in (("sidecars", section.sidecars), ("initContainers", section.init_containers)):
-            for index, container in enumerate(containers):
-                variables[f"{path}.{kind}[{index}].env"] = container.get("env") or []
-        for at, listed in variables.items():
+        variables = [(f"{path}.extraEnvVars", msgspec.to_builtins(section.extra_env_vars))]
+        variables += [(f"{at}.env", container.get("env") or []) for at, container in containers(path, section)]
+        for at, listed in variables:
             for variable in listed:
                 yield from _variable(at, variable, harmless)
-
-
-def _given(variables: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {"name": each.name}
-        | ({"value": each.value} if each.value else {})
-        | ({"valueFrom": each.value_from} if each.value_from or each.value_from == {} else {})
-        for each in variables
-    ]
 
 
 def _variable(at: str, variable: dict[str, Any], harmless: re.Pattern[str]) -> Iterator[Finding]:

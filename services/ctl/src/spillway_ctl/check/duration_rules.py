@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from spillway_ctl.check.chart_facts import fields_of
 from spillway_ctl.check.finding import Finding, number
 from spillway_ctl.check.group import Release
 from spillway_settings.values.engine import Engine
@@ -61,14 +61,14 @@ def _waits(release: Release) -> Iterator[Finding]:
 
 def _days(release: Release) -> Iterator[Finding]:
     gateway = release.values.gateway
-    sections: dict[str, Any] = {
+    sections: dict[str, msgspec.Struct] = {
         f"gateway.{name}": getattr(gateway, name)
         for name in ("timeouts", "connections", "continuation", "health", "admission", "lifecycle")
     }
     sections |= {f"{group.path}.lifecycle": group.engine.lifecycle for group in release.groups}
     sections |= {f"{group.path}.autoscaling": group.engine.autoscaling for group in release.groups}
     for path, section in sections.items():
-        for field in msgspec.structs.fields(section):
+        for field in fields_of(type(section)):
             seconds = getattr(section, field.name)
             is_duration = field.name.endswith("_seconds") and field.name != "cooldown_seconds"
             if is_duration and seconds is not None and seconds > _DAY_SECONDS:
@@ -105,17 +105,12 @@ def _milliseconds(release: Release) -> Iterator[Finding]:
 
 def _durations(section: msgspec.Struct, default: msgspec.Struct, path: str) -> Iterator[tuple[str, float, float]]:
     """(setting, seconds, its default) of every duration that has a default."""
-    for field in _fields(type(section)):
+    for field in fields_of(type(section)):
         value, ours, at = getattr(section, field.name), getattr(default, field.name), f"{path}.{field.encode_name}"
         if isinstance(value, msgspec.Struct) and isinstance(ours, msgspec.Struct):
             yield from _durations(value, ours, at)
         elif re.search(r"_seconds(_max)?$", field.name) and isinstance(value, int | float) and ours:
             yield at, value, ours
-
-
-@functools.cache  # msgspec evaluates a struct's annotations each time
-def _fields(section: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(section)
 
 
 def _as_time(seconds: float) -> str:

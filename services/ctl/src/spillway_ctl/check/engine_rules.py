@@ -13,7 +13,7 @@ from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, number
 from spillway_ctl.check.group import Group, Release, driver_mounts
-from spillway_ctl.check.shared_rules import behavior, is_own_pod, replica_bounds
+from spillway_ctl.check.shared_rules import behavior, is_own_pod, replica_bounds, variables
 from spillway_engine.argument_verdicts import ArgumentVerdict
 from spillway_engine.extra_arguments import (
     AUTO_TOOLS,
@@ -22,6 +22,7 @@ from spillway_engine.extra_arguments import (
     argument_name,
     refused_arguments,
 )
+from spillway_engine.platform_facts import fact_contradictions, memory_contradictions
 from spillway_engine.setting_rules import contradictions
 from spillway_engine.tier_settings import plain_secrets
 from spillway_settings.shared_names import VARIABLES
@@ -78,14 +79,6 @@ def volume_names(path: str, volumes: list[dict[str, object]], own: tuple[str, ..
 
 def _cpu_tier(group: Group) -> Iterator[Finding]:
     offload, path, preset = group.engine.offload, f"{group.path}.offload", group.engine.accelerator.preset
-    if offload.enabled and offload.num_cpu_blocks and offload.cpu_bytes is not None:
-        yield Finding(
-            path,
-            f"numCpuBlocks: {offload.num_cpu_blocks} and cpuBytes: {number(offload.cpu_bytes)} both size the CPU tier",
-            "set one of them to null",
-        )
-    elif offload.enabled and not offload.num_cpu_blocks and offload.cpu_bytes is None:
-        yield Finding(path, "the CPU tier has no size", "set numCpuBlocks (or cpuBytes), or offload.enabled: false")
     chunk_tokens = group.memory.chunk_tokens
     held = group.memory.tier // group.cores // group.memory.row * chunk_tokens
     longest = group.engine.model.max_length // chunk_tokens * chunk_tokens
@@ -122,7 +115,13 @@ def _cpu_tier(group: Group) -> Iterator[Finding]:
 
 def _contradictions(group: Group) -> Iterator[Finding]:
     """What the engine service would refuse when it starts."""
-    for each in contradictions(group.engine, PLAIN_NAMES):
+    engine, shape, memory = group.engine, group.model.shape, group.memory
+    wrong = (
+        *contradictions(engine, PLAIN_NAMES),
+        *fact_contradictions(engine, shape, group.platform, memory.chunk_tokens, PLAIN_NAMES),
+        *memory_contradictions(engine, shape, memory.row, PLAIN_NAMES),
+    )
+    for each in wrong:
         problem = each.problem if each.value is None else f"{number(each.value)}{each.joint}{each.problem}"
         yield Finding(f"{group.path}.{each.setting}", problem, each.remedy)
 
@@ -233,19 +232,13 @@ def _environment(group: Group) -> Iterator[Finding]:
                 f"{name} chooses devices beside the device plugin, which gives each pod its own",
                 remedy,
             )
-    own = [*OWN_VARIABLES]
+    own = dict.fromkeys(OWN_VARIABLES, "remove it")
     if group.platform == "npu" and group.device.visible_devices == "literal":
-        own.append("ASCEND_RT_VISIBLE_DEVICES")
-    seen: set[str] = set()
+        own["ASCEND_RT_VISIBLE_DEVICES"] = "remove it"
+    yield from variables(f"{path}.extraEnvVars", engine.extra_env_vars, own)
     for variable in engine.extra_env_vars:
-        name = variable.name
-        if name in own:
-            yield Finding(f"{path}.extraEnvVars", f"{name} is set by the chart", "remove it")
-        if name in engine.extra_env:
-            yield Finding(f"{path}.extraEnvVars", f"{name} is in extraEnv too", "give it once")
-        if name in seen:
-            yield Finding(f"{path}.extraEnvVars", f"{name} is listed twice", "remove one")
-        seen.add(name)
+        if variable.name in engine.extra_env:
+            yield Finding(f"{path}.extraEnvVars", f"{variable.name} is in extraEnv too", "give it once")
 
 
 def _kv_transfer(group: Group) -> Iterator[Finding]:

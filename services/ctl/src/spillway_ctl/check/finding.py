@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from spillway_settings.byte_sizes import parse_byte_count
+from spillway_settings.byte_sizes import format_byte_count, parse_byte_count
 
 # Values of settings with such a name may be credentials, which end up in logs; counts of tokens are none.
 _HIDDEN = re.compile(
@@ -90,12 +90,7 @@ def size(value: Any) -> int:
     return parse_byte_count(value)
 
 
-def bytes_text(size_bytes: int) -> str:
-    """The shortest honest form: 31.3 GiB."""
-    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.1f} {unit}"
-    return f"{size_bytes} B"
+bytes_text = format_byte_count
 
 
 def quantity(size_bytes: int) -> str:

@@ -18,14 +18,20 @@ from spillway_ctl.check.finding import (
     size,
 )
 from spillway_ctl.check.group import Release
-from spillway_ctl.check.shared_rules import behavior, is_own_pod, replica_bounds
+from spillway_ctl.check.shared_rules import (
+    HOST,
+    behavior,
+    closed_way,
+    is_own_pod,
+    not_above,
+    replica_bounds,
+    variables,
+)
 from spillway_settings.gateway_memory import PROCESS_BYTES, TOKENIZER_BYTES
 from spillway_settings.shared_names import VARIABLES
 
 _ROOM_BYTES_LEAST = 64 << 20
-_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-_HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
-_OTLP = re.compile(rf"https?://{_HOST}/[^ ]*")
+_OTLP = re.compile(rf"https?://{HOST}/[^ ]*")
 _CREDENTIAL_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 _READ_ONLY_SOURCES = {"configMap", "secret", "projected", "downwardAPI"}
 
@@ -43,7 +49,9 @@ def gateway_findings(release: Release) -> Iterator[Finding]:
     yield from _cores(release)
     yield from _audit(release)
     yield from _traces(release)
-    yield from _environment(release)
+    name_there = "name the Secret in gateway.auth.sharedLimits.existingSecret"
+    own = dict.fromkeys((VARIABLES["limitsUsername"], VARIABLES["limitsPassword"]), name_there)
+    yield from variables("gateway.extraEnvVars", release.values.gateway.extra_env_vars, own)
     yield from volume_names("gateway", release.values.gateway.extra_volumes, ("config", "scratch", "secrets"))
 
 
@@ -65,13 +73,9 @@ def _memory(release: Release) -> Iterator[Finding]:
     requests, limits = gateway.resources.requests, gateway.resources.limits
     if not limits.memory:
         return
-    request, limit = size(requests.memory), size(limits.memory)
-    if request > limit:
-        yield Finding(
-            "gateway.resources",
-            f"requests.memory {bytes_text(request)} is more than limits.memory {bytes_text(limit)}",
-            "lower the first or raise the second",
-        )
+    asked, bound = ("requests.memory", requests.memory), ("limits.memory", limits.memory)
+    yield from not_above("gateway.resources", asked, bound, size)
+    limit = size(limits.memory)
     index, bodies = size(gateway.index.bytes_max), size(gateway.limits.bodies_bytes_max)
     replies, models = size(gateway.limits.replies_bytes_max), len(release.groups)
     # Each process of several has a tokenizer and buffers. One more has the index.
@@ -259,13 +263,8 @@ def _cores(release: Release) -> Iterator[Finding]:
             "time",
             f'raise the limit to "{gateway.processes}" or more, or set it to null, or lower processes',
         )
-    request, limit = requests.ephemeral_storage, limits.ephemeral_storage
-    if request is not None and limit is not None and size(request) > size(limit):
-        yield Finding(
-            "gateway.resources",
-            f"requests.ephemeralStorage {number(request)} is more than limits.ephemeralStorage {number(limit)}",
-            "lower the first or raise the second",
-        )
+    asked = ("requests.ephemeralStorage", requests.ephemeral_storage)
+    yield from not_above("gateway.resources", asked, ("limits.ephemeralStorage", limits.ephemeral_storage), size)
 
 
 def _audit(release: Release) -> Iterator[Finding]:
@@ -322,27 +321,8 @@ def _traces(release: Release) -> Iterator[Finding]:
             "write the name of the collector's Service, such as http://collector.monitoring.svc:4318/v1/traces",
             is_note=True,
         )
-    policy, url = release.values.network_policy, release.values.gateway.auth.shared_limits.url
-    if policy.enabled and policy.restrict_egress and not policy.gateway_egress:
-        ways = (("gateway.auth.sharedLimits.url", url), ("gateway.tracing.otlpEndpoint", endpoint))
-        for setting, address in ways:
-            if address:
-                yield Finding(
-                    "networkPolicy.restrictEgress",
-                    f"true closes the way to {setting}: {shown_url(address)}",
-                    "list its address in networkPolicy.gatewayEgress",
-                )
-
-
-def _environment(release: Release) -> Iterator[Finding]:
-    seen: set[str] = set()
-    for variable in release.values.gateway.extra_env_vars:
-        if variable.name in (VARIABLES["limitsUsername"], VARIABLES["limitsPassword"]):
-            yield Finding(
-                "gateway.extraEnvVars",
-                f"{variable.name} is set by the chart",
-                "name the Secret in gateway.auth.sharedLimits.existingSecret",
-            )
-        if variable.name in seen:
-            yield Finding("gateway.extraEnvVars", f"{variable.name} is listed twice", "remove one")
-        seen.add(variable.name)
+    url = release.values.gateway.auth.shared_limits.url
+    for setting, address in (("gateway.auth.sharedLimits.url", url), ("gateway.tracing.otlpEndpoint", endpoint)):
+        if address:
+            to = f"{setting}: {shown_url(address)}"
+            yield from closed_way(release.values.network_policy, "gatewayEgress", to)

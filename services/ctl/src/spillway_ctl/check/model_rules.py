@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from spillway_ctl.check.finding import Finding, below, bytes_text, number, on_off, quantity, quoted, size
 from spillway_ctl.check.group import ON_VOLUME, Group, Release, base_name
 from spillway_ctl.check.model_facts import is_model_path, meant_hub_name
-from spillway_ctl.check.shared_rules import system_folder
+from spillway_ctl.check.shared_rules import closed_way, system_folder
 
 _VOLUME_NEEDS = (("existingClaim", "claimName", "claim_name"), ("hostPath", "hostPath", "host_path"))
 _TRUE = ("1", "on", "yes", "true")
@@ -26,8 +26,6 @@ def model_findings(group: Group, release: Release) -> Iterator[Finding]:
     yield from _adapters(group)
     yield from _resolver(group)
     yield from _parallelism(group)
-    yield from _pipeline(group)
-    yield from _data_parallel(group)
     yield from _length(group)
     yield from _downloads(group)
     yield from _start(group)
@@ -76,8 +74,8 @@ def _folder_or_hub_name(at: str, path: str, examples: str) -> Iterator[Finding]:
 
 
 def _hub(group: Group, release: Release) -> Iterator[Finding]:
-    engine, path, policy = group.engine, group.path, release.values.network_policy
-    if policy.enabled and policy.restrict_egress and engine.model.cache.type == "emptyDir" and not policy.engine_egress:
+    engine, path = group.engine, group.path
+    if engine.model.cache.type == "emptyDir":
         places = {f"{path}.model.path": (engine.model.path, "the model by model.volume")}
         places |= {
             f"{path}.lora.adapters[{index}].path": (adapter.path, "the adapter by lora.volume")
@@ -85,11 +83,8 @@ def _hub(group: Group, release: Release) -> Iterator[Finding]:
         }
         for place, (name, remedy) in places.items():
             if not name.startswith("/"):
-                yield Finding(
-                    "networkPolicy.restrictEgress",
-                    f"true closes the way to the hub that {place}: {name} comes from",
-                    f"list it in networkPolicy.engineEgress, or bring {remedy}",
-                )
+                to, or_else = f"the hub that {place}: {name} comes from", f", or bring {remedy}"
+                yield from closed_way(release.values.network_policy, "engineEgress", to, or_else)
     offline = [
         name
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -215,58 +210,16 @@ def _resolver(group: Group) -> Iterator[Finding]:
 
 
 def _parallelism(group: Group) -> Iterator[Finding]:
-    engine, shape, path = group.engine, group.model.shape, group.path
-    ranks, setting = engine.tensor_parallel_size, f"{path}.tensorParallelSize"
-    heads = shape.kv_heads
-    if heads and not shape.latent_dim:
-        if ranks < heads and heads % ranks:
-            yield Finding(
-                setting,
-                f"{ranks} does not divide the model's {heads} KV heads",
-                "vLLM needs a divisor, or a multiple of it: set one",
-            )
-        if ranks > heads and ranks % heads:
-            yield Finding(
-                setting,
-                f"{ranks} is no multiple of the model's {heads} KV heads, of which every rank needs a whole one",
-                f"set it to {ranks // heads * heads}",
-            )
-    if group.model.heads and group.model.heads % ranks:
+    engine, path = group.engine, group.path
+    ranks, heads = engine.tensor_parallel_size, group.model.heads
+    if heads and heads % ranks:
         yield Finding(
-            setting,
-            f"{ranks} does not divide the model's {group.model.heads} attention heads, as vLLM needs it",
-            f"choose a divisor of {group.model.heads}",
+            f"{path}.tensorParallelSize",
+            f"{ranks} does not divide the model's {heads} attention heads, as vLLM needs it",
+            f"choose a divisor of {heads}",
         )
-    step = group.device.block_tokens_multiple
-    if engine.block_size % step:
-        yield Finding(
-            f"{path}.blockSize",
-            f"{engine.block_size} given, a multiple of {step} needed by accelerator.preset: "
-            f"{engine.accelerator.preset}",
-            f"set it to {-(-engine.block_size // step) * step}",
-        )
-    only = shape.only_block_size
-    if only is not None and engine.block_size != only:
-        yield Finding(
-            f"{path}.blockSize",
-            f"{engine.block_size} given, but this model's kernels take blocks of {only} tokens alone",
-            f"set it to {only}",
-        )
-
-
-def _pipeline(group: Group) -> Iterator[Finding]:
-    """What does not go with several stages of layers."""
-    engine, path, layers = group.engine, group.path, group.model.shape.layers
     stages = engine.pipeline_parallel_size
-    if stages == 1:
-        return
-    if stages > layers:
-        yield Finding(
-            f"{path}.pipelineParallelSize",
-            f"{stages} stages for the model's {layers} layers, of which every stage needs one",
-            f"set it to {layers} or less",
-        )
-    if group.platform == "cpu" and engine.image.vllm != "0.23":
+    if stages > 1 and group.platform == "cpu" and engine.image.vllm != "0.23":
         yield Finding(
             f"{path}.pipelineParallelSize",
             f"{stages} needs vLLM 0.23 with accelerator.preset: cpu, but {path}.image.vllm is "
@@ -275,20 +228,9 @@ def _pipeline(group: Group) -> Iterator[Finding]:
         )
 
 
-def _data_parallel(group: Group) -> Iterator[Finding]:
-    cores, experts = group.engine.data_parallel_size, group.model.shape.experts
-    if cores > 1 and group.platform == "cpu" and experts:
-        yield Finding(
-            f"{group.path}.dataParallelSize",
-            f"{cores} ranks of a mixture of {experts} experts need exchanges of tokens that vLLM's CPU platform does "
-            "not have",
-            "set it to 1 and raise replicas",
-        )
-
-
 def _length(group: Group) -> Iterator[Finding]:
     engine, path, shape = group.engine, group.path, group.model.shape
-    longest, tokens = engine.model.max_length, group.memory.chunk_tokens
+    longest = engine.model.max_length
     is_stretched = "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in engine.extra_env or any(
         re.match("--(hf|rope)[-_]", argument) for argument in engine.extra_args
     )
@@ -297,16 +239,6 @@ def _length(group: Group) -> Iterator[Finding]:
             f"{path}.model.maxLength",
             f"{longest} given, but {base_name(engine.model.path)} has {shape.max_length} positions",
             f"set it to {shape.max_length} or less, or give vLLM a longer model by --hf-overrides in extraArgs",
-        )
-    if engine.offload.enabled and tokens > longest:
-        remedy = f"set it to {longest // engine.block_size} or less"
-        if longest < engine.block_size:
-            remedy = f"raise model.maxLength to {engine.block_size} or more, or lower blockSize"
-        yield Finding(
-            f"{path}.offload.blocksPerChunk",
-            f"{engine.offload.blocks_per_chunk} blocks of {engine.block_size} tokens are a chunk of {tokens}, which no "
-            f"prompt of model.maxLength: {longest} fills, so nothing would ever be spilled",
-            remedy,
         )
 
 

@@ -44,14 +44,6 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
     on_cpu = platform == "cpu"
     found: list[Finding] = []
     dtype, kv_dtype = _dtypes(engine, shape.dtype, on_cpu)
-    if shape.latent_dim and kv_dtype.endswith("_per_token_head"):
-        found.append(
-            Finding(
-                f"{path}.model.kvCacheDtype",
-                f"{kv_dtype} keeps a scale for each head, and this model's latent cache (MLA) has no heads",
-                "set it to auto or fp8",
-            )
-        )
     stages = engine.pipeline_parallel_size
     ranks = engine.tensor_parallel_size * stages
     # A core that spans pods has these ranks, and their share of its weights, in this pod.
@@ -60,7 +52,7 @@ def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> t
     block_of_rank = shape.block_bytes_of_rank(kv_dtype, tensor_ranks, stages, engine.block_size)
     row_block = shape.row_block_bytes_of_rank(kv_dtype, tensor_ranks, stages, engine.block_size)
     row = ChunkGeometry(row_block, offload.blocks_per_chunk, ranks, shape.ranks_hold_the_same, stages=stages).row_bytes
-    device_blocks = _device_blocks(engine, path, on_cpu, shape.kv_groups, found)
+    device_blocks = _device_blocks(engine, on_cpu, shape.kv_groups)
     device = device_blocks * block_of_rank * ranks_here * cores if on_cpu else 0
     weights = shape.weight_bytes
     # Quantised weights stay as the files have them, or become smaller.
@@ -149,22 +141,12 @@ def _dtypes(engine: Engine, checkpoint: str, on_cpu: bool) -> tuple[str, str]:
     return dtype, dtype if kv_dtype == "auto" else kv_dtype
 
 
-def _device_blocks(engine: Engine, path: str, on_cpu: bool, groups: int, found: list[Finding]) -> int:
+def _device_blocks(engine: Engine, on_cpu: bool, groups: int) -> int:
     """0: the engine sizes its own device cache."""
+    if engine.device_blocks is not None:
+        return engine.device_blocks
     longest = -(-engine.model.max_length // engine.block_size)
-    blocks = engine.device_blocks
-    if blocks is None:
-        return 1 + DEFAULT_LONGEST_PROMPTS * longest * groups if on_cpu else 0
-    if blocks < longest + 1:
-        found.append(
-            Finding(
-                f"{path}.deviceBlocks",
-                f"{blocks} blocks of {engine.block_size} tokens hold no prompt of model.maxLength "
-                f"{engine.model.max_length}",
-                f"set deviceBlocks >= {longest + 1} or model.maxLength <= {(blocks - 1) * engine.block_size}",
-            )
-        )
-    return blocks
+    return 1 + DEFAULT_LONGEST_PROMPTS * longest * groups if on_cpu else 0
 
 
 def _chunks(engine: Engine, path: str, row: int, found: list[Finding]) -> tuple[int, str]:

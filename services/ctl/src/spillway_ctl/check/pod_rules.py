@@ -8,7 +8,7 @@ from typing import Any
 
 from spillway_ctl.check.finding import Finding, milli_cores, number, quoted, size
 from spillway_ctl.check.group import Group, Release
-from spillway_ctl.check.shared_rules import distinct_folders, labels_of
+from spillway_ctl.check.shared_rules import distinct_folders, labels_of, not_above, repeated
 from spillway_settings.byte_sizes import parse_byte_count
 from spillway_settings.shared_names import FOLDERS
 
@@ -53,12 +53,10 @@ def _contexts_of(path: str, release: Release) -> tuple[Mapping[str, Any], Mappin
 
 
 def _volumes(path: str, section: Any) -> Iterator[Finding]:
-    given: set[str] = set()
+    for name in repeated(volume["name"] for volume in section.extra_volumes):
+        yield Finding(f"{path}.extraVolumes", f"{name} is listed twice", "give each volume its own name")
     for volume in section.extra_volumes:
         name = volume["name"]
-        if name in given:
-            yield Finding(f"{path}.extraVolumes", f"{name} is listed twice", "give each volume its own name")
-        given.add(name)
         sources = sorted(key for key, source in volume.items() if key != "name" and source is not None)
         if not sources:
             yield Finding(
@@ -215,13 +213,14 @@ def _accounts(release: Release) -> Iterator[Finding]:
 
 def _cores(release: Release) -> Iterator[Finding]:
     gateway = release.values.gateway.resources
-    pairs = [("gateway.resources", "requests.cpu", gateway.requests.cpu, "limits.cpu", gateway.limits.cpu)]
+    requests, limits = ("requests.cpu", gateway.requests.cpu), ("limits.cpu", gateway.limits.cpu)
+    pairs = [("gateway.resources", requests, limits)]
     sections: list[tuple[str, Any]] = [
         ("redis", release.values.redis.cpu),
         *((group.path, group.engine.cpu) for group in release.groups),
     ]
     for path, cpu in sections:
-        pairs.append((f"{path}.cpu", "request", cpu.request, "limit", cpu.limit))
+        pairs.append((f"{path}.cpu", ("request", cpu.request), ("limit", cpu.limit)))
         for key, given in (("request", cpu.request), ("limit", cpu.limit)):
             if given and milli_cores(given) >= _MILLI_CORES_MAX:
                 yield Finding(
@@ -236,13 +235,8 @@ def _cores(release: Release) -> Iterator[Finding]:
                     f"{number(given)} given, at least 20m needed",
                     f'whole cores have no unit: write "{example}"',
                 )
-    for path, asked, request, bound, limit in pairs:
-        if request and limit and milli_cores(request) > milli_cores(limit):
-            yield Finding(
-                path,
-                f"{asked} {number(request)} is more than {bound} {number(limit)}",
-                "lower the first or raise the second",
-            )
+    for path, request, limit in pairs:
+        yield from not_above(path, request, limit, milli_cores)
 
 
 def _low_ports(release: Release) -> Iterator[Finding]:
@@ -324,16 +318,14 @@ def _kernel(group: Group) -> Iterator[Finding]:
             "ClusterFirst with hostNetwork: true leaves a pod without the cluster's names",
             "set ClusterFirstWithHostNet, or null",
         )
-    seen: set[str] = set()
-    for setting in group.device.pod_security_context.get("sysctls") or ():
-        name = setting["name"].replace("/", ".")
-        if name in seen:
-            yield Finding(f"{path}.podSecurityContext.sysctls", f"{setting['name']} is given twice", "keep one")
-        seen.add(name)
+    sysctls = [each["name"].replace("/", ".") for each in group.device.pod_security_context.get("sysctls") or ()]
+    for name in repeated(sysctls):
+        yield Finding(f"{path}.podSecurityContext.sysctls", f"{name} is given twice", "keep one")
+    for name in sysctls:
         if engine.host_network and name.startswith("net."):
             yield Finding(
                 f"{path}.podSecurityContext.sysctls",
-                f"{setting['name']} is of the pod's own network, and hostNetwork: true has none",
+                f"{name} is of the pod's own network, and hostNetwork: true has none",
                 "set it on the node, or remove one of the two",
             )
 
@@ -343,14 +335,8 @@ def _storage(group: Group) -> Iterator[Finding]:
     storage, volume = engine.ephemeral_storage, engine.offload.shared_tier.nvme.volume
     if storage.limit is None:
         return
-    limit = size(storage.limit)
-    if storage.request is not None and size(storage.request) > limit:
-        yield Finding(
-            at,
-            f"request {number(storage.request)} is more than limit {number(storage.limit)}",
-            "raise the limit, or lower the request",
-        )
-    if group.uses_nvme and volume.type == "emptyDir" and limit < size(volume.size):
+    yield from not_above(at, ("request", storage.request), ("limit", storage.limit), size)
+    if group.uses_nvme and volume.type == "emptyDir" and size(storage.limit) < size(volume.size):
         yield Finding(
             f"{at}.limit",
             f"{number(storage.limit)} is less than offload.sharedTier.nvme.volume.size: {number(volume.size)}, whose "

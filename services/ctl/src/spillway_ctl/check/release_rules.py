@@ -14,6 +14,7 @@ from spillway_ctl.check.engine_rules import volume_names
 from spillway_ctl.check.finding import Finding, number, quoted, shown
 from spillway_ctl.check.group import Release
 from spillway_ctl.check.role_rules import role_findings
+from spillway_ctl.check.shared_rules import repeated, variables
 from spillway_settings.values.offload import tier_types
 
 _SELECTED = (
@@ -49,8 +50,7 @@ def release_findings(release: Release) -> Iterator[Finding]:
     yield from _object_names(release)
     yield from _labels(release)
     yield from _extra_objects(release)
-    pulled = [secret.name for secret in release.values.image.pull_secrets]
-    if len(set(pulled)) < len(pulled):
+    for _ in repeated(secret.name for secret in release.values.image.pull_secrets):
         yield Finding("image.pullSecrets", "one Secret is listed twice", "remove one")
 
 
@@ -112,17 +112,8 @@ def _redis(release: Release) -> Iterator[Finding]:
             "set engine.offload.sharedTier.type: redis with an empty url, or redis.enabled: false",
         )
     yield from volume_names("redis", redis.extra_volumes, ("config", "scratch"))
-    seen: set[str] = set()
-    for variable in redis.extra_env_vars:
-        if variable.name in seen:
-            yield Finding("redis.extraEnvVars", f"{variable.name} is listed twice", "remove one")
-        seen.add(variable.name)
-        if variable.name == "VALKEY_PASSWORD":
-            yield Finding(
-                "redis.extraEnvVars",
-                "VALKEY_PASSWORD is set by the chart",
-                "name the Secret in redis.existingSecret",
-            )
+    own = {"VALKEY_PASSWORD": "name the Secret in redis.existingSecret"}
+    yield from variables("redis.extraEnvVars", redis.extra_env_vars, own)
 
 
 def _installed(release: Release) -> Iterator[Finding]:
@@ -186,13 +177,11 @@ def _labels(release: Release) -> Iterator[Finding]:
 def _extra_objects(release: Release) -> Iterator[Finding]:
     chart_names = {release.full_name, release.name("gateway"), release.name("redis")}
     chart_names |= {name for group in release.groups for name in (group.name, group.headless)}
-    seen: set[tuple[str, str]] = set()
+    for kind, name in repeated((each["kind"], each["metadata"]["name"]) for each in release.values.extra_objects):
+        yield Finding("extraObjects", f"{kind} {name} is there twice", "rename or remove one")
     for index, extra in enumerate(release.values.extra_objects):
         at, kind, metadata = f"extraObjects[{index}]", extra["kind"], extra["metadata"]
         name = metadata["name"]
-        if (kind, name) in seen:
-            yield Finding(at, f"{kind} {name} is there twice", "rename or remove one")
-        seen.add((kind, name))
         if "{{" not in name and _OBJECT_NAME.fullmatch(name) is None:
             yield Finding(
                 f"{at}.metadata.name",

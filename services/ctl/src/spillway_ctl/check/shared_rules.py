@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeVar
 
 from spillway_ctl.check.finding import Finding, number, quoted
 from spillway_settings.values.kinds import DNS_LABEL, LABEL_VALUE
+from spillway_settings.values.pods import EnvironmentVariable, PodSettings
+from spillway_settings.values.release import NetworkPolicy
+
+_Name = TypeVar("_Name")
 
 _OWN_POD = re.compile(r"[a-z-]+://(?:localhost|127\.[0-9.]+|0\.0\.0\.0|\[::1?\])(?=[:/,]|$)")
+# A host, perhaps with a port.
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
 _DATABASES = 16  # of a Redis that nobody configured
 _SYSTEM_FOLDER = re.compile(
     r"(/(?:dev(?!/shm/)|proc|sys|etc|usr(?!/local/)|bin|sbin|lib|lib64|boot|run|var/run"
@@ -73,6 +80,55 @@ def behavior(path: str, given: Mapping[str, Any]) -> Iterator[Finding]:
                 yield Finding(
                     setting, f"{number(value)} given, a whole number from {low} to {high} needed", "correct it"
                 )
+
+
+def repeated(names: Iterable[_Name]) -> Iterator[_Name]:
+    """Each name that equals one before it."""
+    seen = set()
+    for name in names:
+        if name in seen:
+            yield name
+        seen.add(name)
+
+
+def variables(at: str, given: Iterable[EnvironmentVariable], own: Mapping[str, str]) -> Iterator[Finding]:
+    """What extraEnvVars may not hold. own: variables that the chart sets, with what to do in place of each."""
+    names = [variable.name for variable in given]
+    for name in names:
+        if name in own:
+            yield Finding(at, f"{name} is set by the chart", own[name])
+    for name in repeated(names):
+        yield Finding(at, f"{name} is listed twice", "remove one")
+
+
+def containers(path: str, section: PodSettings) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(setting, container) of all that the values add to the pods of the section at `path`."""
+    for kind, listed in (("initContainers", section.init_containers), ("sidecars", section.sidecars)):
+        for index, container in enumerate(listed):
+            yield f"{path}.{kind}[{index}]", container
+
+
+def not_above(
+    at: str, request: tuple[str, Any], limit: tuple[str, Any], measured: Callable[[Any], Any]
+) -> Iterator[Finding]:
+    """A request that is more than its limit; each is its name and its value, or None."""
+    (asked, low), (bound, high) = request, limit
+    if low is not None and high is not None and measured(low) > measured(high):
+        problem = f"{asked} {number(low)} is more than {bound} {number(high)}"
+        yield Finding(at, problem, "lower the first or raise the second")
+
+
+def closed_way(
+    policy: NetworkPolicy, egress: Literal["engineEgress", "gatewayEgress"], to: str, or_else: str = ""
+) -> Iterator[Finding]:
+    """The way out of pods to an address that networkPolicy does not list."""
+    open_ways = policy.engine_egress if egress == "engineEgress" else policy.gateway_egress
+    if policy.enabled and policy.restrict_egress and not open_ways:
+        yield Finding(
+            "networkPolicy.restrictEgress",
+            f"true closes the way to {to}",
+            f"list its address in networkPolicy.{egress}{or_else}",
+        )
 
 
 def login(at: str, secret: Login) -> Iterator[Finding]:
@@ -144,12 +200,8 @@ def labels_of(value: Any, path: str) -> Iterator[Finding]:
 
 
 def distinct_folders(at: str, mounts: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    mounted: set[str] = set()
-    for mount in mounts:
-        folder = mount["mountPath"].removesuffix("/")
-        if folder in mounted:
-            yield Finding(at, f"{mount['mountPath']} is given twice", "mount each volume at a folder of its own")
-        mounted.add(folder)
+    for folder in repeated(mount["mountPath"].removesuffix("/") for mount in mounts):
+        yield Finding(at, f"{folder} is given twice", "mount each volume at a folder of its own")
 
 
 def propagation(at: str, mount: Mapping[str, Any], *, is_privileged: bool) -> Iterator[Finding]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
+
+from spillway_ctl.check.chart_facts import fields_of
 from spillway_ctl.check.finding import Finding, quoted
 from spillway_settings.byte_sizes import parse_byte_count
 from spillway_settings.values.engine import Engine
+from spillway_settings.values.kinds import Size
 from spillway_settings.values.release import Values
 
 _EXAMPLE = "write for example 512MiB, 64Gi, 1TB or a number of bytes"
 _MOST_BYTES = 8 << 50
 _LEAST = {
-    "memory.pageCache": "0",
-    "memory.processPerRank": "512MiB",  # less holds no Python with torch; a bare 8 is eight bytes
+    "engine.memory.pageCache": "0",
+    "engine.memory.processPerRank": "512MiB",  # less holds no Python with torch; a bare 8 is eight bytes
     # Valkey takes a bound of 0 bytes for no bound at all, and the server fits into the quarter that is not for blocks.
     "redis.memory": "64MiB",
     # With fewer no request fits, or no prefix is remembered; a bare 64 is 64 bytes.
@@ -37,56 +41,22 @@ _LEAST = {
 def size_findings(values: Values, groups: Mapping[str, Engine]) -> Iterator[Finding]:
     for key, engine in groups.items():
         path = f"engines.{key}" if key else "engine"
-        for setting, value in _engine_sizes(engine).items():
-            yield from _judged(f"{path}.{setting}", value, _LEAST.get(setting, "1"))
-    gateway = values.gateway
-    sizes: dict[str, Any] = {"redis.memory": values.redis.memory}
-    for kind, resources in (("requests", gateway.resources.requests), ("limits", gateway.resources.limits)):
-        sizes[f"gateway.resources.{kind}.memory"] = resources.memory
-        sizes[f"gateway.resources.{kind}.ephemeralStorage"] = resources.ephemeral_storage
-    sizes |= {
-        "gateway.limits.bodyBytesMax": gateway.limits.body_bytes_max,
-        "gateway.limits.bodiesBytesMax": gateway.limits.bodies_bytes_max,
-        "gateway.limits.plainReplyBufferBytes": gateway.limits.plain_reply_buffer_bytes,
-        "gateway.limits.repliesBytesMax": gateway.limits.replies_bytes_max,
-        "gateway.connections.headBytesMax": gateway.connections.head_bytes_max,
-        "gateway.connections.targetBytesMax": gateway.connections.target_bytes_max,
-        "gateway.connections.bodyBytesPerSecondMin": gateway.connections.body_bytes_per_second_min,
-        "gateway.index.bytesMax": gateway.index.bytes_max,
-        "gateway.continuation.bytesMax": gateway.continuation.bytes_max,
-    }
-    for setting, value in sizes.items():
-        yield from _judged(setting, value, _LEAST.get(setting, "1"))
+        for setting, size in _sizes(engine):
+            yield from _judged(f"{path}.{setting}", size, _LEAST.get(f"engine.{setting}", "1"))
+    for path, section in (("gateway", values.gateway), ("redis", values.redis)):
+        for setting, size in _sizes(section):
+            yield from _judged(f"{path}.{setting}", size, _LEAST.get(f"{path}.{setting}", "1"))
 
 
-def _engine_sizes(engine: Engine) -> dict[str, Any]:
-    tier = engine.offload.shared_tier
-    sizes = {
-        "model.shape.weightBytes": engine.model.shape.weight_bytes,
-        "model.cache.sizeLimit": engine.model.cache.size_limit,
-        "ephemeralStorage.limit": engine.ephemeral_storage.limit,
-        "ephemeralStorage.request": engine.ephemeral_storage.request,
-        "hugePages.amount": engine.huge_pages.amount,
-        "memory.limit": engine.memory.limit,
-        "memory.sharedMemory": engine.memory.shared_memory,
-        "memory.processPerRank": engine.memory.process_per_rank,
-        "memory.pageCache": engine.memory.page_cache,
-        "offload.cpuBytes": engine.offload.cpu_bytes,
-        "offload.nodeTier.bytes": engine.offload.node_tier.bytes,
-        "offload.sharedTier.loadQueueBytesMax": tier.load_queue_bytes_max,
-        "offload.sharedTier.storeQueueBytesMax": tier.store_queue_bytes_max,
-        "offload.sharedTier.below.loadQueueBytesMax": tier.below.load_queue_bytes_max,
-        "offload.sharedTier.below.storeQueueBytesMax": tier.below.store_queue_bytes_max,
-        "offload.sharedTier.nvme.maxBytes": tier.nvme.max_bytes,
-        "offload.sharedTier.nvme.tenantMaxBytes": tier.nvme.tenant_max_bytes,
-        "offload.sharedTier.nvme.volume.size": tier.nvme.volume.size,
-        "offload.sharedTier.redis.tenantMaxBytes": tier.redis.tenant_max_bytes,
-    }
-    table = engine.offload.copy_table
-    for direction in ("store", "load") if table is not None else ():
-        for row in getattr(table, direction) or ():
-            sizes.setdefault(f"offload.copyTable.{direction}", row[0])
-    return sizes
+def _sizes(section: msgspec.Struct) -> Iterator[tuple[str, Any]]:
+    """(path within the section, value) of every setting whose type is a size."""
+    for field in fields_of(type(section)):
+        value = getattr(section, field.name)
+        if isinstance(value, msgspec.Struct):
+            for path, size in _sizes(value):
+                yield f"{field.encode_name}.{path}", size
+        elif Size in (field.type, *get_args(field.type)):
+            yield field.encode_name, value
 
 
 def _judged(path: str, value: Any, least: str) -> Iterator[Finding]:

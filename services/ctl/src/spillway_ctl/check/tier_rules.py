@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from spillway_ctl.check.finding import Finding, bytes_text, number, quantity, quoted, shown_url, size
 from spillway_ctl.check.group import Group, Release, user_of
 from spillway_ctl.check.pod_memory import nvme_max_bytes
-from spillway_ctl.check.shared_rules import is_own_pod, login, many_databases, system_folder
+from spillway_ctl.check.shared_rules import closed_way, is_own_pod, login, many_databases, system_folder
 from spillway_engine.tier_settings import plain_secrets
 from spillway_settings.values.offload import BUCKET_ENDPOINT_PATTERN, BUCKET_PATTERN, BUCKET_PREFIX_PATTERN, tier_types
 
@@ -46,7 +46,6 @@ def tier_findings(group: Group, release: Release) -> Iterator[Finding]:
             "enable offload or set type: none",
         )
     elif tier.type != "none":
-        yield from _bounds(group, at)
         yield from _encryption(group, at)
         types = tier_types(tier)
         if "nvme" in types:
@@ -109,35 +108,6 @@ def _key_id(group: Group, at: str) -> Iterator[Finding]:
             f"{at}.encryption",
             f"{given} is given, but enabled is false, so blocks would be stored unsealed",
             "set encryption.enabled: true, or remove keyId and keySecretName",
-        )
-
-
-def _bounds(group: Group, at: str) -> Iterator[Finding]:
-    """A bound below one chunk lets nothing through."""
-    tier, row = group.engine.offload.shared_tier, group.memory.row
-    bounds = {"loadQueueBytesMax": tier.load_queue_bytes_max, "storeQueueBytesMax": tier.store_queue_bytes_max}
-    types = tier_types(tier)
-    if len(types) > 1:
-        bounds["below.loadQueueBytesMax"] = tier.below.load_queue_bytes_max
-        bounds["below.storeQueueBytesMax"] = tier.below.store_queue_bytes_max
-    if "nvme" in types:
-        bounds["nvme.maxBytes"] = tier.nvme.max_bytes  # type: ignore[assignment]
-        bounds["nvme.tenantMaxBytes"] = tier.nvme.tenant_max_bytes  # type: ignore[assignment]
-    if "redis" in types:
-        bounds["redis.tenantMaxBytes"] = tier.redis.tenant_max_bytes  # type: ignore[assignment]
-    for key, bound in bounds.items():
-        if bound is not None and size(bound) < row:
-            yield Finding(
-                f"{at}.{key}",
-                f"{bytes_text(size(bound))} holds no chunk of {bytes_text(row)}",
-                f"set it to {row} or more, or lower offload.blocksPerChunk",
-            )
-    from_volume = nvme_max_bytes(group.engine) if "nvme" in types and tier.nvme.max_bytes is None else None
-    if from_volume is not None and from_volume < row:
-        yield Finding(
-            f"{at}.nvme.volume.size",
-            f"{number(tier.nvme.volume.size)} given, nine tenths of which hold no chunk of {bytes_text(row)}",
-            f"set it to {(row * 10 + 8) // 9} or more (with a unit, such as 500GiB), or lower offload.blocksPerChunk",
         )
 
 
@@ -204,6 +174,13 @@ def _nvme(group: Group, at: str) -> Iterator[Finding]:
             "all",
             f"set it to {most} or less",
         )
+    if most and nvme.max_bytes is None and most < group.memory.row:
+        row = group.memory.row
+        yield Finding(
+            f"{at}.volume.size",
+            f"{number(volume.size)} given, nine tenths of which hold no chunk of {bytes_text(row)}",
+            f"set it to {(row * 10 + 8) // 9} or more (with a unit, such as 500GiB), or lower offload.blocksPerChunk",
+        )
     # The index of slabs is a file that all engines map into memory and lock: one kernel has to see them all.
     if nvme.mode == "slab" and volume.type == "sharedClaim":
         yield Finding(
@@ -222,7 +199,7 @@ def _nvme(group: Group, at: str) -> Iterator[Finding]:
 
 def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
     redis, embedded, at = group.engine.offload.shared_tier.redis, release.values.redis, f"{at}.redis"
-    url, policy = redis.url, release.values.network_policy
+    url = redis.url
     if not url and not embedded.enabled:
         yield Finding(
             f"{at}.url",
@@ -279,18 +256,12 @@ def _redis(group: Group, release: Release, at: str) -> Iterator[Finding]:
         )
     if not url and embedded.enabled:
         yield from _embedded_redis(group, release, at)
-    closed = policy.enabled and policy.restrict_egress and not policy.engine_egress
-    if closed and url and not url.startswith("unix:"):
-        yield Finding(
-            "networkPolicy.restrictEgress",
-            f"true closes the way to {at}.url: {shown_url(url)}",
-            "list its address in networkPolicy.engineEgress",
-        )
+    if url and not url.startswith("unix:"):
+        yield from closed_way(release.values.network_policy, "engineEgress", f"{at}.url: {shown_url(url)}")
 
 
 def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
-    s3, policy = group.engine.offload.shared_tier.s3, release.values.network_policy
-    at = f"{at}.s3"
+    s3, at = group.engine.offload.shared_tier.s3, f"{at}.s3"
     if re.fullmatch(BUCKET_PATTERN, s3.bucket) is None:
         yield Finding(
             f"{at}.bucket",
@@ -340,12 +311,8 @@ def _s3(group: Group, release: Release, at: str) -> Iterator[Finding]:
             "name a Secret with the two keys, or annotate the service account",
             is_note=True,
         )
-    if policy.enabled and policy.restrict_egress and not policy.engine_egress:
-        yield Finding(
-            "networkPolicy.restrictEgress",
-            f"true closes the way to {at}.endpoint: {shown_url(endpoint) if endpoint else 'AWS'}",
-            "list its address in networkPolicy.engineEgress",
-        )
+    to = f"{at}.endpoint: {shown_url(endpoint) if endpoint else 'AWS'}"
+    yield from closed_way(release.values.network_policy, "engineEgress", to)
     yield from _far_lookups(group, at)
     yield from _far_loads(group, at)
 
