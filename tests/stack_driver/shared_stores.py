@@ -13,9 +13,9 @@ import redis
 
 from spillway_connector.errors import TierError
 from spillway_connector.tiers.disk.files.inspect import FileInspector
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.room import limit_bytes
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
-from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.inspection import Gone, StoredFrame
 from spillway_connector.tiers.redis.names import RedisNames, parse_name
 
@@ -102,7 +102,7 @@ class NvmeStore:
 def payload_offset(frame: StoredFrame, share: float) -> int:
     """A byte of the payload, for NvmeStore.flip. share: 0 for the first, 1 for the last."""
     assert frame.payload_bytes is not None
-    return PAGE_BYTES + int(share * (frame.payload_bytes - 1))
+    return FramePlaces.of(frame.payload_bytes).payload_at + int(share * (frame.payload_bytes - 1))
 
 
 @contextmanager

@@ -140,7 +140,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- with $engine.memory.sharedMemory -}}
 {{- $shared = include "spillway.bytes" (dict "value" . "path" (printf "%s.memory.sharedMemory" $path)) | int64 -}}
 {{- end -}}
-{{- /* Every engine core keeps copies of the index of slabs: 104 bytes for each slot, which is a row and a page. Each
+{{- /* Every engine core keeps copies of the index of slabs: 104 bytes for each slot, which is a row or a row and a page. Each
       thread of a tier has a chunk in flight, one on its way to or from the store, and a sealed one. */ -}}
 {{- $indexBytes := 0 -}}{{- $stagingBytes := 0 -}}
 {{- if and $offload.enabled (ne $tier.type "none") -}}
@@ -153,7 +153,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
   "path" (printf "%s.memory.pageCache" $path)) | int64) -}}
 {{- $most := include "spillway.nvmeMaxBytes" (dict "item" (dict "engine" $engine "path" $path)) | int64 -}}
 {{- if and $most (ne $tier.nvme.mode "files") -}}
-{{- $indexBytes = mul (add (mul (div $most (add $rowBytes 4096)) 104) 2097152) $cores -}}
+{{- $indexBytes = mul (add (mul (div $most $rowBytes) 104) 2097152) $cores -}}
 {{- end -}}{{- end -}}
 
 {{- /* What the engine itself reckons with at its start, and what this pod reserves. */ -}}

@@ -28,7 +28,7 @@ from spillway_connector.testing.tier_contract import (
 )
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
-from spillway_connector.tiers.frame import HEADER_BYTES, build_header, read_header
+from spillway_connector.tiers.frame import HEADER_BYTES, MAGIC, build_header, read_header
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.tier import RedisTier
@@ -175,11 +175,12 @@ class TestSealedTier(BoundedTierContract, RetentionContract):
         tier.store(key_of(1), payload_of(1), soon())
         frame = medium.read_frame(NAMESPACE, key_of(1))
         assert bytes(payload_of(1))[:64] not in frame
-        header_bytes = int.from_bytes(frame[10:12], "little")
+        header_at = frame.index(MAGIC)
+        payload_at = 0 if header_at else int.from_bytes(frame[10:12], "little")
         lots = random.Random(2)
         for _ in range(200):
             damaged = bytearray(frame)
-            damaged[header_bytes + lots.randrange(PAYLOAD_BYTES + SEAL_BYTES)] ^= 1 << lots.randrange(8)
+            damaged[payload_at + lots.randrange(PAYLOAD_BYTES + SEAL_BYTES)] ^= 1 << lots.randrange(8)
             medium.write_frame(NAMESPACE, key_of(1), bytes(damaged))
             assert error_of(lambda: load(tier, key_of(1))).reason == CorruptReason.PAYLOAD
 

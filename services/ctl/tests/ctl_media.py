@@ -14,6 +14,7 @@ import redis
 
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.disk.files.tier import FileTier
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.space import size_class_folders
@@ -28,6 +29,7 @@ from spillway_ctl.store import Store
 
 PAYLOAD_BYTES = 3 * 4096 + 100  # not a whole number of pages
 PAGE_BYTES = 4096
+FRAME = FramePlaces.of(PAYLOAD_BYTES)  # on a disk
 MAX_BYTES = 32 << 20
 TENANT = bytes.fromhex("0123456789abcdef")
 DATED = ("files", "slab", "redis")  # stores whose blocks can be made older than they are; see conftest.py
@@ -70,8 +72,13 @@ class Medium(Protocol):
         ...
 
     def overwrite(self, namespace: Namespace, key: bytes, offset: int, new: bytes) -> None:
-        """Overwrite bytes of a frame; offsets from PAGE_BYTES on are of the payload."""
+        """Overwrite bytes of a frame; offsets below 192 are of the header, those from PAGE_BYTES on of the payload."""
         ...
+
+
+def place_of(offset: int) -> int:
+    """Where such an offset lies in a frame on a disk."""
+    return FRAME.header_at + offset if offset < 192 else FRAME.payload_at + offset - PAGE_BYTES
 
 
 class _Directory:
@@ -104,7 +111,7 @@ class FileMedium(_Directory):
 
     def overwrite(self, namespace: Namespace, key: bytes, offset: int, new: bytes) -> None:
         with self.path(namespace, key).open("r+b") as file:
-            file.seek(offset)
+            file.seek(place_of(offset))
             file.write(new)
 
 
@@ -126,7 +133,7 @@ class SlabMedium(_Directory):
         [frame] = [found for found in self.store().frames(headers=True) if (found.namespace, found.key) == wanted]
         name, _, start = frame.place.partition("@")
         with (self.root / name).open("r+b") as file:
-            file.seek(int(start) + offset)
+            file.seek(int(start) + place_of(offset))
             file.write(new)
 
 

@@ -14,7 +14,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from ctl_media import ONE, FileMedium, SlabMedium, fill, left, soon
+from ctl_media import FRAME, ONE, FileMedium, SlabMedium, fill, left, soon
 
 from spillway_ctl.command import main
 
@@ -169,7 +169,7 @@ def test_purging_under_a_live_writer_serves_no_wrong_byte_and_leaves_no_error(
     medium = (FileMedium if kind == "files" else SlabMedium)(root)
     tier = medium.tier()
     there = len(left(medium, range(64)))
-    assert tier.resident_bytes(soon()) == there * 5 * 4096
+    assert tier.resident_bytes(soon()) == there * FRAME.frame_bytes
     tier.close()
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from ctl_media import (
     DATED,
+    FRAME,
     ONE,
     OTHER,
     PAGE_BYTES,
@@ -106,7 +107,7 @@ def test_the_ledger_and_the_index_agree_with_what_is_left(
     purge(capsys, directory, "--namespace", ONE.hex[:4], "--yes")
     fill(directory, range(10))
     tier = directory.tier()
-    assert tier.resident_bytes(soon()) == 10 * 5 * PAGE_BYTES
+    assert tier.resident_bytes(soon()) == 10 * FRAME.frame_bytes
     tier.close()
 
 

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from ctl_media import ONE, PAGE_BYTES, PAYLOAD_BYTES, FileMedium, Medium, fill, key_of, payload_of, soon
+from ctl_media import ONE, PAYLOAD_BYTES, FileMedium, Medium, fill, key_of, payload_of, soon
 
 from spillway_connector.namespace import Namespace
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.frame import build_header
 from spillway_connector.tiers.sealed import SEAL_BYTES, SealedTier, SealKey, sealed_namespace
 from spillway_ctl.command import main
@@ -57,9 +58,12 @@ def test_a_forged_frame_is_found_with_the_key_alone(tmp_path: Path, capsys: pyte
     files = FileMedium(tmp_path / "tier")
     seal(files, range(3))
     forged = payload_of(99, PAYLOAD_BYTES + SEAL_BYTES)
-    header = build_header(SEALED.digest16, key_of(1), forged, created_ms=0, header_bytes=PAGE_BYTES)
-    path = files.path(SEALED, key_of(1))
-    path.write_bytes(header + bytes(forged) + bytes(path.stat().st_size - PAGE_BYTES - forged.nbytes))
+    places = FramePlaces.of(forged.nbytes)
+    header = build_header(SEALED.digest16, key_of(1), forged, created_ms=0, header_bytes=places.header_bytes)
+    frame = bytearray(places.frame_bytes)
+    for at, part in ((places.header_at, header), (places.payload_at, bytes(forged))):
+        frame[at : at + len(part)] = part
+    files.path(SEALED, key_of(1)).write_bytes(frame)
     assert verify(capsys, files)[0] == 0
     status, found = verify(capsys, files, "--encryption-key-file", key_file(tmp_path, KEY.secret), "--remove-damaged")
     assert status == 1 and found["damage"] == {"seal": 1} and found["removed_frames"] == 1

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from ctl_media import ONE, OTHER, PAGE_BYTES, TENANT, FileMedium, Medium, SlabMedium, fill, key_of, soon
+from ctl_media import FRAME, ONE, OTHER, TENANT, FileMedium, Medium, SlabMedium, fill, key_of, soon
 
 from spillway_ctl.command import main
 
@@ -104,5 +104,5 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, capsys: pytest.CaptureF
 def test_use_is_set_against_the_limit(directory: FileMedium | SlabMedium, capsys: pytest.CaptureFixture[str]) -> None:
     fill(directory, range(4))
     found = json.loads(run(capsys, "status", *directory.options, "--json")[1])
-    assert found["used_bytes"] == found["stored_bytes"] == 4 * (PAGE_BYTES + 4 * PAGE_BYTES)
+    assert found["used_bytes"] == found["stored_bytes"] == 4 * FRAME.frame_bytes
     assert found["limit_bytes"] > found["used_bytes"] and "file system" in found["limit_means"]

@@ -30,7 +30,7 @@ from spillway_connector.errors import (
     TierTimeout,
 )
 from spillway_connector.namespace import Namespace
-from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
+from spillway_connector.tiers.frame import HEADER_BYTES, MAGIC
 from spillway_connector.tiers.tier import EvictionReason, PeekableTier, ReceivingTier, StoreOutcome, Tier
 
 MakeTier = Callable[[Namespace, int], Tier]
@@ -174,10 +174,11 @@ class TierContract:
         tier.store(key_of(1), payload_of(1), soon())
         frame = medium.read_frame(NAMESPACE, key_of(1))
         lots = random.Random(1)  # noqa: S311
-        header = len(frame) - PAYLOAD_BYTES if len(frame) < PAGE_BYTES + PAYLOAD_BYTES else PAGE_BYTES
+        at = frame.index(MAGIC)
+        header = int.from_bytes(frame[at + 10 : at + 12], "little")
         for position in [*range(HEADER_BYTES), *range(HEADER_BYTES, header, 16), header - 1]:  # fields, then padding
             damaged = bytearray(frame)
-            damaged[position] ^= 1 << lots.randrange(8)
+            damaged[at + position] ^= 1 << lots.randrange(8)
             medium.write_frame(NAMESPACE, key_of(1), bytes(damaged))
             assert isinstance(error_of(lambda: load(tier, key_of(1))), TierCorrupt), f"byte {position}"
 

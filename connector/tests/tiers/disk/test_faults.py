@@ -33,11 +33,13 @@ from spillway_connector.testing.tier_contract import (
     soon,
 )
 from spillway_connector.tiers.disk.files.tier import FileTier
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import StoreOutcome
 
 DiskTier = FileTier | SlabTier
 LAYOUTS: dict[str, type[DiskTier]] = {"files": FileTier, "slab": SlabTier, "slab, page cache first": CacheFirst}
+FRAME = FramePlaces.of(PAYLOAD_BYTES)
 MAX_BYTES = 2 << 20
 
 
@@ -147,19 +149,22 @@ def test_a_write_torn_at_any_sector_is_never_served(make_tier: Callable[[], Disk
     raw = Path(next(path for path in _files_of(tier) if _find(path, key_of(1)) is not None))
     at = _find(raw, key_of(1))
     assert at is not None
-    frame_bytes = 4096 + -(-PAYLOAD_BYTES // 4096) * 4096
+    frame_bytes = FRAME.frame_bytes
     other = next(path for path in _files_of(tier) if _find(path, key_of(2)) is not None)
     new, old = _read(raw, at, frame_bytes), _read(other, _find(other, key_of(2)) or 0, frame_bytes)
-    meant = 4096 + PAYLOAD_BYTES
+
+    def meant(frame: bytes) -> bytes:
+        return frame[FRAME.payload_at :][:PAYLOAD_BYTES] + frame[FRAME.header_at :][: FRAME.header_bytes]
+
     for before in (old, bytes(frame_bytes), os.urandom(frame_bytes)):
         for sector in range(0, frame_bytes, sector_bytes):
             for torn in (new[:sector] + before[sector:], before[:sector] + new[sector:]):
                 _write(raw, at, torn)
                 try:
                     assert load(tier, key_of(1)) == payload_of(1)
-                    assert torn[:meant] == new[:meant]  # only padding was torn
+                    assert meant(torn) == meant(new)  # only padding was torn
                 except TierCorrupt:
-                    assert torn[:meant] != new[:meant]
+                    assert meant(torn) != meant(new)
     _write(raw, at, new)
     assert load(tier, key_of(1)) == payload_of(1)
 
@@ -174,7 +179,7 @@ def _find(path: Path, key: bytes) -> int | None:
     at = raw.find(b"SPILLKV\n")
     while at >= 0:
         if raw[at + 32 : at + 32 + len(key)] == key:
-            return at
+            return at - FRAME.header_at
         at = raw.find(b"SPILLKV\n", at + 1)
     return None
 

@@ -15,11 +15,11 @@ from spillway_connector.errors import TierTimeout
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import PAYLOAD_BYTES, payload_of, soon
 from spillway_connector.tiers.disk import io as disk_io
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.io import FrameFiles
-from spillway_connector.tiers.frame import PAGE_BYTES
 
 AT_ONCE, THREADS = 2, 6
-HEADER = bytes(PAGE_BYTES)
+HEADER = bytes(FramePlaces.of(PAYLOAD_BYTES).header_bytes)
 
 
 class SlowDisk:

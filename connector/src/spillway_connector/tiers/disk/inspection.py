@@ -14,9 +14,10 @@ from pathlib import Path
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
 from spillway_connector.own_files import NotOwn, read_own
+from spillway_connector.tiers.disk.frame_places import FramePlaces, last_header_at
 from spillway_connector.tiers.disk.io import disable_direct, enable_direct
 from spillway_connector.tiers.disk.root import DOCUMENT_NAME, folders_in
-from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader, read_header, verify
+from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES, FrameHeader, read_header, verify
 from spillway_connector.tiers.inspection import CheckPayload, Damage, StoredFrame, StoredNamespace, is_namespace_name
 
 REMOVAL_SECONDS = 60.0  # the longest that a removal waits for a lock, per call
@@ -36,8 +37,20 @@ def namespaces_below(root: Path, prefix: str = "") -> Iterator[StoredNamespace]:
             yield StoredNamespace(bytes.fromhex(folder.name), document)
 
 
-def checked_header(raw: bytes) -> FrameHeader | Damage:
-    """The header page of a frame on a disk, or what is wrong with it."""
+def header_at(descriptor: int, offset: int, frame_bytes: int) -> FrameHeader | Damage:
+    """Read the header of the frame at ``offset``, or what is wrong with it. Raises OSError.
+
+    Any engine's frame may lie there, so both places of a header are looked at.
+    """
+    first = _checked_header(os.pread(descriptor, PAGE_BYTES, offset))
+    if isinstance(first, FrameHeader):
+        return first
+    last = _checked_header(os.pread(descriptor, HEADER_BYTES, offset + last_header_at(frame_bytes)))
+    no_header = isinstance(last, Damage) and last.reason in (CorruptReason.SHORT, CorruptReason.MAGIC)
+    return first if no_header else last
+
+
+def _checked_header(raw: bytes) -> FrameHeader | Damage:
     try:
         header = read_header(raw)
     except TierCorrupt as corrupt:
@@ -57,7 +70,7 @@ def with_header(frame: StoredFrame, header: FrameHeader | Damage, *, namespace: 
         damage = Damage(CorruptReason.NAMESPACE, f"it belongs to namespace {header.namespace.hex()}")
     elif key is not None and header.key.hex() != key:
         damage = Damage(CorruptReason.KEY, f"it holds key {header.key.hex()}")
-    elif frame.stored_bytes < PAGE_BYTES + header.payload_bytes:
+    elif frame.stored_bytes < header.header_bytes + header.payload_bytes:
         damage = Damage(
             CorruptReason.SHORT, f"{frame.stored_bytes} bytes, its header announces {header.payload_bytes} of payload"
         )
@@ -92,16 +105,18 @@ class FramePayloads:
         """Prove the frame at ``offset`` to be the whole one of ``key`` (hex). Raises OSError."""
         if header.key.hex() != key:
             return Damage(CorruptReason.KEY, f"it holds key {header.key.hex()}, not {key}")
-        size = header.payload_bytes
-        whole_bytes = PAGE_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES
+        size, places = header.payload_bytes, FramePlaces.announced(header)
+        whole_bytes = places.frame_bytes
         if self._buffer.nbytes < whole_bytes:
             # mmap for its page alignment, which direct I/O needs.
             self._buffer = memoryview(mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         enable_direct(descriptor)
         read_bytes = _read_fully(descriptor, self._buffer[:whole_bytes], offset)
-        payload = self._buffer[PAGE_BYTES : min(PAGE_BYTES + size, read_bytes)]
+        read = self._buffer[:read_bytes]
+        payload = read[places.payload_at : places.payload_at + size]
+        raw_header = read[places.header_at : places.header_at + places.header_bytes]
         try:
-            verify(self._buffer[:PAGE_BYTES], payload, namespace=namespace, key=header.key, payload_bytes=size)
+            verify(raw_header, payload, namespace=namespace, key=header.key, payload_bytes=size)
         except TierCorrupt as corrupt:
             return Damage(corrupt.reason, str(corrupt))
         return None if check_payload is None else check_payload(replace(frame, key=header.key), payload)

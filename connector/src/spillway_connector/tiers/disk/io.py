@@ -25,9 +25,10 @@ from spillway_connector.errors import (
     UnreachableReason,
 )
 from spillway_connector.own_files import NotOwn, open_own, unlink_own
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.idle_memory import IdleMemory
 from spillway_connector.tiers.disk.page_cache import is_cached, read_cached, write_through
-from spillway_connector.tiers.frame import PAGE_BYTES
+from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 from spillway_connector.tiers.tier import Clock, WallClock
 
 # Concurrent reads, and as many writes, by default. Enough to keep a disk busy, and fewer than threads: the others
@@ -162,7 +163,7 @@ class _Turns:
 
 
 class FrameFiles:
-    """Reads and writes files of the form: header page, payload, zero padding to a whole page.
+    """Reads and writes frames as frame_places.py places their headers, with zeros up to a whole page.
 
     payload_bytes: of every frame. direct: use O_DIRECT; set by the tier if supports_direct is true, and cleared for
     good by the first EINVAL. page_cache: beside it, leave frames in the page cache while memory is idle, and read those
@@ -186,15 +187,16 @@ class FrameFiles:
         self._writing = _Turns(transfers_at_once, clock)
         self._clock = clock
         self._wall_clock = wall_clock
-        self._tail_bytes = payload_bytes % PAGE_BYTES
+        self.places = FramePlaces.of(payload_bytes)
+        self.frame_bytes = self.places.frame_bytes
+        self._tail_bytes = self.places.tail_bytes
         self._whole_bytes = payload_bytes - self._tail_bytes
-        self.frame_bytes = PAGE_BYTES + self._whole_bytes + (PAGE_BYTES if self._tail_bytes else 0)
         self._pages = threading.local()
 
     def read(
         self, path: str, depth: int, target: memoryview, deadline: float, oldest_ns: int = 0, *, renew: bool = True
     ) -> memoryview:
-        """Fill ``target`` and return the header page (valid until this thread's next call); may renew the mtime.
+        """Fill ``target`` and return the header (valid until this thread's next call); may renew the mtime.
 
         depth: see own_files.py. oldest_ns: a frame last used before is expired. Raises TierMiss (expired),
         FileNotFoundError, OSError, TierCorrupt(SHORT, LENGTH or FOREIGN), TierTimeout. Nothing is verified.
@@ -222,18 +224,16 @@ class FrameFiles:
         return header
 
     def read_at(self, descriptor: int, offset: int, target: memoryview, deadline: float) -> memoryview:
-        """Fill ``target`` from the frame at ``offset`` in one call of the kernel; returns the header page.
+        """Fill ``target`` from the frame at ``offset`` in one call of the kernel; returns the header.
 
-        The page is valid until this thread's next call. Raises OSError, TierCorrupt(SHORT), TierTimeout. Nothing is
+        It is valid until this thread's next call. Raises OSError, TierCorrupt(SHORT), TierTimeout. Nothing is
         verified.
         """
         header, tail = self._thread_pages()
         views = self._views(header, target, tail)
         with self._reading.turn(deadline):
             self._move(os.preadv, descriptor, views, deadline, offset)
-        if self._tail_bytes:
-            target[self._whole_bytes :] = tail[: self._tail_bytes]
-        return header
+        return self._taken(header, target, tail)
 
     def read_cached_at(self, descriptor: int, offset: int, target: memoryview) -> memoryview | None:
         """The same from the page cache alone, without waiting: None if not all of the frame lies there.
@@ -245,9 +245,7 @@ class FrameFiles:
             return None
         if not read_cached(descriptor, offset, self._views(header, target, tail)):
             return None
-        if self._tail_bytes:
-            target[self._whole_bytes :] = tail[: self._tail_bytes]
-        return header
+        return self._taken(header, target, tail)
 
     def renew(self, descriptor: int) -> None:
         """Mark an open file as used now: eviction is in the order of mtimes. Raises OSError.
@@ -269,10 +267,13 @@ class FrameFiles:
     def write_at(self, descriptor: int, offset: int, header: bytes, source: memoryview, deadline: float) -> None:
         """Write a frame at ``offset`` in one call of the kernel. Raises as :meth:`write` does."""
         page, tail = self._thread_pages()
-        page[:] = header
         if self._tail_bytes:
             tail[: self._tail_bytes] = source[self._whole_bytes :]
             tail[self._tail_bytes :] = bytes(PAGE_BYTES - self._tail_bytes)
+        if self.places.header_is_last:
+            tail[-HEADER_BYTES:] = header
+        else:
+            page[:] = header
         with self._writing.turn(deadline):
             self._move(os.pwritev, descriptor, self._views(page, source, tail), deadline, offset)
 
@@ -294,8 +295,14 @@ class FrameFiles:
         return self.page_cache and self._idle_memory.enough
 
     def _views(self, header: memoryview, payload: memoryview, tail: memoryview) -> list[memoryview]:
-        views = [header, payload[: self._whole_bytes]]
+        views = [payload[: self._whole_bytes]] if self.places.header_is_last else [header, payload[: self._whole_bytes]]
         return [*views, tail] if self._tail_bytes else views
+
+    def _taken(self, header: memoryview, target: memoryview, tail: memoryview) -> memoryview:
+        """Complete ``target`` from the pages beside it that were read, and return the header."""
+        if self._tail_bytes:
+            target[self._whole_bytes :] = tail[: self._tail_bytes]
+        return tail[-HEADER_BYTES:] if self.places.header_is_last else header
 
     def _move(
         self,

@@ -16,8 +16,9 @@ from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, k
 from spillway_connector.tiers.disk.files.space import Space
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.files.tree import frame_path
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 
-FRAME_BYTES = 4096 + -(-PAYLOAD_BYTES // 4096) * 4096
+FRAME_BYTES = FramePlaces.of(PAYLOAD_BYTES).frame_bytes
 
 
 @pytest.fixture
@@ -103,8 +104,9 @@ from spillway_connector.errors import TierError
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.files.space import Space
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 base, max_frames = Path(sys.argv[1]), 6
-FRAME_BYTES = 4096 + -(-PAYLOAD_BYTES // 4096) * 4096
+FRAME_BYTES = FramePlaces.of(PAYLOAD_BYTES).frame_bytes
 CALLS = [(os, name) for name in ("open", "close", "pwrite", "pwritev", "ftruncate", "link", "unlink", "rmdir", "utime")]
 CALLS.append((fcntl, "flock"))
 

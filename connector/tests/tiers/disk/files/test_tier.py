@@ -34,11 +34,12 @@ from spillway_connector.testing.tier_contract import (
 from spillway_connector.tiers.disk.clock import boot_tag
 from spillway_connector.tiers.disk.files.space import Space
 from spillway_connector.tiers.disk.files.tier import FileTier
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.io import FrameFiles, tier_error
 from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome
 
 NEVER = 1e7  # a deadline for tiers on a stepped clock
-FRAME_BYTES = 4096 * 5  # header page, three whole pages, one padded page
+FRAME_BYTES = FramePlaces.of(PAYLOAD_BYTES).frame_bytes
 MakeTier = Callable[..., FileTier]
 
 

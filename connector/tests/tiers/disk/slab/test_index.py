@@ -37,7 +37,7 @@ def test_a_planned_size_class_stays_within_its_bound_and_uses_most_of_it(payload
     slot_bytes = slot_bytes_of(payload_bytes)
     shape = plan_shape(slot_bytes, limit_bytes)
     if shape is None:
-        assert limit_bytes < slot_bytes + 8192 + 2 * max(limit_bytes // 64, slot_bytes)
+        assert limit_bytes < slot_bytes + 16384 + 2 * max(limit_bytes // 64, slot_bytes)
         return
     beside_bytes = shape.index_bytes + shape.table_bytes
     assert shape.slots * slot_bytes + beside_bytes <= limit_bytes

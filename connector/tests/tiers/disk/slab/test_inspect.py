@@ -13,7 +13,7 @@ from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.index_reader import IndexReader
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
-from spillway_connector.tiers.disk.slab.layout import SizeClassShape
+from spillway_connector.tiers.disk.slab.layout import SizeClassShape, slot_bytes_of
 from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.inspection import Gone
@@ -71,7 +71,7 @@ def test_a_slot_that_is_claimed_while_it_is_walked_is_no_damage(
     column, looks = IndexReader.column, []
 
     def claim() -> None:
-        index = SlabIndex.open(tmp_path / SLAB_FOLDER / "20480", writable=True)
+        index = SlabIndex.open(tmp_path / SLAB_FOLDER / str(slot_bytes_of(PAYLOAD_BYTES)), writable=True)
         assert index is not None
         [slot] = np.flatnonzero(index.state == LIVE).tolist()
         with index.changing():

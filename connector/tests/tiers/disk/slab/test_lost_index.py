@@ -30,7 +30,7 @@ from spillway_connector.tiers.disk.slab import tier as slab_tier
 from spillway_connector.tiers.disk.slab.change_log import EVERYTHING, ChangeLog, apply, place
 from spillway_connector.tiers.disk.slab.columns import FileCut
 from spillway_connector.tiers.disk.slab.index import SlabIndex
-from spillway_connector.tiers.disk.slab.layout import SizeClassShape
+from spillway_connector.tiers.disk.slab.layout import SizeClassShape, slot_bytes_of
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import NO_TENANT, StoreOutcome
 
@@ -54,7 +54,7 @@ def make_tier(tmp_path: Path) -> Iterator[MakeTier]:
 
 @pytest.fixture
 def size_class(tmp_path: Path) -> Path:
-    return tmp_path / "kv" / "slab" / "20480"
+    return tmp_path / "kv" / "slab" / str(slot_bytes_of(PAYLOAD_BYTES))
 
 
 def fill(tier: SlabTier) -> None:

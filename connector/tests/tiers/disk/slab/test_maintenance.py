@@ -10,10 +10,11 @@ import pytest
 
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, payload_of, soon
+from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import EvictionReason
 
-SLOT_BYTES = 5 * 4096
+SLOT_BYTES = slot_bytes_of(PAYLOAD_BYTES)
 NEVER = 1e7  # a deadline on a stepped clock
 WAIT_SECONDS = 60.0
 

@@ -22,7 +22,7 @@ from spillway_connector.tiers.disk import page_cache
 from spillway_connector.tiers.disk.page_cache import is_cached, read_cached, supports_page_cache, write_through
 from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.tier import SlabTier
-from spillway_connector.tiers.frame import PAGE_BYTES
+from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 from spillway_connector.tiers.sealed import SEAL_BYTES, SealedTier, SealKey, sealed_namespace
 from spillway_connector.tiers.tier import StoreOutcome
 
@@ -195,7 +195,8 @@ def test_a_slot_that_changes_hands_before_the_copy_makes_it_fail(
 def test_every_flipped_byte_is_found_and_counts_as_damage(make_tier: MakeTier) -> None:
     tier = make_tier()
     tier.store(key_of(1), payload_of(1), soon())
-    for byte in [*range(0, PAGE_BYTES, 64), *range(PAGE_BYTES, PAGE_BYTES + PAYLOAD_BYTES, 97)]:
+    header_at = SLOT_BYTES - HEADER_BYTES
+    for byte in [*range(0, PAYLOAD_BYTES, 97), *range(header_at, SLOT_BYTES, 16)]:
         flip(tier, key_of(1), byte)
         block = tier.in_memory(key_of(1), soon())
         assert block is not None
@@ -203,7 +204,7 @@ def test_every_flipped_byte_is_found_and_counts_as_damage(make_tier: MakeTier) -
         reasons = (CorruptReason.MAGIC, CorruptReason.VERSION, CorruptReason.HEADER)
         error = error_of(lambda: load(tier, key_of(1)))
         assert isinstance(error, TierCorrupt)
-        assert error.reason in reasons if byte < PAGE_BYTES else error.reason == CorruptReason.PAYLOAD
+        assert error.reason in reasons if byte >= header_at else error.reason == CorruptReason.PAYLOAD
         flip(tier, key_of(1), byte)
     assert load(tier, key_of(1)) == payload_of(1)
     assert tier.from_memory == 1

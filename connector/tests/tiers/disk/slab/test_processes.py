@@ -15,11 +15,12 @@ from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, e
 from spillway_connector.tiers.disk.slab.claims import Claim
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprint_of
 from spillway_connector.tiers.disk.slab.index import SlabIndex
+from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.policy import WRITING
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.tier import StoreOutcome
 
-SLOT_BYTES = 5 * 4096
+SLOT_BYTES = slot_bytes_of(PAYLOAD_BYTES)
 MAX_BYTES = 24 * SLOT_BYTES
 _CHILD = """
 import json, os, sys, threading

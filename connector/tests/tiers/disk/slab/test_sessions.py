@@ -18,16 +18,17 @@ from spillway_connector.plan.sessions import SessionFollower, SessionHint, Sessi
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import NAMESPACE, PAYLOAD_BYTES, key_of, load, payload_of, soon
 from spillway_connector.tiers.disk.slab import session_file
+from spillway_connector.tiers.disk.slab.layout import slot_bytes_of
 from spillway_connector.tiers.disk.slab.session_file import OFF_SECONDS, USES_MAX
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.sealed import SEAL_BYTES, SealedTier, SealKey, sealed_namespace
 from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, SessionTier, StoreOutcome, Tier
 
-SLOT_BYTES = 5 * 4096
+SLOT_BYTES = slot_bytes_of(PAYLOAD_BYTES)
 NEVER = 1e9
 ANN, BOB = b"tenant-a", b"tenant-b"
-MAX_BYTES = 24 * SLOT_BYTES
 FRAMES = 22  # that the bound holds beside the index and the sessions
+MAX_BYTES = FRAMES * SLOT_BYTES + 10 * 4096
 
 
 class Node:
@@ -362,7 +363,7 @@ def test_a_sealed_size_class_follows_sessions_too(node: Node):
         count += 1
     assert 9 not in held(tier) and 10 in held(tier)
     assert load(tier, key_of(10)) == payload_of(10, tier.payload_bytes)
-    assert node.store(tier, 59, tenant=NO_TENANT, session="x", own_room=True) is StoreOutcome.NOT_ADMITTED
+    assert node.store(tier, 99, tenant=NO_TENANT, session="x", own_room=True) is StoreOutcome.NOT_ADMITTED
     tier.close()
 
 

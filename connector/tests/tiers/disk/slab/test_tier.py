@@ -41,11 +41,12 @@ from spillway_connector.tiers.disk.slab.columns import Columns
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.index import SlabIndex, tenant_place
 from spillway_connector.tiers.disk.slab.inspect import SlabInspector
-from spillway_connector.tiers.disk.slab.layout import COLUMNS, chunk_name
+from spillway_connector.tiers.disk.slab.layout import COLUMNS, chunk_name, slot_bytes_of
 from spillway_connector.tiers.disk.slab.tier import SlabTier
+from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.tier import EvictionReason, StoreOutcome
 
-SLOT_BYTES = 5 * 4096  # header page, three whole pages, one padded page
+SLOT_BYTES = slot_bytes_of(PAYLOAD_BYTES)
 NEVER = 1e7  # a deadline for tiers on a stepped clock
 MakeTier = Callable[..., SlabTier]
 
@@ -154,24 +155,24 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: SlabMedium
         "slab/lock",
         f"slab/writers/{tier._size_class.lease.number:016x}",
         f"bounds/{tier._space._bound._name}",
-        "slab/20480/index",
-        "slab/20480/changes",
-        "slab/20480/headers",
-        "slab/20480/000000-00000001.slab",
+        f"slab/{SLOT_BYTES}/index",
+        f"slab/{SLOT_BYTES}/changes",
+        f"slab/{SLOT_BYTES}/headers",
+        f"slab/{SLOT_BYTES}/000000-00000001.slab",
     }
-    raw = (medium.root / "slab" / "20480" / "index").read_bytes()
+    raw = (medium.root / "slab" / str(SLOT_BYTES) / "index").read_bytes()
     assert raw[:12] == b"SPILLSLB\x02\x00\x00\x00"
-    table = (medium.root / "slab" / "20480" / "headers").read_bytes()
+    table = (medium.root / "slab" / str(SLOT_BYTES) / "headers").read_bytes()
     assert table[:12] == b"SPILLHDR\x02\x00\x00\x00"
     frame = medium.read_frame(NAMESPACE, bytes(range(36)))
     at = 4096 + 200 * medium.slot(NAMESPACE, bytes(range(36)))
-    assert table[at : at + 192] == frame[:192]
-    assert table[at + 192 : at + 200] == xxhash.xxh3_64_digest(frame[:192])
+    assert table[at : at + 192] == frame[-192:]
+    assert table[at + 192 : at + 200] == xxhash.xxh3_64_digest(frame[-192:])
     slots_per_chunk, slot_bytes, chunks = struct.unpack_from("<IQI", raw, 12)
     assert slot_bytes == SLOT_BYTES
     assert slots_per_chunk * slot_bytes * chunks + len(raw) + len(table) <= 64 << 20
     assert len(table) == 4096 + 200 * slots_per_chunk * chunks
-    assert (medium.root / "slab/20480/000000-00000001.slab").stat().st_size == slots_per_chunk * slot_bytes
+    assert (medium.root / f"slab/{SLOT_BYTES}/000000-00000001.slab").stat().st_size == slots_per_chunk * slot_bytes
 
 
 def test_direct_io_is_used_where_the_file_system_takes_it(make_tier: MakeTier, tmp_path: Path) -> None:
@@ -402,6 +403,11 @@ def test_a_tier_short_of_room_is_under_pressure(make_tier: MakeTier) -> None:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
+def counted(frame: bytes) -> bytes:
+    """Payload and header of a frame, without the zeros between them."""
+    return frame[:PAYLOAD_BYTES] + frame[-HEADER_BYTES:]
+
+
 def test_a_write_torn_at_any_sector_is_never_served(make_tier: MakeTier, medium: SlabMedium) -> None:
     tier = make_tier()
     tier.store(key_of(1), payload_of(1), soon())
@@ -413,8 +419,8 @@ def test_a_write_torn_at_any_sector_is_never_served(make_tier: MakeTier, medium:
                 continue
             medium.write_frame(NAMESPACE, key_of(1), torn)
             try:
-                assert load(tier, key_of(1)) == payload_of(1)  # only the padding behind the payload was torn
-                assert torn[: 4096 + PAYLOAD_BYTES] == new[: 4096 + PAYLOAD_BYTES]
+                assert load(tier, key_of(1)) == payload_of(1)  # only the zeros behind the payload were torn
+                assert counted(torn) == counted(new)
             except TierCorrupt:
                 pass
 
@@ -424,7 +430,7 @@ def test_a_write_torn_over_another_block_is_never_served(make_tier: MakeTier, me
     for seed in (1, 2):
         tier.store(key_of(seed), payload_of(seed), soon())
     old, new = (medium.read_frame(NAMESPACE, key_of(seed)) for seed in (1, 2))
-    for sector in range(512, 4096 + PAYLOAD_BYTES - 512, 512):
+    for sector in range(512, PAYLOAD_BYTES, 512):
         medium.write_frame(NAMESPACE, key_of(1), new[:sector] + old[sector:])
         assert isinstance(error_of(lambda: load(tier, key_of(1))), TierCorrupt)
 

@@ -25,16 +25,16 @@ from spillway_connector.own_files import (
 from spillway_connector.tiers.disk.files.ledger import Balance, Ledger, read_balance
 from spillway_connector.tiers.disk.files.space import UNLINKS_PER_LOCK
 from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, frames_in, key_of_path, remove_empty_parents
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.inspection import (
     REMOVAL_SECONDS,
     FramePayloads,
-    checked_header,
+    header_at,
     in_order,
     with_header,
 )
 from spillway_connector.tiers.disk.io import FRAME_LINKS, tier_error
 from spillway_connector.tiers.disk.root import LEDGER_NAME, folders_in
-from spillway_connector.tiers.frame import PAGE_BYTES, FrameHeader
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame, is_namespace_name
 from spillway_connector.tiers.tier import Clock
 
@@ -85,10 +85,10 @@ class FileInspector:
             status = os.fstat(descriptor)
             if status.st_ino != file.inode:
                 raise Gone
-            header = _header_of(descriptor)
+            header = header_at(descriptor, 0, status.st_size)
             if isinstance(header, Damage):
                 return header
-            size = PAGE_BYTES + -(-header.payload_bytes // PAGE_BYTES) * PAGE_BYTES
+            size = FramePlaces.announced(header).frame_bytes
             if status.st_size != size:
                 reason = CorruptReason.SHORT if status.st_size < size else CorruptReason.LENGTH
                 return Damage(reason, f"{status.st_size} bytes, its header announces {size}")
@@ -169,17 +169,12 @@ class FileInspector:
         except OSError as error:
             raise tier_error(error, f"{file.path}: opening a frame") from error
         try:
-            header = _header_of(descriptor)
+            header = header_at(descriptor, 0, frame.stored_bytes)
         except OSError as error:
             raise tier_error(error, f"{file.path}: reading a header") from error
         finally:
             os.close(descriptor)
         return with_header(frame, header, namespace=frame.namespace, key=key_of_path(file.path))
-
-
-def _header_of(descriptor: int) -> FrameHeader | Damage:
-    """Raises OSError."""
-    return checked_header(os.pread(descriptor, PAGE_BYTES, 0))
 
 
 def _file_of(frame: StoredFrame) -> _File:

@@ -59,7 +59,7 @@ from spillway_connector.tiers.disk.io import (
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import PARTIAL_NAME, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.store_mark import StoreMark
-from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
+from spillway_connector.tiers.frame import build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 SCAN_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
@@ -201,11 +201,14 @@ class FileTier:
         path = self._path(key)
         try:
             status = status_of(path, FRAME_DEPTH)
-            if is_regular(status):
+            if is_regular(status) and (status.st_nlink > 1 or status.st_size == self._files.frame_bytes):
                 if status.st_nlink == 1:
                     renew_own(path, FRAME_DEPTH, self._ages.now_ns())
                 return StoreOutcome.PRESENT
-            clear_the_place(path, FRAME_DEPTH, links=FRAME_LINKS)
+            if is_regular(status):  # cut, or stored by a version that placed headers otherwise: no look-up finds it
+                self._space.discard(path, deadline)
+            else:
+                clear_the_place(path, FRAME_DEPTH, links=FRAME_LINKS)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
@@ -215,7 +218,7 @@ class FileTier:
             key,
             source,
             created_ms=int(self._wall_clock() * 1000),
-            header_bytes=PAGE_BYTES,
+            header_bytes=self._files.places.header_bytes,
             tenant=tenant,
         )
         try:

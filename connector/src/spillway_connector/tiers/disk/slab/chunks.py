@@ -46,7 +46,7 @@ class CachedFrame:
         self._offset = offset
 
     def read(self, target: memoryview) -> memoryview | None:
-        """The payload into ``target``, and the header page, as of :meth:`Chunks.read`; None if pages have gone.
+        """The payload into ``target``, and the header, as of :meth:`Chunks.read`; None if pages have gone.
 
         A copy from memory to memory. Not verified.
         """
@@ -67,7 +67,7 @@ class Chunks:
         self._open: OrderedDict[tuple[int, int, int], _OpenFile] = OrderedDict()
 
     def read(self, slot: int, epoch: int, target: memoryview, deadline: float) -> memoryview:
-        """One frame into ``target``; returns its header page, valid until this thread's next call. Not verified.
+        """One frame into ``target``; returns its header, valid until this thread's next call. Not verified.
 
         Raises TierCorrupt (SHORT, LENGTH) if the file has another size, OSError (FileNotFoundError: the chunk has
         gone), TierTimeout.
@@ -105,11 +105,12 @@ class Chunks:
             files.write_at(file.descriptor, offset, header, source, deadline)
 
     def blank(self, slot: int, epoch: int) -> None:
-        """Overwrite a slot's header, so that a rebuilt index does not find a frame that was proven wrong."""
+        """Overwrite the page with a slot's header: a rebuilt index must not find a frame that was proven wrong."""
         self.headers.clear(slot)
         # Directly: a dirty page would stall later writes.
         file = self._file(self._shape.chunk_of(slot), epoch, self._files.direct_flag(_ZEROS))
-        os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot))
+        at = self._files.places.header_at // PAGE_BYTES * PAGE_BYTES
+        os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot) + at)
 
     def make(self, chunk: int, epoch: int) -> None:
         """Make a chunk's file with all its blocks allocated. Raises OSError; then there is no file."""

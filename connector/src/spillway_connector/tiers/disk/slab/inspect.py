@@ -25,7 +25,7 @@ from spillway_connector.tiers.disk.file_lock import FileLock
 from spillway_connector.tiers.disk.inspection import (
     REMOVAL_SECONDS,
     FramePayloads,
-    checked_header,
+    header_at,
     in_order,
     namespaces_below,
     with_header,
@@ -196,7 +196,7 @@ class SlabInspector:
             raise tier_error(error, f"{place.folder}: opening a chunk") from error
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead into payloads
-            return checked_header(os.pread(descriptor, PAGE_BYTES, place.offset))
+            return header_at(descriptor, place.offset, frame.stored_bytes)
         except OSError as error:
             raise tier_error(error, f"{place.folder}: reading a header") from error
         finally:
@@ -265,7 +265,7 @@ class SlabInspector:
                     index.release(place.slot)
                     headers.clear(place.slot)
                     try:
-                        _blank(place.chunk_path, place.offset)
+                        _blank(place.chunk_path, place.offset, frame.stored_bytes)
                     except (FileNotFoundError, NotOwn):
                         pass  # the chunk was removed or replaced, and the frame with it
                     removed += Removal(1, frame.stored_bytes)
@@ -367,18 +367,20 @@ def _described(frame: StoredFrame, header: FrameHeader | Damage) -> StoredFrame:
     return found
 
 
-def _blank(chunk_path: str, offset: int) -> None:
-    """Overwrite a slot's header page; directly, because a dirty page would stall an engine's later write. OSError."""
+def _blank(chunk_path: str, offset: int, slot_bytes: int) -> None:
+    """Overwrite the pages of a slot that may hold its header; directly, because a dirty page would stall an engine's
+    later write. OSError."""
     descriptor = open_own(chunk_path, os.O_WRONLY, SIZE_CLASS_DEPTH, owners_checked=False)
     try:
         enable_direct(descriptor)
-        try:
-            os.pwritev(descriptor, [_ZEROS], offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            disable_direct(descriptor)
-            os.pwritev(descriptor, [_ZEROS], offset)
+        for at in (offset, offset + slot_bytes - PAGE_BYTES):
+            try:
+                os.pwritev(descriptor, [_ZEROS], at)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                disable_direct(descriptor)
+                os.pwritev(descriptor, [_ZEROS], at)
     finally:
         os.close(descriptor)
 

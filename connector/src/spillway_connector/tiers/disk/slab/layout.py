@@ -1,6 +1,6 @@
 """How slab files and their index lie on disk: sizes, names and the index header. Pure arithmetic, no I/O.
 
-A *slot* holds one frame (header page, payload, zero padding to a page). Slots of one size form a *size class*; a size
+A *slot* holds one frame (disk/frame_places.py). Slots of one size form a *size class*; a size
 class's slots live in *chunks*, files of ``slots_per_chunk`` slots each, so slot ``s`` is slot ``s % slots_per_chunk``
 of chunk ``s // slots_per_chunk``. The index of a size class is one file: a header page, then one array per field
 (``COLUMNS``), each aligned to 64 bytes. docs/formats.md states the same for other programs.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES
 
 LOCK_NAME = "lock"
@@ -114,8 +115,8 @@ class SizeClassShape:
     chunks: int
 
     def __post_init__(self) -> None:
-        if self.slot_bytes < 2 * PAGE_BYTES or self.slot_bytes % PAGE_BYTES:
-            raise ValueError(f"slot_bytes: {self.slot_bytes} is no header page and whole pages of payload")
+        if self.slot_bytes < PAGE_BYTES or self.slot_bytes % PAGE_BYTES:
+            raise ValueError(f"slot_bytes: {self.slot_bytes} are no whole pages")
         if not (self.slots_per_chunk > 0 and 0 < self.chunks <= 999_999 and self.slots <= SLOTS_MAX):
             raise ValueError(f"{self.chunks} chunks of {self.slots_per_chunk} slots cannot be numbered")
 
@@ -231,13 +232,15 @@ def plan_shape(slot_bytes: int, limit_bytes: int) -> SizeClassShape | None:
 
 
 def copies_bytes(payload_bytes: int, limit_bytes: int) -> int:
-    """Return the most memory that an engine core needs for its copies of the index, with payloads of this size."""
-    return limit_bytes // slot_bytes_of(payload_bytes) * COPY_BYTES_PER_SLOT + COPY_BYTES_BESIDE
+    """Return the most memory that an engine core needs for its copies of the index, with payloads of this size, or with
+    those of rows of this size: a row's padding may have room for a header."""
+    row_bytes = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+    return limit_bytes // row_bytes * COPY_BYTES_PER_SLOT + COPY_BYTES_BESIDE
 
 
 def slot_bytes_of(payload_bytes: int) -> int:
-    """A header page and the payload in whole pages."""
-    return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+    """The frame of such a payload."""
+    return FramePlaces.of(payload_bytes).frame_bytes
 
 
 def chunk_name(chunk: int, epoch: int) -> str:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from spillway_connector.namespace import FORMAT_VERSION
 from spillway_connector.own_files import open_own
+from spillway_connector.tiers.disk.frame_places import last_header_at
 from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
 from spillway_connector.tiers.disk.slab.fingerprint import U64, fingerprints_of_padded
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
@@ -27,12 +28,12 @@ from spillway_connector.tiers.frame import HEADER_BYTES, KEY_BYTES_MAX, MAGIC, P
 
 _THREADS = 2
 _AHEAD = 512  # pages read ahead per thread
-_START = struct.pack("<8sHH", MAGIC, FORMAT_VERSION, PAGE_BYTES)
+_START = struct.pack("<8sH", MAGIC, FORMAT_VERSION)
 _FIELDS = np.dtype(
     {
-        "names": ["start", "namespace", "key", "key_bytes", "payload_bytes", "created_ms", "tenant"],
-        "formats": ["S12", "(2,)<u8", "(64,)u1", "<u2", "<u8", "<u8", "<u8"],
-        "offsets": [0, 16, 32, 96, 104, 128, 152],
+        "names": ["start", "header_bytes", "namespace", "key", "key_bytes", "payload_bytes", "created_ms", "tenant"],
+        "formats": ["S10", "<u2", "(2,)<u8", "(64,)u1", "<u2", "<u8", "<u8", "<u8"],
+        "offsets": [0, 10, 16, 32, 96, 104, 128, 152],
         "itemsize": HEADER_BYTES,
     }
 )
@@ -110,7 +111,8 @@ def _found(headers: npt.NDArray[np.uint8], first_slot: int, slot_bytes: int) -> 
         (fields["start"] == _START)
         & (fields["key_bytes"] > 0)
         & (fields["key_bytes"] <= KEY_BYTES_MAX)
-        & (fields["payload_bytes"] + PAGE_BYTES <= slot_bytes)
+        & np.isin(fields["header_bytes"], (HEADER_BYTES, PAGE_BYTES))
+        & (fields["payload_bytes"] + fields["header_bytes"] <= slot_bytes)
     )
     namespaces = fields["namespace"][plausible]
     keys = fingerprints_of_padded(fields["key"][plausible], fields["key_bytes"][plausible], namespaces)
@@ -120,7 +122,8 @@ def _found(headers: npt.NDArray[np.uint8], first_slot: int, slot_bytes: int) -> 
 
 
 def _headers(path: Path, shape: SizeClassShape) -> npt.NDArray[np.uint8]:
-    """The first 192 bytes of every slot of a chunk, (slots, 192), zeros after the end of the file.
+    """The first 192 bytes of every slot of a chunk, or the last if no header begins the slot, (slots, 192), zeros after
+    the end of the file.
 
     The kernel is advised well ahead which pages will be read, so the disk serves many at once while two threads collect
     them; more threads would only contend for the GIL.
@@ -129,15 +132,24 @@ def _headers(path: Path, shape: SizeClassShape) -> npt.NDArray[np.uint8]:
     descriptor = open_own(path, os.O_RDONLY, SIZE_CLASS_DEPTH)
     step = shape.slot_bytes
 
+    last_at = last_header_at(step)
+
     def read(first: int, last: int) -> None:
-        preadv, advise = os.preadv, os.posix_fadvise
+        preadv, magic = os.preadv, bytes(MAGIC)
         rows = list(raw[first:last])
         for slot in range(first, min(first + _AHEAD, last)):
-            advise(descriptor, slot * step, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+            read_ahead(slot)
         for slot, row in enumerate(rows, first):
             if slot + _AHEAD < last:
-                advise(descriptor, (slot + _AHEAD) * step, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+                read_ahead(slot + _AHEAD)
             preadv(descriptor, [row], slot * step)
+            if row[: len(magic)].tobytes() != magic:
+                row[:] = 0
+                preadv(descriptor, [row], slot * step + last_at)
+
+    def read_ahead(slot: int) -> None:
+        for at in (slot * step, slot * step + last_at):
+            os.posix_fadvise(descriptor, at, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
 
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead into payloads

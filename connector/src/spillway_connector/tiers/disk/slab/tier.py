@@ -57,7 +57,7 @@ from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.session_file import SizeClassSessions
 from spillway_connector.tiers.disk.slab.size_class import OpenSizeClass
 from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, SizeClass, SlabSpace, resident_bytes
-from spillway_connector.tiers.frame import PAGE_BYTES, build_header, verify
+from spillway_connector.tiers.frame import build_header, verify
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 FOLLOW_SECONDS = 0.001  # how late a look-up that does not wait may see what other processes have changed
@@ -333,7 +333,7 @@ class SlabTier:
                 key,
                 source,
                 created_ms=int(self._wall_clock() * 1000),
-                header_bytes=PAGE_BYTES,
+                header_bytes=self._files.places.header_bytes,
                 tenant=tenant,
             )
             claim = self._claims.claim(fingerprint, self._pair[0], int.from_bytes(tenant, "little"), deadline, chunk)
