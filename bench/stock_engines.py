@@ -71,10 +71,15 @@ def stock_stack(settings: StackSettings, folder: Path, tier: str | None) -> Stoc
                 ports=(port, bare.events_port(index), bare.replay_port(index)),
                 stop_rank=1,
                 stop_timeout_seconds=40,
-                environment={**environment, "PYTHONPATH": os.fspath(WORKERS)},
+                environment={**environment, "PYTHONPATH": python_path()},
             )
         )
     return StockStack(LocalStack(bare, state.root, components=components), model.served_name)
+
+
+def python_path() -> str:
+    """The workers' folder, behind what the engines of this process get anyway (stamping)."""
+    return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), os.fspath(WORKERS)])
 
 
 def transfer_config(tier: str, settings: StackSettings, engine: ResolvedEngine, folder: Path) -> dict[str, Any]:

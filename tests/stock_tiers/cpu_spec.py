@@ -1,13 +1,14 @@
 """vLLM's own tiering spec with a worker for the CPU platform, which vLLM's worker refuses; for tests alone.
 
 Only `get_worker` differs: scheduler half, manager, tier factory and configuration are vLLM's. Copies are made at once,
-on the thread that submits them.
+on the thread that submits them, and as fast as those of Spillway's worker: benchmarks compare the two.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -18,6 +19,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from spillway_connector.device.copier import Direction
+from spillway_connector.device.cpu import copy_spans
+from spillway_connector.plan.copies import Addresses, CopyPlan, join_plans
 
 
 class CpuWorker(OffloadingWorker):
@@ -46,32 +51,38 @@ class CpuWorker(OffloadingWorker):
         return self._copy(job_id, dst_spec, src_spec, to_device=True)
 
     def _copy(self, job_id: int, device_spec: Any, host_spec: Any, *, to_device: bool) -> bool:
-        pairs = list(zip(device_spec.block_ids.tolist(), host_spec.block_ids.tolist(), strict=True))
-        moved_bytes = 0
+        blocks, chunks = device_spec.block_ids.astype(np.int64), host_spec.block_ids.astype(np.int64)
+        plans = []
         for ref in self._refs:
             device, host = self._cells[ref.tensor_idx]
-            for block, chunk in pairs:
-                if self._canonical and not to_device and not ref.mapping.is_writer(chunk):
-                    continue
-                for on_device, on_host in self._spans(ref, device[block], host[chunk]):
-                    source, target = (on_host, on_device) if to_device else (on_device, on_host)
-                    target.copy_(source)
-                    moved_bytes += target.numel()
-        self._ended.append(TransferResult(job_id, success=True, transfer_size=moved_bytes, transfer_time=1e-6))
+            mine = np.ones(len(chunks), bool)
+            if self._canonical and not to_device:
+                mine[:] = [ref.mapping.is_writer(chunk) for chunk in chunks.tolist()]
+            on_device, on_host, sizes = self._spans(ref, device.shape[1])
+            device_addresses = device.data_ptr() + blocks[mine, None] * device.stride(0) + on_device
+            host_addresses = host.data_ptr() + chunks[mine, None] * host.stride(0) + on_host
+            sizes = np.broadcast_to(sizes, device_addresses.shape)
+            plans.append(CopyPlan(device_addresses.ravel(), host_addresses.ravel(), sizes.ravel()))
+        plan = join_plans(plans)
+        copy_spans(Direction.LOAD if to_device else Direction.STORE, plan)
+        self._ended.append(TransferResult(job_id, success=True, transfer_size=plan.total_bytes, transfer_time=1e-6))
         return True
 
-    def _spans(self, ref: Any, page: torch.Tensor, cell: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of what is copied between a block on the device and its place in a row."""
-        if not self._canonical:
-            return [(page, cell)]
-        return [
-            (
-                page[run.local_offset + at * run.local_stride :][: run.fragment_size],
-                cell[run.canonical_offset + at * run.canonical_stride :][: run.fragment_size],
-            )
-            for run in ref.mapping.runs
-            for at in range(run.num_fragments)
-        ]
+    def _spans(self, ref: Any, page_bytes: int) -> tuple[Addresses, Addresses, Addresses]:
+        """What is copied between a block on the device and its place in a row: offsets on both sides, and sizes."""
+        spans = [(0, 0, page_bytes)]
+        if self._canonical:
+            spans = [
+                (
+                    run.local_offset + at * run.local_stride,
+                    run.canonical_offset + at * run.canonical_stride,
+                    run.fragment_size,
+                )
+                for run in ref.mapping.runs
+                for at in range(run.num_fragments)
+            ]
+        on_device, on_host, sizes = np.array(spans, np.int64).T
+        return on_device, on_host, sizes
 
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
