@@ -95,6 +95,7 @@ def nvme_volume(kind: str) -> dict[str, Any]:
 # Path or its beginning -> what has to be set for it to matter. The longest match counts.
 CONTEXTS: dict[str, dict[str, Any]] = {
     "engine.model.shape.weightBytes": ON_CPU,
+    "engine.model.shape.draftLayers": nested("engine.extraArgs", ["--speculative-config.method=eagle"]),
     "engine.model.volume.hostPath": nested(
         "engine.model.volume", {"type": "hostPath", "hostPath": "/data", "claimName": ""}
     ),
@@ -205,6 +206,7 @@ CHANGES: dict[str, Any] = {
     "engine.model.shape.kvHeads": 4,
     "engine.model.shape.headDim": 64,
     "engine.model.shape.latentDim": 576,
+    "engine.model.shape.draftLayers": 2,
     "engine.model.volume.type": "nfs",
     "engine.model.volume.mountPath": "/models/Qwen3-8B",
     "engine.model.cache.type": "hostPath",

@@ -17,6 +17,7 @@ from chart.rendering import CHART, render
 from size_cases import BYTES
 
 from spillway_ctl.planned_tier import PlannedTier
+from spillway_engine.drafters import with_drafter
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget, plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -41,6 +42,12 @@ ARGUMENTS = (
     ["--mm-processor-cache-type=shm"],
     ["--mm-processor-cache-gb=0", "--mm-processor-cache-type", "shm"],
     ["--mm-processor-cache-gb=-1"],
+    ['--speculative-config={"method": "ngram", "num_speculative_tokens": 3}'],
+    ["--speculative_config", '{"method": "eagle3", "model": "acme/drafter", "num_speculative_tokens": 3}'],
+    ["-sc", '{"method": "qwen3_next_mtp", "num_speculative_tokens": 2}'],
+    ["--speculative-config.model=acme/EAGLE-model", "--speculative-config.num_speculative_tokens=2"],
+    ["--spec-method", "mtp", "--spec-tokens=1"],
+    ["--speculative-config=no JSON"],
 )
 TEMPLATE = """\
 {{- $_ := set $ "spillwayNames" ($.Files.Get "files/shared-names.json" | fromJson) }}
@@ -187,6 +194,10 @@ def memory_case(chosen: random.Random, preset: str | None) -> MemoryCase:
         state_bytes=shape.get("stateBytes", 0),
         packed=shape.get("packed", ""),
     )
+    # The chart is given how many layers a drafter has if it is a model of several.
+    draft_layers = chosen.choice([None, None, 0, 3])
+    engine["model"]["shape"]["draftLayers"] = draft_layers
+    model = with_drafter(model, engine["extraArgs"], draft_layers)
     return MemoryCase(chosen.choice(["npu", "cpu", "cuda"]), engine, model, bounded)
 
 

@@ -45,7 +45,7 @@ LEVELS = {
         "kv_transfer messages_usage near_ties pod_channel replica_lines",
         "machine",
         "extra_arguments in_process lora_settings model_shape shared_memory tier_settings",
-        "argument_memory settling",
+        "argument_memory drafters settling",
         "reference_likelihood settings tier_files watchdog",
         "launch likelihood promotion_hints setting_rules weight_names",
         "platform_facts self_check server settings_reader",

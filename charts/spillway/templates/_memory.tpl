@@ -32,6 +32,11 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $_ = unset $out "stateLayers" -}}{{- $_ = unset $out "packed" -}}{{- end -}}
 {{- end -}}{{- end -}}
 {{- $_ := set $out "slidingLayers" (min (int64 $out.slidingLayers) (int64 $out.layers)) -}}
+{{- /* Where tokens are drafted, draftLayers is set, be it 0. */ -}}
+{{- $drafter := include "spillway.drafter" (default list .engine.extraArgs) | fromJson -}}
+{{- if $drafter.speculates -}}
+{{- $_ := set $out "draftLayers" (kindIs "invalid" $given.draftLayers | ternary $drafter.layers $given.draftLayers) -}}
+{{- end -}}
 {{- include "spillway.rule.shape" (dict "path" .path "engine" .engine "shape" $out) -}}
 {{- end -}}
 
@@ -62,7 +67,8 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $ranksHere := max 1 (div $allRanks $cores) -}}
 {{- /* A row of the CPU tier holds one KV group. vLLM makes groups of one size out of layers of two kinds: of the
       smaller kind's, or of the larger's where it is less than half as large again. */ -}}
-{{- $sliding := int64 $shape.slidingLayers -}}{{- $full := sub (int64 $shape.layers) $sliding -}}
+{{- $sliding := int64 $shape.slidingLayers -}}
+{{- $full := sub (add (int64 $shape.layers) (int64 $shape.draftLayers)) $sliding -}}
 {{- $fewer := min $full $sliding -}}{{- $more := max $full $sliding -}}
 {{- $states := int64 $shape.stateLayers -}}
 {{- if $states -}}{{- $fewer = min $full $states -}}{{- $more = max $full $states -}}{{- end -}}
@@ -140,8 +146,8 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- with $engine.memory.sharedMemory -}}
 {{- $shared = include "spillway.bytes" (dict "value" . "path" (printf "%s.memory.sharedMemory" $path)) | int64 -}}
 {{- end -}}
-{{- /* Every engine core keeps copies of the index of slabs: 104 bytes for each slot, which is a row or a row and a page. Each
-      thread of a tier has a chunk in flight, one on its way to or from the store, and a sealed one. */ -}}
+{{- /* Every engine core keeps copies of the index of slabs: 104 bytes for each slot, which is a row, or a row and a
+      page. Each thread of a tier has a chunk in flight, one on its way to or from the store, and a sealed one. */ -}}
 {{- $indexBytes := 0 -}}{{- $stagingBytes := 0 -}}
 {{- if and $offload.enabled (ne $tier.type "none") -}}
 {{- $stagingBytes = mul (int64 $tier.ioThreads) (ternary 3 2 $tier.encryption.enabled) $rowBytes $cores -}}
@@ -194,20 +200,45 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
   "kvGroups" (list $groups 1) "tierIndexBytes" (list $indexBytes 0) "nodeTierBytes" (list $nodeBytes 0) -}}
 {{- if gt (int64 (first $value)) (last $value | int64) -}}{{- $_ := set $.out $key (first $value) -}}{{- end -}}
 {{- end -}}
+{{- if hasKey $shape "draftLayers" -}}{{- $_ := set .out "draftLayers" (int64 $shape.draftLayers) -}}{{- end -}}
 {{- $_ := set .out (eq 1 (int $groups) | ternary "cpuTierTokens" "groups")
   (eq 1 (int $groups) | ternary (mul $chunks $chunkTokens) $kinds) -}}
 {{- end -}}
 
-{{/* (arguments, onCpu, ranks, cores, weightBytes) -> JSON: processBytes, sharedBytes: the host memory that arguments of
-vLLM ask for, by services/engine/src/spillway_engine/argument_memory.py. Of an argument the last value counts. */}}
-{{- define "spillway.argumentMemory" -}}
+{{/* arguments of vLLM -> JSON: their values by name, of each the last one. */}}
+{{- define "spillway.arguments" -}}
 {{- $given := dict -}}{{- $waiting := "" -}}
-{{- range .arguments -}}
+{{- range . -}}
 {{- $name := regexReplaceAll "(?s)=.*$" . "" | replace "_" "-" -}}
 {{- if $waiting -}}{{- $_ := set $given $waiting . -}}{{- end -}}
 {{- $_ := set $given $name (contains "=" . | ternary (regexReplaceAll "(?s)^[^=]*=" . "") "") -}}
 {{- $waiting = contains "=" . | ternary "" $name -}}
 {{- end -}}
+{{- toJson $given -}}
+{{- end -}}
+
+{{/* arguments of vLLM -> JSON: speculates, and layers of the drafter, by
+services/engine/src/spillway_engine/drafters.py. */}}
+{{- define "spillway.drafter" -}}
+{{- $given := include "spillway.arguments" . | fromJson -}}{{- $speculates := false -}}
+{{- range $name, $value := $given -}}
+{{- if regexMatch "^(--speculative-config([.].*)?|-sc|--spec-(method|model|tokens))$" $name -}}
+{{- $speculates = true -}}{{- end -}}
+{{- end -}}
+{{- $config := get $given "--speculative-config" | default (get $given "-sc") | default "{}" | fromJson -}}
+{{- $found := dict -}}
+{{- range $key := list "method" "model" -}}
+{{- $named := get $given (print "--speculative-config." $key) | default (get $given (print "--spec-" $key)) -}}
+{{- $_ := set $found $key (default (get $config $key | default "") $named | toString) -}}
+{{- end -}}
+{{- $hasLayers := regexMatch "eagle|mtp$" (default (lower $found.model) $found.method) -}}
+{{- dict "speculates" $speculates "layers" (ternary 1 0 $hasLayers) | toJson -}}
+{{- end -}}
+
+{{/* (arguments, onCpu, ranks, cores, weightBytes) -> JSON: processBytes, sharedBytes: the host memory that arguments of
+vLLM ask for, by services/engine/src/spillway_engine/argument_memory.py. Of an argument the last value counts. */}}
+{{- define "spillway.argumentMemory" -}}
+{{- $given := include "spillway.arguments" .arguments | fromJson -}}
 {{- $number := dict -}}
 {{- range list "--cpu-offload-gb" "--offload-group-size" "--offload-num-in-group" "--mm-processor-cache-gb" -}}
 {{- $text := get $given . -}}

@@ -196,3 +196,16 @@ def test_a_bucket_below_is_asked_for_each_chunk_before_it_is_stored(plan):
     assert ["tier", "below", "it", "s3"] in [line.split() for line in out.splitlines()]
     assert "4,096 tokens: 32 HEAD and 32 PUT stored, 32 HEAD and 32 GET loaded" in out
     assert "1,000 prompts cost stored 0.173, loaded 0.0256" in out
+
+
+def test_a_drafter_adds_layers_and_the_window_before_a_prompts_last_chunk(plan, monkeypatch):
+    """16 chunks of 128 tokens: 16 of full attention, and of the window 3, or 4 if the last chunk is computed again."""
+    groups = {"groups": [[1, 0], [1, 256]], "kvGroups": 2}
+    for more, stored, words in (({}, 19, ""), ({"draftLayers": 2}, 20, ", a drafter's 2 layers included")):
+        for key, value in (groups | more).items():
+            monkeypatch.setitem(MEMORY, key, value)
+        _, out, _ = plan(rendered(), "--prompt-tokens", "2048")
+        assert f"163,840 B in bfloat16{words}\n" in out
+        _, out, _ = plan(rendered(), "--prompt-tokens", "2048", "--json")
+        (prompt,) = json.loads(out)["engines"][0]["prompts"]
+        assert prompt["stored_bytes_per_token"] == round(stored * MEMORY["cpuRowBytes"] / 2048)

@@ -5,9 +5,9 @@ row as large as the largest group's. A group has full attention, a sliding windo
 
 - of full attention every chunk is stored, and a load reads all of them;
 - of a window a load reads the last chunks, and of states the last one. With `windowChunks: last` the tier stores only
-  those before the end of a prompt. A state cannot be rewound by the one token that vLLM computes at least. So if a
-  prompt of a model with states ends with a chunk, those before its last chunk are stored as well: it goes on behind
-  that chunk, but is found again without it;
+  those before the end of a prompt. A state cannot be rewound by the one token that vLLM computes at least, and for a
+  drafter it computes the last chunk. So if a prompt ends with a chunk, and the model has states or speculates, those
+  before its last chunk are stored as well: it goes on behind that chunk, but is found again without it;
 - with `windowChunks: all` the tier stores every chunk of a window, and the state of each step of a prefill.
 
 Sizes of tiers, `spillway plan` and benchmarks count by this module; what an engine stores is chosen by
@@ -87,12 +87,15 @@ def whole_chunk_tokens(groups: Sequence[KvGroup]) -> int:
     return max(group.chunk_tokens for group in groups)
 
 
-def stored_chunks(groups: Sequence[KvGroup], tokens: int, *, every_window: bool) -> list[int]:
-    """Chunks of each group that a prompt takes in a tier; each takes a row of the CPU tier."""
+def stored_chunks(groups: Sequence[KvGroup], tokens: int, *, every_window: bool, drafts: bool = False) -> list[int]:
+    """Chunks of each group that a prompt takes in a tier; each takes a row of the CPU tier.
+
+    drafts: Whether the engine speculates.
+    """
     whole = whole_chunk_tokens(groups)
     # Without full attention nothing shows where prompts part.
     every_window |= all(group.window_tokens or group.has_states for group in groups)
-    rewinds = not any(group.has_states for group in groups)
+    rewinds = not drafts and not any(group.has_states for group in groups)
     return [group.stored(tokens, whole, every_window=every_window, rewinds=rewinds) for group in groups]
 
 
@@ -107,8 +110,11 @@ def whole_groups(groups: Sequence[KvGroup]) -> int:
     return sum(not group.window_tokens and not group.has_states for group in groups) or len(groups)
 
 
-def held_tokens(groups: Sequence[KvGroup], rows: int, prompt_tokens: int, *, every_window: bool) -> int:
+def held_tokens(
+    groups: Sequence[KvGroup], rows: int, prompt_tokens: int, *, every_window: bool, drafts: bool = False
+) -> int:
     """Tokens that so many rows hold in prompts of this length, in whole chunks of full attention."""
     whole = whole_chunk_tokens(groups)
     tokens = -(-prompt_tokens // whole) * whole
-    return rows * tokens // sum(stored_chunks(groups, tokens, every_window=every_window)) // whole * whole
+    stored = sum(stored_chunks(groups, tokens, every_window=every_window, drafts=drafts))
+    return rows * tokens // stored // whole * whole

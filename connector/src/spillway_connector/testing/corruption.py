@@ -25,6 +25,7 @@ from spillway_connector.tiers.disk.slab.layout import chunk_name
 from spillway_connector.tiers.disk.slab.tier import SlabTier
 from spillway_connector.tiers.frame import (
     HEADER_BYTES,
+    MAGIC,
     PAGE_BYTES,
     Part,
     build_header,
@@ -79,7 +80,7 @@ def header_field(frames: Frames, lots: random.Random) -> Mapping[int, bytes]:
     """Some aligned 2, 4 or 8 bytes of the header take another value."""
     place = _place(frames, lots)
     size = lots.choice((2, 4, 8))
-    at = lots.randrange(HEADER_BYTES // size) * size
+    at = frames[place].index(MAGIC) + lots.randrange(HEADER_BYTES // size) * size
     return {place: frames[place][:at] + lots.randbytes(size) + frames[place][at + size :]}
 
 

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from spillway_connector.engine.features.window_stores import WindowStores
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.holds import RetentionHint
+from spillway_connector.plan.kv_groups import KvGroup, stored_chunks
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 STATES = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
@@ -130,6 +131,17 @@ def test_of_states_one_that_a_step_may_end_with_is_stored_before_an_end_amid_a_p
 def test_a_prompt_that_ends_with_a_chunk_is_found_again_by_the_step_before() -> None:
     """Its last step ends behind the last prefix that it is found by."""
     assert kept([full(), STATES], 20 * 16)[1] == [14, 15, 16, 17, 18, 19]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 100), st.integers(1, 3), st.booleans())
+def test_a_prompt_stores_as_many_chunks_as_are_planned(
+    prompt_tokens: int, window_tokens: int, blocks_per_chunk: int, drafts: bool
+) -> None:
+    chunk_tokens = 16 * blocks_per_chunk
+    stored = kept([full(), window(window_tokens)], prompt_tokens, blocks_per_chunk=blocks_per_chunk, drafts=drafts)
+    groups = [KvGroup(chunk_tokens), KvGroup(chunk_tokens, window_tokens)]
+    assert [len(chunks) for chunks in stored] == stored_chunks(groups, prompt_tokens, every_window=False, drafts=drafts)
 
 
 @settings(max_examples=200, deadline=None)

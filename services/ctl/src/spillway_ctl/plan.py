@@ -135,7 +135,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
     memory, rates = document["memory"], document["rates"]
     what = "rows" if _rows(memory) else "chunks"
     rows = [
-        ("a token of KV cache", f"{format_bytes(memory['bytesPerToken'])}{_in_dtype(memory)}"),
+        ("a token of KV cache", f"{format_bytes(memory['bytesPerToken'])}{_in_dtype(memory)}{_drafter(memory)}"),
         *([("KV groups", document["kv_groups"])] if "kv_groups" in document else []),
         ("a chunk", f"{memory['chunkTokens']:,} tokens, {_rows(memory)}{format_bytes(memory['cpuRowBytes'])}"),
         (
@@ -239,6 +239,12 @@ def _index(memory: dict[str, Any]) -> str:
 
 def _in_dtype(memory: dict[str, Any]) -> str:
     return f" in {memory['kvDtype']}" if "kvDtype" in memory else ""
+
+
+def _drafter(memory: dict[str, Any]) -> str:
+    """Empty if the engine does not speculate, or the drafter keeps no KV."""
+    layers = int(memory.get("draftLayers", 0))
+    return f", a drafter's {layers} layer{'s' if layers > 1 else ''} included" if layers else ""
 
 
 def _seconds(value: float | None) -> str:

@@ -12,12 +12,14 @@ from spillway_connector.plan.kv_groups import KvGroup, held_tokens, read_chunks,
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """groups: with the number of each. row_bytes: of a chunk of any group. every_window: windowChunks is all."""
+    """groups: with the number of each. row_bytes: of a chunk of any group. every_window: windowChunks is all. drafts:
+    whether the engine speculates."""
 
     groups: tuple[tuple[int, KvGroup], ...]
     row_bytes: int
     rows: int  # of a pod's CPU tier
     every_window: bool
+    drafts: bool = False
 
     @classmethod
     def of(cls, memory: Mapping[str, Any], offload: Mapping[str, Any]) -> PlannedTier:
@@ -31,7 +33,7 @@ class PlannedTier:
             if number
         )
         every = offload.get("windowChunks") == "all"
-        return cls(groups, int(memory["cpuRowBytes"]), int(memory["cpuChunks"]), every)
+        return cls(groups, int(memory["cpuRowBytes"]), int(memory["cpuChunks"]), every, "draftLayers" in memory)
 
     @property
     def number_of_groups(self) -> int:
@@ -43,7 +45,7 @@ class PlannedTier:
 
     def stored_chunks(self, tokens: int) -> int:
         """Rows of the CPU tier, or frames of a shared tier, that a prompt takes."""
-        return sum(stored_chunks(self._each, tokens, every_window=self.every_window))
+        return sum(stored_chunks(self._each, tokens, every_window=self.every_window, drafts=self.drafts))
 
     def read_chunks(self, tokens: int) -> int:
         """Those of them that a load of the prompt reads."""
@@ -58,7 +60,7 @@ class PlannedTier:
     def held_tokens(self, prompt_tokens: int, rows: int | None = None) -> int:
         """Tokens that the rows hold in prompts of this length. rows: None: those of a pod's CPU tier."""
         rows = self.rows if rows is None else rows
-        return held_tokens(self._each, rows, prompt_tokens, every_window=self.every_window)
+        return held_tokens(self._each, rows, prompt_tokens, every_window=self.every_window, drafts=self.drafts)
 
     def describe_groups(self) -> str:
         """The groups and the rule for windows, e.g. `1 of full attention, 6 with a window of 1,024 tokens`."""

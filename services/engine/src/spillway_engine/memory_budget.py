@@ -92,8 +92,8 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     groups = shape.groups(block_tokens, settings.offload.blocks_per_chunk)
     chunk_tokens = whole_chunk_tokens(groups)
     longest_tokens = -(-settings.model.max_length // chunk_tokens) * chunk_tokens
-    every_window = settings.offload.window_chunks == "all"
-    longest_rows = sum(stored_chunks(groups, longest_tokens, every_window=every_window))
+    counted = {"every_window": settings.offload.window_chunks == "all", "drafts": shape.speculates}
+    longest_rows = sum(stored_chunks(groups, longest_tokens, **counted))
     block_of_rank_bytes = shape.block_bytes_of_rank(kv_dtype, *split, settings.block_size)
     block_of_ranks_bytes = block_of_rank_bytes * ranks_here  # on the devices of this pod
     device_blocks = _device_blocks(settings, machine, block_of_ranks_bytes, len(groups))
@@ -111,7 +111,7 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
     node = offload.node_tier if offload.enabled else None
     node_bytes = int(node.bytes) if node is not None else 0
     node_chunks = node_bytes // row_bytes
-    tier_tokens = held_tokens(groups, chunks, settings.model.max_length, every_window=every_window)
+    tier_tokens = held_tokens(groups, chunks, settings.model.max_length, **counted)
     on_cpu = machine.platform == "cpu"
     device_bytes = device_blocks * block_of_ranks_bytes * cores if device_blocks is not None else None
     weight_bytes = shape.weight_bytes
@@ -161,7 +161,9 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
                 *_memory_problems(settings, machine, row_bytes, tier_bytes, memory_bytes),
             ]
         ),
-        warnings=tuple(_warnings(settings, groups, node_chunks or chunks, longest_rows, row_bytes)),
+        warnings=tuple(
+            _warnings(settings, groups, node_chunks or chunks, longest_rows, row_bytes, drafts=shape.speculates)
+        ),
         block_tokens=block_tokens,
     )
 
@@ -293,12 +295,12 @@ def _fitting_setting(settings: EngineSettings, chunks: int, row_bytes: int) -> s
 
 
 def _warnings(
-    settings: EngineSettings, groups: Sequence[KvGroup], chunks: int, longest_rows: int, row_bytes: int
+    settings: EngineSettings, groups: Sequence[KvGroup], chunks: int, longest_rows: int, row_bytes: int, *, drafts: bool
 ) -> list[str]:
     if not settings.offload.enabled or chunks >= longest_rows:
         return []
     every_window = settings.offload.window_chunks == "all"
-    tier_tokens = held_tokens(groups, chunks, settings.model.max_length, every_window=every_window)
+    tier_tokens = held_tokens(groups, chunks, settings.model.max_length, every_window=every_window, drafts=drafts)
     needed, setting = longest_rows, "offload.numCpuBlocks"
     if settings.offload.node_tier is not None:
         needed, setting = longest_rows * row_bytes, "offload.nodeTier.bytes"

@@ -66,6 +66,9 @@ class ModelShape:
     state_layers: int = 0  # besides `layers`: those with a recurrent state
     state_bytes: int = 0  # of one such layer, of all tensor parallel ranks together
     packed: str = ""  # a key of PACKED_MODELS: vLLM packs layers of many sizes into blocks in its own way
+    own_draft_layers: int = 1  # of the model itself for tokens ahead, if speculative decoding uses them
+    speculates: bool = False  # vLLM drafts tokens, and computes the last chunk of a prompt once more for the drafter
+    draft_layers: int = 0  # besides `layers`: those of a drafter, with full attention and of the same size
 
     def block_tokens(self, kv_dtype: str, tensor_parallel_size: int, block_size: int) -> int:
         """Tokens of a block of full attention. vLLM raises it until a layer's page holds a state."""
@@ -93,6 +96,11 @@ class ModelShape:
     def ranks_hold_the_same(self) -> bool:
         """Whether a row holds the KV of a stage once for all its ranks: that of latents."""
         return self.latent_dim is not None or bool(self.packed)
+
+    @property
+    def layer_elements(self) -> int:
+        """Numbers that a layer keeps of a token, all heads together."""
+        return self.latent_dim or 2 * self.kv_heads * self.head_dim
 
     @property
     def only_block_size(self) -> int | None:
@@ -132,7 +140,7 @@ class ModelShape:
     @property
     def _kinds(self) -> tuple[int, int, int]:
         """Layers with full attention, with a window, with states."""
-        return self.layers - self.sliding_layers, self.sliding_layers, self.state_layers
+        return self.layers - self.sliding_layers + self.draft_layers, self.sliding_layers, self.state_layers
 
     def bytes_per_token_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int = 1) -> int:
         """KV bytes of one token on one rank, in one KV group. kv_dtype: a key of KV_DTYPE_BYTES.
@@ -200,6 +208,7 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         state_layers=state_layers if (state_bytes := _state_bytes(text)) else 0,
         state_bytes=state_bytes,
         packed=_PACKED.get((str(text.get("model_type")), layers), ""),
+        own_draft_layers=int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 1),
     )
 
 

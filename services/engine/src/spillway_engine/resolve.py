@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spillway_engine.ascend_versions import version_problem
+from spillway_engine.drafters import with_drafter
 from spillway_engine.errors import BudgetError
 from spillway_engine.extra_arguments import argument_value
 from spillway_engine.launch import EngineCommand, python_module
@@ -167,6 +168,7 @@ class ResolvedEngine:
 
 
 def resolve_engine(settings: EngineSettings, shape: ModelShape, machine: Machine) -> ResolvedEngine:
+    shape = with_drafter(shape, settings.extra_args)
     return ResolvedEngine(settings, shape, machine, plan_memory(settings, shape, machine))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from spillway_connector.plan.kv_groups import KvGroup
+from spillway_engine.drafters import with_drafter
 from spillway_engine.model_shape import ModelShape, read_model_shape
 
 try:
@@ -122,13 +125,22 @@ def block_bytes(config: Any) -> int:
     st.sampled_from((64, 128)),
     st.integers(1, 4096),
     st.integers(1, 2_000_000),
+    st.integers(0, 3),
 )
 def test_groups_and_blocks_of_any_hybrid_model_are_those_that_vllm_configures(
-    full: int, sliding: int, states: int, block: int, heads: int, head_dim: int, window: int, state_elements: int
+    full: int,
+    sliding: int,
+    states: int,
+    block: int,
+    heads: int,
+    head_dim: int,
+    window: int,
+    state_elements: int,
+    drafts: int,
 ) -> None:
     shape = ModelShape(
         full + sliding, heads, head_dim, None, "bfloat16", None, 0, sliding_layers=sliding, window_tokens=window,
-        state_layers=states, state_bytes=2 * state_elements if states else 0,
+        state_layers=states, state_bytes=2 * state_elements if states else 0, draft_layers=drafts,
     )  # fmt: skip
     block_tokens = shape.block_tokens("bfloat16", 1, block)
     of_heads: dict[str, Any] = {
@@ -136,6 +148,7 @@ def test_groups_and_blocks_of_any_hybrid_model_are_those_that_vllm_configures(
     }  # fmt: skip
     whole = FullAttentionSpec(**of_heads)
     specs: dict[str, KVCacheSpec] = {f"full.{n}": whole for n in range(full)}
+    specs |= {f"drafter.{n}": whole for n in range(drafts)}
     specs |= {f"sliding.{n}": SlidingWindowSpec(**of_heads, sliding_window=window) for n in range(sliding)}
     state = MambaSpec(
         block_size=block_tokens, shapes=((state_elements,),), dtypes=(torch.bfloat16,),
@@ -143,7 +156,7 @@ def test_groups_and_blocks_of_any_hybrid_model_are_those_that_vllm_configures(
     )  # fmt: skip
     specs |= {f"states.{n}": state for n in range(states)}
 
-    found = configured(specs, 2_000 * (full + sliding + states) * whole.page_size_bytes)
+    found = configured(specs, 2_000 * (full + sliding + states + drafts) * whole.page_size_bytes)
 
     of_vllm = []
     for group in found.kv_cache_groups:
@@ -153,3 +166,23 @@ def test_groups_and_blocks_of_any_hybrid_model_are_those_that_vllm_configures(
     counted = shape.groups(block_tokens, blocks_per_chunk=1)
     assert sorted(map(repr, of_vllm)) == sorted(map(repr, counted))
     assert block_bytes(found) == shape.row_block_bytes_of_rank("bfloat16", 1, 1, block)
+
+
+def test_a_drafter_with_heads_of_its_own_takes_the_room_of_layers_of_the_model(tmp_path: Path) -> None:
+    """vLLM puts layers of full attention with pages of several sizes into one group."""
+    config = {
+        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 384,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = json.dumps({"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2})
+    shape = with_drafter(replace(SHAPE, layers=8), ["--speculative-config", asked])
+    whole = {"block_size": 16, "dtype": torch.bfloat16}
+    specs: dict[str, KVCacheSpec] = {
+        f"full.{n}": FullAttentionSpec(**whole, num_kv_heads=2, head_size=64)  # type: ignore[arg-type]
+        for n in range(8)
+    }
+    specs |= {f"drafter.{n}": FullAttentionSpec(**whole, num_kv_heads=3, head_size=64) for n in range(2)}  # type: ignore[arg-type]
+
+    taken = block_bytes(configured(specs, 1 << 28))
+
+    assert taken == shape.row_block_bytes_of_rank("bfloat16", 1, 1, 16)

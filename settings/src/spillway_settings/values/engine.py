@@ -71,6 +71,7 @@ class ModelShape(Section, frozen=True):
     kv_heads: Count | None = None
     head_dim: Count | None = None
     latent_dim: Count | None = None
+    draft_layers: Annotated[int, Meta(ge=0)] | None = None
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     weight_bytes: Size | None = None
 

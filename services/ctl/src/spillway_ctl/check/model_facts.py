@@ -9,6 +9,7 @@ import msgspec
 
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, foreign_letter, quoted, size
+from spillway_engine.drafters import with_drafter
 from spillway_engine.model_shape import ModelShape
 from spillway_settings.shared_names import MODEL_NAME_ENDINGS, QUANTIZED_EIGHTHS
 from spillway_settings.values.engine import Engine
@@ -131,6 +132,7 @@ def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
         state_bytes=shape.get("stateBytes", 0),
         packed=shape.get("packed", ""),
     )
+    model_shape = with_drafter(model_shape, engine.extra_args, given.draft_layers)
     return ModelFacts(model_shape, shape.get("heads", 0)), found
 
 

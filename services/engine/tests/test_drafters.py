@@ -1,0 +1,69 @@
+"""What speculative decoding is asked for, and the layers that it adds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spillway_engine.drafters import Drafter, drafter_of, with_drafter
+from spillway_engine.model_shape import ModelShape, read_model_shape
+
+SHAPE = ModelShape(36, 8, 128, None, "bfloat16", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drafter"),
+    [
+        ([], None),
+        (["--max-num-seqs", "8"], None),
+        (['--speculative-config={"method": "ngram", "num_speculative_tokens": 3}'], Drafter("ngram")),
+        (["--speculative_config", '{"method": "eagle3", "model": "acme/d"}'], Drafter("eagle3", "acme/d")),
+        (["-sc", '{"model": "acme/d"}'], Drafter("", "acme/d")),
+        (["--speculative-config.method", "mtp", "--speculative-config.num_speculative_tokens=1"], Drafter("mtp")),
+        (["--spec-method=eagle", "--spec-model", "acme/d"], Drafter("eagle", "acme/d")),
+        (["--spec-method=eagle", "--spec-method=ngram"], Drafter("ngram")),
+        (["--speculative-config=no JSON"], Drafter()),
+        (["--speculative-config=[1]"], Drafter()),
+    ],
+)
+def test_what_arguments_ask_for(arguments: list[str], drafter: Drafter | None) -> None:
+    assert drafter_of(arguments) == drafter
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"method": "ngram"}, 0),
+        ({"method": "suffix"}, 0),
+        ({"method": "eagle"}, 1),
+        ({"method": "eagle3", "model": "acme/d"}, 1),
+        ({"model": "acme/Qwen3-EAGLE3"}, 1),
+        ({"method": "mtp"}, 2),
+        ({"method": "qwen3_next_mtp"}, 2),
+        ({"method": "draft_model", "model": "acme/d"}, 0),  # whose layers only its config.json has
+    ],
+)
+def test_how_many_layers_a_method_adds(config: dict[str, str], layers: int) -> None:
+    model = {"num_hidden_layers": 36, "num_attention_heads": 8, "head_dim": 128, "num_nextn_predict_layers": 2}
+    shape = with_drafter(read_model_shape(model), [f"--speculative-config={json.dumps(config)}"])
+    assert (shape.speculates, shape.draft_layers, shape.layers) == (True, layers, 36)
+
+
+def test_a_folder_says_how_many_layers_its_model_has(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 3, "num_attention_heads": 12, "head_dim": 128})  # half as large again
+    )
+    asked = ["--speculative-config", json.dumps({"model": str(tmp_path)})]
+    assert with_drafter(SHAPE, asked).draft_layers == 5  # 4.5, and no row may be too small
+    assert with_drafter(SHAPE, asked, layers=7).draft_layers == 7
+
+
+def test_layers_of_a_drafter_see_the_whole_prompt() -> None:
+    asked = ["--speculative-config", '{"method": "eagle"}']
+    alone = replace(SHAPE, layers=12, sliding_layers=6, window_tokens=64)
+    both = with_drafter(alone, asked)
+    assert [(shape.kv_groups, shape.group_layers) for shape in (alone, both)] == [(2, 6), (2, 7)]
+    assert with_drafter(SHAPE, []) == SHAPE
