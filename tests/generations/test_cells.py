@@ -15,12 +15,13 @@ from engine_matrix.verdict import Outcome, faults, run_model, run_models
 from module_runs import module_runs
 
 ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
+STEP_LOADS = ("layers", "layers-failing", "layers-refused", "layers-lossy")
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines of one rank
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    cases = ["none", "cpu", "lossy", "nvme", "redis", "early", "failing"]
+    cases = ["none", "cpu", "lossy", "nvme", "redis", "early", "failing", *STEP_LOADS]
     return run_models({"llama": cases}, tmp_path_factory.mktemp("llama"))["llama"]
 
 
@@ -52,6 +53,11 @@ def test_redis(llama: Outcome) -> None:
 
 def test_early_load(llama: Outcome) -> None:
     require(llama, "early")
+
+
+def test_load_within_a_step(llama: Outcome) -> None:
+    """Copies that fail, and copies that are refused, too."""
+    require(llama, *STEP_LOADS)
 
 
 def test_failed_load(llama: Outcome) -> None:
