@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,9 +14,14 @@ import pytest
 from gateway.tests.conftest import StartEngine, auth_files
 from gateway.tests.picker.test_envoy import PROMPT, idle, running_picker
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.client.open_connections import OpenConnections
+from spillway_gateway.config.settings import ConnectionsConfig
+from spillway_gateway.picker import processed_request
 from spillway_gateway.picker.body_modes import BUFFERED, FULL_DUPLEX_STREAMED, STREAMED, BodyModes, body_modes
 from spillway_gateway.picker.messages import SERVICE, HttpHeaders, ProcessingRequest, ProcessingResponse
+from spillway_gateway.picker.processed_request import EngineSide, ProcessedRequest
 from spillway_gateway.testing.running import gateway_config, until
+from spillway_settings.byte_sizes import ByteCount
 
 KEPT = {
     "request_body_mode": BUFFERED,
@@ -179,3 +184,86 @@ async def test_before_its_engines_have_answered_a_call_is_for_the_proxys_failure
         call = Call(channel.stream_stream(f"/{SERVICE}/Process")())
         await call.send(opening(KEPT))
         assert await call.status() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_body_that_does_not_come_ends_with_the_time_that_its_bytes_may_take(start_engine: StartEngine):
+    document = gateway_config(
+        [await start_engine()],
+        timeouts={"bodyReadSeconds": 0.05},
+        connections={"bodyBytesPerSecondMin": 1_000_000},
+        listen={"port": 0, "pickerPort": 0},
+    )
+    async with calling(document) as (_, begin):
+        call = begin()
+        await call.send(opening(KEPT, **{"content-length": "1000"}))
+        await call.answer()
+        answer = (await call.answer()).immediate_response
+        assert answer.status.code == 408 and b"timeouts.bodyReadSeconds" in answer.body
+        assert await call.status() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    ("declared", "seconds"), [(b"6000", 60 + 6), (None, 60 + 50), (b"10000000", 60 + 50), (b"x", 60 + 50)]
+)
+def test_how_long_a_whole_body_may_take(declared: bytes | None, seconds: float):
+    message = opening(KEPT) if declared is None else opening(KEPT, **{"content-length": declared.decode()})
+    opened = OpenConnections(ConnectionsConfig(body_bytes_per_second_min=ByteCount(1000)), 10)
+    request = ProcessedRequest(cast("Any", None), message, BodyModes(keeps_request=True), opened, 50_000)
+    request.expect_body(60)
+    assert request._whole_body_seconds() == seconds
+
+
+async def test_one_of_a_given_and_a_changed_body_is_kept(
+    start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """While the request waits."""
+    kept: list[bytes | None] = []
+    send = EngineSide.send
+
+    def recorded(engine: EngineSide, parts: Any) -> None:
+        kept.append(engine.given_body)
+        send(engine, parts)
+
+    monkeypatch.setattr(EngineSide, "send", recorded)
+    engine = await start_engine()
+    key = "key-of-ann-0123456789abcdef"
+    auth = auth_files(tmp_path, [{"name": "ann", "keys": [hash_key(key)]}])
+    body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
+    for sections, expected in (({}, body), ({"auth": auth}, None)):
+        document = gateway_config([engine], **sections, listen={"port": 0, "pickerPort": 0})
+        async with calling(document) as (_, begin):
+            call = begin()
+            await call.send(opening(KEPT, authorization=f"Bearer {key}"))
+            await call.answer()
+            await call.send(request_body={"body": body, "end_of_stream": True})
+            assert (await call.answer()).WhichOneof("kind") == "request_body"
+            assert kept.pop() == expected
+            call.cancel()
+
+
+@pytest.mark.parametrize("status", ["200", "400"])
+async def test_a_plain_reply_passes_on_before_its_trailers(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, status: str
+):
+    """Envoy tells of them once it has the answers to the chunks before them."""
+    monkeypatch.setattr(processed_request, "KEPT_SILENT_SECONDS", 0.01)
+    engine = await start_engine()
+    body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
+    async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
+        call = begin()
+        await call.send(opening(KEPT))
+        await call.answer()
+        await call.send(request_body={"body": body, "end_of_stream": True})
+        await call.answer()
+        head = HttpHeaders()
+        head.headers.headers.add(key=":status", raw_value=status.encode())
+        await call.send(response_headers=head)
+        await call.send(response_body={"body": b'{"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}'})
+        answers = [await call.answer() for _ in range(2)]
+        assert [each.WhichOneof("kind") for each in answers] == ["response_headers", "response_body"]
+        assert not answers[1].response_body.response.HasField("body_mutation")
+        trailers = ProcessingRequest(response_trailers={})
+        trailers.response_trailers.trailers.headers.add(key="Set-Cookie", raw_value=b"a=b")
+        await call.send(trailers)
+        assert (await call.answer()).response_trailers.header_mutation.remove_headers == ["set-cookie"]
+        assert await call.status() is grpc.StatusCode.OK

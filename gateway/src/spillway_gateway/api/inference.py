@@ -169,6 +169,8 @@ class InferenceEndpoint:
         )
         for name, value in members.items():
             (inserted if getattr(given, name) is msgspec.UNSET else replaced)[name] = value
+        if replaced or inserted:
+            client.forget_given_body()  # one of the two stands in memory while the request waits
         if large and (replaced or inserted):
             body = await context.large_bodies.set_texts(route, body, replaced, inserted)
         else:

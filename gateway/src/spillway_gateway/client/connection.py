@@ -170,6 +170,9 @@ class ClientRequest:
     def release_body_bytes(self) -> None:
         self._connection.release_body_bytes()
 
+    def forget_given_body(self) -> None:
+        """The engine gets another one. Nothing keeps it here."""
+
     def take_reply_bytes(self, more_bytes: int) -> bool:
         """Count bytes of a reply that is collected, until give_reply_bytes(). False if there is no room for them."""
         return self._connection.open_connections.reply_budget.take(more_bytes)

@@ -26,6 +26,9 @@ from spillway_gateway.picker.grpc_call import MessageTooLong
 from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
 
+# Of a plain reply that the proxy keeps, after which it passes on as it comes: Envoy tells of trailers, and so of the
+# reply's end, once the bytes before them are answered.
+KEPT_SILENT_SECONDS = 1.0
 KEPT_REPLY_BYTES_MAX = 256 * 1024  # of a plain reply that is collected: Envoy keeps it within its own buffer's limit
 Message = MutableMapping[str, Any]
 
@@ -63,12 +66,16 @@ class ProcessedRequest:
         opening: its first message, with the request's headers.
         modes: which bodies the proxy keeps.
         open_connections: the budgets for bodies and replies.
+        body_bytes_max: limits.bodyBytesMax.
     """
 
-    def __init__(self, proxy: Proxy, opening: Any, modes: BodyModes, open_connections: OpenConnections) -> None:
+    def __init__(
+        self, proxy: Proxy, opening: Any, modes: BodyModes, open_connections: OpenConnections, body_bytes_max: int
+    ) -> None:
         self._proxy = proxy
         self._modes = modes
         self._open_connections = open_connections
+        self._body_bytes_max = body_bytes_max
         self._given = mutations.headers_of(opening.request_headers.headers)
         self._read = opening.request_headers.end_of_stream
         self._reserved_bytes = 0
@@ -133,9 +140,14 @@ class ProcessedRequest:
         return {"type": "http.request", "body": b"".join(parts), "more_body": not self._read}
 
     async def _receive_whole(self) -> Message:
-        """The whole body. The proxy bounds the time in which it comes."""
+        """The whole body, within the time that its bytes may take on a connection of a client."""
         await self._proxy.write(mutations.body_wanted())
-        message = await self._proxy.read()
+        try:
+            async with asyncio.timeout(self._whole_body_seconds()):
+                message = await self._proxy.read()
+        except TimeoutError:
+            self.body_timed_out = True
+            return {"type": "http.request", "body": b"", "more_body": True}
         if isinstance(self._proxy.failure, MessageTooLong):
             self._proxy.failure = None
             raise RequestTooLarge("The request body is larger than the gateway's limits.bodyBytesMax")
@@ -145,6 +157,13 @@ class ProcessedRequest:
         self._read = True  # also if trailers follow: those come after the answer
         body = self.engine_connections.given_body = b"".join(parts)
         return {"type": "http.request", "body": body, "more_body": False}
+
+    def _whole_body_seconds(self) -> float | None:
+        """Nothing of it is here before its end, so how long it is counts in place of how much of it comes."""
+        declared = header(self._given, b"content-length") or b""
+        size = min(int(declared), self._body_bytes_max) if declared.isdigit() else self._body_bytes_max
+        waits = self._body_seconds
+        return None if waits is None else waits + size / self._open_connections.bounds.body_bytes_per_second_min
 
     def _take_part(self, message: Any, parts: list[bytes]) -> bool:
         """Whether the message is due."""
@@ -221,6 +240,10 @@ class ProcessedRequest:
         """Bound each wait for a part of the body."""
         self._body_seconds = seconds
 
+    def forget_given_body(self) -> None:
+        """The engine gets another one."""
+        self.engine_connections.given_body = None
+
     def check_body_budget(self, body_bytes: int) -> None:
         """Raises BodyBudgetSpent if a body of that size would exceed the budget now."""
         self._open_connections.body_budget.check(body_bytes, body_bytes)
@@ -238,6 +261,7 @@ class ProcessedRequest:
     def take_reply_bytes(self, more_bytes: int) -> bool:
         """Count bytes of a reply that is collected, until give_reply_bytes(). False if there is no room for them."""
         kept = self.engine_connections.kept_reply
+        self.engine_connections.collected = kept is not None
         if kept is not None and kept.kept_bytes > KEPT_REPLY_BYTES_MAX:
             return False
         return self._open_connections.reply_budget.take(more_bytes)
@@ -271,8 +295,9 @@ class EngineSide:
         reply_bodiless: it ended with them: the proxy takes no answer to a body that it did not send.
         request_trailers: of the request, for an answer to which the proxy waits; None if it has none.
         trailers: likewise of the reply; None if it has none, or not yet.
-        given_body: of the request, if the proxy keeps it.
+        given_body: of the request, if the proxy keeps it and the engine gets it as it is.
         kept_reply: the reply, if the proxy keeps its chunks.
+        collected: its chunks are to be passed on together.
     """
 
     reach_another = False  # what the proxy does if the engine fails is its own configuration
@@ -291,8 +316,10 @@ class EngineSide:
         self.reply_bodiless = False
         self.request_trailers: Headers | None = None
         self.trailers: Headers | None = None
+        self._keeps_request = modes.keeps_request and not bodiless
         self.given_body: bytes | None = None
         self.kept_reply = ChunkAnswers() if modes.keeps_reply else None
+        self.collected = False
         self.status = 0
         self.headers: Headers = []
 
@@ -334,7 +361,7 @@ class EngineSide:
         self._outgoing = ()
         self._proxy.begin_reply()
         given_body, self.given_body = self.given_body, None
-        if given_body is not None:
+        if self._keeps_request:
             changed = None if body is given_body else body
             await self._proxy.write(
                 mutations.whole_request_to_engine(self._given, bytes(head), self._destination, changed)
@@ -347,7 +374,7 @@ class EngineSide:
                 await self._proxy.write(piece)
             if self.request_trailers is not None:
                 await self._proxy.write(mutations.without_request_trailers(self.request_trailers))
-        kinds = ("response_headers", "request_trailers")[: 1 + (given_body is not None)]
+        kinds = ("response_headers", "request_trailers")[: 1 + self._keeps_request]
         while (message := await self._next(*kinds)).WhichOneof("kind") == "request_trailers":
             trailers = mutations.headers_of(message.request_trailers.trailers)
             await self._proxy.write(mutations.without_request_trailers(trailers))
@@ -365,7 +392,13 @@ class EngineSide:
 
     async def chunk(self) -> bytes:
         while not self._read:
-            message = await self._next("response_body", "response_trailers")
+            waits = self.kept_reply is not None and self.collected and self.kept_reply.kept_bytes > 0
+            try:
+                async with asyncio.timeout(KEPT_SILENT_SECONDS if waits else None):
+                    message = await self._next("response_body", "response_trailers")
+            except TimeoutError:
+                self.collected = False
+                return b""  # not complete: what is here passes on
             if message.WhichOneof("kind") == "response_trailers":
                 self._read, self.trailers = True, mutations.headers_of(message.response_trailers.trailers)
                 break

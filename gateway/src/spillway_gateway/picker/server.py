@@ -114,10 +114,11 @@ class EndpointPicker:
             logger.error("no request of this proxy can be answered: %s", error.message)
             await call.write(immediate(error.status, headers_of(error), body_of(error)))
             return
+        body_bytes_max = self._body_bytes_max()
         if modes.keeps_request:
-            call.message_bytes_max = self._body_bytes_max() + BESIDE_BODY_BYTES
+            call.message_bytes_max = body_bytes_max + BESIDE_BODY_BYTES
         proxy = _Proxy(call, self._open_connections.reply_budget)
-        request = ProcessedRequest(proxy, opening, modes, self._open_connections)
+        request = ProcessedRequest(proxy, opening, modes, self._open_connections, body_bytes_max)
         call.on_end = request.disconnect  # the client left, or the engine broke off
         try:
             await self._application(request.scope(), request.receive, request.send)

@@ -44,7 +44,7 @@ _KEPT = {
         "request_trailer_mode": "SKIP",
         "response_header_mode": "SEND",
         "response_body_mode": "STREAMED",
-        "response_trailer_mode": "SKIP",
+        "response_trailer_mode": "SEND",
     },
     "send_body_without_waiting_for_header_response": True,
 }
