@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, ClassVar
@@ -34,6 +34,7 @@ from spillway_connector.engine.patches.patching import Needed, Patch, apply, in_
 from spillway_connector.engine.requests.transfer_params import filtering_transfer_params
 from spillway_connector.engine.scheduler.half import SchedulerHalf
 from spillway_connector.engine.scheduler.settling import Unsettled
+from spillway_connector.engine.scheduler.step_loads import StepLoadingHalf
 from spillway_connector.engine.spec_base import SpecBase
 from spillway_connector.engine.worker.half import WorkerHalf
 from spillway_connector.engine.worker.step_loads import loads_within_steps, why_not_within_steps
@@ -277,6 +278,11 @@ class ConnectorBase(OffloadingConnector):
     def reset_cache(self) -> bool:
         """Unlike vLLM's, reset nothing and return False if vLLM could not reset the device's prefix cache."""
         return self._half.reset_with_device()
+
+    def loads_within_steps(self, block_ids: Set[int]) -> bool:
+        """See engine/scheduler/invalid_blocks.py. EngineCore process, scheduler thread."""
+        half = self._half
+        return isinstance(half, StepLoadingHalf) and half.loads_within_steps(block_ids)
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:

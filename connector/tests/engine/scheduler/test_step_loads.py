@@ -104,10 +104,11 @@ def test_a_prefix_in_the_cpu_tier_is_loaded_by_the_step_of_its_request(half):
     assert not meta.load_jobs and not half._jobs, "nothing waits for it"
     assert len(half.manager.primary_tier._readers) == BLOCKS
     report(half, {load.job_id: 1})
+    assert half.loads_within_steps({14, 99}) and not half.loads_within_steps({10, 15})
     assert len(half.manager.primary_tier._readers) == BLOCKS, "another rank still reads the rows"
     report(half, {load.job_id: 1})
     assert not half.manager.primary_tier._readers
-    assert not half._step_loads and not half._step_requests
+    assert not half._step_loads and not half._step_requests and not half.loads_within_steps({14})
 
 
 def test_a_prompt_of_whole_blocks_computes_its_last_one(half):

@@ -92,3 +92,31 @@ def test_a_block_that_two_wait_with_is_computed_by_each(scheduler: Scheduler) ->
     found = scheduler._update_requests_with_invalid_blocks(iter(both), {2}, {}, evict_blocks=False)
     assert found == ({"loads", "shares"}, 64, set())
     assert [each.num_computed_tokens for each in both] == [16, 16]
+
+
+class Connector:
+    """As much as these methods read. loading: device blocks of loads within steps under way."""
+
+    def __init__(self, loading: set[int]) -> None:
+        self.loading = loading
+
+    def loads_within_steps(self, block_ids: set[int]) -> bool:
+        return not self.loading.isdisjoint(block_ids)
+
+
+def test_an_asynchronous_load_that_fails_costs_no_other_prefix(scheduler: Scheduler) -> None:
+    scheduler.connector = Connector({1, 2})
+    assert scheduler._update_requests_with_invalid_blocks(scheduler.running, {7, 8}, {}) == (set(), 0, set())
+    assert len(scheduler.running) == 3 and not scheduler.evicted
+    assert not scheduler.requests["preempted"].drop_stale_output
+
+    scheduler._update_requests_with_invalid_blocks(scheduler.running, {2, 7}, {})
+    assert [each.request_id for each in scheduler.running] == ["beside"]
+    assert scheduler.evicted == set(range(9))
+
+
+def test_blocks_of_a_step_whose_request_was_aborted_since_cost_all_prefixes(scheduler: Scheduler) -> None:
+    """Its own later blocks, computed with bad ones, may be in the prefix cache."""
+    scheduler.connector = Connector({7})
+    assert scheduler._update_requests_with_invalid_blocks(scheduler.running, {7}, {}) == (set(), 0, set())
+    assert scheduler.evicted == set(range(9))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Set
+from typing import Any, Protocol, runtime_checkable
 
 from vllm.v1.request import Request
+
+from spillway_connector.engine.patches.own_connector import is_among_others, own_connector
 
 # (ids of the affected requests, tokens they lose, blocks to evict)
 Affected = tuple[set[str], int, set[int]]
@@ -39,6 +41,13 @@ def handling_invalid_blocks(original: Any, handle: Handle) -> Callable[..., Affe
     return update_requests
 
 
+@runtime_checkable
+class StepLoads(Protocol):
+    """A connector that knows which loads are within a step."""
+
+    def loads_within_steps(self, block_ids: Set[int]) -> bool: ...
+
+
 def taking_step_back(take_step_back: Callable[[Any, set[int]], Affected]) -> Handle:
     """Handle requests that ran in the step of their load by `take_step_back`: (scheduler, invalid block ids)."""
 
@@ -46,6 +55,13 @@ def taking_step_back(take_step_back: Callable[[Any, set[int]], Affected]) -> Han
         scheduler: Any, requests: Iterable[Request], invalid_block_ids: set[int], evict_blocks: bool, own: Own
     ) -> Affected:
         if evict_blocks:
+            connector = own_connector(scheduler, StepLoads)  # type: ignore[type-abstract]
+            if (
+                connector is not None
+                and not is_among_others(scheduler)
+                and not connector.loads_within_steps(invalid_block_ids)
+            ):
+                return set(), 0, set()  # of asynchronous loads: nobody has computed with these blocks
             return take_step_back(scheduler, invalid_block_ids)
         # Requests that wait for loads of their own may have hit the same bad block. vLLM has the first of them alone
         # compute it, and the others may run before that.

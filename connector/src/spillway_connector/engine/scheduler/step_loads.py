@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,7 +52,9 @@ class StepLoadingHalf(SchedulerHalf):
         self._planned: list[StepLoad] = []  # of the step that is being scheduled
         self._planned_blocks = 0
         self._step_loads: dict[int, _Load] = {}
-        self._step_requests: dict[int, str] = {}  # by load under way, those of before a reset included
+        # By load under way, those of before a reset included.
+        self._step_requests: dict[int, str] = {}
+        self._step_blocks: dict[int, frozenset[int]] = {}  # of the device
 
     @abstractmethod
     def _note_load(self, status: RequestFields, computed: int, tokens: int) -> None:
@@ -118,6 +121,11 @@ class StepLoadingHalf(SchedulerHalf):
         self._planned_blocks += count
         self._step_loads[job_id] = _Load(keys, status.req_context, self.config.num_workers)
         self._step_requests[job_id] = request.request_id
+        self._step_blocks[job_id] = frozenset(device_blocks)
+
+    def loads_within_steps(self, block_ids: Set[int]) -> bool:
+        """Whether a load within a step is under way into one of these device blocks."""
+        return any(not block_ids.isdisjoint(blocks) for blocks in self._step_blocks.values())
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -153,7 +161,7 @@ class StepLoadingHalf(SchedulerHalf):
         super().update_connector_output(connector_output)
         for job_id in list(self._step_requests):
             if job_id not in self._step_loads and job_id not in self._reset_jobs:
-                del self._step_requests[job_id]
+                del self._step_requests[job_id], self._step_blocks[job_id]
 
     def _recompute(self, job_id: int) -> None:
         """A load failed within its step. vLLM takes the step back for the requests that hold its blocks; what was to be
