@@ -7,10 +7,11 @@ import gc
 import sys
 
 SWITCH_SECONDS = 0.001
-# Thresholds of Python's garbage collector: the default for the youngest generation, and rarer runs of the older ones.
-# What lives on is mostly requests in progress, which need no collector, and looking at all of them again takes 5 % of a
-# request's time.
-GARBAGE_THRESHOLDS = (700, 20, 50)
+# Thresholds of Python's garbage collector: the default for the youngest generation, short runs of the middle one, and
+# rare runs of the oldest. What lives on is mostly requests in progress, which need no collector, and looking at all of
+# them again takes 5 % of a request's time. A run of the middle one stops all streams for as long as looking at what
+# hundreds of new connections hold takes; each object passes it once, so short runs cost no more than long ones.
+GARBAGE_THRESHOLDS = (700, 5, 200)
 
 
 def freeze() -> None:

@@ -76,6 +76,18 @@ async def test_nothing_is_written_to_a_connection_that_was_lost_in_the_iteration
     assert wire.written == []
 
 
+async def test_a_reply_to_a_lost_connection_whose_end_waits_for_its_turn_is_dropped() -> None:
+    """uvloop raises if such a transport is written to."""
+    wire = Wire()
+    transport = HeadWithBody(wire)
+    transport.write(HEAD)
+    transport.write(b"{}")
+    wire.closed = True
+    transport.write(b"more")
+
+    assert wire.written == [HEAD + b"{}"]
+
+
 async def test_a_head_without_a_body_is_sent_alone() -> None:
     wire = Wire()
     HeadWithBody(wire).write(HEAD)

@@ -237,8 +237,7 @@ class HeadWithBody:
     linger: asked by close() whether the connection stays to be read; a second close() ends it.
     """
 
-    __slots__ = ("_closed", "_coalescer", "_held", "_linger", "_transport", "abort", "get_extra_info",
-                 "get_write_buffer_size", "pause_reading", "resume_reading", "set_protocol")  # fmt: skip
+    __slots__ = ("_closed", "_coalescer", "_held", "_linger", "_transport")
 
     def __init__(
         self, transport: asyncio.Transport, linger: Callable[[asyncio.Transport], bool] = lambda transport: False
@@ -248,12 +247,26 @@ class HeadWithBody:
         self._closed = False
         self._coalescer = WriteCoalescer.of_running_loop()
         self._held: list[bytes] = []
-        self.abort = transport.abort
-        self.get_extra_info = transport.get_extra_info
-        self.get_write_buffer_size = transport.get_write_buffer_size
-        self.pause_reading = transport.pause_reading
-        self.resume_reading = transport.resume_reading
-        self.set_protocol = transport.set_protocol
+
+    # Not the transport's bound methods: the garbage collector would look at six more objects of each connection.
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._transport.set_protocol(protocol)
 
     def forget_connection(self) -> None:
         """It is lost."""
@@ -268,7 +281,7 @@ class HeadWithBody:
         elif coalescer.active or (data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100 ")):
             self._held.append(data)
             coalescer.defer(self._flush)
-        else:
+        elif not self._transport.is_closing():  # the turn of its end may not have come, and uvloop raises
             self._transport.write(data)
 
     def is_closing(self) -> bool:

@@ -1,6 +1,6 @@
 """The connections of one listener: how many are open, from which address, and which have expired.
 
-Nothing here waits or has a timer. tick() checks every connection once a second, some at each call, and ends expired
+Nothing here waits or has a timer. tick() checks every connection once a second, a share at each call, and ends expired
 ones a few at a time, since thousands may expire at once. A full listener evicts the connection that has been idle
 longest, so silent clients cannot keep others out; a new connection is refused only if every open one has a request.
 """
@@ -19,7 +19,8 @@ from spillway_gateway.turns import Turns
 CHECK_SECONDS = 1.0
 UNBOUNDED = 2**63
 EXPIRED_PER_TICK = 32
-CHECKED_PER_TICK = 1024  # ten ticks a second see as many connections as there may be
+TICKS_PER_CHECK = 8  # of ten a second: each checks an equal share, and so few at least:
+CHECKED_PER_TICK_MIN = 128
 REQUESTS_PER_ITERATION = 16  # of half a millisecond each: parsed, then its task's first step
 FRAMES_PER_ITERATION = 512  # that proxies send to the endpoint picker
 ENDS_PER_ITERATION = 32  # of lost connections, whose requests' tasks then end
@@ -77,6 +78,7 @@ class OpenConnections:
         self._expired: dict[Connection, None] = {}
         self._check_at = 0.0
         self._unchecked: list[Connection] = []
+        self._checked_per_tick = CHECKED_PER_TICK_MIN
 
     def __len__(self) -> int:
         return len(self._address)
@@ -146,8 +148,11 @@ class OpenConnections:
         """Called several times a second."""
         if now >= self._check_at:
             self._check_at = now + CHECK_SECONDS
-            self._unchecked = self._unchecked or list(self._address)
-        checked, self._unchecked = self._unchecked[-CHECKED_PER_TICK:], self._unchecked[:-CHECKED_PER_TICK]
+            if not self._unchecked:
+                self._unchecked = list(self._address)
+                self._checked_per_tick = max(CHECKED_PER_TICK_MIN, -(-len(self._unchecked) // TICKS_PER_CHECK))
+        checked = self._unchecked[-self._checked_per_tick :]
+        del self._unchecked[-self._checked_per_tick :]
         self._expired.update(
             (connection, None) for connection in checked if connection in self._address and connection.is_expired(now)
         )
