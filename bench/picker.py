@@ -1,7 +1,7 @@
 """The gateway as an endpoint picker behind a real Envoy, beside the gateway itself and Envoy alone, in one run.
 
-    python bench/picker.py [--tokens 200,8000,50000] [--connections 1,64,150] [--rates 400] [--seconds 4] [--rounds 1]
-                           [--processes 1] [--envoy-threads 1] [--envoy-calls N] [--engine-processes 1]
+    python bench/picker.py [--tokens 200,8000,50000] [--connections 1,64,150] [--rates 400] [--extend] [--seconds 4]
+                           [--rounds 1] [--processes 1] [--envoy-threads 1] [--envoy-calls N] [--engine-processes 1]
                            [--cores gateway=0-3,envoy=4-7,engines=8-11,load=12] [--beside NAME=CHECKOUT ...]
                            [--extension-picker SOURCE] [--only times,trace,restarts] [--tokenizer FOLDER]
                            [--output build/bench/picker.json]
@@ -10,8 +10,9 @@ Four mock engines are one process (gateway_load/engine.py), and the load generat
 its own clients and Envoy's questions, from one index. The rows: the engines alone, which is the limit of every other
 row; Envoy that spreads over them without asking; the gateway; Envoy that asks the gateway, which gets bodies as they
 come, or keeps them until they are answered. All get the same chats, of which each is sent many times, so that its
-beginning was seen before. Added times are a row's percentile minus that of the engines alone in the same cell; CPU time
-is that of the gateway's processes for each request. About five minutes.
+beginning was seen before; with `--extend` each is a turn that extends such a chat by about 1,000 new tokens. Added
+times are a row's percentile minus that of the engines alone in the same cell; CPU time is that of the gateway's
+processes for each request. About five minutes.
 
 A cell is a length and a number of connections, each of which sends its next request once the last one is answered: its
 rate is the limit with so many connections, and its latency at this limit is connections by rate. With `--rates`, there
@@ -60,6 +61,7 @@ from spillway_gateway.testing.envoy import envoy_config, running_envoy
 
 ENGINES = 4
 CHATS = 16  # of each length
+TURNS, NEW_TOKENS = 8, 1_000  # by which --extend extends each
 WARM_SECONDS = 1.0
 STREAM_EVENTS, EVENT_SECONDS = 20, 0.02  # of answers while a picker is killed
 ALONE, ENVOY, GATEWAY, PICKER = "engines alone", "envoy alone", "gateway", "envoy and picker"
@@ -122,6 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=_numbers, default=[200, 8_000, 50_000])
     parser.add_argument("--connections", type=_numbers, default=[1, 64, 150])
     parser.add_argument("--rates", type=_numbers, default=[])
+    parser.add_argument("--extend", action="store_true")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
@@ -256,7 +259,8 @@ async def _measure(
                 for row in sorted(rows, reverse=bool(number % 2)):
                     cell = Cell(row, tokens, connections, rate)
                     print(f"round {number + 1}: {cell}", file=sys.stderr)
-                    measured, failed = await _run(bodies, rows[row], cell, given.seconds)
+                    sent = _extended(bodies) if given.extend else itertools.cycle(bodies)
+                    measured, failed = await _run(sent, rows[row], cell, given.seconds)
                     cells.setdefault(cell, []).append(measured)
                     failures += [f"{cell}: {failed}"] if failed else []
     return cells, failures
@@ -274,9 +278,26 @@ def _chat(draw: random.Random, tokens: int) -> bytes:
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he")
 
 
-async def _run(bodies: list[bytes], target: Target, cell: Cell, seconds: float) -> tuple[dict[str, float], str]:
-    """The cell's figures, and what failed."""
-    requests: Iterator[bytes] = requests_of(itertools.cycle(bodies), target.ports[0])
+def _extended(chats: Sequence[bytes]) -> Iterator[bytes]:
+    """Chats in turn, each behind an answer and a message that nobody has sent before. After TURNS of them a chat goes
+    on from its beginning."""
+    draw, name = random.Random("turns"), os.urandom(4).hex()
+    said = [" ".join(draw.choices(_WORDS, k=NEW_TOKENS)) for _ in range(CHATS)]
+    begun = [chat[: chat.rindex(b"]")] for chat in chats]
+    ends = [chat[chat.rindex(b"]") :] for chat in chats]
+    for turn in itertools.count():
+        if turn % TURNS == 0:
+            sent = list(begun)
+        for at, end in enumerate(ends):
+            texts = (f"{name} {turn}", f"{name} {turn} {said[at]}")
+            new = [{"role": role, "content": text} for role, text in zip(("assistant", "user"), texts, strict=True)]
+            sent[at] += b", " + json.dumps(new).encode()[1:-1]
+            yield sent[at] + end
+
+
+async def _run(sent: Iterator[bytes], target: Target, cell: Cell, seconds: float) -> tuple[dict[str, float], str]:
+    """The cell's figures, and what failed. sent: bodies."""
+    requests = requests_of(sent, target.ports[0])
     used: list[float] = []
 
     def note() -> None:

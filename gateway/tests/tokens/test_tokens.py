@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import pytest
@@ -21,16 +22,20 @@ from spillway_gateway.config.settings import LimitsConfig
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys, token_bytes
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
+from spillway_gateway.tokens import prompt as prompt_module
+from spillway_gateway.tokens import tokenizer as tokenizer_module
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import (
     INLINE_CHARS_MAX,
+    INLINE_ITEMS_MAX,
     ChatPrompt,
     CompletionPrompt,
     PromptReader,
+    render,
     render_and_encode,
 )
-from spillway_gateway.tokens.tokenizer import PromptTokenizer, TokenizerUnusable
+from spillway_gateway.tokens.tokenizer import SPECIAL_PLACES_MAX, PromptTokenizer, TokenizerUnusable
 from spillway_gateway.tokens.verification import PROBE_MESSAGES, Disagreement, verify_tokenizer
 
 TEMPLATE = """{{ bos_token }}
@@ -261,6 +266,64 @@ async def test_a_tenants_long_prompts_do_not_hold_up_anothers(folder: Path) -> N
             all_wait.set()
 
     assert order[0] == "short"
+
+
+class CountingThreads(FairThreads):
+    """jobs: how many were given to it."""
+
+    jobs = 0
+
+    def run(self, group: str, steps: Generator[None, None, Any]) -> asyncio.Future[Any]:
+        self.jobs += 1
+        return super().run(group, steps)
+
+
+SEEN = [{"role": role, "content": f"{at} {WORDS * 40}"} for at, role in enumerate(["user", "assistant"] * 12)]
+COSTLY = {
+    "new text": ([{"role": "user", "content": WORDS * 500}], {}),
+    "many places": ([{"role": "user", "content": "<" * (SPECIAL_PLACES_MAX + 1)}], {}),
+    "long tools": ([], {"tools": [{"function": {"name": "f", "description": "x" * INLINE_CHARS_MAX}}]}),
+    "long arguments": ([{**CALL, "role": "assistant", "tool_calls": [{"function": "x" * INLINE_CHARS_MAX}]}], {}),
+    "many messages": ([{"role": "user", "content": "x"}] * INLINE_ITEMS_MAX, {}),
+    "another kind of part": ([{"role": "user", "content": [{"type": "text", "text": ["x" * INLINE_CHARS_MAX]}]}], {}),
+}
+
+
+@pytest.mark.parametrize("more", COSTLY)
+async def test_a_turn_that_extends_a_long_chat_is_read_on_the_event_loop_and_what_costs_more_is_not(
+    folder: Path, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_module, "TOKENIZE_SECONDS_MAX", 60.0)
+    monkeypatch.setattr(prompt_module, "WAIT_SECONDS_MAX", 60.0)
+    index = PrefixIndex("m", bytes_max=10_000, orphans_max=1, default_block_tokens=4, clock=lambda: 0.0)
+    with contextlib.closing(CountingThreads(1, "test")) as threads:
+        reader = PromptReader("m", index, tokenizer := PromptTokenizer.load(folder), threads, LimitsConfig)
+        await reader.read(ChatPrompt(SEEN))
+        assert threads.jobs == 1 and len(render(tokenizer, ChatPrompt(SEEN))) > 2 * INLINE_CHARS_MAX
+        turn = [{"role": "user", "content": [{"type": "text", "text": "And then?"}]}]
+        extended = await reader.read(ChatPrompt([*SEEN, *turn]))
+        assert threads.jobs == 1
+        ids = list(render_and_encode(tokenizer, ChatPrompt([*SEEN, *turn])))
+        assert extended.keys == token_block_keys(namespace_key("m"), ids, 4)
+
+        messages, members = COSTLY[more]
+        await reader.read(ChatPrompt([*SEEN, *messages], **members))
+        assert threads.jobs == 2
+
+
+places_text = st.lists(st.sampled_from(["<", "<|im_start|>", "<|im_end|>", "<|im_", "é", "東京", " "]), max_size=20)
+
+
+@given(text=places_text.map("".join), most=st.integers(1, 8))
+def test_special_tokens_are_found_where_their_pattern_finds_them(
+    tokenizer: PromptTokenizer, text: str, most: int
+) -> None:
+    assert tokenizer._special is not None and tokenizer._special_begin == "<"
+    places = [found.start() for found in tokenizer._special.finditer(text)]
+    with patch.object(tokenizer_module, "SPECIAL_PLACES_MAX", most):
+        assert tokenizer._special_places(text) == places
+        few = tokenizer._special_places(text, any_number=False)
+    assert few == places if text.count("<") <= most else few in (places, None)
 
 
 text = st.text(max_size=40) | st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "the fox", " "])

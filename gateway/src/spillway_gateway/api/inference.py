@@ -140,7 +140,7 @@ class InferenceEndpoint:
             if salting is Salting.FIELD:
                 # The engine hashes the salt into the first block, and so does routing.
                 source = structs.replace(source, cache_salt=salt)
-        prompt = await served.reader.read(source, tenant.name, short=not large, adapter=adapter)
+        prompt = await served.reader.read(source, tenant.name, adapter=adapter)
         if parsed.other_tokens:
             prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens, text_tokens=0)
         continuation = context.upstream.live.continuation

@@ -27,13 +27,15 @@ from spillway_gateway.tokens.chat_template import CannotRender
 from spillway_gateway.tokens.estimates import holds_media, text_tokens, value_tokens
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN, TEXT_NAMESPACE_MARK, chat_text, completion_text
-from spillway_gateway.tokens.tokenizer import Encoded, PromptTokenizer, TokenizerUnusable
+from spillway_gateway.tokens.tokenizer import INLINE_CHARS_MAX, Encoded, PromptTokenizer, TokenizerUnusable
 
+_encode = msgspec.json.encode
 logger = logging.getLogger(__name__)
 
-# Longer prompts are rendered and looked up on a thread, cached or not. At 32,768 characters that takes 0.1 ms, and 1 ms
-# if they are special tokens alone; a thread's turn under the interpreter's lock takes longer.
-INLINE_CHARS_MAX = 32_768
+# Prompts of more than this are rendered and looked up on a thread, cached or not. A chat of 220,000 characters takes
+# 0.1 ms if it was seen before, and a thread's turn under the interpreter's lock takes longer. INLINE_CHARS_MAX bounds
+# what costs more than its length: tools, calls, and text of special tokens alone (1 ms).
+LONG_INLINE_CHARS_MAX = 512 * 1024
 INLINE_ITEMS_MAX = 256  # messages, tools and calls of tools
 TOKENIZE_SECONDS_MAX = 2.0  # then the tokens so far are used; waiting longer would cost more than a match saves
 WAIT_SECONDS_MAX = 2.5  # then the request is matched by text: its job was not scheduled in time
@@ -114,12 +116,10 @@ class PromptReader:
         """Tokenise with this one from now on; None: not at all."""
         self.tokenizer = tokenizer
 
-    async def read(
-        self, prompt: Prompt, tenant: str = "", *, short: bool = True, adapter: str | None = None
-    ) -> PromptBlocks:
+    async def read(self, prompt: Prompt, tenant: str = "", *, adapter: str | None = None) -> PromptBlocks:
         """Keys of the prompt's blocks: of its tokens, or of its text if it cannot be tokenised. tenant: for fair
-        scheduling on the threads, and whose texts are cached apart. short: the request's body is. adapter: the LoRA
-        adapter that it names. Raises RecursionError for a prompt that is nested too deeply."""
+        scheduling on the threads, and whose texts are cached apart. adapter: the LoRA adapter that it names. Raises
+        RecursionError for a prompt that is nested too deeply."""
         namespace = namespace_key(self._model, adapter, prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
@@ -131,11 +131,19 @@ class PromptReader:
             isinstance(prompt, CompletionPrompt) or (tokenizer.template is not None and prompt.exact)
         ):
             try:
-                small = short and _is_small(prompt)
-                if small and (inline := self._read_inline(tokenizer, prompt, namespace, tenant, adapter)) is not None:
-                    return inline
+                text = render(tokenizer, prompt) if _is_small(prompt) else None
+                if text is not None:
+                    ids = tokenizer.encode_inline(
+                        text,
+                        add_special_tokens=prompt.add_special_tokens,
+                        new_chars_max=tokenizer.inline_chars_max,
+                        owner=tenant,
+                        on_loop=True,
+                    )
+                    if ids is not None:
+                        return self._of_tokens(namespace, ids, prompt.cache_salt, adapter)
                 async with asyncio.timeout(WAIT_SECONDS_MAX):
-                    encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt, tenant))
+                    encoded = await self._threads.run(tenant, self._in_steps(tokenizer, prompt, text, tenant))
                 return msgspec.structs.replace(
                     self._of_tokens(namespace, encoded.ids, prompt.cache_salt, adapter),
                     prompt_tokens=max(1, encoded.tokens),
@@ -149,33 +157,14 @@ class PromptReader:
         text_tokens = 0 if with_media else blocks.text_tokens
         return msgspec.structs.replace(blocks, prompt_tokens=max(1, _estimate(prompt)), text_tokens=text_tokens)
 
-    def _read_inline(
-        self,
-        tokenizer: PromptTokenizer,
-        prompt: ChatPrompt | CompletionPrompt,
-        namespace: int,
-        tenant: str,
-        adapter: str | None,
-    ) -> PromptBlocks | None:
-        """Read without a thread; None if that would block the event loop for too long. Raises CannotRender."""
-        text = render(tokenizer, prompt)
-        ids = tokenizer.encode_inline(
-            text,
-            add_special_tokens=prompt.add_special_tokens,
-            new_chars_max=tokenizer.inline_chars_max,
-            owner=tenant,
-            on_loop=True,
-        )
-        return None if ids is None else self._of_tokens(namespace, ids, prompt.cache_salt, adapter)
-
     def _in_steps(
-        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, tenant: str
+        self, tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt, rendered: str | None, tenant: str
     ) -> Generator[None, None, Encoded]:
         until = monotonic() + TOKENIZE_SECONDS_MAX
         tokens_max = self._tokens_max()
 
         def steps() -> Generator[None, None, Encoded]:
-            text = render(tokenizer, prompt)
+            text = render(tokenizer, prompt) if rendered is None else rendered
             return (
                 yield from tokenizer.encode_in_steps(
                     text,
@@ -263,13 +252,29 @@ def _estimate(prompt: ChatPrompt | CompletionPrompt) -> int:
 def _is_small(prompt: ChatPrompt | CompletionPrompt) -> bool:
     """Whether it may be rendered and looked up on the event loop."""
     if isinstance(prompt, CompletionPrompt):
-        return len(prompt.prompt) <= INLINE_CHARS_MAX
-    items = len(prompt.messages) + len(prompt.tools or ())
-    characters = 0
+        return len(prompt.prompt) <= LONG_INLINE_CHARS_MAX
+    items, chars = len(prompt.messages) + len(prompt.tools or ()), 0
+    beside: list[Any] = [prompt.tools, prompt.variables] if prompt.tools or prompt.variables else []
     for message in prompt.messages[:INLINE_ITEMS_MAX]:
-        content = message.get("content")
-        characters += len(content) if isinstance(content, str) else INLINE_CHARS_MAX
-        calls = message.get("tool_calls")
-        if isinstance(calls, list):
-            items += len(calls)
-    return items <= INLINE_ITEMS_MAX and characters <= INLINE_CHARS_MAX
+        for name, value in message.items():
+            if isinstance(value, str):
+                chars += len(value)
+                continue
+            if isinstance(value, list):
+                items += len(value)
+                if name == "content":
+                    texts = [part["text"] for part in value if _is_text(part)]
+                    chars += sum(map(len, texts))
+                    if len(texts) == len(value):
+                        continue
+            beside.append(value)
+    if items > INLINE_ITEMS_MAX or chars > LONG_INLINE_CHARS_MAX:
+        return False
+    return not beside or len(_encode(beside)) <= INLINE_CHARS_MAX
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.keys() == _TEXT_PART and isinstance(part["text"], str)
+
+
+_TEXT_PART = {"type", "text"}
