@@ -23,6 +23,7 @@ SCRAPE_SECONDS = HealthConfig().metrics_period_seconds
 _TIERS = {
     Medium.DEVICE: event_decoder.Tier.DEVICE,
     Medium.CPU: event_decoder.Tier.CPU,
+    Medium.NODE: event_decoder.Tier.CPU,
     Medium.SHARED: event_decoder.Tier.SHARED,
     Medium.BELOW: event_decoder.Tier.SHARED,
 }

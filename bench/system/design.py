@@ -33,6 +33,7 @@ class Design:
         overtake_seconds: for so long others may be admitted before a request that waits, those with the most tokens at
             hand first; 0: first come, first served.
         endless: the CPU tier never evicts.
+        node: the engines share one CPU tier with the rows of all of them, which outlives each.
         shared: an NVMe tier that all engines share is below it.
         bucket_ms: an object store is below the NVMe tier, so many milliseconds of round trip away; None: there is none.
         recognised: the CPU tier follows conversations, by their prompts alone.
@@ -46,6 +47,7 @@ class Design:
     protect_share: float = 0.0
     overtake_seconds: float = 0.0
     endless: bool = False
+    node: bool = False
     shared: bool = False
     bucket_ms: float | None = None
     recognised: bool = False

@@ -14,15 +14,23 @@ from spillway_simulator.model.tiers import SharedTier
 from system.agent_request import AgentRequest
 from system.design import Design, Storing
 from system.fair_engine import FairEngine
-from system.memory import KeepingDevice, SystemTiers
+from system.memory import KeepingDevice, NodeRows, ProductRows, SystemTiers
 from system.rates import ENDLESS_ROWS
 
 
 class SystemEngine(FairEngine):
     def __init__(
-        self, name: str, shape: EngineShape, rates: EngineRates, design: Design, shared: SharedTier | None = None
+        self,
+        name: str,
+        shape: EngineShape,
+        rates: EngineRates,
+        design: Design,
+        shared: SharedTier | None = None,
+        *,
+        node: NodeRows | None = None,
     ) -> None:
         self._design = design
+        self._node = node
         self._kept: dict[str, tuple[list[int], list[int]]] = {}  # by request: blocks kept on the device and in the tier
         super().__init__(name, shape, rates, shared, fair_steps=design.fair_steps)
 
@@ -39,7 +47,7 @@ class SystemEngine(FairEngine):
         self.system_tiers = SystemTiers(
             self._design,
             self.keeping,
-            rows,
+            ProductRows(rows) if self._node is None else self._node,
             block_tokens=self.shape.block_tokens,
             shared=self._shared,
             rates=self.rates,
@@ -50,12 +58,18 @@ class SystemEngine(FairEngine):
         return self.system_tiers
 
     def restart(self) -> None:
+        if self._node is not None:
+            for _, in_tier in self._kept.values():
+                self._node.unpin(in_tier)
+            for _, _, _, plan in self._loading:
+                self._node.unpin(plan.cpu_keys)
         self.close()
         self._kept.clear()
         super().restart()
 
     def close(self) -> None:
-        self.system_tiers.cpu.close()
+        if self._node is None:
+            self.system_tiers.cpu.close()
 
     def held_tokens(self, keys: list[int], limit: int) -> int:
         """What a prompt would find now, on the device and in the CPU tier."""
@@ -83,7 +97,7 @@ class SystemEngine(FairEngine):
         if not self._design.protect_share:
             return
         cpu = self.system_tiers.cpu
-        room = int(self._design.protect_share * self.shape.cpu_blocks)
+        room = int(self._design.protect_share * cpu.capacity)
         for sequence in [*self._waiting, *(arriving for _, arriving in self._arriving)]:
             if sequence.request.id in self._kept:
                 continue

@@ -19,6 +19,7 @@ from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import make_cpu_tier
 from spillway_simulator.model.device_cache import DeviceCache
+from spillway_simulator.model.events import BlocksStored, Medium
 from spillway_simulator.model.tiering import LoadPlan, SharedLevel, Tiering
 from spillway_simulator.model.tiers import LruTier
 from system.agent_request import AgentRequest
@@ -179,6 +180,33 @@ class ProductRows(LruTier):
         return [key for key in stored if key not in back], [key for key in evicted if key not in back]
 
 
+class NodeRows(ProductRows):
+    """The rows of one CPU tier that all engines of a node share. Each engine knows what its own device holds."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self._storing: Duplicates | None = None  # of the engine that stores now
+
+    def evict_first(self, duplicates: Duplicates) -> None:
+        """See stores_for."""
+        super().evict_first(self)
+
+    def stores_for(self, duplicates: Duplicates) -> None:
+        """What is stored from now on is this engine's, whose duplicates leave first."""
+        self._storing = duplicates
+
+    def take_spare(self, count: int, may_leave: Callable[[OffloadKey], bool]) -> list[tuple[OffloadKey, ReqContext]]:
+        assert self._storing is not None
+        return self._storing.take_spare(count, may_leave)
+
+    def put_back(self, spare: list[tuple[OffloadKey, ReqContext]]) -> None:
+        assert self._storing is not None
+        self._storing.put_back(spare)
+
+    def gave_up(self, spare: list[tuple[OffloadKey, ReqContext]], others: list[OffloadKey]) -> None:
+        """They are copied again when they are about to leave the device."""
+
+
 def _bytes_of(key: int) -> bytes:
     return key.to_bytes(_KEY_BYTES, signed=True)
 
@@ -200,15 +228,18 @@ class _StoredLevel:
 class SystemTiers(Tiering):
     """An engine's tiers in one design."""
 
-    def __init__(self, design: Design, device: KeepingDevice, cpu_rows: int, **arguments: Any) -> None:
-        super().__init__(cpu_blocks=cpu_rows, **arguments)
-        self.cpu: ProductRows = ProductRows(cpu_rows)
+    def __init__(self, design: Design, device: KeepingDevice, rows: ProductRows, **arguments: Any) -> None:
+        super().__init__(cpu_blocks=rows.capacity, **arguments)
+        self.cpu: ProductRows = rows
         self._design = design
         self._device = device
         self._copying: set[int] = set()  # held on the device
         self._spare: dict[int, None] = {}  # in the CPU tier, of requests that run; the latest last
         if design.storing is Storing.EXCLUSIVE:
             self.cpu.evict_first(self)
+        if design.node:
+            self.cpu_medium = Medium.NODE
+            self._emit(BlocksStored(Medium.NODE, ()))
         self.copied_blocks = 0
         self.demotions: Demotions | None = None
         if len(self._levels) > 1:
@@ -363,6 +394,8 @@ class SystemTiers(Tiering):
             super().store(missing, now)
 
     def _put_cpu(self, keys: Sequence[int]) -> None:
+        if isinstance(self.cpu, NodeRows):
+            self.cpu.stores_for(self)
         super()._put_cpu(keys)
         held = [key for key in keys if key in self._copying]
         if held:

@@ -22,6 +22,7 @@ from system.agent_request import AgentRequest
 from system.agents import AgentLoad
 from system.design import Design
 from system.engine import SystemEngine
+from system.memory import NodeRows
 from system.rates import ENDLESS_BLOCKS, H200_QWEN3_8B, SHAPE, SHARED_BLOCKS, with_bucket
 from system.report import Answered
 
@@ -73,7 +74,10 @@ class SystemRun:
             below = SharedTier(ENDLESS_BLOCKS, LoadLink())
             rates = with_bucket(rates, design.bucket_ms / 1000, engines)
         shared = SharedTier(shared_blocks, LoadLink(), below) if design.shared else None
-        self.engines = [SystemEngine(f"engine-{at}", shape, rates, design, shared) for at in range(engines)]
+        self._node = NodeRows(engines * shape.cpu_blocks) if design.node else None
+        self.engines = [
+            SystemEngine(f"engine-{at}", shape, rates, design, shared, node=self._node) for at in range(engines)
+        ]
         self.in_flight = [0] * engines
         self.answered: list[Answered] = []
         self._policy = policy
@@ -121,6 +125,8 @@ class SystemRun:
         self._time.run(until=self._load.seconds)
         for engine in self.engines:
             engine.close()
+        if self._node is not None:
+            self._node.close()
         return self.answered
 
     def _begin(self, place: int, number: int) -> None:

@@ -105,6 +105,9 @@ SYSTEMS: dict[str, System] = {
         _gateway,
         _INSTALLED,
     ),
+    "spillway_eager": System(
+        "Spillway, as installed but with storing: eager", _gateway, replace(_INSTALLED, storing=Storing.EAGER)
+    ),
     "spillway_nvme_eager": System(
         "Spillway, NVMe, eager, protect and order",
         _gateway,
@@ -115,6 +118,14 @@ SYSTEMS: dict[str, System] = {
         _gateway,
         Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True),
     ),
+    **{
+        f"spillway_node_{'late' if storing is Storing.EXCLUSIVE else 'eager'}": System(
+            f"Spillway, one CPU tier for the node, {storing}, protect and order",
+            _gateway,
+            Design(storing, PROTECT_SHARE, OVERTAKE_SECONDS, node=True),
+        )
+        for storing in (Storing.EAGER, Storing.EXCLUSIVE)
+    },
     **{
         f"spillway_chain_{milliseconds}_ms": System(
             f"Spillway, NVMe over an object store {milliseconds} ms away, eager, protect and order",

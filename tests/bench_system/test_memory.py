@@ -23,7 +23,7 @@ def tiers(storing: Storing, rows: int, device: KeepingDevice) -> Iterator[System
     made = SystemTiers(
         Design(storing),
         device,
-        rows,
+        ProductRows(rows),
         block_tokens=128,
         shared=None,
         rates=RATES,

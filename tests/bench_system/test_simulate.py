@@ -55,6 +55,18 @@ def test_a_tier_below_finds_what_the_nvme_tier_has_evicted_if_loading_it_pays() 
     assert cached(5_000.0) == pytest.approx(alone, abs=0.01)
 
 
+@pytest.mark.parametrize("storing", [Storing.EAGER, Storing.EXCLUSIVE])
+def test_what_a_dead_engine_stored_is_found_by_the_others_if_they_share_its_tier(storing: Storing) -> None:
+    killed = Kill(1, 8.0)
+
+    def cached_after(*, node: bool) -> float:
+        run = SystemRun(Pinned(), Design(storing, node=node), LOAD, engines=2, shape=SMALL, kill=killed)
+        answered = [one for one in run.run() if killed.at <= one.sent_seconds < killed.at + 3.0]
+        return sum(one.cached_tokens for one in answered) / sum(one.prompt_tokens for one in answered)
+
+    assert cached_after(node=True) > cached_after(node=False) + 0.05
+
+
 def test_exclusive_tiers_find_more_than_twice_the_same_blocks_where_only_the_sum_is_enough() -> None:
     assert cached_share(Design(Storing.EXCLUSIVE)) > cached_share(Design())
 

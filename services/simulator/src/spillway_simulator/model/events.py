@@ -6,15 +6,17 @@ from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 
-from spillway_settings.wire import store_medium
+from spillway_settings.wire import NODE_STORE, store_medium
 
 
 class Medium(StrEnum):
     """Names on the wire. A shared tier's names the one store from which all simulated engines load, as Spillway's
-    connector does; blocks without keys there announce that an engine loads from it. BELOW: the tier behind SHARED."""
+    connector does; blocks without keys there announce that an engine loads from it. BELOW: the tier behind SHARED.
+    NODE: a CPU tier that all simulated engines share."""
 
     DEVICE = "GPU"
     CPU = "CPU"
+    NODE = store_medium(NODE_STORE, b"simulate")
     SHARED = store_medium("redis", b"simulate")
     BELOW = store_medium("s3", b"simulate")
 

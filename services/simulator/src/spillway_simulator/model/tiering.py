@@ -99,6 +99,8 @@ _MEDIA = (Medium.SHARED, Medium.BELOW)
 class Tiering:
     """emit: takes events in the order in which they become true."""
 
+    cpu_medium = Medium.CPU
+
     def __init__(
         self,
         *,
@@ -252,9 +254,9 @@ class Tiering:
     def _put_cpu(self, keys: Sequence[int]) -> None:
         stored, removed = self.cpu.put(keys)
         if removed:
-            self._emit(BlocksRemoved(Medium.CPU, tuple(removed)))
+            self._emit(BlocksRemoved(self.cpu_medium, tuple(removed)))
         if stored:
-            self._emit(BlocksStored(Medium.CPU, tuple(stored)))
+            self._emit(BlocksStored(self.cpu_medium, tuple(stored)))
 
     def _spill(self, keys: Sequence[int], now: float) -> None:
         """The CPU tier has received these blocks, and offers them to the nearest shared tier."""
