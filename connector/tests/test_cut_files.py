@@ -71,8 +71,7 @@ def run(tmp_path: Path, how: str, touch: str, more: str = "") -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("touch", TOUCHES)
-@pytest.mark.parametrize("left", [0, 4096], ids=["to nothing", "to a page"])
+@pytest.mark.parametrize(("touch", "left"), [*((touch, 0) for touch in TOUCHES), ("a byte", 4096), ("bytes", 4096)])
 def test_a_touch_of_what_was_cut_ends_no_process(tmp_path: Path, touch: str, left: int):
     ended = run(tmp_path, CUT.format(left), TOUCHES[touch])
     assert (ended.returncode, ended.stdout.split()) == (0, ["False", "False", "alive"]), ended.stderr

@@ -44,12 +44,21 @@ def file_of(module: str) -> Path | None:
     return next((file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.exists()), None)
 
 
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Every statement below a node; expressions, most of a tree, hold no import and no class."""
+    for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for below in getattr(node, block, ()):
+            if isinstance(below, ast.stmt):
+                yield below
+            yield from statements(below)
+
+
 @cache
 def contents(file: Path) -> tuple[dict[str, tuple[str, str]], dict[str, ast.ClassDef]]:
     """Names that a module imports from others, and the classes in it."""
     imports: dict[str, tuple[str, str]] = {}
     classes: dict[str, ast.ClassDef] = {}
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imports |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
         elif isinstance(node, ast.ClassDef):

@@ -17,11 +17,14 @@ NAMES = sorted(value for value in vars(wire).values() if isinstance(value, str) 
 NAMES += [wire.RANK_HEADER]
 # A media type, a module or a longer name that merely begins like one is another word.
 _NAME = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, NAMES))})(?![\w-])", re.IGNORECASE)
+_ANYWHERE = re.compile("|".join([*map(re.escape, NAMES), "redis/", "nvme/"]), re.IGNORECASE)
 _MEDIUM = re.compile(r"(?:redis|nvme)/(?:[0-9a-f]{16}|\[)")
 
 
 def spelled(source: str) -> Iterator[str]:
     """Each of the names in the text of a module that is not a docstring: strings, bytes, parts of f-strings."""
+    if not _ANYWHERE.search(source):  # most modules: parsing them all takes a second
+        return
     tree = ast.parse(source)
     docstrings = {
         id(node.body[0].value)

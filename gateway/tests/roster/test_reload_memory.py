@@ -23,13 +23,12 @@ from spillway_gateway.tokens.prompt import CompletionPrompt
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage collection but those that are asked for, and nothing stays frozen."""
+    """No garbage collection but those that are asked for."""
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         gc.enable()
 
 

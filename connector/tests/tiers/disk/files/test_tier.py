@@ -555,26 +555,3 @@ def test_two_processes_share_and_evict_in_one_directory(medium: _FileMedium, mak
     tier = make_tier(max_bytes=max_bytes)
     tier._space.rescan(soon())
     assert tier.resident_bytes(soon()) == medium.bytes_on_disk() <= max_bytes
-
-
-def test_a_process_killed_at_any_instant_leaves_only_whole_frames(medium: _FileMedium, make_tier: MakeTier) -> None:
-    for round_number in range(3):
-        child = _child(medium.root, 20 * FRAME_BYTES, 0)
-        assert child.stdout is not None and child.stdin is not None
-        child.stdout.readline()
-        before = medium.frame_count()
-        child.stdin.write("go\n")
-        child.stdin.flush()
-        while medium.frame_count() < min(before + 3 + round_number, 15) and child.poll() is None:
-            pass  # until it is in the midst of its work
-        child.kill()
-        child.communicate()
-        tier = make_tier(max_bytes=20 * FRAME_BYTES)
-        for seed in range(40):
-            try:
-                assert load(tier, key_of(seed)) == payload_of(seed)
-            except TierMiss:
-                pass
-        tier._space.rescan(soon())
-        assert medium.partial_files() == []
-        assert tier.resident_bytes(soon()) == medium.bytes_on_disk() <= 20 * FRAME_BYTES
