@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 
 from spillway_connector.engine import connector_base
 from spillway_connector.engine.connector_base import ConnectorBase
@@ -17,7 +18,7 @@ NO_SEAMS = Seams(names={}, methods=())
 
 def config(policy: str = "recompute", hisparse: object = None) -> Any:
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+        kv_transfer_config=KVTransferConfig(kv_load_failure_policy=policy),
         attention_config=SimpleNamespace(hisparse_config=hisparse),
     )
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import queue
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
@@ -24,6 +26,12 @@ from spillway_connector.testing.clock import SteppedClock
 STEP_TOKENS, BLOCK_TOKENS, PROMPT = 1000, 16, 3000
 BLOCKED = (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
 OTHER_QUEUES = ("skipped_waiting", "kv_holding_waiting")  # of 0.23; of later versions
+
+
+def output_of(tokens: dict[str, int]) -> SchedulerOutput:
+    return replace(
+        SchedulerOutput.make_empty(), num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+    )
 
 
 class Rig:
@@ -75,14 +83,14 @@ class Rig:
     def step(self, computes: int = 1) -> list[str]:
         """Returns what vLLM is shown; it computes so many tokens of each."""
 
-        def plan() -> Any:
+        def plan() -> SchedulerOutput:
             scheduler = self.scheduler
             running = [each for each in scheduler.running if each.next_decode_eligible_step == 0]
             shown = [*running, *self.other_queue, *scheduler.waiting]
             self.shown = [each.request_id for each in shown]
             self.bound = scheduler.max_num_scheduled_tokens
             tokens = Counter({name: computes for name in self.shown})
-            return SimpleNamespace(num_scheduled_tokens=tokens, total_num_scheduled_tokens=tokens.total())
+            return output_of(tokens)
 
         self.steps.schedule(self.scheduler, plan)
         assert all(each.next_decode_eligible_step == 0 for each in self.scheduler.running)
@@ -249,9 +257,9 @@ def test_a_mark_that_another_rule_sets_within_the_step_stays() -> None:
     begun = rig.runs("begun", "flood", computed=500)
     rig.waits("asked", "user")
 
-    def plan() -> Any:
+    def plan() -> SchedulerOutput:
         begun.next_decode_eligible_step = 7
-        return SimpleNamespace(num_scheduled_tokens={"asked": 1}, total_num_scheduled_tokens=1)
+        return output_of({"asked": 1})
 
     rig.steps.schedule(rig.scheduler, plan)
     assert begun.next_decode_eligible_step == 7

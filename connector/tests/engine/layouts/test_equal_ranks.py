@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -31,14 +34,15 @@ def held_by(
     context: int = 1,
     decode: int = 1,
 ) -> bool:
-    parallel = SimpleNamespace(
+    parallel = ParallelConfig(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
-        world_size=tensor * pipeline * context,
+        prefill_context_parallel_size=context,
         decode_context_parallel_size=decode,
+        distributed_executor_backend="mp",
     )
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(use_mla=use_mla))
-    caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group) for group in groups])
+    caches = KVCacheConfig(1, [], [KVCacheGroupSpec([f"layer {at}"], group) for at, group in enumerate(groups)])
     return ranks_hold_the_same(config, caches)
 
 

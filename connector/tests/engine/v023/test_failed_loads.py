@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from spillway_connector.testing.generation import patch_vllm
 
@@ -16,11 +16,9 @@ def request(name: str, computed: int) -> SimpleNamespace:
     return SimpleNamespace(request_id=name, num_computed_tokens=computed)
 
 
-def group(spec: type) -> SimpleNamespace:
+def group(spec: type) -> KVCacheGroupSpec:
     window = {"sliding_window": 32} if spec is SlidingWindowSpec else {}
-    return SimpleNamespace(
-        kv_cache_spec=spec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **window)
-    )
+    return KVCacheGroupSpec(["layer"], spec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **window))
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def scheduler() -> Scheduler:
     patch_vllm("failed-loads")
     scheduler = Scheduler.__new__(Scheduler)
     blocks = {"hurt": ([1, 2, 3], [0, 4, 5]), "fine": ([6, 7, 8], [0, 9, 10])}
-    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group(FullAttentionSpec), group(SlidingWindowSpec)])
+    scheduler.kv_cache_config = KVCacheConfig(16, [], [group(FullAttentionSpec), group(SlidingWindowSpec)])
     scheduler.kv_cache_manager = SimpleNamespace(get_block_ids=blocks.__getitem__)
     scheduler.block_size = 16
     return scheduler
@@ -51,7 +49,7 @@ def test_requests_that_run_are_not_those_that_load(scheduler: Scheduler):
 
 @pytest.mark.parametrize(("spec", "kept"), [(FullAttentionSpec, 16), (SlidingWindowSpec, 0)])
 def test_only_attention_to_everything_keeps_what_came_before(scheduler: Scheduler, spec: type, kept: int):
-    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=[group(spec)])
+    scheduler.kv_cache_config = KVCacheConfig(16, [], [group(spec)])
     scheduler.kv_cache_manager = SimpleNamespace(get_block_ids={"hurt": ([1, 2, 3],)}.__getitem__)
     hurt = request("hurt", 48)
     found = scheduler._update_requests_with_invalid_blocks([hurt], {2}, {}, evict_blocks=False)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 from spillway_connector.device.copier import Direction
@@ -19,6 +20,7 @@ from spillway_connector.plan.copies import plan_copies
 from spillway_connector.plan.geometry import ChunkGeometry
 
 BLOCKS, ROWS, GROUPS = 6, 4, 3
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
 @st.composite
@@ -30,17 +32,15 @@ def packed_models(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return pages, used
 
 
-def config_of(pages: list[int], used: list[list[int]]) -> Any:
+def config_of(pages: list[int], used: list[list[int]]) -> KVCacheConfig:
     layers = [
         [f"{group}.{tensor}" for tensor, size in enumerate(of_group) if size] for group, of_group in enumerate(used)
     ]
-    return SimpleNamespace(
+    return KVCacheConfig(
         num_blocks=BLOCKS,
-        kv_cache_groups=[SimpleNamespace(layer_names=names) for names in layers],
+        kv_cache_groups=[KVCacheGroupSpec(names, SPEC) for names in layers],
         kv_cache_tensors=[
-            SimpleNamespace(
-                size=page * BLOCKS, shared_by=[f"{group}.{at}" for group in range(GROUPS) if used[group][at]]
-            )
+            KVCacheTensor(page * BLOCKS, [f"{group}.{at}" for group in range(GROUPS) if used[group][at]])
             for at, page in enumerate(pages)
         ],
     )

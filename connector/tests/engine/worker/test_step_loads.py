@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
+from vllm.config import CUDAGraphMode, ParallelConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
@@ -160,12 +160,10 @@ def test_flushing_a_load_waits_for_its_copies(worker):
 
 def engine(**others):
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=None)
-    parallel = dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), 1)
-    parallel |= dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), 1)
     groups = [KVCacheGroupSpec(["l0"], spec)] * others.pop("groups", 1)
-    config = SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=[])
     drafter = others.pop("drafter", None)
-    return SimpleNamespace(parallel_config=SimpleNamespace(**(parallel | others)), speculative_config=drafter), config
+    parallel = ParallelConfig(distributed_executor_backend="mp", **others)
+    return SimpleNamespace(parallel_config=parallel, speculative_config=drafter), KVCacheConfig(1, [], groups)
 
 
 def test_which_engines_load_within_steps():
@@ -175,7 +173,7 @@ def test_which_engines_load_within_steps():
         {"drafter": object()},
         {"pipeline_parallel_size": 2},
         {"data_parallel_size": 2},
-        {"decode_context_parallel_size": 2},
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     ):
         assert why_not_within_steps(*engine(**others)) is not None, others
 
