@@ -267,3 +267,15 @@ async def test_a_plain_reply_passes_on_before_its_trailers(
         await call.send(trailers)
         assert (await call.answer()).response_trailers.header_mutation.remove_headers == ["set-cookie"]
         assert await call.status() is grpc.StatusCode.OK
+
+
+def test_silence_ends_the_collecting_of_a_reply_and_never_the_reply():
+    opened = OpenConnections(ConnectionsConfig(), 10)
+    request = ProcessedRequest(cast("Any", None), opening(KEPT), BodyModes(keeps_reply=True), opened, 50_000)
+    kept, side = request.engine_connections.kept_reply, request.engine_connections
+    assert kept is not None and not side.collected
+    assert request.take_reply_bytes(100) and side.collected
+    kept.take(bytes(processed_request.KEPT_REPLY_BYTES_MAX + 1), last=False)
+    assert not request.take_reply_bytes(100)
+    request.give_reply_bytes(100)  # what is here passes on, and its last bytes may be held back for a while
+    assert not side.collected

@@ -267,6 +267,7 @@ class ProcessedRequest:
         return self._open_connections.reply_budget.take(more_bytes)
 
     def give_reply_bytes(self, taken_bytes: int) -> None:
+        self.engine_connections.collected = False
         self._open_connections.reply_budget.hold(-taken_bytes)
 
     def set_disconnect_callback(self, callback: Callable[[], None]) -> None:
@@ -297,7 +298,7 @@ class EngineSide:
         trailers: likewise of the reply; None if it has none, or not yet.
         given_body: of the request, if the proxy keeps it and the engine gets it as it is.
         kept_reply: the reply, if the proxy keeps its chunks.
-        collected: its chunks are to be passed on together.
+        collected: its chunks are to be passed on together; silence ends that, and never a reply that passes on already.
     """
 
     reach_another = False  # what the proxy does if the engine fails is its own configuration
