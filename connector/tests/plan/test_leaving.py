@@ -42,6 +42,18 @@ def test_the_window_follows_the_most_that_a_step_takes_and_forgets_it_by_later_o
     assert window.next_step_blocks == 4
 
 
+def test_decoding_does_not_narrow_the_window():
+    """Steps in which each of many requests takes a block say nothing about the next admission."""
+    window = LeavingWindow(64)
+    window.took(150)
+    window.end_step()
+    before = window.blocks
+    for _ in range(1000):
+        window.took(15)
+        window.end_step()
+    assert window.blocks == before
+
+
 def test_blocks_that_were_lost_widen_the_window_for_a_while():
     window = LeavingWindow(4)
     before = window.blocks

@@ -3,16 +3,17 @@
 vLLM takes blocks from the head of the free queue. What lies there and nowhere else has to be copied before its block is
 taken: one step before, at least, because a step's stores are copied behind it. How many blocks a step takes is
 measured: a request that is admitted takes the blocks of its whole prefix at once, and a step that decodes takes few.
-A step that takes none says nothing about the next admission, so time alone does not narrow the window. Blocks that were
-taken before their copies had ended widen it: copies took more steps than one, or several requests were admitted at
-once.
+A step without an admission says nothing about the next one, so neither time nor decoding narrows the window. Blocks
+that were taken before their copies had ended widen it: copies took more steps than one, or several requests were
+admitted at once.
 
 Pure: no clock, no lock, no block.
 """
 
 from __future__ import annotations
 
-_DECAY = 0.98  # a step that takes blocks, of the most that one has taken: half of it after 34 such steps
+_DECAY = 0.98  # a step with an admission, of the most that one has taken: half of it after 34 such steps
+_ADMISSION_SHARE = 0.25  # of the blocks that one step computes at most; steps that take fewer only decode
 _STEPS_MAX = 4.0  # whose blocks are looked at, at most
 _LOOK_STEPS_MAX = 16  # between two looks at the head, for blocks that have left it because they were used again
 
@@ -50,7 +51,7 @@ class LeavingWindow:
         self._margin = min(self._margin + blocks, _STEPS_MAX * max(self.next_step_blocks, self._taken_this_step))
 
     def end_step(self) -> None:
-        if self._taken_this_step:
+        if self._taken_this_step >= _ADMISSION_SHARE * self._least:
             self._most_taken = max(float(self._taken_this_step), self._most_taken * _DECAY)
             self._margin *= _DECAY
         self._taken_this_step = 0

@@ -200,6 +200,47 @@ def test_what_the_device_keeps_leaves_first_and_comes_back_when_it_is_given_up(r
     assert set(written.evicted_keys) <= rig.tier.ready | rig.on_device()
 
 
+def queue(rig: Rig) -> list[int]:
+    """Blocks in the order in which vLLM takes them."""
+    return [block.block_id for block in late_stores._free_blocks(rig.pool)]
+
+
+def test_blocks_that_are_being_copied_are_not_taken_and_return_to_their_end_of_the_queue(region: HostRegion):
+    rig = Rig(region, per_step=CHUNKS)
+    rig.begin(0)
+    rig.begin(1)  # the CPU tier is full
+    rig.begin(2)
+    rig.end(2)  # the queue is short: what this request leaves is about to be taken, behind all others
+    ended = [block.block_id for block in rig.late._to_hold.values()]
+    free = queue(rig)
+    rig.step()
+    copied = [block for job in rig.jobs for block in job.blocks]
+    assert ended and set(ended) <= set(copied) and set(copied).isdisjoint(queue(rig))
+
+    while rig.jobs:
+        rig.copy()
+
+    assert queue(rig) == [*free, *ended], "blocks of a request that has ended are taken before older ones"
+
+
+def test_all_blocks_about_to_be_taken_are_held_not_the_next_steps_alone(region: HostRegion):
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1):
+        rig.begin(prompt)
+    rig.late._window.lost(2 * CHUNKS)  # so that it looks further ahead than one step
+    for _ in range(2):
+        rig.pool.free_blocks([block for _, block in reversed(rig.running.pop(0))])
+    before = [block for block in queue(rig) if rig.memory.get(block) in rig.late._owed]
+
+    rig.step()
+
+    copied = [block for job in rig.jobs for block in job.blocks]
+    assert copied and set(copied) <= set(before) and set(copied).isdisjoint(queue(rig))
+    while rig.jobs:
+        rig.copy()
+    assert queue(rig)[: len(copied)] == copied
+
+
 def test_a_block_that_is_taken_before_its_copy_has_ended_is_never_published(
     region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ):

@@ -7,9 +7,8 @@ CPU tier together hold no more than the larger of them. Here, once the CPU tier 
   which a block that is used again never does;
 - when the CPU tier needs a row, a chunk that the device holds and will keep leaves first, and is owed from then on;
 - the device gives a block up when it comes near the head of the free queue (plan/leaving.py), or, while that queue is
-  short, when the last request that uses it ends. A block that the next step could take is held by a reference until its
-  copy has ended, up to a share of the device's blocks, and leaves vLLM a free block for each request that runs. Then it
-  is the next to be taken, because the CPU tier holds it.
+  short, when the last request that uses it ends. It is held by a reference until its copy has ended, up to a share of the
+  device's blocks, and leaves vLLM a free block for each request that runs. Then it returns to its end of the queue.
 
 A block that vLLM takes all the same before its copy has ended is lost to the CPU tier: its row is never published, and
 no step waits.
@@ -88,6 +87,7 @@ class LateStores:
         self._near_head: set[int] = set()  # blocks, when the head was last looked at
         self._to_hold: dict[OffloadKey, KVCacheBlock] = {}  # of requests that ended since the last step
         self._held_blocks = 0
+        self._from_head: set[int] = set()  # those of the held blocks that were about to be taken
         self._jobs: dict[int, _Job] = {}
         self._copied_blocks: dict[int, tuple[_Job, OffloadKey]] = {}  # by device block
 
@@ -249,15 +249,16 @@ class LateStores:
         self._window.end_step()
         leaving = dict(self._to_hold)
         if running and (self._owed or self._spare):
-            room, next_step = self._room(), self._window.next_step_blocks
-            for position, block in enumerate(self._head()):
+            room = self._room()
+            for block in self._head():
                 key = cast(OffloadKey, block.block_hash)
                 if key is None or key not in self._owed or key in leaving:
                     continue
                 leaving[key] = block
-                if position < next_step and room > 0 and self._free_blocks() > running:
+                if room > 0 and self._free_blocks() > running:
                     cast(BlockPool, self._device).touch([block])
                     self._to_hold[key] = block
+                    self._from_head.add(block.block_id)
                     room -= 1
         if self._common or (settling or 0) > 0:
             kept = {key: block for key, block in self._never_stored(settling or 0).items() if key not in leaving}
@@ -417,12 +418,13 @@ class LateStores:
         self._let_go(held)
 
     def _let_go(self, held: list[KVCacheBlock]) -> None:
-        """They are taken next, the first first."""
+        """Those that were about to be taken are taken next, the first first; those of ended requests are the last."""
         device = self._device
         if not held or device is None:
             return
         device.free_blocks(held)
-        free = [block for block in held if block.ref_cnt == 0]
+        free = [block for block in held if block.ref_cnt == 0 and block.block_id in self._from_head]
+        self._from_head.difference_update(block.block_id for block in held)
         for block in free:
             device.free_block_queue.remove(block)
         device.free_block_queue.prepend_n(free)
