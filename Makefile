@@ -254,6 +254,10 @@ bench-disaggregation: $(STAMP) ## Prefill and decode apart beside whole requests
 	@PYTHONPATH=bench $(BIN)/python -m system.disaggregation --tiny \
 	  --model "$$($(BIN)/python -c 'from spillway_stack import bundled_model as it; print(it.prepare(lambda _: None))')" $(BENCH)
 
+.PHONY: bench-disaggregation-simulated
+bench-disaggregation-simulated: $(STAMP) ## The same over simulated engines with the times of an H200, in many runs. About ten minutes
+	@PYTHONPATH=bench $(BIN)/python -m system.legs_simulated $(BENCH)
+
 .PHONY: bench-retention
 bench-retention: $(STAMP) ## Hit ratio of a full tier on agents' sessions, by order of eviction, beside Belady's. About ten minutes
 	@$(BIN)/python bench/retention.py $(BENCH)

@@ -7,7 +7,7 @@
 
 The engines start once and share one NVMe tier, or with `--store node` one CPU tier; roles and decisions are settings of
 the gateway. Systems: `plain`, no roles; `always` and `auto`, one half of the engines prefill and the other one decode;
-`auto_both`, one half both and the other one decode, so that all engines take whole requests. `nixl` and `nixl_plain`
+`auto_strict`, the same with `strictRoles`; `auto_both`, one half both and the other one decode. `nixl` and `nixl_plain`
 are measured at the end on a second start of engines: their only connector is vLLM's NixlConnector, without any tier,
 and the gateway hands over with it (`nixl`), or they have no roles. In turns, for each system:
 
@@ -39,7 +39,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from system.legs_killed import Engines, killed
 from system.legs_load import Kind, LegsLoad
 from system.legs_report import Run, Runs, compared, legs_counted, median_of_buckets, table
 from system.legs_scale import CUDA, TINY, Scale
+from system.legs_systems import DEFAULT_SYSTEMS, SYSTEMS, Way
 from system.report import percentile
 
 SYSTEMS_OF_STORES = {
@@ -65,33 +65,14 @@ INDEX_BLOCKS = "spillway_gateway_index_blocks{"
 HAND_OVER = "spillway_gateway_hand_over_seconds"
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """roles: of the first half of the engines, and of the second. nixl: of engines whose connector is NIXL's alone."""
-
-    mode: str
-    roles: tuple[str, str]
-    nixl: bool = False
-
-
-SYSTEMS = {
-    "plain": Way("off", ("both", "both")),
-    "always": Way("always", ("prefill", "decode")),
-    "auto": Way("auto", ("prefill", "decode")),
-    "auto_both": Way("auto", ("both", "decode")),
-    "nixl": Way("always", ("prefill", "decode"), nixl=True),
-    "nixl_plain": Way("off", ("both", "both"), nixl=True),
-}
-DEFAULT_SYSTEMS = [name for name, way in SYSTEMS.items() if not way.nixl]
-
-
 def gateway_document(options: argparse.Namespace, way: Way) -> dict[str, Any]:
     """spillway_gateway's configuration file of one system."""
     document = device_run.gateway_document(options)
     engines = document["models"][0]["engines"]
     for at, engine in enumerate(engines):
         engine["role"] = way.roles[2 * at // len(engines)]
-    terms: dict[str, Any] = {"mode": way.mode, "uncachedTokensMin": options.scale.uncached_tokens_min}
+    terms: dict[str, Any] = {"mode": way.mode, "strictRoles": way.strict}
+    terms["uncachedTokensMin"] = options.scale.uncached_tokens_min
     if way.nixl:
         terms["handOver"] = "connector"
     document["disaggregation"] = {**terms, **document.get("disaggregation", {})}

@@ -48,6 +48,16 @@ class Timed:
         return sum(self.gaps) / max(1, len(self.ids) - 1)
 
 
+def arrivals(kinds: Sequence[Kind], scale: float, seconds: float, seed: int) -> list[tuple[float, Kind]]:
+    """When a request of which kind arrives, in order. scale: of the rates."""
+    plan: list[tuple[float, Kind]] = []
+    for number, kind in enumerate(kinds):
+        drawn = random.Random(f"{seed} {number}")
+        gaps = (drawn.expovariate(kind.per_second * scale) for _ in itertools.count())
+        plan += [(at, kind) for at in itertools.takewhile(lambda at: at < seconds, itertools.accumulate(gaps))]
+    return sorted(plan, key=lambda each: each[0])
+
+
 class LegsLoad:
     """Asks one address. vocabulary: size of the model's. request_seconds: after which a request has failed."""
 
@@ -66,12 +76,7 @@ class LegsLoad:
 
     async def arriving(self, kinds: Sequence[Kind], scale: float, seconds: float, seed: int) -> list[Timed]:
         """All requests that arrive within the seconds. scale: of the rates."""
-        plan: list[tuple[float, Kind]] = []
-        for number, kind in enumerate(kinds):
-            arrivals = random.Random(f"{seed} {number}")
-            gaps = (arrivals.expovariate(kind.per_second * scale) for _ in itertools.count())
-            plan += [(at, kind) for at in itertools.takewhile(lambda at: at < seconds, itertools.accumulate(gaps))]
-        plan.sort(key=lambda each: each[0])
+        plan = arrivals(kinds, scale, seconds, seed)
         prompts = [self.prompt(kind.prompt_tokens) for _, kind in plan]
         began = time.perf_counter()
         async with self.session() as http, asyncio.TaskGroup() as group:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from system.disaggregation import (
     HAND_OVER,
-    SYSTEMS,
     engine_document,
     engines_with_stores,
     gateway_document,
@@ -16,6 +15,7 @@ from system.disaggregation import (
 from system.legs_load import Kind, LegsLoad, Timed
 from system.legs_report import Run, Runs, compared, figures, legs_counted, median_of_buckets, table
 from system.legs_scale import CUDA
+from system.legs_systems import SYSTEMS
 
 from spillway_engine.settings_reader import load_engine_settings
 from spillway_engine.vllm_arguments import kv_transfer_config
@@ -36,6 +36,7 @@ def options(tmp_path: Path):
         ("plain", ["both"] * 4),
         ("always", ["prefill", "prefill", "decode", "decode"]),
         ("auto", ["prefill", "prefill", "decode", "decode"]),
+        ("auto_strict", ["prefill", "prefill", "decode", "decode"]),
         ("auto_both", ["both", "both", "decode", "decode"]),
         ("nixl", ["prefill", "prefill", "decode", "decode"]),
         ("nixl_plain", ["both"] * 4),
@@ -48,6 +49,7 @@ def test_the_gateway_reads_the_file_of_each_system(name, roles, options, tmp_pat
     assert [engine.role.value for engine in config.models[0].engines] == roles
     assert config.disaggregation.is_off == name.endswith("plain")
     assert config.disaggregation.by_connector == name.startswith("nixl")
+    assert config.disaggregation.strict_roles == (name == "auto_strict")
     assert config.disaggregation.uncached_tokens_min == 1_024
 
 

@@ -31,8 +31,10 @@ def engine(name: str, role: str, *, queued: int = 0, busy: float = 0.0, held: in
     return structs.replace(view, **fields)
 
 
-def plan(*engines: EngineView, tokens: int = 8192, leg: Leg = Leg.OPEN, **terms: object) -> Decision:
-    request = RouteRequest(tokens, 7, leg=leg, splitting=structs.replace(TERMS, **terms))
+def plan(
+    *engines: EngineView, tokens: int = 8192, leg: Leg = Leg.OPEN, any_role: bool = False, **terms: object
+) -> Decision:
+    request = RouteRequest(tokens, 7, leg=leg, any_role=any_role, splitting=structs.replace(TERMS, **terms))
     decision = plan_route(request, FleetView(engines), FACTOR)
     assert decision is not None
     return decision
@@ -69,12 +71,33 @@ def test_auto_never_takes_two_legs_that_cost_more(engines: list[EngineView], tok
         assert whole is None or decision.engine_name == whole.engine_name
         return
     legs = decision.legs
-    price = min(each.cost.total_ms for each in whole.candidates if each.engine.name == whole.engine_name)
+    price = min(each.cost.total_ms for each in whole.candidates)
     assert legs.two_legs_ms is not None and legs.two_legs_ms < legs.one_leg_ms == price
     assert decision.reason is RouteReason.PREFILL and decision.engine_name == legs.prefill.name != legs.decode_engine
     second = next(each for each in engines if each.name == legs.decode_engine)
     assert not second.stores.isdisjoint(legs.prefill.stores) and second.routable and legs.prefill.routable
     assert second.role is not EngineRole.PREFILL and legs.prefill.role is not EngineRole.DECODE
+
+
+@given(
+    st.lists(views, min_size=1, max_size=6), st.integers(1, 30_000), st.floats(0, 500), st.integers(0, 5), st.booleans()
+)
+def test_if_roles_do_not_bind_auto_chooses_as_among_engines_without_roles(
+    engines: list[EngineView], tokens: int, hand_over_ms: float, last: int, silent: bool
+) -> None:
+    """So it cannot be slower than they are."""
+    if silent:  # engines without events keep their sessions at a price
+        engines = [structs.replace(each, events_live=False) for each in engines]
+    session = engines[last % len(engines)].name
+    terms = structs.replace(TERMS, hand_over_ms=hand_over_ms)
+    request = RouteRequest(tokens, 7, in_session=True, session_engine=session, leg=Leg.OPEN, any_role=True)
+    decision = plan_route(structs.replace(request, splitting=terms), FleetView(tuple(engines)), FACTOR)
+    alike = [structs.replace(each, role=EngineRole.BOTH) for each in engines]
+    plain = plan_route(structs.replace(request, leg=Leg.WHOLE), FleetView(tuple(alike)), FACTOR)
+    assert (decision is None) == (plain is None)
+    if decision is not None and plain is not None:
+        assert (decision.engine_name, decision.reason) == (plain.engine_name, plain.reason)
+        assert decision.legs is None or decision.legs.prefill is None
 
 
 def test_connectors_of_the_engines_need_no_common_store_and_read_at_the_near_rate() -> None:
@@ -163,6 +186,24 @@ def test_a_prefill_engine_answers_only_if_nothing_else_can() -> None:
     busy = engine("d", "decode", queued=1_000_000)
     assert plan(engine("p", "prefill"), busy, leg=Leg.WHOLE).engine_name == "d"
     assert plan(engine("p", "prefill"), structs.replace(busy, routable=False), leg=Leg.WHOLE).engine_name == "p"
+
+
+def test_a_session_that_stays_at_a_price_is_no_reason_for_two_legs() -> None:
+    """Its engine may hold more than the index knows; the whole request is cheaper on the prefill engine."""
+    own = engine("d", "decode", busy=0.45, events_live=False)
+    request = RouteRequest(8192, 7, in_session=True, session_engine="d", leg=Leg.OPEN, any_role=True, splitting=TERMS)
+    decision = plan_route(request, FleetView((engine("p", "prefill"), own)), FACTOR)
+    assert decision is not None and (decision.engine_name, decision.reason) == ("d", RouteReason.SESSION)
+    assert legs_of(decision) == ("one", LegsReason.PRICE)
+
+
+def test_a_prefill_engine_answers_at_its_price_if_roles_do_not_bind() -> None:
+    idle, busy = engine("p", "prefill"), engine("d", "decode", queued=10_000)
+    for leg in (Leg.WHOLE, Leg.OPEN):
+        assert plan(idle, busy, leg=leg, any_role=True).engine_name == "p"
+    assert plan(idle, busy, leg=Leg.SECOND, any_role=True).engine_name == "d"
+    slow = engine("p", "prefill", token_ms=60.0), engine("d", "decode", queued=10_000)
+    assert legs_of(plan(*slow, any_role=True, token_ms_max=50.0)) == ("two", LegsReason.SLOW_ANSWERS)
 
 
 def test_a_second_leg_goes_to_a_decode_engine() -> None:

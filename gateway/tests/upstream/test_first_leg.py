@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -204,8 +205,8 @@ async def test_a_hand_over_that_does_not_come_is_waited_for_in_vain_and_not_for_
 @pytest.mark.parametrize(
     ("settings", "fields", "reason"),
     [
-        ({"mode": "off"}, {}, "off"),
-        ({"mode": "auto"}, {}, "price"),
+        ({"mode": "off", "strictRoles": True}, {}, "off"),
+        ({"mode": "auto", "strictRoles": True}, {}, "price"),
         ({"uncachedTokensMin": 4096}, {}, "short"),
         ({"stores": {"d": "nvme/fedcba9876543210"}}, {}, "no_common_store"),
         ({}, {"echo": True}, "body"),
@@ -218,6 +219,17 @@ async def test_one_leg_says_why(start_engine, client, settings, fields, reason):
         assert (await ask(client, running.url, **fields))[:2] == (200, "d")
         assert (len(prompts(prefill)), len(prompts(decode))) == (0, 1)
         assert legs(running) == {("one", reason): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "strict", "answers"), [("auto", False, "p"), ("off", False, "p"), ("auto", True, "d")]
+)
+async def test_beside_a_busy_decode_engine_a_prefill_engine_answers_unless_roles_are_strict(
+    start_engine, client, mode, strict, answers
+):
+    async with split(start_engine, mode=mode, strictRoles=strict, uncachedTokensMin=4096) as (running, _, _):
+        running.engine("d").busy.add(60.0, time.monotonic())
+        assert (await ask(client, running.url))[:2] == (200, answers)
 
 
 async def test_other_routes_take_one_leg_and_engines_without_roles_count_none(start_engine, client):

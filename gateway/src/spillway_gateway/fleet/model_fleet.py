@@ -413,6 +413,7 @@ class ModelFleet:
             prompt.text_tokens,
             *being_computed(prompt.spread_key, self.engines, tried, held),
             leg=leg,
+            any_role=not self.disaggregation.roles_bind,
             splitting=self._terms(prompt) if leg is Leg.OPEN and self.has_roles else None,
         )
         factor = self._routing.bounded_load_factor

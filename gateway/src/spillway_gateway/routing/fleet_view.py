@@ -143,4 +143,5 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     computed_from: int = 0
     computed_to: int = 0
     leg: Leg = Leg.WHOLE
+    any_role: bool = False  # a whole request may go to a prefill engine, too
     splitting: SplitTerms | None = None  # of an OPEN one

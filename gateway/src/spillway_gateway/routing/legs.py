@@ -4,14 +4,16 @@ The first leg computes the prompt on a prefill engine, whose chunks reach a shar
 decode engine and answers. Both ways are priced as routing prices everything (load.py), in milliseconds until the first
 token:
 
-    one leg  = cost on the engine that would serve the whole request
+    one leg  = the lowest cost on an engine that may serve the whole request
     two legs = cost on the prefill engine + hand-over + cost on the decode engine, which then has to load the prompt
 
 What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper if a decode
-engine is busy. What waits there now is computed while the first leg is under way, so of it the second leg waits for the
-rest. It loads at the CPU tier's rate from a store of the node or by the engines' own connectors, and at the shared
-tier's from any other store. `always` does not compare, and neither does `auto` if tokens of the decode engine's answers
-already take longer than the operator's bound. Pure.
+engine is busy and prefill engines answer nothing (DisaggregationConfig.roles_bind). If they do, the whole request costs
+less on the prefill engine than two legs that begin there: no price splits a request, and `auto` chooses as it would
+among engines without roles. What waits on the decode engine now is computed while the first leg is under way, so of it
+the second leg waits for the rest. It loads at the CPU tier's rate from a store of the node or by the engines' own
+connectors, and at the shared tier's from any other store. `always` does not compare, and neither does `auto` if tokens
+of answers already take longer than the operator's bound. Pure.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def plan_legs(
     Args:
         engines: all that the request may be sent to.
         whole: the one that would serve the whole request.
-        one_leg_ms: the cost there.
+        one_leg_ms: the cheapest cost on one engine.
         uncached_tokens: of the prompt, there.
         prompt: the arguments of `cost_of` after the engine.
         terms: what is asked of two legs.
@@ -92,7 +94,7 @@ def plan_legs(
     if uncached_tokens < terms.uncached_tokens_min:
         return Legs(LegsReason.SHORT, one_leg_ms)
     prefill, decode = _of(engines, EngineRole.PREFILL), _of(engines, EngineRole.DECODE)
-    if not prefill or not decode or whole.role is EngineRole.PREFILL:
+    if not prefill or not decode:
         return Legs(LegsReason.NO_PREFILL_ENGINE if not prefill else LegsReason.NO_DECODE_ENGINE, one_leg_ms)
     best: tuple[float, EngineView, Cost, EngineView] | None = None
     cheapest_first = sorted(((cost_of(engine, *prompt), engine) for engine in prefill), key=lambda one: one[0].total_ms)
@@ -123,9 +125,16 @@ def plan_legs(
     return Legs(reason, one_leg_ms, two_legs_ms, first, cost, second.name)
 
 
-def serving(engines: list[EngineView], leg: Leg) -> list[EngineView]:
-    """Return the usable engines that may answer: a prefill engine only if nothing else can; a second leg goes to a
-    decode engine if there is one."""
+def serving(engines: list[EngineView], leg: Leg, *, any_role: bool) -> list[EngineView]:
+    """Return the usable engines that may answer. A second leg goes to a decode engine if there is one.
+
+    Args:
+        engines: usable ones.
+        leg: the part of the request.
+        any_role: prefill engines answer whole requests as others do; else only if nothing else can.
+    """
+    if any_role and leg is not Leg.SECOND:
+        return engines
     if leg is Leg.SECOND and (decode := [engine for engine in engines if engine.role is EngineRole.DECODE]):
         return decode
     return [engine for engine in engines if engine.role is not EngineRole.PREFILL] or engines

@@ -86,7 +86,7 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
     if not candidates:
         return None
     chosen, reason = pick(request, candidates, bounded_load_factor)
-    legs = _legs(request, view, chosen)
+    legs = _legs(request, view, chosen, candidates)
     if legs is not None and legs.prefill is not None and legs.prefill_cost is not None:
         chosen, reason = Candidate(legs.prefill, legs.prefill_cost), RouteReason.PREFILL
         candidates = (*candidates, chosen)
@@ -110,14 +110,16 @@ def _reason(request: RouteRequest, reason: RouteReason) -> RouteReason:
     return RouteReason.RETRY if request.tried and reason is not RouteReason.PREFILL else reason
 
 
-def _legs(request: RouteRequest, view: FleetView, whole: Candidate) -> Legs | None:
-    """None: it takes one leg, whatever the engines."""
+def _legs(request: RouteRequest, view: FleetView, whole: Candidate, candidates: tuple[Candidate, ...]) -> Legs | None:
+    """None: it takes one leg, whatever the engines. One leg is priced at the cheapest engine's cost, even if the
+    request stays with its session's engine: it does so because that one may hold more than the index knows."""
     if request.leg is not Leg.OPEN or request.splitting is None or request.only is not None:
         return None
     prompt = request.prompt_tokens, request.computed_from, request.computed_to
     uncached = uncached_tokens(whole.engine.held, request.prompt_tokens)
     usable = _untried(request, view)
-    return plan_legs(usable, whole.engine, whole.cost.total_ms, uncached, prompt=prompt, terms=request.splitting)
+    one_leg_ms = min(each.cost.total_ms for each in candidates)
+    return plan_legs(usable, whole.engine, one_leg_ms, uncached, prompt=prompt, terms=request.splitting)
 
 
 def _session_outcome(request: RouteRequest, chosen: str) -> SessionOutcome | None:
@@ -133,7 +135,7 @@ def usable_engines(request: RouteRequest, view: FleetView) -> list[EngineView]:
     usable = _untried(request, view)
     if request.only is not None:
         return [engine for engine in usable if engine.name == request.only]
-    return serving(usable, request.leg)
+    return serving(usable, request.leg, any_role=request.any_role)
 
 
 def _untried(request: RouteRequest, view: FleetView) -> list[EngineView]:

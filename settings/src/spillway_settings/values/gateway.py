@@ -164,6 +164,7 @@ class Continuation(Section, frozen=True):
 
 class Disaggregation(Section, frozen=True):
     mode: Annotated[str | bool, Meta(extra_json_schema={"enum": ["auto", "always", "off", False]})] = "auto"
+    strict_roles: bool = False
     hand_over: Literal["store", "connector"] = "store"
     uncached_tokens_min: Count = 1024
     token_ms_max: Positive | None = None
