@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -192,6 +192,56 @@ async def test_a_decode_engine_that_dies_is_replaced_by_another_one(start_engine
         assert (await asking)[:2] == (200, other.name)
         assert len(prompts(prefill)) == 1
         assert legs(running) == {("two", "always"): 1.0}
+
+
+def cut(running: RunningGateway, decode: FakeEngine) -> None:
+    for connection in list(decode.connections):  # the process lives, so that the request is no suspect
+        connection.kill()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "happens"),
+    [
+        (HoldInStream(0, asyncio.Event()), cut),
+        (HoldInStream(0, asyncio.Event()), lambda running, _: running.engine("d").end_requests()),  # it drains
+        (Hang(), lambda running, _: running.engine("d").hung("polls time out")),
+        (Status(503), lambda *_: None),
+    ],
+)
+async def test_the_prefill_engine_answers_if_the_only_decode_engine_cannot(
+    start_engine, client, fault: Fault, happens: Callable[[RunningGateway, FakeEngine], None], stream: bool
+):
+    async with split(start_engine) as (running, prefill, (decode,)):
+        decode.fault = fault
+        asking = asyncio.create_task(ask(client, running.url, stream=stream))
+        await until(lambda: prompts(decode))
+        happens(running, decode)
+        assert (await asking)[:2] == (200, "p")
+        assert prompts(prefill)[-1] == {"model": "fake", "prompt": PROMPT, "stream": stream}, "the whole request"
+        assert legs(running) == {("two", "always"): 1.0}
+
+
+@pytest.mark.parametrize("others", [("d2",), ()])
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_decode_engine_that_goes_during_the_first_leg_is_not_waited_for(start_engine, client, others, removed):
+    """Another one loads the prompt from the common store, or the prefill engine answers; none waits in vain."""
+    async with split(start_engine, "d1", *others) as (running, prefill, _):
+        fleet, released = running.gateway.fleets[0], asyncio.Event()
+        for name in others:
+            running.engine(name).busy.add(60.0, time.monotonic())
+        prefill.fault = HoldInStream(0, released)
+        asking = asyncio.create_task(ask(client, running.url))
+        await until(lambda: prompts(prefill))
+        if removed:
+            fleet.remove_engine("d1")
+            for _ in fleet.index.retire_engine("d1"):
+                pass
+        else:
+            running.engine("d1").refused("it died")
+        prefill.fault = None
+        released.set()
+        assert (await asking)[:2] == (200, others[0] if others else "p")
 
 
 async def test_a_hand_over_that_does_not_come_is_waited_for_in_vain_and_not_for_long(start_engine, client):

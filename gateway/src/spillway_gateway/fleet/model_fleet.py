@@ -19,12 +19,12 @@ from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelC
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, being_computed, is_cold
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
-from spillway_gateway.fleet.expected_blocks import Expected
 from spillway_gateway.fleet.hand_over import LOOKS_PER_ITERATION, HandOver, HandOverPrice
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_queue import ColdPrompt
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.fleet.routed_blocks import RoutedBlocks
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
 from spillway_gateway.fleet.steps import Steps
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, Leg, RouteRequest, SplitTerms
@@ -162,37 +162,6 @@ class Attempt:
         self._queued = 0
         self._held = NOTHING_HELD
         self._dequeued(engine)
-
-
-class RoutedBlocks:
-    """The blocks of a prompt that was sent to an engine. Until the engine accepts it they count as held there, but
-    nothing makes way for them: what is in a prompt is the client's choice."""
-
-    __slots__ = ("_engine_name", "_expected", "_held_seconds", "_index", "_keys", "_steps")
-
-    def __init__(
-        self, index: PrefixIndex, steps: Steps, engine_name: str, keys: Sequence[int], *, held_seconds: float | None
-    ) -> None:
-        """held_seconds: for an engine without events, after which its blocks count as gone."""
-        self._index = index
-        self._steps = steps
-        self._engine_name = engine_name
-        self._keys = keys
-        self._held_seconds = held_seconds
-        self._expected: tuple[Expected, ...] = ()
-
-    def expect(self, until: float) -> None:
-        """Count them as held. until: monotonic seconds."""
-        self._expected = self._index.expect(self._engine_name, self._keys, until)
-
-    def accepted(self, now: float) -> None:
-        """now: monotonic seconds."""
-        until = now + self._held_seconds if self._held_seconds is not None else None
-        self._steps.run(self._index.accepted(self._engine_name, self._keys, until, self._expected))
-
-    def withdraw(self) -> None:
-        """The engine did not accept it, or the request ended before it answered."""
-        self._index.withdraw(self._expected)
 
 
 class ModelFleet:
@@ -373,11 +342,21 @@ class ModelFleet:
         return decision.legs.decode_engine
 
     def hand_over(self, prompt: PromptBlocks, engine: str, tell: Callable[[int], object]) -> HandOver:
-        """Follow a prompt that another engine computes, until this one can load it. tell: as HandOver."""
+        """Follow a prompt that another engine computes, until this one can load it; if it takes no requests any more,
+        until another one can. tell: as HandOver."""
         blocks = min((prompt.prompt_tokens - 1) // prompt.tokens_per_block, len(prompt.keys))
+        wanted_tokens = blocks * prompt.tokens_per_block
+
+        def arrived_tokens() -> int:
+            loading = [each for name, each in self.engines.items() if name == engine and each.routable] or [
+                each for each in self.engines.values() if each.routable and each.config.role is not EngineRole.PREFILL
+            ]
+            held = self.held(prompt)
+            return max((held.get(each.name, NOTHING_HELD).total_tokens for each in loading), default=wanted_tokens)
+
         return HandOver(
-            lambda: self.held(prompt).get(engine, NOTHING_HELD).total_tokens,
-            blocks * prompt.tokens_per_block,
+            arrived_tokens,
+            wanted_tokens,
             tell,
             self._hand_over_price,
             self._hand_over_looks,
