@@ -186,7 +186,7 @@ def small_steps() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples, deadline=None)
 @given(st.lists(actions, min_size=8, max_size=40))
 def test_nothing_leaves_the_index_and_its_books_agree(taken: list[tuple[str, object, object]]) -> None:
     made = Interleaved()

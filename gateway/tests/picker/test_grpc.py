@@ -387,7 +387,7 @@ def frames(wire: Wire) -> list[tuple[int, int, int, bytes]]:
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * settings.default.max_examples)
 @given(
     st.lists(
         st.builds(

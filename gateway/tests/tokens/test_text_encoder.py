@@ -81,7 +81,7 @@ pieces = st.text(max_size=6) | st.sampled_from(
 
 
 @given(texts=st.lists(pieces, max_size=12).map("".join) | st.lists(pieces, max_size=12).map(" ".join))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * settings.default.max_examples)
 def test_the_ids_are_those_of_the_library(tokenizer_and_encoder: tuple[Tokenizer, TextEncoder], texts: str) -> None:
     tokenizer, encoder = tokenizer_and_encoder
 

@@ -133,7 +133,7 @@ def test_a_prompt_that_ends_with_a_chunk_is_found_again_by_the_step_before() -> 
     assert kept([full(), STATES], 20 * 16)[1] == [14, 15, 16, 17, 18, 19]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 100), st.integers(1, 3), st.booleans())
 def test_a_prompt_stores_as_many_chunks_as_are_planned(
     prompt_tokens: int, window_tokens: int, blocks_per_chunk: int, drafts: bool
@@ -144,7 +144,7 @@ def test_a_prompt_stores_as_many_chunks_as_are_planned(
     assert [len(chunks) for chunks in stored] == stored_chunks(groups, prompt_tokens, every_window=False, drafts=drafts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(
     st.integers(1, 400),
     st.lists(st.tuples(st.integers(1, 100), st.sampled_from((4, 8, 16))), min_size=1, max_size=3),

@@ -51,7 +51,7 @@ def test_a_row_is_as_large_as_the_group_that_needs_most() -> None:
     assert group_block_bytes(config_of([10, 20, 40], [[10, 20, 1], [0, 20, 0], [8, 0, 0]])) == 70
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(packed_models(), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_every_group_comes_back_whole(
     model: tuple[list[int], list[list[int]]], per_chunk: int, ranks: int, data: st.DataObject
