@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -18,11 +19,7 @@ def listing(run: Run, limit: int | None) -> int:
     run.store.check()
     listed, listed_bytes = 0, 0
     progress = run.progress("listed")
-    for frame in run.store.frames(headers=True, namespace_prefix=run.filter.namespace_prefix):
-        if run.interruption.asked or (limit is not None and listed >= limit):
-            break
-        if not run.filter.takes(frame, run.now_s):
-            continue
+    for frame in itertools.islice(run.frames(headers=True), limit):
         if not listed:
             run.print_line(_ROW.format("NAMESPACE", "KEY", "TENANT", "SIZE", "STORED", "USED", "DAMAGE").rstrip())
         listed += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from spillway_connector.tiers.inspection import Removal, StoredFrame
 from spillway_ctl.errors import CommandError
@@ -62,7 +62,7 @@ def asker() -> Callable[[str], bool] | None:
 
 def _count(run: Run) -> Removal:
     matched, progress = Removal(), run.progress("counted")
-    for frame in _walk(run):
+    for frame in run.frames():
         matched += Removal(1, frame.stored_bytes)
         progress.show(matched.frames, matched.stored_bytes, run.store.share_walked())
     progress.clear()
@@ -82,7 +82,7 @@ class _Removing:
         progress = self._run.progress("removed")
         namespaces: set[bytes] = set()
         try:
-            for frame in _walk(self._run):
+            for frame in self._run.frames():
                 self.matched += Removal(1, frame.stored_bytes)
                 namespaces.add(frame.namespace)
                 self._batch.append(frame)
@@ -108,14 +108,6 @@ class _Removing:
         for digest in sorted(namespaces | known):
             if digest.hex().startswith(self._run.filter.namespace_prefix):
                 self._run.store.sweep(digest)
-
-
-def _walk(run: Run) -> Iterator[StoredFrame]:
-    for frame in run.store.frames(headers=run.filter.needs_headers, namespace_prefix=run.filter.namespace_prefix):
-        if run.interruption.asked:
-            return
-        if run.filter.takes(frame, run.now_s):
-            yield frame
 
 
 def _finish(run: Run, matched: Removal, removed: Removal, *, dry_run: bool, complete: bool, seconds: float) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from spillway_connector.tiers.inspection import StoredFrame
 from spillway_ctl.frame_filter import FrameFilter
 from spillway_ctl.interruption import Interruption
 from spillway_ctl.progress import ProgressLine
@@ -32,6 +33,15 @@ class Run:
 
     def progress(self, doing: str) -> ProgressLine:
         return ProgressLine(doing)
+
+    def frames(self, *, headers: bool = False) -> Iterator[StoredFrame]:
+        """The frames that the filter takes, until the command is interrupted. headers: read those of all frames."""
+        headers = headers or self.filter.needs_headers
+        for frame in self.store.frames(headers=headers, namespace_prefix=self.filter.namespace_prefix):
+            if self.interruption.asked:
+                return
+            if self.filter.takes(frame, self.now_s):
+                yield frame
 
     def print_line(self, text: str = "") -> None:
         """A line for people; nothing with --json."""

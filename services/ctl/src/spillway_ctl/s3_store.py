@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import obstore
@@ -198,24 +199,8 @@ def _described(frame: StoredFrame, header: FrameHeader) -> StoredFrame:
     if frame.stored_bytes - HEADER_BYTES != header.payload_bytes:
         is_short = frame.stored_bytes - HEADER_BYTES < header.payload_bytes
         return _damaged(frame, CorruptReason.SHORT if is_short else CorruptReason.LENGTH)
-    return StoredFrame(
-        frame.namespace,
-        frame.stored_bytes,
-        frame.place,
-        None,
-        key=frame.key,
-        tenant=header.tenant,
-        payload_bytes=header.payload_bytes,
-        created_s=header.created_ms / 1000,
-    )
+    return replace(frame, tenant=header.tenant, payload_bytes=header.payload_bytes, created_s=header.created_ms / 1000)
 
 
 def _damaged(frame: StoredFrame, reason: CorruptReason) -> StoredFrame:
-    return StoredFrame(
-        frame.namespace,
-        frame.stored_bytes,
-        frame.place,
-        None,
-        key=frame.key,
-        damage=Damage(reason, "its header cannot be trusted"),
-    )
+    return replace(frame, created_s=None, damage=Damage(reason, "its header cannot be trusted"))

@@ -22,11 +22,8 @@ def status(run: Run) -> int:
     began = time.monotonic()
     census = Census()
     progress = run.progress("looked at")
-    for frame in run.store.frames(headers=True, namespace_prefix=run.filter.namespace_prefix):
-        if run.interruption.asked:
-            break
-        if run.filter.takes(frame, run.now_s):
-            census.add(frame)
+    for frame in run.frames(headers=True):
+        census.add(frame)
         total = census.total
         progress.show(total.frames, total.stored_bytes, run.store.share_walked())
     progress.clear()

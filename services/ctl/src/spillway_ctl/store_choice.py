@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
@@ -83,17 +83,14 @@ def choice_from_config(path: Path, *, below: bool = False) -> StoreChoice:
         key_file = None
     if key_env is not None and key_env not in os.environ:
         key_env = None
+    with_key = StoreChoice(encryption_key_file=key_file, encryption_key_env=key_env)
     chosen = tier.below.type if below else tier.type
     if chosen == "nvme":
-        return StoreChoice(
-            nvme=Path(tier.nvme.path),
-            max_bytes=tier.nvme.max_bytes,
-            encryption_key_file=key_file,
-            encryption_key_env=key_env,
-        )
+        return replace(with_key, nvme=Path(tier.nvme.path), max_bytes=tier.nvme.max_bytes)
     if chosen == "redis":
         redis = tier.redis
-        return StoreChoice(
+        return replace(
+            with_key,
             redis=redis.url,
             username_env=redis.username_env,
             password_env=redis.password_env,
@@ -101,11 +98,9 @@ def choice_from_config(path: Path, *, below: bool = False) -> StoreChoice:
             tls_ca_file=redis.tls.ca_file,
             tls_certificate_file=redis.tls.certificate_file,
             tls_key_file=redis.tls.key_file,
-            encryption_key_file=key_file,
-            encryption_key_env=key_env,
         )
     if chosen == "s3":
-        return StoreChoice(s3=S3Place.of(tier.s3), encryption_key_file=key_file, encryption_key_env=key_env)
+        return replace(with_key, s3=S3Place.of(tier.s3))
     if below:
         raise CommandError(f"--config {path}: offload.sharedTier.below.type is none, so no tier is below this one")
     raise CommandError(f"--config {path}: offload.sharedTier.type is none, so this engine has no shared tier")
