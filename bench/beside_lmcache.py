@@ -35,6 +35,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench_report import write_report
+
 LAYERS, KV_HEADS, HEAD_SIZE, BLOCK_TOKENS, BYTES_PER_VALUE = 30, 3, 64, 128, 2
 BLOCK_BYTES = 2 * LAYERS * KV_HEADS * HEAD_SIZE * BLOCK_TOKENS * BYTES_PER_VALUE
 LMCACHE_VERSION = "0.5.6"
@@ -84,9 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         server.stop()
         shutil.rmtree(folder)
     report["load_average_after"] = round(os.getloadavg()[0], 2)
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
-    print(OUTPUT)
+    write_report(report, OUTPUT)
     return 0
 
 

@@ -42,16 +42,16 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from first_token import BLOCK_TOKENS, BenchError, ask, free_port, make_prompt, processor
-from paired_rounds import ordered, paired_ratio
-from prometheus_client.parser import text_string_to_metric_families
+from bench_report import run, write_report
+from first_token import BLOCK_TOKENS, ask, free_port, make_prompt, processor
+from metrics_page import reading
+from paired_rounds import interval_text, ordered, paired_ratio
 
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
@@ -93,9 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for measure in given.measure:
             print(measures[measure](running, given, report), flush=True)
     report["load_average_at_end"] = round(os.getloadavg()[0], 2)
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\n{OUTPUT}")
+    write_report(report, OUTPUT)
     return 0
 
 
@@ -250,12 +248,8 @@ def _kept(stack: LocalStack) -> tuple[bool, float | None]:
     """Whether the engine keeps the KV of answers, and the share of them that it saw come back; None: too few yet."""
     port = stack.settings.engine_port(0)
     ask(port, stack.model.served_name, make_prompt("a step", 8), 2)  # it reports with its steps
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
-        found = {
-            family.name: family.samples[0].value
-            for family in text_string_to_metric_families(reply.read().decode())
-            if family.name in (ANSWERS_KEPT, SENT_BACK_SHARE) and family.samples  # of an engine that has shown any
-        }
+    page = reading(f"http://127.0.0.1:{port}")
+    found = {name: value for (name, _), value in page.items() if name in (ANSWERS_KEPT, SENT_BACK_SHARE)}
     share = found.get(SENT_BACK_SHARE)
     return bool(found[ANSWERS_KEPT]), None if share is None else round(share, 3)
 
@@ -274,13 +268,9 @@ def decode(running: dict[str, LocalStack], given: argparse.Namespace, report: Re
     for name, values in speeds.items():
         ratio = paired_ratio(values, next(iter(speeds.values())), random.Random(0))
         report[f"{name}_decode_tokens_per_second"] = round(statistics.median(values), 2)
-        report[f"{name}_decode_ratio"] = round(ratio.median, 4)
-        report[f"{name}_decode_ratio_low"], report[f"{name}_decode_ratio_high"] = (
-            round(ratio.low, 4),
-            round(ratio.high, 4),
-        )
-        ends = f"({ratio.low:.3f} to {ratio.high:.3f})"
-        lines.append(f"{name:10}{statistics.median(values):>9.1f} tokens/s{ratio.median:>8.3f} {ends}")
+        report |= ratio.figures(f"{name}_decode_ratio")
+        cell = interval_text(report, f"{name}_decode_ratio")
+        lines.append(f"{name:10}{statistics.median(values):>9.1f} tokens/s   {cell}")
     return "\n".join(lines)
 
 
@@ -294,8 +284,4 @@ def _decode_round(stack: LocalStack, numbers: itertools.count[int], given: argpa
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchError as error:
-        print(f"chat_turns: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 import torch
 import yaml
+from bench_report import write_report
 from reference_answers.margins import MARGIN_LEAST
 from stack_driver.engine_processes import kill_group, vllm_group
 from stack_driver.running_stack import free_base_port
@@ -257,8 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = measure(given.streams, given.tier, Path(folder))
     for name, value in report.items():
         print(f"{name:28} {value}")
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(report, OUTPUT)
     return 1 if report["failed"] or report["wrong"] or report["usage_wrong"] else 0
 
 

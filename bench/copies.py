@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_report import BenchError, write_report
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.driver import CudaDriver
@@ -38,10 +39,6 @@ PIECES_MAX = 65_536
 WAIT_SECONDS = 60.0
 GOALS = ((Direction.STORE, 16_384, 0.80), *((direction, 65_536, 0.90) for direction in Direction))
 OUTPUT = Path("build/bench/copy.json")
-
-
-class BenchError(Exception):
-    """A figure would not measure what its row names."""
 
 
 class Bench:
@@ -233,9 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(render(report, PIECES_BYTES))
     print("\n" + "\n".join(goals(report, PIECES_BYTES)))
     print(f"copy table: {json.dumps(report['copy_table'])}")
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {given.output}")
+    write_report(report, given.output)
     return 0
 
 

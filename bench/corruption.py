@@ -10,13 +10,14 @@ and exits with 1 if a single wrong byte was served.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+from bench_report import write_report
 
 from spillway_connector.testing.corruption import SERVED, WRONG, Outcomes, run, shelves
 
@@ -47,8 +48,7 @@ def main() -> int:
     print_table(outcomes)
     wrong = sum(times for (_, _, outcome), times in outcomes.items() if outcome == WRONG)
     print(f"\n{given.count:,} damaged stores in {seconds:.0f} s, seed {given.seed}: {wrong} loads with wrong bytes")
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(as_json(outcomes, given.count, given.seed, seconds, wrong), indent=1) + "\n")
+    write_report(as_json(outcomes, given.count, given.seed, seconds, wrong), RESULT)
     return 1 if wrong else 0
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import gpu
+from bench_report import BenchError
 
 _ROUND = "ROUND "  # prefix of the result lines of an engine's process, among vLLM's log lines
 
@@ -68,7 +68,7 @@ class Turn:
         for line in self._process.stdout:
             if line.startswith(_ROUND):
                 return line.removeprefix(_ROUND).strip()
-        raise gpu.BenchError(f"the engine {self.name} ended; see {self._log.name}")
+        raise BenchError(f"the engine {self.name} ended; see {self._log.name}")
 
 
 @contextmanager

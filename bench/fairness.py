@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import heapq
 import itertools
-import json
 import random
 import statistics
 from array import array
@@ -27,6 +26,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bench_report import write_report
 from system.fair_engine import FairEngine
 
 from spillway_gateway.access.admission import Admission
@@ -190,8 +190,7 @@ def main() -> None:
                 report[f"{case}_first_token_p50_seconds"] = statistics.median(found)
                 report[f"{case}_first_token_p90_seconds"] = p90(found)
             print(f"{places:8} {fair:>5} {name:>16} {len(found):8} {shown:26} {answers:7.2f}", flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(report, options.output)
 
 
 if __name__ == "__main__":

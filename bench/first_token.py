@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import redis
+from bench_report import BenchError, run, spread_of, write_report
 from bucket_objects import objects_alone, objects_in
 from slow_path import SlowPath, slow_path
 from stock_engines import stock_stack
@@ -116,10 +117,6 @@ class Answer:
     cached_tokens: int
 
 
-class BenchError(Exception):
-    """A figure would not measure what its row names."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time to first token by tier.")
     parser.add_argument("--runs", type=int, default=5, help="prompts per figure (default 5)")
@@ -147,9 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report |= figures(engines.prefix, seconds)
     print(render(report, list(measured)))
     output = OUTPUT_BUSY if given.busy_loops else OUTPUT
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nwritten to {output}")
+    write_report(report, output)
     return 0
 
 
@@ -401,9 +396,7 @@ def figures(prefix: str, seconds: dict[str, list[float]]) -> dict[str, float]:
     medians = {row: statistics.median(seconds[row]) for row in ROWS if seconds.get(row)}
     part: dict[str, float] = {}
     for row, median in medians.items():
-        part[f"{prefix}{row}_seconds"] = round(median, 4)
-        part[f"{prefix}{row}_fastest_seconds"] = round(min(seconds[row]), 4)
-        part[f"{prefix}{row}_slowest_seconds"] = round(max(seconds[row]), 4)
+        part |= spread_of(f"{prefix}{row}", seconds[row])
         if row != "recompute":
             part[f"{prefix}recompute_over_{row}_ratio"] = round(medians["recompute"] / median, 2)
         if (raw := seconds.get(RAW_ROW.format(row=row))) is not None:
@@ -454,8 +447,4 @@ def processor() -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchError as error:
-        print(f"first_token: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

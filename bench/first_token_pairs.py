@@ -17,7 +17,6 @@ stamp it (first_token_stamps.py), and a second ratio is that of the time without
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -30,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bench_report import write_report
 from first_token import (
     BLOCK_TOKENS,
     TAIL_TOKENS,
@@ -43,7 +43,7 @@ from first_token import (
     wait_stored,
 )
 from first_token_stamps import Trace, render, stamping, stamps_of
-from paired_rounds import ordered, paired_ratio
+from paired_rounds import interval_text, ordered, paired_ratio
 from stock_engines import stock_stack
 
 from spillway_stack.local_stack import LocalStack
@@ -100,18 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ours, stock = seconds.values()
             ratio = paired_ratio(ours, stock, random.Random(0))
             key = f"{source}_{what.replace(' ', '_')}_connector_over_own_tiering_ratio"
-            report |= {key: round(ratio.median, 3), f"{key}_low": round(ratio.low, 3)}
-            report[f"{key}_high"] = round(ratio.high, 3)
+            report |= ratio.figures(key, 3)
             for arm, values in seconds.items():
                 report[f"{source}_{what}_{arm}_seconds".replace(" ", "_")] = round(statistics.median(values), 4)
                 spread = f"{statistics.median(values):.4f} s ({min(values):.4f} to {max(values):.4f})"
                 print(f"{source}, {what}, {arm}: {spread}")
-            print(f"{source}, {what}: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})", flush=True)
+            print(f"{source}, {what}: {interval_text(report, key)}", flush=True)
         if given.stamps:
             for arm, of_arm in traces.items():
                 print(f"{source}, {arm}\n{render(of_arm)}", flush=True)
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(report, OUTPUT)
     return 0
 
 

@@ -26,13 +26,13 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvloop
+from bench_report import write_report
 from gateway_load.cells import CONCURRENT, Cell, Load, Memory, Probed, distinct_prompts, many_streams
 from gateway_load.processes import DidNotStart, free_ports, mock_engines, running
 from gateway_load.report import LIMIT, Results, flat, goals, render
@@ -83,9 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{render(results)}\n")
     for goal, outcome in goals(results).items():
         print(f"{outcome:<10} {goal}")
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(flat(results), indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {given.output}")
+    write_report(flat(results), given.output)
     return 0
 
 

@@ -42,6 +42,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_report import BenchError, write_report
+
+from spillway_connector.testing.models import TINY_LLAMA
+from spillway_connector.transfer_config import transfer_config as spillway
 from spillway_settings.wire import SESSION_ID, SESSION_MEMBER
 
 BLOCK_TOKENS = 128
@@ -83,16 +87,20 @@ MODEL = {
     "eos_token_id": 151_645,
     "torch_dtype": "bfloat16",
 }
+# On any platform, to check that a bench runs.
+SMALL_MODEL = {
+    **TINY_LLAMA,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-
-
-class BenchError(Exception):
-    """A figure would not measure what its row names."""
 
 
 def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
@@ -106,7 +114,6 @@ def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
         extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder / "fs")}]
     if not ours:
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    extra |= {"spec_name": "SpillwayOffloadingSpec", "spec_module_path": "spillway_connector.engine.spec"}
     if phase == LAYERWISE:
         extra["layerwise_loads"] = "on"
     if phase in ("spillway-nvme", "spillway-s3"):
@@ -122,13 +129,7 @@ def transfer_config(phase: str, folder: Path) -> dict[str, Any] | None:
         # A step of 8,192 tokens is 1.3 GB; no store may be shed.
         queue = {"store_queue_bytes_max": 8 << 30, "store_queue_seconds_max": 60.0}
         extra["secondary_tiers"] = [tier | limits | queue]
-    return {
-        "kv_connector": "SpillwayConnector",
-        "kv_connector_module_path": "spillway_connector.engine.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    return spillway(extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,8 +472,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     report = make_report()
     print(render(report))
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(report, OUTPUT)
     return 0
 
 

@@ -30,8 +30,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gpu
+from bench_report import BenchError
 from engine_turns import answer_rounds, engines_in_turn
-from paired_rounds import ordered, paired_ratio
+from paired_rounds import interval_text, ordered, paired_ratio
 
 CONFIGURATIONS = ("none", "upstream-cpu", "spillway-cpu")
 DEVICE_TIMES = 3  # of each round, whose figure is their median: what the ratio is made of
@@ -56,7 +57,7 @@ def serve(configuration: str, given: argparse.Namespace) -> None:
     def ask(name: str, requests: int, cached_least: int = 0) -> dict[str, float]:
         first, total, cached = engine.ask_timed(burst(name, given, requests), given.answer)
         if configuration != "none" and cached < cached_least:
-            raise gpu.BenchError(f"{name}: {cached} tokens were cached, {cached_least} expected")
+            raise BenchError(f"{name}: {cached} tokens were cached, {cached_least} expected")
         engine.settle()
         last_of_90 = sorted(first)[math.ceil(0.9 * len(first)) - 1]
         return {"first_p90_s": last_of_90, "total_s": total, "cached_tokens": cached}
@@ -107,8 +108,7 @@ def make_report(rounds: dict[str, list[dict[str, float]]], given: argparse.Names
             continue
         speeds = ([1 / one["device_total_s"] for one in rounds[name]] for name in (configuration, "none"))
         ratio = paired_ratio(*speeds, chance)
-        for end, value in (("", ratio.median), ("_low", ratio.low), ("_high", ratio.high)):
-            report[f"{configuration}_device_speed_ratio{end}"] = round(value, 4)
+        report |= ratio.figures(f"{configuration}_device_speed_ratio")
     return report
 
 
@@ -124,8 +124,7 @@ def render(report: dict[str, float | int], configurations: Sequence[str]) -> str
         first, one = (report[f"{configuration}_{row}_first_p90_s"] for row in ("evicted", "one_load"))
         line = f"{configuration}: first tokens of the evicted burst {first / one:.2f} times one load"
         if (ratio := f"{configuration}_device_speed_ratio") in report:
-            line += f"; on the device {report[ratio]:.3f} ({report[f'{ratio}_low']:.3f} to "
-            line += f"{report[f'{ratio}_high']:.3f}) times the speed of no connector"
+            line += f"; on the device {interval_text(report, ratio)} times the speed of no connector"
         lines.append(line)
     return "\n".join(lines)
 

@@ -56,11 +56,10 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+from bench_report import BenchError, run, spread_of
 from engine_turns import Turn, answer_rounds, engines_in_turn, log_of
 from gpu_no_hit import MODEL
-from paired_rounds import ROUNDS_LEAST, ordered, paired_ratio
-
-from spillway_connector.testing.models import TINY_LLAMA
+from paired_rounds import ROUNDS_LEAST, interval_text, ordered, paired_ratio
 
 # Engines that are up at the same time; the phase of bench/gpu.py whose connector each one has.
 GROUPS = (
@@ -73,13 +72,6 @@ DECODED = tuple(GROUPS[0])
 AUTO_KEEPS, AUTO_GAVE_UP = "auto_keeps", "auto_gave_up"
 DECODE_ROWS = (*DECODED[:-1], AUTO_KEEPS, AUTO_GAVE_UP)
 MEASURES = ("first", "decode", "turns")
-SMALL_MODEL = {
-    **TINY_LLAMA,
-    "max_position_embeddings": 8192,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
 FIRST_PROMPTS = 6  # of a round of `first`
 # Tokens of a prompt of `decode`: less than a block, so that none is stored; unequal, so that blocks fill in any step.
 PROMPT_TOKENS = (28, 124)
@@ -133,7 +125,7 @@ class Served:
     def __init__(self, name: str, given: argparse.Namespace) -> None:
         self._given = given
         self._sizes = sizes = Sizes(name, given)
-        self._vocabulary = (SMALL_MODEL if given.small else MODEL)["vocab_size"]
+        self._vocabulary = (gpu.SMALL_MODEL if given.small else MODEL)["vocab_size"]
         config = transfer_config(name, sizes)
         settings: dict[str, Any] = {
             "max_model_len": sizes.filler_tokens + 1 + gpu.BLOCK_TOKENS,
@@ -143,7 +135,7 @@ class Served:
             **({"kv_transfer_config": config} if config else {}),
         }
         if given.small:
-            self._engine = gpu.Engine("none", FOLDER / name, SMALL_MODEL, **settings, dtype="float32")
+            self._engine = gpu.Engine("none", FOLDER / name, gpu.SMALL_MODEL, **settings, dtype="float32")
         else:
             # Not measured at the start, since other engines start at the same time.
             settings |= {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_memory_bytes": sizes.device * BLOCK_BYTES}
@@ -215,7 +207,7 @@ class Served:
 
 def _require_unseen(cached_tokens: int) -> None:
     if cached_tokens:
-        raise gpu.BenchError(f"{cached_tokens} tokens of unseen prompts were found in a cache")
+        raise BenchError(f"{cached_tokens} tokens of unseen prompts were found in a cache")
 
 
 def serve(name: str, given: argparse.Namespace) -> None:
@@ -319,8 +311,7 @@ def _first_report(first: dict[str, list[list[float]]], given: argparse.Namespace
         if name == "off" or name not in GROUPS[0] or len(base) != len(rounds):
             continue
         ratio = paired_ratio(*([statistics.median(one) for one in each] for each in (rounds, base)), random.Random(0))
-        for end, value in (("", ratio.median), ("_low", ratio.low), ("_high", ratio.high)):
-            report[f"{name}_first_token_ratio_to_off{end}"] = round(value, 4)
+        report |= ratio.figures(f"{name}_first_token_ratio_to_off")
     return report
 
 
@@ -334,8 +325,7 @@ def _decode_report(speeds: dict[str, list[float]], given_up: Sequence[bool], giv
         report[f"{row}_decode_tokens_per_second"] = round(statistics.median(of[name]), 1)
         for base in (base for base in DECODED[: DECODED.index(name)] if base in of):
             ratio = paired_ratio(of[name], of[base], random.Random(0))
-            for end, value in (("", ratio.median), ("_low", ratio.low), ("_high", ratio.high)):
-                report[f"{row}_decode_ratio_to_{base}{end}"] = round(value, 4)
+            report |= ratio.figures(f"{row}_decode_ratio_to_{base}")
     return report
 
 
@@ -366,9 +356,7 @@ def _turns_report(turns: dict[str, list[list[tuple[int, int, float]]]], given: a
             report |= {
                 f"{key}_cached_share": round(statistics.median(shares), 3),
                 f"{key}_least_cached_share": round(min(shares), 3),
-                f"{key}_first_token_seconds": round(statistics.median(seconds), 4),
-                f"{key}_fastest_first_token_seconds": round(min(seconds), 4),
-                f"{key}_slowest_first_token_seconds": round(max(seconds), 4),
+                **spread_of(f"{key}_first_token", seconds),
             }
     return report
 
@@ -383,8 +371,7 @@ def render(report: Report) -> str:
             median, low, high = (float(report[f"{key}{end}"]) * 1e3 for end in ("", "_p10", "_p90"))
             cells = f"{median:.1f} ({low:.1f}, {high:.1f}) of {report[f'{name}_first_prompts_count']}"
             if (ratio := f"{name}_first_token_ratio_to_off") in report:
-                median, low, high = (float(report[f"{ratio}{end}"]) for end in ("", "_low", "_high"))
-                cells += f"   {median:.3f} of off ({low:.3f} to {high:.3f})"
+                cells += f"   {interval_text(report, ratio, of='off')}"
             lines.append(f"{name:10}{cells:>28}")
     if report.get("decode_rounds_count"):
         lines.append(
@@ -397,8 +384,7 @@ def render(report: Report) -> str:
             cells = f" in {report[f'{row}_decode_rounds_count']} rounds"
             for base in DECODED:
                 if (ratio := f"{row}_decode_ratio_to_{base}") in report:
-                    median, low, high = (float(report[f"{ratio}{end}"]) for end in ("", "_low", "_high"))
-                    cells += f"   {median:.4f} of {base} ({low:.4f} to {high:.4f})"
+                    cells += f"   {interval_text(report, ratio, 4, base)}"
             lines.append(f"{row:13}{float(report[key]):>10.1f} tokens/s{cells}")
     if "turns_tokens" in report:
         names = [name for name in CONFIGURATIONS if f"{name}_turn_1_cached_share" in report]
@@ -415,8 +401,8 @@ def render(report: Report) -> str:
                 key = f"{name}_turn_{turn}"
                 if f"{key}_cached_share" not in report:
                     continue
-                kinds = ("", "fastest_", "slowest_")
-                median, low, high = (float(report[f"{key}_{kind}first_token_seconds"]) * 1e3 for kind in kinds)
+                kinds = ("", "_fastest", "_slowest")
+                median, low, high = (float(report[f"{key}_first_token{kind}_seconds"]) * 1e3 for kind in kinds)
                 times = f"{median:.1f} ({low:.1f}, {high:.1f})"
                 cells += f"{float(report[f'{key}_cached_share']):>5.0%}{times:>21}"
             lines.append(f"{turn:<6}{report[f'turn_{turn}_prompt_tokens']:>7}{most:>6.0%}{cells}")
@@ -458,8 +444,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except gpu.BenchError as error:
-        print(f"gpu_chat_turns: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

@@ -44,7 +44,6 @@ from typing import Any, NamedTuple
 import gpu
 from engine_turns import answer_rounds, engines_in_turn
 from fairness import FLOOD_ANSWER, FLOOD_TOKENS, PAUSE_SECONDS, USER_ANSWER, USER_TOKENS, p90
-from gpu_chat_turns import SMALL_MODEL
 from paired_rounds import ordered
 
 from spillway_connector.plan import step_shares
@@ -93,7 +92,7 @@ class Served:
         self._stamps = step_stamps
         fair_steps, _, sync = given.serve.partition("_")
         self._folder = folder_of(given)
-        model = SMALL_MODEL if given.small else gpu.MODEL
+        model = gpu.SMALL_MODEL if given.small else gpu.MODEL
         self._vocabulary, self._times = int(model["vocab_size"]), 0.02 if given.small else 1.0
         transfer = gpu.transfer_config("spillway-cpu", self._folder)
         assert transfer is not None

@@ -22,14 +22,14 @@ import os
 import random
 import shutil
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gpu
+from bench_report import BenchError, run
 from engine_turns import answer_rounds, engines_in_turn
-from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, ordered, paired_ratio, promise_of
+from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, interval_text, ordered, paired_ratio, promise_of
 
 CONFIGURATIONS = ("none", "upstream-cpu", "spillway-cpu", "spillway-nvme")
 MODEL = gpu.MODEL | {
@@ -62,7 +62,7 @@ def serve(name: str, folder: Path, prompts: int, tokens: int) -> None:
         batch = [gpu.make_prompt(f"{line} {at}", tokens) for at in range(prompts)]
         seconds, cached = engine.ask_all(batch, ANSWER_TOKENS)
         if cached:
-            raise gpu.BenchError(f"{cached} tokens of unseen prompts were found in a cache")
+            raise BenchError(f"{cached} tokens of unseen prompts were found in a cache")
         engine.settle(stored)
         return str(seconds)
 
@@ -109,9 +109,7 @@ def make_report(seconds: dict[str, list[float]], given: argparse.Namespace) -> d
         report[f"{name}_prompt_tokens_per_second"] = round(statistics.median(values))
         if name != "none" and "none" in speeds:
             ratio = paired_ratio(values, speeds["none"], chance)
-            report[f"{name}_throughput_ratio"] = round(ratio.median, 4)
-            report[f"{name}_throughput_ratio_low"] = round(ratio.low, 4)
-            report[f"{name}_throughput_ratio_high"] = round(ratio.high, 4)
+            report |= ratio.figures(f"{name}_throughput_ratio")
             report[f"{name}_promise"] = promise_of(ratio)
     return report
 
@@ -126,10 +124,7 @@ def render(report: dict[str, float | int | str]) -> str:
     for name in CONFIGURATIONS:
         if f"{name}_prompt_tokens_per_second" not in report:
             continue
-        cell = "1"
-        if f"{name}_throughput_ratio" in report:
-            median, low, high = (float(report[f"{name}_throughput_ratio{end}"]) for end in ("", "_low", "_high"))
-            cell = f"{median:.3f} ({low:.3f} to {high:.3f})"
+        cell = interval_text(report, f"{name}_throughput_ratio")
         speed = report[f"{name}_prompt_tokens_per_second"]
         lines.append(f"{name:16}{speed:>10}{cell:>28}  {report.get(f'{name}_promise', '')}".rstrip())
     return "\n".join(lines)
@@ -158,8 +153,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except gpu.BenchError as error:
-        print(f"gpu_no_hit: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

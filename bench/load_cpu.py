@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_report import write_report
 from tiers import (
     FOREVER,
     IO_THREADS,
@@ -332,10 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures[f"{place}_wall_ms"] = load.wall_ms
         print(f"{name:>28} {load.processor_ms:>9.1f} {load.processor_ms_min:>6.1f} {load.wall_ms:>6.1f}")
     output = given.output or (OUTPUT_STORES if given.stores else OUTPUT)
-    output.parent.mkdir(parents=True, exist_ok=True)
     rounded = {figure: round(value, 3) for figure, value in figures.items()}
-    output.write_text(json.dumps(rounded, indent=1) + "\n")
-    print(f"\n{output}")
+    write_report(rounded, output)
     return 0
 
 

@@ -36,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+from bench_report import write_report
 
-from spillway_connector.testing.models import TINY_LLAMA
+from spillway_connector.transfer_config import transfer_config as spillway
 from spillway_engine.ascend_acceptance.conversations import REPORTED, SMALL, Conversations, Shape, Turn, figures
 
 PARTS = Path("build/bench/multi_turn")
@@ -48,13 +49,7 @@ TURN_SECONDS_MAX = 120.0
 
 
 SMALL_BLOCK_TOKENS = 32
-SMALL_MODEL = {
-    **TINY_LLAMA,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+SMALL_MODEL = {**gpu.SMALL_MODEL, "max_position_embeddings": 2048}
 
 
 def transfer_config(phase: str, small: bool, cpu_blocks: int) -> dict[str, Any] | None:
@@ -64,44 +59,21 @@ def transfer_config(phase: str, small: bool, cpu_blocks: int) -> dict[str, Any] 
     room = {"num_cpu_blocks": 200} if small else {"cpu_bytes_to_use": cpu_blocks * GPU_BLOCK_BYTES}
     if phase == "upstream":
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": room}
-    return {
-        "kv_connector": "SpillwayConnector",
-        "kv_connector_module_path": "spillway_connector.engine.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": room
-        | {
-            "spec_name": "SpillwayOffloadingSpec",
-            "spec_module_path": "spillway_connector.engine.spec",
-            "batch_memcpy": "off" if phase == "spillway-loop" else "auto",
-            "generated_tokens": "off" if phase == "spillway-prompts" else "on",
-        },
-    }
+    batch_memcpy = "off" if phase == "spillway-loop" else "auto"
+    generated_tokens = "off" if phase == "spillway-prompts" else "on"
+    return spillway(room | {"batch_memcpy": batch_memcpy, "generated_tokens": generated_tokens})
 
 
 def engine_settings(phase: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     small = given.small
-    model = folder / ("small" if small else "model")
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(SMALL_MODEL if small else gpu.MODEL))
     config = transfer_config(phase, small, given.cpu_blocks)
-    return {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "dtype": "float32" if small else "bfloat16",
-        "block_size": SMALL_BLOCK_TOKENS if small else gpu.BLOCK_TOKENS,
-        "max_model_len": 1024 if small else 16_384,
-        "max_num_batched_tokens": 1024 if small else gpu.STEP_TOKENS,
-        "max_num_seqs": 32,
-        "num_gpu_blocks_override": 200 if small else gpu.DEVICE_BLOCKS + 640,
-        "enforce_eager": True,
-        "enable_prefix_caching": given.device_cache,
-        "prefix_caching_hash_algo": "sha256_cbor",
-        "disable_log_stats": True,
-        "seed": 0,
-        **({"kv_transfer_config": config} if config is not None else {}),
-    }
+    of_load = {"max_num_seqs": 32, "enable_prefix_caching": given.device_cache}
+    if small:
+        of_load |= {"dtype": "float32", "block_size": SMALL_BLOCK_TOKENS, "num_gpu_blocks_override": 200}
+        of_load |= {"max_model_len": 1024, "max_num_batched_tokens": 1024}
+        return gpu.engine_settings(folder / "small", SMALL_MODEL, config) | of_load
+    of_load |= {"max_model_len": 16_384, "num_gpu_blocks_override": gpu.DEVICE_BLOCKS + 640}
+    return gpu.engine_settings(folder, gpu.MODEL, config) | of_load
 
 
 class Load:
@@ -222,8 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     report = make_report()
     print(render(report))
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, OUTPUT)
     return 0
 
 

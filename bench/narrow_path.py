@@ -10,7 +10,6 @@ are multiples of that at which loading takes as long as computing. Prints a tabl
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from bench_report import write_report
 from slow_path import slow_path
 
 from spillway_connector.limits import TransferLimits
@@ -134,9 +134,7 @@ def main() -> int:
             filling.store(key, payload, time.monotonic() + 60)
         filling.close()
         report = measure(port, keys, given)
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
-    print(OUTPUT)
+    write_report(report, OUTPUT)
     return 0
 
 

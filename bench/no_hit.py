@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,10 +31,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-from first_token import BLOCK_TOKENS, TAIL_TOKENS, BenchError, ask, free_port, make_prompt, processor, stored_counter
-from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, ordered, paired_ratio, promise_of
-from prometheus_client.parser import text_string_to_metric_families
+from bench_report import BenchError, run, write_report
+from first_token import BLOCK_TOKENS, TAIL_TOKENS, ask, free_port, make_prompt, processor, stored_counter
+from metrics_page import reading, total
+from paired_rounds import GOAL_RATIO, ROUNDS_LEAST, interval_text, ordered, paired_ratio, promise_of
 from stock_engines import stock_stack
 
 from spillway_stack.bundled_model import choose_model
@@ -98,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             speeds = ", ".join(f"{name} {rounds[name].prompts_per_second[-1]:.3f}" for name in rounds)
             print(f"round {number + 1}: {speeds} prompts/s", flush=True)
     report = make_report(rounds, given.tokens, given.concurrency, random.Random(0))
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, OUTPUT)
     print(f"\n{render(report, list(rounds))}\n\n{OUTPUT}")
     return 1 if any(value == "missed" for key, value in report.items() if key.endswith("_promise")) else 0
 
@@ -159,13 +156,7 @@ def settle(state: Callable[[], object]) -> None:
 
 
 def written_bytes(url: str) -> float:
-    text = httpx.get(f"{url}/metrics", timeout=10.0).raise_for_status().text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "spillway_tier_written_bytes_total"
-    )
+    return total(reading(url), "spillway_tier_written_bytes_total")
 
 
 def cpu_seconds(parent: int) -> float:
@@ -200,9 +191,7 @@ def make_report(
             ("cpu_seconds", measured.cpu_seconds_per_prompt, base.cpu_seconds_per_prompt),
         ):
             ratio = paired_ratio(values, reference, chance)
-            report[f"{name}_{figure}_ratio"] = round(ratio.median, 4)
-            report[f"{name}_{figure}_ratio_low"] = round(ratio.low, 4)
-            report[f"{name}_{figure}_ratio_high"] = round(ratio.high, 4)
+            report |= ratio.figures(f"{name}_{figure}_ratio")
             if figure == "throughput":
                 report[f"{name}_promise"] = promise_of(ratio)
     return report
@@ -217,7 +206,7 @@ def render(report: dict[str, float | int | str], names: Sequence[str]) -> str:
         f"{'written':>11}  at least {GOAL_RATIO:g}",
     ]
     for name in names:
-        cells = [_ratio(report, name, figure) for figure in ("throughput", "cpu_seconds")]
+        cells = [interval_text(report, f"{name}_{figure}_ratio") for figure in ("throughput", "cpu_seconds")]
         lines.append(
             f"{name:8}{float(report[f'{name}_prompts_per_second']):>11.3f}{cells[0]:>28}"
             f"{float(report[f'{name}_cpu_seconds_per_prompt']):>14.3f}{cells[1]:>28}"
@@ -225,13 +214,6 @@ def render(report: dict[str, float | int | str], names: Sequence[str]) -> str:
             f"  {report.get(f'{name}_promise', '')}"
         )
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _ratio(report: dict[str, float | int | str], name: str, figure: str) -> str:
-    if f"{name}_{figure}_ratio" not in report:
-        return "1"
-    median, low, high = (float(report[f"{name}_{figure}_ratio{end}"]) for end in ("", "_low", "_high"))
-    return f"{median:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _lists(rounds: Rounds) -> tuple[list[float], list[float], list[float]]:
@@ -251,8 +233,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchError as error:
-        print(f"no_hit: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

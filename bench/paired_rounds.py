@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 GOAL_RATIO = 0.98  # of the throughput without offload and without cache hits
 RESAMPLES = 10_000
@@ -18,6 +19,19 @@ class Interval:
     median: float
     low: float
     high: float
+
+    def figures(self, key: str, digits: int = 4) -> dict[str, float]:
+        """Its part of a report: `KEY`, `KEY_low` and `KEY_high`."""
+        ends = {"": self.median, "_low": self.low, "_high": self.high}
+        return {f"{key}{end}": round(value, digits) for end, value in ends.items()}
+
+
+def interval_text(report: Mapping[str, Any], key: str, digits: int = 3, of: str = "") -> str:
+    """The interval of that key as a table has it; 1 if there is none, as for the base itself. of: the base's name."""
+    if key not in report:
+        return "1"
+    median, low, high = (f"{float(report[f'{key}{end}']):.{digits}f}" for end in ("", "_low", "_high"))
+    return f"{median}{of and f' of {of}'} ({low} to {high})"
 
 
 def ordered(names: Sequence[str], number: int) -> list[str]:

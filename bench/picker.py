@@ -50,6 +50,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 import uvloop
+from bench_report import write_report
 from gateway_load.extension_picker import extension_picker
 from gateway_load.load_generator import generate_load, requests_of
 from gateway_load.picker_cases import decisions, restarts
@@ -111,9 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     others = {key: value for key, value in report.items() if key.startswith(("trace_", "picker_"))}
     print("\n".join(f"{key}: {value}" for key, value in others.items()))
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {given.output}")
+    write_report(report, given.output)
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0

@@ -25,7 +25,6 @@ import argparse
 import http.client
 import json
 import random
-import sys
 import tempfile
 import time
 import urllib.request
@@ -34,11 +33,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
+from bench_report import BenchError, run, write_report
+from first_token import free_port
+from metrics_page import reading, total
 
 from spillway_stack.engine_environments import VLLM_HERE, VLLM_VERSIONS, environment_problems
 from spillway_stack.local_stack import LocalStack
-from spillway_stack.ports import is_free
 from spillway_stack.settings import StackSettings
 
 BLOCK_TOKENS = 128
@@ -55,10 +55,6 @@ SETTLED_SECONDS = 60.0
 # The question is what is cached, not whether a slow machine's load would beat computing.
 OVERRIDES = ("offload.prefillTokensPerSecond=1", "offload.sharedTier.lookupTimeoutSeconds=5")
 OUTPUT = Path("build/bench/prediction.json")
-
-
-class BenchError(Exception):
-    """The run does not show what it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         difference = add_to(report, tier, answers, totals)
         differences.append(difference)
         print(render(report, tier), flush=True)
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nwritten to {OUTPUT}")
+    write_report(report, OUTPUT)
     if max(differences) > given.tolerance:
         raise BenchError(
             f"expected and reported tokens differ by {max(differences):.1%}, {given.tolerance:.1%} allowed"
@@ -204,23 +198,6 @@ def ask(url: str, model: str, prompt: list[int]) -> Answer:
     return Answer(expected, details["cached_tokens"] if details is not None else 0)  # vLLM leaves out a 0
 
 
-Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def reading(url: str) -> Page:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
-        text = reply.read().decode()
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def total(page: Page, name: str, **labels: str) -> float:
-    return sum(value for (found, has), value in page.items() if found == name and labels.items() <= dict(has).items())
-
-
 def gateway_counters(url: str) -> dict[str, float]:
     """Expected tokens by tier, and `actual`."""
     page = reading(url)
@@ -274,13 +251,6 @@ def wait_followed(stack: LocalStack) -> None:
     raise BenchError("the gateway does not follow both engines")
 
 
-def free_port() -> int:
-    for port in range(12_000, 30_000, 10):
-        if all(is_free(port + distance) for distance in (0, 100, 101, 200, 201, 300, 301, 400)):
-            return port
-    raise BenchError("no free family of ports between 12000 and 30400")
-
-
 def add_to(report: dict[str, float | int | str], tier: str, answers: list[Answer], totals: Totals) -> float:
     """Add one tier's figures; returns the difference of the sums as a share of the reported tokens."""
     expected = sum(totals.expected.values())
@@ -318,8 +288,4 @@ def render(report: dict[str, float | int | str], tier: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchError as error:
-        print(f"prediction: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

@@ -13,13 +13,14 @@ which has nothing to remember.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from bench_report import write_report
 
 from spillway_gateway.fleet import block_runs
 from spillway_gateway.fleet.event_decoder import BlockStored, Tier
@@ -52,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"| {tokens:,} | {block_tokens} | {name.replace('_', ' ')} | {row} |")
                 for step, cost in (*costs.items(), ("first_match", first)):
                     figures[f"{name}_{tokens}_tokens_blocks_of_{block_tokens}_{step}_milliseconds"] = cost
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(figures, indent=1) + "\n")
+    write_report(figures, given.output)
     return 0
 
 

@@ -23,7 +23,6 @@ import http.client
 import json
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -33,20 +32,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench_report import BenchError, run, write_report
 from first_token import (
     ALWAYS_LOAD,
     BLOCK_TOKENS,
     REQUEST_SECONDS,
     TAIL_TOKENS,
-    BenchError,
     free_port,
     make_prompt,
     processor,
     stored_counter,
     wait_stored,
 )
+from metrics_page import reading
 from paired_rounds import paired_ratio
-from prometheus_client.parser import text_string_to_metric_families
 
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import StackSettings
@@ -108,10 +107,8 @@ class Engine:
         return found
 
     def counters(self, name: str, label: str) -> dict[str, float]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
-            families = list(text_string_to_metric_families(reply.read().decode()))
-        samples = [sample for family in families for sample in family.samples if sample.name == name]
-        return {sample.labels.get(label, ""): sample.value for sample in samples}
+        page = reading(f"http://127.0.0.1:{self.port}")
+        return {dict(labels).get(label, ""): value for (found, labels), value in page.items() if found == name}
 
     def running(self) -> float:
         return sum(self.counters("vllm:num_requests_running", "").values())
@@ -151,11 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with engines(GUESS_TOKENS, GUESSES_PER_ROUND, None) as pair:
             report |= wastes(pair, given.rounds)
     print(render(report))
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     whole = set(given.parts) == set(PARTS) and set(given.arms) == set(ARMS)
     known = json.loads(OUTPUT.read_text()) if OUTPUT.exists() and not whole else {}
-    OUTPUT.write_text(json.dumps(known | report, indent=2) + "\n")
-    print(f"\nwritten to {OUTPUT}")
+    write_report(known | report, OUTPUT)
     return 0
 
 
@@ -210,8 +205,7 @@ def turns(name: str, pair: Pair, tokens: int, runs: int) -> dict[str, float | in
         print(f"  {name}, {tier}: {', '.join(f'{value:.3f}' for value in measured[1:])} s", flush=True)
         report[f"{name}_{tier}_seconds"] = round(statistics.median(measured[1:]), 4)
     ratio = paired_ratio(seconds["shared"][1:], seconds["cpu"][1:], random.Random(0))
-    report |= {f"{name}_ratio": round(ratio.median, 3)}
-    report |= {f"{name}_ratio_low": round(ratio.low, 3), f"{name}_ratio_high": round(ratio.high, 3)}
+    report |= ratio.figures(f"{name}_ratio", 3)
     for outcome, count in second.counters(AHEAD, "outcome").items():
         report[f"{name}_{outcome}_blocks"] = int(count)
     return report
@@ -249,9 +243,7 @@ def wastes(pair: Pair, rounds: int) -> dict[str, float | int | str]:
         "rounds": rounds,
         "wrong_guesses_tokens_per_second": round(statistics.median(rates["wrong"][1:]), 1),
         "no_guesses_tokens_per_second": round(statistics.median(rates["none"][1:]), 1),
-        "wrong_guesses_ratio": round(ratio.median, 4),
-        "wrong_guesses_ratio_low": round(ratio.low, 4),
-        "wrong_guesses_ratio_high": round(ratio.high, 4),
+        **ratio.figures("wrong_guesses_ratio"),
     }
     for outcome, count in second.counters(AHEAD, "outcome").items():
         report[f"wrong_guesses_{outcome}_blocks"] = int(count)
@@ -303,8 +295,4 @@ def render(report: dict[str, float | int | str]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchError as error:
-        print(f"promotion: {error}", file=sys.stderr)
-        sys.exit(1)
+    run(main)

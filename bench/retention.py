@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 import os
 import random
@@ -50,6 +49,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from bench_report import write_report
 from blake3 import blake3
 from traces.session import Segment, Session, Trace, Turn
 from traces.synthetic import agents
@@ -580,9 +580,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures[f"{name}_{policy}_hit_ratio"] = round(ratio, 4)
             cells += f"{100 * ratio:>10.1f}"
         print(f"{policy:>20}{cells}", flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{options.output}")
+    write_report(figures, options.output)
     return 0
 
 

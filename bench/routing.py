@@ -16,7 +16,6 @@ engines together. Prints tables, writes build/bench/routing.json (flat; units ar
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from array import array
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bench_report import write_report
 from routing_policies.blind import LeastLoaded, Random, RoundRobin
 from routing_policies.policy import Policy, RoutedRequest, Scrape
 from routing_policies.rivals import (
@@ -377,9 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(_row(policy_name, values), flush=True)
                 for key, value in values.items():
                     report[f"{fleet}_{trace_name}_{policy_name}_{key}"] = round(value, 6)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwrote {options.output}")
+    write_report(report, options.output)
     return 0
 
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import shutil
 import statistics
@@ -50,6 +49,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
+from bench_report import write_report
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -594,9 +594,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name + ' ' + rival:24}" + "".join(cells), flush=True)
             for kind, figure in row.items():
                 report[f"{name}_{rival}_{kind}_microseconds"] = round(figure, 1)
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nwritten to {OUTPUT}")
+    write_report(report, OUTPUT)
     return 0
 
 

@@ -35,6 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+from bench_report import BenchError, spread_of
+
+from spillway_connector.transfer_config import transfer_config as spillway
 
 WAYS = ("compute", "fs", "load", "decide", "meet")
 NEW_PROMPTS = ("decide", "meet")
@@ -84,7 +87,6 @@ def transfer_config(way: str, given: argparse.Namespace) -> dict[str, Any] | Non
     if way == "fs":
         tier = {"type": "fs", "root_dir": str(FOLDER / "fs")}
     extra |= {
-        "spec_name": "SpillwayOffloadingSpec",
         "num_cpu_blocks": blocks * 7 // 4,
         "promotion_in_flight_fraction": 0.6,
         "request_wait_seconds": 60.0,
@@ -93,13 +95,7 @@ def transfer_config(way: str, given: argparse.Namespace) -> dict[str, Any] | Non
     }
     if way in ("fs", "load"):
         extra["prefill_tokens_per_second"] = 1.0
-    return {
-        "kv_connector": "SpillwayConnector",
-        "kv_connector_module_path": "spillway_connector.engine.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    return spillway(extra)
 
 
 def open_engine(way: str, given: argparse.Namespace) -> gpu.Engine:
@@ -148,7 +144,7 @@ def measure(way: str, given: argparse.Namespace) -> dict[str, list[float]]:
         found["new_prompt_seconds"].append(engine.ask([token % 49_000 for token in prompt])[0])
         engine.settle()
     if way == "meet" and not all(0.1 < cached / tokens < 0.95 for cached in found["loaded_tokens"][1:]):
-        raise gpu.BenchError(f"meet: {found['loaded_tokens']} tokens were loaded: not every prompt met its load")
+        raise BenchError(f"meet: {found['loaded_tokens']} tokens were loaded: not every prompt met its load")
     return found
 
 
@@ -168,21 +164,13 @@ def report_of(parts: dict[str, dict[str, list[float]]], given: argparse.Namespac
     compute = statistics.median(parts["compute"]["first_asked_seconds"][1:])
     for way, part in parts.items():
         seconds = part["asked_again_seconds" if way != "compute" else "first_asked_seconds"][1:]
-        report |= {
-            f"{way}_seconds": round(statistics.median(seconds), 4),
-            f"{way}_fastest_seconds": round(min(seconds), 4),
-            f"{way}_slowest_seconds": round(max(seconds), 4),
-            f"{way}_of_compute_ratio": round(statistics.median(seconds) / compute, 3),
-        }
+        report |= spread_of(way, seconds)
+        report[f"{way}_of_compute_ratio"] = round(statistics.median(seconds) / compute, 3)
         if way != "compute":
             report[f"{way}_loaded_tokens"] = round(statistics.median(part["loaded_tokens"][1:]))
             report[f"{way}_answers_differing"] = round(part["answers_differing"][0])
         if way in NEW_PROMPTS:
-            report |= {
-                f"{way}_new_prompt_seconds": round(statistics.median(part["new_prompt_seconds"]), 4),
-                f"{way}_new_prompt_fastest_seconds": round(min(part["new_prompt_seconds"]), 4),
-                f"{way}_new_prompt_slowest_seconds": round(max(part["new_prompt_seconds"]), 4),
-            }
+            report |= spread_of(f"{way}_new_prompt", part["new_prompt_seconds"])
     return report
 
 

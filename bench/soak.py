@@ -19,7 +19,6 @@ build/bench/soak.json (flat; units are in the keys). Ctrl-C ends it in order and
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import threading
@@ -31,6 +30,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # stack_driver, which the cross-process tests drive the stack with
 
+from bench_report import write_report  # noqa: E402
 from soak.references import NotDecisive  # noqa: E402
 from soak.report import Report, broken_promises, flat_report, render  # noqa: E402
 from soak.run import SoakSettings, learn_references, soak  # noqa: E402
@@ -85,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         broken += [f"{tier}: {promise}" for promise in promises]
     report |= {"stopped_early": int(stopped.is_set()), "broken_promises_count": len(broken)}
     report |= {f"broken_promise_{number}": promise for number, promise in enumerate(broken, 1)}
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(given.output)
+    write_report(report, given.output)
     return 1 if broken else 130 if stopped.is_set() else 0
 
 

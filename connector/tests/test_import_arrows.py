@@ -48,6 +48,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "own_files": frozenset(),
     "cut_files": frozenset(),
     "setting_names": frozenset(),
+    "transfer_config": frozenset(),
     "native_keys": frozenset(),
     "limits": frozenset(),
     "namespace": frozenset({"errors"}),

@@ -15,6 +15,7 @@ SHORT: dict[str, str] = {
     "connector/src/spillway_connector/device/cuda/gather.py": "the kernel: imported only where Triton is installed",
     "connector/src/spillway_connector/engine/connector.py": "a path that users' configurations of vLLM name",
     "connector/src/spillway_connector/engine/spec.py": "a path that users' configurations of vLLM name",
+    "connector/src/spillway_connector/transfer_config.py": "what the engine service and the benches start engines with",
     "connector/src/spillway_connector/testing/cache_first.py": "loads as an engine's, for tests of three rooms",
     "connector/src/spillway_connector/testing/clock.py": "the stepped clock, for tests of every room",
     "connector/src/spillway_connector/testing/memory.py": "resident memory of a mapping, for tests of two rooms",

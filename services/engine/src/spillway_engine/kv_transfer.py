@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from spillway_connector.transfer_config import LOAD_FAILURES
 from spillway_settings.typed import CamelSection
 from spillway_settings.values.engine import KvTransfer
 
 COMBINATION = "MultiConnector"  # of vLLM
-LOAD_FAILURES = {"kv_load_failure_policy": "recompute"}  # vLLM's default ends the request
 # Each would be a second owner of the engine's CPU tier, or is what holds the two connectors.
 NOT_BESIDE = ("SpillwayConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", COMBINATION)
 

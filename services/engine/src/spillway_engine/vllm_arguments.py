@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from spillway_connector.config import ConnectorConfig
+from spillway_connector.transfer_config import transfer_config
 from spillway_engine.chart_keys import settings_tree
 from spillway_engine.extra_arguments import is_secret
-from spillway_engine.kv_transfer import LOAD_FAILURES, alone, combined
+from spillway_engine.kv_transfer import alone, combined
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import MemoryBudget
 from spillway_engine.settings import EngineSettings
@@ -187,18 +188,9 @@ def own_transfer_config(settings: EngineSettings) -> dict[str, Any]:
     for name in ("copy_table", "node_tier"):
         if options[name] is not None:
             options[name] = settings_tree(options[name])
-    return {
-        "kv_connector": "SpillwayConnector",
-        "kv_connector_module_path": "spillway_connector.engine.connector",
-        "kv_role": "kv_both",
-        **LOAD_FAILURES,
-        "kv_connector_extra_config": {
-            "spec_name": "SpillwayOffloadingSpec",
-            "spec_module_path": "spillway_connector.engine.spec",
-            **{name: value for name, value in options.items() if value is not None},
-            "secondary_tiers": [*secondary_tiers(offload.shared_tier), *offload.extra_tiers],
-        },
-    }
+    given = {name: value for name, value in options.items() if value is not None}
+    tiers = [*secondary_tiers(offload.shared_tier), *offload.extra_tiers]
+    return transfer_config({**given, "secondary_tiers": tiers})
 
 
 def public_configuration(settings: EngineSettings, budget: MemoryBudget) -> dict[str, Any]:
