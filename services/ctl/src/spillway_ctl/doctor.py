@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TextIO
+from dataclasses import asdict, dataclass
+from typing import TextIO
 
 from spillway_connector.errors import ConfigError, TierError
 from spillway_connector.explanations import explanation
@@ -64,14 +64,14 @@ def print_json(findings: Sequence[Finding], out: TextIO) -> None:
         "format": JSON_FORMAT,
         "command": "doctor",
         "failed": status_of(findings) == FAILED,
-        "findings": [_as_json(each) for each in findings],
+        "findings": [asdict(each) for each in findings],
     }
     print(json.dumps(whole, indent=2), file=out, flush=True)
 
 
 def counts_of(findings: Sequence[Finding]) -> str:
     """`3 ok, 0 warning, 1 failed, 2 not checked`"""
-    return ", ".join(f"{sum(each.verdict is verdict for each in findings)} {verdict.value}" for verdict in Verdict)
+    return ", ".join(f"{sum(each.verdict is verdict for each in findings)} {verdict}" for verdict in Verdict)
 
 
 def table(findings: Sequence[Finding]) -> str:
@@ -87,21 +87,11 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def _row(finding: Finding) -> tuple[str, str, str, str, str]:
-    return finding.check, finding.where, finding.verdict.value, _one_line(finding.found), _one_line(finding.change)
+    return finding.check, finding.where, finding.verdict, _one_line(finding.found), _one_line(finding.change)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _as_json(finding: Finding) -> dict[str, Any]:
-    return {
-        "check": finding.check,
-        "where": finding.where,
-        "verdict": finding.verdict.value,
-        "found": finding.found,
-        "change": finding.change,
-    }
 
 
 def _tier(patient: Patient, engines: Sequence[EngineReading], answer_seconds: float) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from spillway_ctl.errors import CommandError
 from spillway_ctl.live.release import Release, release_of
 from spillway_ctl.quantities import parse_age_seconds
 from spillway_ctl.readings import Questions
-from spillway_ctl.store_choice import StoreChoice, choice_from_config
+from spillway_ctl.store_choice import StoreChoice, choice_from_config, secret_in
 from spillway_ctl.store_options import checked, choice_of, with_store
 from spillway_settings.values.gateway import Gateway
 from spillway_settings.wire import STORE_TYPES
@@ -118,8 +117,8 @@ def questions_of(given: argparse.Namespace) -> Questions:
     return Questions(
         answer_seconds=given.timeout,
         window_seconds=given.window,
-        gateway_key=_key("--gateway-key-env", given.gateway_key_env),
-        engine_key=_key("--engine-key-env", given.engine_key_env),
+        gateway_key=secret_in("--gateway-key-env", given.gateway_key_env, "the key") or "",
+        engine_key=secret_in("--engine-key-env", given.engine_key_env, "the key") or "",
         makes_requests=not given.no_requests,
     )
 
@@ -139,11 +138,3 @@ def _tier(given: argparse.Namespace) -> StoreChoice | str | None:
         return choice_of(given)
     except CommandError as none:
         return str(none)
-
-
-def _key(option: str, variable: str | None) -> str:
-    if variable is None:
-        return ""
-    if not os.environ.get(variable):
-        raise CommandError(f"{option} {variable}: the environment variable is not set or empty; set it to the key")
-    return os.environ[variable]

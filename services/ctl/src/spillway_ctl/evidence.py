@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 NO_REPORT = "the engine's processes have not said it: an earlier release, offload is off, or no request since the start"
@@ -16,7 +16,7 @@ _RANK = re.compile(r"/dp\d+$")  # what the gateway adds to the name of an engine
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"

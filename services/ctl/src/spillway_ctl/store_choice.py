@@ -63,8 +63,8 @@ class StoreChoice:
             raise CommandError("--password-env and --password-file both name the password; leave one out")
         return RedisEndpoint.from_url(
             self.redis,
-            username=_secret("--username-env", self.username_env),
-            password=_secret("--password-env", self.password_env),
+            username=secret_in("--username-env", self.username_env),
+            password=secret_in("--password-env", self.password_env),
             password_file=self.password_file,
             tls_ca_file=self.tls_ca_file,
             tls_certificate_file=self.tls_certificate_file,
@@ -117,9 +117,10 @@ def place_of(url: str, endpoint: str | None, region: str | None, ca_file: str | 
     return S3Place(found["bucket"], prefix=prefix, endpoint=endpoint, region=region or S3Tier().region, ca_file=ca_file)
 
 
-def _secret(option: str, variable: str | None) -> str | None:
+def secret_in(option: str, variable: str | None, meant: str = "the login") -> str | None:
+    """The value of the variable that an option names; None: it names none. Raises CommandError."""
     if variable is None:
         return None
     if not os.environ.get(variable):
-        raise CommandError(f"{option} {variable}: the environment variable is not set or empty; set it to the login")
+        raise CommandError(f"{option} {variable}: the environment variable is not set or empty; set it to {meant}")
     return os.environ[variable]
