@@ -24,7 +24,8 @@ from typing import Any
 
 from reference_answers.margins import TOP, Scored
 
-from engine_matrix.models import connector_config, engine_settings, model
+from engine_matrix.models import engine_settings, model
+from spillway_connector.transfer_config import transfer_config
 
 ANSWER_TOKENS = 4
 _TESTS = Path(__file__).parent.parent
@@ -101,11 +102,6 @@ def asked_engine(folder: Path, extra: Mapping[str, Any], executor: str = "uni") 
             process.wait()
 
 
-def _transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    own = {"spec_name": "SpillwayOffloadingSpec", "spec_module_path": "spillway_connector.engine.spec"}
-    return connector_config(own | dict(extra))
-
-
 def main(model_folder: str, extra: str, executor: str) -> None:
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -118,7 +114,7 @@ def main(model_folder: str, extra: str, executor: str) -> None:
 
     settings = engine_settings(model("llama"), Path(model_folder)) | {
         "seed": 0,
-        "kv_transfer_config": _transfer_config(json.loads(extra)),
+        "kv_transfer_config": transfer_config(json.loads(extra)),
         "distributed_executor_backend": executor,
     }
     engine = LLM(**settings)

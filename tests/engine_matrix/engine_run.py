@@ -40,8 +40,9 @@ from typing import Any
 from engine_matrix.gated_reads import gated_reads
 from engine_matrix.greedy import greedy_answers
 from engine_matrix.met_loads import met_loads
-from engine_matrix.models import VOCABULARY, Model, connector_config, engine_settings, model
+from engine_matrix.models import VOCABULARY, Model, engine_settings, model
 from engine_matrix.valkey_process import running_valkey
+from spillway_connector.transfer_config import transfer_config as spillway
 
 PROMPT_BLOCKS = 12
 ANSWER_TOKENS = 8
@@ -68,11 +69,7 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
     """vLLM's kv_transfer_config of a case."""
     if case in ("none", "device"):
         return None
-    extra: dict[str, Any] = {
-        "spec_name": "SpillwayOffloadingSpec",
-        "spec_module_path": "spillway_connector.engine.spec",
-        "num_cpu_blocks": wanted.cpu_blocks,
-    }
+    extra: dict[str, Any] = {"num_cpu_blocks": wanted.cpu_blocks}
     if case == "chunks":
         extra["blocks_per_chunk"] = 2
     if case.startswith("layers"):
@@ -108,7 +105,7 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
             "acl_library_path": str(emulator.library()),
             "batch_memcpy": "off" if case == "npu-off" else "on",
         }
-    return connector_config(extra)
+    return spillway(extra)
 
 
 def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict[str, Any]:

@@ -319,17 +319,6 @@ def build(wanted: Model, folder: Path) -> Path:
     return target
 
 
-def connector_config(extra: dict[str, Any]) -> dict[str, Any]:
-    """`kv_transfer_config` with Spillway's connector, which has these settings of its own."""
-    return {
-        "kv_connector": "SpillwayConnector",
-        "kv_connector_module_path": "spillway_connector.engine.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-
-
 def engine_settings(wanted: Model, folder: Path) -> dict[str, Any]:
     """vLLM's settings of an engine on the CPU with this model, whose cached blocks are known by the prompts alone."""
     return {

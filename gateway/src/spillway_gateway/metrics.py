@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
+
+if TYPE_CHECKING:
+    from functools import _lru_cache_wrapper
 
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _HAND_OVER_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -31,125 +34,107 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self._children: dict[MetricWrapperBase, _lru_cache_wrapper[Any]] = {}
+        self.request = self._counter(
             "spillway_gateway_requests",
             "Finished requests by model, engine, route reason and status class.",
             ("model", "engine", "route", "status"),
-            registry=self.registry,
         )
-        self._first_byte = Histogram(
+        self.first_byte = self._histogram(
             "spillway_gateway_time_to_first_byte_seconds",
             "From the whole request read to the first body byte of the engine; streams only.",
             ("model", "engine"),
             buckets=_FIRST_BYTE_BUCKETS,
-            registry=self.registry,
         )
-        self._overhead = Histogram(
+        self.overhead = self._histogram(
             "spillway_gateway_overhead_seconds",
             "The gateway's own time per request: parsing, hashing, routing and header work.",
             ("model",),
             buckets=_OVERHEAD_BUCKETS,
-            registry=self.registry,
         )
-        self._retries = Counter(
+        self.retry = self._counter(
             "spillway_gateway_retries",
             "Attempts made again on another engine, by the failed engine and the reason.",
             ("engine", "reason"),
-            registry=self.registry,
         )
-        self._suspects = Counter(
+        self.suspect = self._counter(
             "spillway_gateway_suspect_requests",
             "Requests that an engine ended of (found), and the same requests again (refused).",
             ("model", "outcome"),
-            registry=self.registry,
         )
-        self._disconnects = Counter(
+        self.disconnect = self._counter(
             "spillway_gateway_client_disconnects",
             "Requests whose client went away, by whether a body byte had been sent.",
             ("model", "phase"),
-            registry=self.registry,
         )
-        self._broken = Counter(
+        self.broken = self._counter(
             "spillway_gateway_broken_replies",
             "Replies that an engine broke off after the first byte.",
             ("engine", "reason"),
-            registry=self.registry,
         )
-        self._continued = Counter(
+        self.continued = self._counter(
             "spillway_gateway_continued_answers",
             "Answers that another engine continued after the first byte, by the first engine's failure.",
             ("model", "reason"),
-            registry=self.registry,
         )
-        self._not_continued = Counter(
+        self.not_continued = self._counter(
             "spillway_gateway_not_continued_answers",
             "Answers that broke after the first byte while continuation was on and ended, by what prevented it.",
             ("model", "why"),
-            registry=self.registry,
         )
-        self._legs = Counter(
+        self.legs = self._counter(
             "spillway_gateway_legs",
             "Requests of models whose engines have roles, by whether they took one leg or two, and why.",
             ("model", "decision", "reason"),
-            registry=self.registry,
         )
-        self._hand_over = Histogram(
+        self.hand_over = self._histogram(
             "spillway_gateway_hand_over_seconds",
             "From the end of a first leg until the second one's engine was chosen.",
             ("model",),
             buckets=_HAND_OVER_BUCKETS,
-            registry=self.registry,
         )
-        self._promotion_hints = Counter(
+        self.promotion_hint = self._counter(
             "spillway_gateway_promotion_hints",
             "Prefixes that engines were sent to promote, by what they answered; dropped: too many at once.",
             ("model", "outcome"),
-            registry=self.registry,
         )
-        self._sessions = Counter(
+        self.session = self._counter(
             "spillway_gateway_session_choices",
             "Choices of an engine for a request that names a session, by whether it stayed with the last one.",
             ("model", "outcome"),
-            registry=self.registry,
         )
-        self._retentions = Counter(
+        self.retentions = self._counter(
             "spillway_gateway_retentions",
             "Requests that ask to retain their prompt: as long as they ask, shortened, or not at all (refused).",
             ("model", "outcome"),
-            registry=self.registry,
         )
-        self._retained_token_hours = Counter(
+        self.retained_token_hours = self._counter(
             "spillway_gateway_retained_token_hours",
             "Prompt tokens times the hours for which their retention was granted.",
             ("model",),
-            registry=self.registry,
         )
-        self._pause = Histogram(
+        self.pause = self._histogram(
             "spillway_gateway_continuation_pause_seconds",
             "From an engine's failure to the first event of the engine that continues the answer.",
             ("model",),
             buckets=_FIRST_BYTE_BUCKETS,
-            registry=self.registry,
         )
-        self._predicted_tokens = Counter(
+        self.predicted_tokens = self._counter(
             "spillway_gateway_predicted_cached_tokens",
             "Prompt tokens expected to be cached for the chosen engine, by tier, if the reply reported the actual "
             "number.",
             ("model", "tier"),
-            registry=self.registry,
         )
-        self._actual_tokens = Counter(
+        self.actual_tokens = self._counter(
             "spillway_gateway_actual_cached_tokens",
             "Prompt tokens that the engine's usage reported as cached; it does not say in which tier.",
             ("model",),
-            registry=self.registry,
         )
-        self._missing_tokens = Counter(
+        self.missing_tokens = self._counter(
             "spillway_gateway_missing_cached_tokens",
             "Prompt tokens by which requests found less than routing had expected for them, by the tier in which the "
             "first of them was expected.",
             ("model", "tier"),
-            registry=self.registry,
         )
         self.event_batches = Counter(
             "spillway_gateway_event_batches", "KV event batches applied.", ("engine",), registry=self.registry
@@ -192,33 +177,28 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.on_removed: list[Callable[[str], None]] = []  # called with each engine that is gone
-        self.request = cache(self._requests.labels)
-        self.first_byte = cache(self._first_byte.labels)
-        self.overhead = cache(self._overhead.labels)
-        self.retry = cache(self._retries.labels)
-        self.disconnect = cache(self._disconnects.labels)
-        self.suspect = cache(self._suspects.labels)
-        self.broken = cache(self._broken.labels)
-        self.continued = cache(self._continued.labels)
-        self.not_continued = cache(self._not_continued.labels)
-        self.legs = cache(self._legs.labels)
-        self.hand_over = cache(self._hand_over.labels)
-        self.promotion_hint = cache(self._promotion_hints.labels)
-        self.session = cache(self._sessions.labels)
-        self.pause = cache(self._pause.labels)
-        self.predicted_tokens = cache(self._predicted_tokens.labels)
-        self.actual_tokens = cache(self._actual_tokens.labels)
-        self.retentions = cache(self._retentions.labels)
-        self.retained_token_hours = cache(self._retained_token_hours.labels)
-        self.missing_tokens = cache(self._missing_tokens.labels)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> _lru_cache_wrapper[Counter]:
+        """Declare it; its children by the values of its labels."""
+        metric = Counter(name, text, labels, registry=self.registry)
+        self._children[metric] = children = cache(metric.labels)
+        return children
+
+    def _histogram(
+        self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
+    ) -> _lru_cache_wrapper[Histogram]:
+        """The same for a histogram."""
+        metric = Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        self._children[metric] = children = cache(metric.labels)
+        return children
 
     def remove_engine(self, engine: str) -> None:
         """Drop every series of an engine that is gone for good: pod names are never reused, and would accumulate."""
-        for metric in vars(self).values():
+        for metric in (*self._children, *vars(self).values()):
             if isinstance(metric, MetricWrapperBase) and "engine" in metric._labelnames:
                 metric.remove_by_labels({"engine": engine})
-        for cached in (self.request, self.first_byte, self.retry, self.broken):
-            cached.cache_clear()
+                if metric in self._children:
+                    self._children[metric].cache_clear()
         for forget in self.on_removed:
             forget(engine)
 
