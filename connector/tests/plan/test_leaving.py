@@ -54,6 +54,12 @@ def test_decoding_does_not_narrow_the_window():
     assert window.blocks == before
 
 
+def test_the_window_is_three_steps_long_if_that_is_a_small_part_of_the_cpu_tier():
+    for blocks_max, blocks in ((100, 30), (20, 20), (3, 15)):
+        window = LeavingWindow(10, blocks_max)
+        assert window.blocks == blocks
+
+
 def test_blocks_that_were_lost_widen_the_window_for_a_while():
     window = LeavingWindow(4)
     before = window.blocks

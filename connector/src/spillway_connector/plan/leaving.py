@@ -12,18 +12,24 @@ Pure: no clock, no lock, no block.
 
 from __future__ import annotations
 
+import math
+
 _DECAY = 0.98  # a step with an admission, of the most that one has taken: half of it after 34 such steps
 _ADMISSION_SHARE = 0.25  # of the blocks that one step computes at most; steps that take fewer only decode
-_STEPS_MAX = 4.0  # whose blocks are looked at, at most
+# Steps, of as many blocks as the largest lately, that are looked at.
+_STEPS_LEAST, _STEPS_MOST = 1.5, 3.0
+_STEPS_MAX = 6.0  # behind losses
 _LOOK_STEPS_MAX = 16  # between two looks at the head, for blocks that have left it because they were used again
 
 
 class LeavingWindow:
     """How many blocks from the head of the free queue are about to be given up, and when to look at them again."""
 
-    def __init__(self, blocks_per_step: int) -> None:
-        """blocks_per_step: that one step computes at most; the least that is kept ready for one."""
+    def __init__(self, blocks_per_step: int, blocks_max: float = math.inf) -> None:
+        """blocks_per_step: that one step computes at most; the least that is kept ready for one. blocks_max: to be
+        looked at if that is more than the next step needs, since the CPU tier holds them twice."""
         self._least = blocks_per_step
+        self._blocks_max = blocks_max
         self._most_taken = 0.0
         self._margin = 0.0
         self._taken_this_step = 0
@@ -37,9 +43,11 @@ class LeavingWindow:
 
     @property
     def blocks(self) -> int:
-        """How many blocks to look at: half as many again, so that not every step has to look, plus the blocks that were
-        lost."""
-        return int(min(1.5 * self.next_step_blocks + self._margin, _STEPS_MAX * self.next_step_blocks))
+        """How many blocks to look at: half as many again, so that not every step has to look, and those of as much as
+        another step and a half, in which copies end while requests are admitted; plus the blocks that were lost."""
+        next_step = self.next_step_blocks
+        steps = max(_STEPS_LEAST * next_step, min(_STEPS_MOST * next_step, self._blocks_max))
+        return int(min(steps + self._margin, _STEPS_MAX * next_step))
 
     def took(self, blocks: int) -> None:
         """vLLM has taken them from the head, within the present step."""

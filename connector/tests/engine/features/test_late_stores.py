@@ -48,7 +48,7 @@ class Rig:
         self.tier = make_cpu_tier(ROWS, region, "lru", enable_events=True)
         config = ConnectorConfig(num_cpu_blocks=ROWS)
         self.manager = SpillwayTieringManager(self.tier, [], ROWS, config, chunk_tokens=16, chunk_bytes=4096)
-        self.late = LateStores(self.manager, LeavingWindow(per_step), ranks=1, shared=True)
+        self.late = LateStores(self.manager, LeavingWindow(per_step, ROWS // 2), ranks=1, shared=True)
         self.manager.serve_half(loads_begin_early=False, late_stores=self.late)
         self.pool = BlockPool(BLOCKS, True, 16)
         self.late.bind(self.pool)

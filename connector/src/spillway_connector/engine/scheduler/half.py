@@ -115,7 +115,8 @@ class SchedulerHalf(ResettableHalf):
         one_block = one_prefix and blocks_per_chunk == 1  # a chunk's key is the hash of a block on the device
         if settings is not None:
             if one_block and loading is not None:
-                window = LeavingWindow(-(-step_tokens // self._block_tokens))
+                half_of_rows = self.manager.primary_tier.free_rows() // 2  # of a tier that holds nothing yet
+                window = LeavingWindow(-(-step_tokens // self._block_tokens), half_of_rows)
                 self.late_stores = LateStores.wanted(self.manager, settings, window, ranks=self.config.num_workers)
             if settings.queue_order == "prefix" and one_prefix:
                 self.features.append(QueueOrder(self, settings.queue_overtake_seconds))
