@@ -144,6 +144,23 @@ def test_a_session_that_is_far_too_late_has_ended():
     assert tier.store(BOB, None, ["x"], now) == ["l0"]  # its turn, unlike `alive`, which comes back last
 
 
+def test_the_oldest_chunks_of_sessions_that_are_gone_are_found_up_to_the_first_that_is_not():
+    tier = LruTier(20)
+    tier.turn(ALICE, hint("gone", 1.0), [*chunks("g", 3), "common"], 0.0, 1.0)
+    tier.store(ALICE, None, chunks("u", 2), 2.0)  # of no session
+    tier.turn(ALICE, hint("also", 1.0), chunks("b", 2), 3.0, 4.0)
+    tier.turn(BOB, hint("alive", 60.0), ["common", *chunks("a", 2)], 5.0, 6.0)
+    tier.turn(ALICE, hint("gone too", 1.0), chunks("c", 2), 7.0, 8.0)
+    find = tier.retention.gone
+
+    assert find(9, tier.order, lambda key: key != "g1", 30.0) == ["g0", "g2", "b0", "b1"]
+    assert find(1, tier.order, lambda key: True, 30.0) == ["g0"]
+    assert find(9, tier.order, lambda key: True, 2.0) == []
+
+    tier.turn(ALICE, hint("alive", ended=True), chunks("e", 2), 31.0, 32.0)
+    assert find(3, tier.order, lambda key: True, 33.0) == ["e1", "e0", "g0"], "those that have ended leave first"
+
+
 def found_in_a_closed_loop(size: int, *, named: bool) -> float:
     """The share of chunks found by 16 agents whose sessions end without a word: 8 chunks and one more in each of 12
     turns, answers of 2.5 s, pauses of about 1 s, and then another session begins."""

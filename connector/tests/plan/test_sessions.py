@@ -59,6 +59,24 @@ def test_a_session_is_expected_the_later_the_longer_it_is_overdue():
     assert times.due_from(12.0) == 14.0, "whatever its client announced"
 
 
+def test_a_session_is_gone_after_several_of_its_tenants_pauses_unless_it_is_in_use():
+    habits = Habits()
+    times = SessionTimes(ANN, habits)
+    times.end_request(0.0)
+    assert not times.is_gone(1e6), "nothing is known of its pauses"
+    for begin in (2.0, 6.0):
+        times.begin_request(None, begin)
+        assert not times.is_gone(1e6)
+        times.end_request(begin + 2.0)
+    assert times.due_at == 10.0
+    assert not times.is_gone(19.0)
+    assert times.is_gone(21.0)
+    habits.paused(100.0, first=False)  # another session of the tenant: its own pauses may have been short by chance
+    assert not times.is_gone(21.0)
+    times.begin_request(None, 22.0)
+    assert not times.is_gone(1e6)
+
+
 @given(
     due=st.floats(-1e6, 1e6),
     late=st.floats(0, 1e4),

@@ -24,9 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, TypeVar
 
 from spillway_connector.plan.sessions import SESSIONS_MAX, SessionHint, SessionTable, SessionTimes
+
+EVICTION_LOOKAHEAD = 32  # chunks looked at beyond those wanted, for those among them that may not leave
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -119,6 +122,27 @@ class Retention(Generic[_Key]):
             session.keys.clear()
         self._users.clear()
         self._ended.clear()
+
+    def gone(
+        self, count: int, oldest_first: Iterable[_Key], may_leave: Callable[[_Key], bool], now: float
+    ) -> list[_Key]:
+        """Up to `count` chunks of sessions that have ended or are gone. It looks at the oldest until one is not.
+
+        oldest_first, may_leave: as of `plan_eviction`.
+        """
+        if self.is_idle:
+            return []
+        found = dict.fromkeys(islice(filter(may_leave, self._ended), count))
+        for key in islice(oldest_first, count + EVICTION_LOOKAHEAD):
+            if len(found) == count:
+                break
+            users = self._users.get(key)
+            if users is None or not may_leave(key):
+                continue
+            if not all(session.is_gone(now) for session in (users if isinstance(users, dict) else (users,))):
+                break
+            found[key] = None
+        return list(found)
 
     def plan_eviction(
         self,

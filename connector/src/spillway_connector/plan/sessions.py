@@ -26,6 +26,10 @@ _FIRST_DEVIATION_SECONDS_MIN = 12.0
 # An overdue session is expected after so many times as long as it has been overdue. Without this, sessions that end
 # without a word would be kept before all others until they are late.
 _OVERDUE_FACTOR = 2.0
+# A session that is overdue by so many of its tenant's usual pauses is gone as far as the order of eviction goes: of
+# exponential pauses one in 400 is longer.
+_GONE_PAUSES = 5.0
+_GONE_SECONDS_MIN = 1.0
 _NEWEST_SHARE = 0.5  # of the last pause in the usual one, and of the last request's duration
 _NEWEST_DEVIATION_SHARE = 0.25
 _NEWEST_HABIT_SHARE = 0.1
@@ -155,6 +159,13 @@ class SessionTimes:
             return None
         pause = self.expected_pause if self.running else None
         return expected_at(self.due_at, self.late_at, now) if pause is None else max(self.due_at, now + pause)
+
+    def is_gone(self, now: float) -> bool:
+        """Whether so few sessions as late as this one still come back that what others may use is worth more."""
+        if self.running or self.due_at is None:
+            return False
+        pause = max(self.expected_pause or 0.0, self.habits.pause or 0.0)
+        return now > min(self.late_at, self.due_at + max(_GONE_SECONDS_MIN, _GONE_PAUSES * pause))
 
 
 _Times = TypeVar("_Times", bound=SessionTimes)

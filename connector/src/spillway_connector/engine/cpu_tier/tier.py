@@ -35,11 +35,9 @@ from spillway_connector.engine.cpu_tier.holding_arc import HoldingArc
 from spillway_connector.engine.requests.tenancy import session_of_context
 from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
-from spillway_connector.plan.retention import Retention
+from spillway_connector.plan.retention import EVICTION_LOOKAHEAD, Retention
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
 from spillway_connector.transfer.announcements import Announcement, Announcements
-
-_EVICTION_LOOKAHEAD = 32  # rows looked at beyond those wanted, for the pinned ones among them
 
 
 class Duplicates(Protocol):
@@ -83,11 +81,11 @@ class CpuTier(OffloadingManager):
         self._region = region
         self._view = region.create_kv_memoryview()
         self._free_list: list[int] = []
-        self.complete_read = self.complete_load
         self.prepare_write, self.complete_write = self.prepare_store, self.complete_store
+        self.complete_read = self.complete_load
 
     def evict_first(self, duplicates: Duplicates) -> None:
-        """From now on, evict what the device holds, too, before anything else."""
+        """From now on, evict what the device holds, too, before anything but what sessions that are gone have left."""
         self._duplicates = duplicates
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
@@ -124,8 +122,7 @@ class CpuTier(OffloadingManager):
 
     def held_rows(self) -> int:
         """Chunks that clients asked to retain, whether they are here or not; see plan/holds.py."""
-        if self._holds:
-            self._holds.expire(self._clock())
+        self._holds.expire(self._clock())
         return len(self._holds)
 
     def hold(self, tenant: bytes, share: float, seconds: float, keys: Sequence[OffloadKey]) -> None:
@@ -213,8 +210,7 @@ class CpuTier(OffloadingManager):
 
 class LruRows(CpuTier):
     """Evicts the least recently used ready chunk that no job reads, no waiting request needs and no client asked to
-    retain. If that chunk's session is expected back, another chunk may leave in its place (plan/retention.py). A policy
-    of upstream's knows nothing of these."""
+    retain; its session may choose another one in its place (plan/retention.py). Upstream's policies know none of it."""
 
     def __init__(
         self,
@@ -367,16 +363,24 @@ class LruRows(CpuTier):
             return []
         if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
-        kept, waiting = set(protected), self.waiting.kept
+        kept, waiting, now = set(protected), self.waiting.kept, self._clock()
         if self._duplicates is None:
             return self._evict_unique(count, kept, req_context)
-        spare = self._duplicates.take_spare(count, lambda key: key not in waiting and self._may_leave(key, kept))
-        first = [key for key, _ in spare]
+
+        def may_leave(key: OffloadKey) -> bool:
+            return key not in waiting and self._may_leave(key, kept)
+
+        gone = self._retention.gone(
+            count, self._rows, lambda key: may_leave(key) and not self._held_of((key,), now), now
+        )
+        kept.update(gone)
+        spare = self._duplicates.take_spare(count - len(gone), may_leave)
+        first = gone + [key for key, _ in spare]
         rest = self._evict_unique(count - len(first), kept.union(first), req_context)
         if rest is None:
             self._duplicates.put_back(spare)
             return None
-        self._duplicates.gave_up(spare, rest)
+        self._duplicates.gave_up(spare, gone + rest)
         return first + rest
 
     def _evict_unique(
@@ -390,7 +394,7 @@ class LruRows(CpuTier):
         victims: list[OffloadKey] = []
         spared: list[OffloadKey] = []
         oldest_first = iter(self._rows)
-        while len(victims) < count and (batch := list(islice(oldest_first, count + _EVICTION_LOOKAHEAD))):
+        while len(victims) < count and (batch := list(islice(oldest_first, count + EVICTION_LOOKAHEAD))):
             late = self._held_of(batch, now)
             if waiting and not waiting.isdisjoint(batch):
                 late |= waiting & set(batch)

@@ -5,7 +5,8 @@ CPU tier together hold no more than the larger of them. Here, once the CPU tier 
 
 - a new chunk is not stored when it is computed but owed: it is stored when the device is about to give its block up,
   which a block that is used again never does;
-- when the CPU tier needs a row, a chunk that the device holds and will keep leaves first, and is owed from then on;
+- when the CPU tier needs a row, a chunk that the device holds and will keep leaves first, unless the oldest chunks are
+  of sessions that are gone (plan/sessions.py); it is owed from then on;
 - the device gives a block up when it comes near the head of the free queue (plan/leaving.py), or, while that queue is
   short, when the last request that uses it ends. It is held by a reference until its copy has ended, up to a share of
   the device's blocks, and leaves vLLM a free block for each request that runs. Then it returns to its end of the queue.
