@@ -46,7 +46,7 @@ class Arrivals:
     """
 
     def __init__(self, per_second: float) -> None:
-        self._gap = lambda: random.expovariate(per_second)
+        self._gap: Callable[[], float] = lambda: random.expovariate(per_second)
         self._waiting: deque[float] = deque()  # times of arrival
         self._idle: list[Client] = []
         self._next = 0.0

@@ -116,9 +116,9 @@ class LegsRun:
         self._fleet = ModelFleet(
             ModelConfig("model", configs), RoutingConfig(), self._index, clock=clock, disaggregation=terms
         )
-        for engine in self._fleet.engines.values():
-            engine.set_state(EngineState.READY, "ready")
-            engine.events_live = True
+        for routed in self._fleet.engines.values():
+            routed.set_state(EngineState.READY, "ready")
+            routed.events_live = True
         for at, engine in enumerate(self.engines):
             self._apply(at, engine.take_events())  # from which store it loads
             engine.prefill_meter.add(*WARM_UP, 0.0)
@@ -226,7 +226,7 @@ class LegsRun:
             if medium is Medium.CPU:  # of the engine alone, on the way to the node's
                 continue
             decoded = gateway_event(event, BLOCK_TOKENS)
-            if medium is Medium.SHARED:
+            if medium is Medium.SHARED and not isinstance(decoded, event_decoder.AllBlocksCleared):
                 decoded = replace(decoded, tier=event_decoder.Tier.CPU, store=NODE)
             self._index.apply(self.engines[at].name, decoded)
 
