@@ -27,16 +27,17 @@ from spillway_connector.device.npu.acl import (
     Acl,
     AclError,
     CopyKind,
-    Spans,
     version_at_least,
 )
-from spillway_connector.device.npu.acl_batch import BATCH, LOOP, CopyPath
+from spillway_connector.device.npu.acl_batch import CopyPath
 from spillway_connector.device.npu.copier import NpuCopier
 from spillway_connector.device.npu.registrars import acl_registrar, torch_npu_registrar
 from spillway_connector.device.pinned import HostPin, pin_host_memory
+from spillway_connector.device.spans import Spans
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.errors import ConfigError, SpillwayError
 from spillway_connector.plan.copies import CopyPlan
+from spillway_connector.plan.copy_table import BATCH, LOOP
 
 _MIB = 1 << 20
 _PIECES_BYTES = (4 << 10, 16 << 10, 64 << 10, 144 << 10, 256 << 10, 1 << 20, 4 << 20)

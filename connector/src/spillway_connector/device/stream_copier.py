@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -147,6 +148,18 @@ class StreamCopier(abc.ABC):
 
     def _release(self) -> None:  # noqa: B027 - optional
         """Called when nothing of this direction runs any more: free what the subclass allocated."""
+
+    def _poll(self, event: int, seconds: float, pause_seconds: float) -> bool:
+        """`_await_event` by queries, for runtimes that cannot wait for an event with a deadline."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                if self._runtime.event_complete(event):
+                    return True
+            except DeviceCopyError:
+                return False
+            time.sleep(pause_seconds)
+        return False
 
     # Whether `discard_stream` also stops queued copies. If it does not, a late job cannot be reported as ended: the
     # device might write to its blocks after they were given to another request.

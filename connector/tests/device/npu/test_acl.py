@@ -14,9 +14,9 @@ from spillway_connector.device.npu.acl import (
     Acl,
     AclError,
     CopyKind,
-    Spans,
     version_at_least,
 )
+from spillway_connector.device.spans import Spans
 from spillway_connector.errors import ConfigError, DeviceCopyError
 
 

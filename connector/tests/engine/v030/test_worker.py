@@ -14,13 +14,13 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector import metrics
-from spillway_connector.device.npu.acl_batch import BATCH
 from spillway_connector.engine.ipc.messages import LoadPiece, SpillwayConnectorMetadata, SpillwayWorkerMetadata
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
 from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.engine.v030.connector import SpillwayConnector
 from spillway_connector.engine.v030.offload_worker import StepWorker
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
+from spillway_connector.plan.copy_table import BATCH
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=32)

@@ -20,14 +20,13 @@ from spillway_connector.device.cuda.driver import (
     NOT_SUPPORTED,
     CudaDriver,
     CudaError,
-    CudaSpans,
 )
 from spillway_connector.device.cuda.paths import CudaPaths
 from spillway_connector.device.cuda.staging import CudaStaging
+from spillway_connector.device.spans import Spans
 from spillway_connector.device.stream_copier import CopyLimits, StreamCopier, StreamJob
 from spillway_connector.device.stream_events import ReusedEvents
 from spillway_connector.errors import DeviceCopyError
-from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.copy_table import BATCH, STAGED
 
 _POLL_SECONDS = 0.0001
@@ -78,7 +77,7 @@ class CudaCopier(StreamCopier):
         elif path == STAGED:
             return
         for part in plan.batches(self._limits.descriptors):
-            spans = self._spans(part)
+            spans = Spans.of(self._direction, part)
             if path == BATCH and self._paths.batch:
                 try:
                     self._driver.copy_batch(self._direction, spans, stream)
@@ -104,11 +103,6 @@ class CudaCopier(StreamCopier):
         self._table_rows[job.job_id] = first
         return True
 
-    def _spans(self, plan: CopyPlan) -> CudaSpans:
-        if self._direction is Direction.LOAD:
-            return CudaSpans(plan.device_addresses, plan.host_addresses, plan.sizes_bytes)
-        return CudaSpans(plan.host_addresses, plan.device_addresses, plan.sizes_bytes)
-
     @override
     def _job_ended(self, job: StreamJob) -> None:
         first = self._table_rows.pop(job.job_id, None)
@@ -123,12 +117,4 @@ class CudaCopier(StreamCopier):
 
     @override
     def _await_event(self, event: int) -> bool:
-        deadline = time.monotonic() + self._limits.check_seconds
-        while time.monotonic() < deadline:
-            try:
-                if self._driver.event_complete(event):
-                    return True
-            except DeviceCopyError:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return False
+        return self._poll(event, self._limits.check_seconds, _POLL_SECONDS)

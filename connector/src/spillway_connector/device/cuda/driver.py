@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spillway_connector.device.copier import Direction
+from spillway_connector.device.spans import Spans
 from spillway_connector.errors import ConfigError, DeviceCopyError
-from spillway_connector.plan.copies import Addresses
 
 DEFAULT_LIBRARY = "libcuda.so.1"
 NOT_READY = 600  # cuEventQuery: not yet
@@ -47,39 +47,38 @@ class MemcpyAttributes(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    version: int  # the CUDA version whose signature is meant, as the driver counts: 12080 is 12.8
     arguments: tuple[Any, ...]
     # Calls that only enqueue or ask keep the GIL: giving it up costs a switch to a busy thread each time, and they
     # return in microseconds.
     holds_gil: bool = True
-    required: bool = True
 
 
+_VERSION = 12000  # whose signatures these are, as the driver counts: 12.0
 _FUNCTIONS = {
-    "cuInit": _Function(12000, (_uint,), holds_gil=False),
-    "cuDriverGetVersion": _Function(12000, (_pointer,)),
-    "cuGetErrorName": _Function(12000, (_int, _pointer)),
-    "cuDeviceGet": _Function(12000, (_pointer, _int)),
-    "cuDevicePrimaryCtxRetain": _Function(12000, (_pointer, _int), holds_gil=False),
-    "cuDevicePrimaryCtxRelease": _Function(12000, (_int,), holds_gil=False),
-    "cuCtxSetCurrent": _Function(12000, (_pointer,)),
-    "cuMemAlloc": _Function(12000, (_pointer, _size), holds_gil=False),
-    "cuMemFree": _Function(12000, (_pointer,), holds_gil=False),
-    "cuMemHostAlloc": _Function(12000, (_pointer, _size, _uint), holds_gil=False),
-    "cuMemFreeHost": _Function(12000, (_pointer,), holds_gil=False),
-    "cuMemHostRegister": _Function(12000, (_pointer, _size, _uint), holds_gil=False),
-    "cuMemHostUnregister": _Function(12000, (_pointer,), holds_gil=False),
-    "cuStreamCreate": _Function(12000, (_pointer, _uint)),
-    "cuStreamDestroy": _Function(12000, (_pointer,), holds_gil=False),
-    "cuStreamSynchronize": _Function(12000, (_pointer,), holds_gil=False),
-    "cuStreamWaitEvent": _Function(12000, (_pointer, _pointer, _uint)),
-    "cuEventCreate": _Function(12000, (_pointer, _uint)),
-    "cuEventDestroy": _Function(12000, (_pointer,)),
-    "cuEventRecord": _Function(12000, (_pointer, _pointer)),
-    "cuEventQuery": _Function(12000, (_pointer,)),
-    "cuEventElapsedTime": _Function(12000, (_pointer, _pointer, _pointer)),
-    "cuMemcpyHtoDAsync": _Function(12000, (_pointer, _pointer, _size, _pointer)),
-    "cuMemcpyDtoHAsync": _Function(12000, (_pointer, _pointer, _size, _pointer)),
+    "cuInit": _Function((_uint,), holds_gil=False),
+    "cuDriverGetVersion": _Function((_pointer,)),
+    "cuGetErrorName": _Function((_int, _pointer)),
+    "cuDeviceGet": _Function((_pointer, _int)),
+    "cuDevicePrimaryCtxRetain": _Function((_pointer, _int), holds_gil=False),
+    "cuDevicePrimaryCtxRelease": _Function((_int,), holds_gil=False),
+    "cuCtxSetCurrent": _Function((_pointer,)),
+    "cuMemAlloc": _Function((_pointer, _size), holds_gil=False),
+    "cuMemFree": _Function((_pointer,), holds_gil=False),
+    "cuMemHostAlloc": _Function((_pointer, _size, _uint), holds_gil=False),
+    "cuMemFreeHost": _Function((_pointer,), holds_gil=False),
+    "cuMemHostRegister": _Function((_pointer, _size, _uint), holds_gil=False),
+    "cuMemHostUnregister": _Function((_pointer,), holds_gil=False),
+    "cuStreamCreate": _Function((_pointer, _uint)),
+    "cuStreamDestroy": _Function((_pointer,), holds_gil=False),
+    "cuStreamSynchronize": _Function((_pointer,), holds_gil=False),
+    "cuStreamWaitEvent": _Function((_pointer, _pointer, _uint)),
+    "cuEventCreate": _Function((_pointer, _uint)),
+    "cuEventDestroy": _Function((_pointer,)),
+    "cuEventRecord": _Function((_pointer, _pointer)),
+    "cuEventQuery": _Function((_pointer,)),
+    "cuEventElapsedTime": _Function((_pointer, _pointer, _pointer)),
+    "cuMemcpyHtoDAsync": _Function((_pointer, _pointer, _size, _pointer)),
+    "cuMemcpyDtoHAsync": _Function((_pointer, _pointer, _size, _pointer)),
 }
 _BATCH = "cuMemcpyBatchAsync"
 # Newest first: 13.0 dropped the index of the failing copy.
@@ -99,22 +98,6 @@ class CudaError(DeviceCopyError):
         super().__init__(f"{function} failed with {code} ({name})" + (f"; {details}" if details else ""))
 
 
-@dataclass(frozen=True, slots=True)
-class CudaSpans:
-    """What to copy where, one direction: addresses and lengths, shape (n,) int64 each, contiguous."""
-
-    targets: Addresses
-    sources: Addresses
-    sizes_bytes: Addresses
-
-    def describe(self, index: int) -> str:
-        target, source = int(self.targets[index]), int(self.sources[index])
-        return (
-            f"copy {index} of {len(self.sizes_bytes)}: 0x{source:x} -> 0x{target:x}, "
-            f"{int(self.sizes_bytes[index])} bytes"
-        )
-
-
 class CudaDriver:
     """One process's driver, on the primary context of one device. Handles are integers; stream 0 is the default one."""
 
@@ -123,7 +106,7 @@ class CudaDriver:
         self._proc_address = proc_address
         self._calls: dict[str, Callable[..., int]] = {}
         for name, function in _FUNCTIONS.items():
-            call = self._look_up(name, function.version, function.arguments, holds_gil=function.holds_gil)
+            call = self._look_up(name, _VERSION, function.arguments, holds_gil=function.holds_gil)
             if call is None:
                 raise ConfigError(f"cuda: the driver has no {name}; install a driver of CUDA 12.0 or newer")
             self._calls[name] = call
@@ -270,17 +253,7 @@ class CudaDriver:
 
     # -- copies
 
-    def copy(self, direction: Direction, target: int, source: int, size_bytes: int, stream: int) -> None:
-        self._call(
-            "cuMemcpyDtoHAsync" if direction is Direction.STORE else "cuMemcpyHtoDAsync",
-            target,
-            source,
-            size_bytes,
-            stream,
-            details=f"0x{source:x} -> 0x{target:x}, {size_bytes} bytes",
-        )
-
-    def copy_each(self, direction: Direction, spans: CudaSpans, stream: int) -> None:
+    def copy_each(self, direction: Direction, spans: Spans, stream: int) -> None:
         """One call a span. Raises CudaError at the first that is refused; those before it are in flight."""
         name = "cuMemcpyDtoHAsync" if direction is Direction.STORE else "cuMemcpyHtoDAsync"
         call = self._calls[name]
@@ -290,7 +263,7 @@ class CudaDriver:
             if code != 0:
                 raise self._error(name, code, spans.describe(index))
 
-    def copy_batch(self, direction: Direction, spans: CudaSpans, stream: int) -> None:
+    def copy_batch(self, direction: Direction, spans: Spans, stream: int) -> None:
         """All spans in one call. The driver reads the arrays during the call only.
 
         Raises CudaError; spans before the failing one may be in flight then.

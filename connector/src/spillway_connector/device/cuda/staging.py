@@ -19,8 +19,9 @@ import numpy as np
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.bursts import WORD_BYTES, Burst, BurstPlan, DescriptorRing
-from spillway_connector.device.cuda.driver import EVENT_NO_TIMING, CudaDriver, CudaError, CudaSpans
+from spillway_connector.device.cuda.driver import EVENT_NO_TIMING, CudaDriver, CudaError
 from spillway_connector.device.cuda.kernel import SpanKernel
+from spillway_connector.device.spans import Spans
 from spillway_connector.plan.copies import Addresses, CopyPlan
 
 SLOT_BYTES = 32 << 20
@@ -134,7 +135,7 @@ class CudaStaging:
         self._kernel.launch(table, len(burst.piece_bytes), int(burst.piece_bytes.max()), self._stream)
 
     def _cross(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, batch: bool) -> None:
-        spans = CudaSpans(targets, sources, sizes)
+        spans = Spans(targets, sources, sizes)
         if batch and len(sizes) > 1:
             self._driver.copy_batch(self._direction, spans, stream)
         else:

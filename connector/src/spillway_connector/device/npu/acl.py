@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spillway_connector.device.spans import Spans
 from spillway_connector.errors import ConfigError, DeviceCopyError
-from spillway_connector.plan.copies import Addresses
 
 DEFAULT_LIBRARY = "libascendcl.so"
 FEATURE_NOT_SUPPORTED = 207000
@@ -117,22 +117,6 @@ _FUNCTIONS = {
     ),
     "aclrtMemcpyBatchAsyncV2": _Function((), required=False),  # its presence tells 9.1 from 9.0; never called
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """What to copy and to where: addresses and lengths, shape (n,) int64 each, contiguous."""
-
-    targets: Addresses
-    sources: Addresses
-    sizes_bytes: Addresses
-
-    def describe(self, index: int) -> str:
-        target, source = int(self.targets[index]), int(self.sources[index])
-        return (
-            f"descriptor {index} of {len(self.sizes_bytes)}: 0x{source:x} -> 0x{target:x}, "
-            f"{int(self.sizes_bytes[index])} bytes"
-        )
 
 
 class AclError(DeviceCopyError):

@@ -11,12 +11,13 @@ import logging
 
 import numpy as np
 
-from spillway_connector.device.npu.acl import Acl, AclError, CopyKind, Spans, version_at_least
+from spillway_connector.device.npu.acl import Acl, AclError, CopyKind, version_at_least
+from spillway_connector.device.spans import Spans
 from spillway_connector.errors import ConfigError
+from spillway_connector.plan.copy_table import BATCH, LOOP
 
 logger = logging.getLogger(__name__)
 
-BATCH, LOOP = "batch", "loop"
 _FUNCTION = "aclrtMemcpyBatchAsync"
 _PROBE_BYTES = 512
 _PROBE_TIMEOUT_MS = 5_000

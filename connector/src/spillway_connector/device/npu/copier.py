@@ -18,9 +18,9 @@ from spillway_connector.device.npu.acl import (
     Acl,
     AclError,
     CopyKind,
-    Spans,
 )
 from spillway_connector.device.npu.acl_batch import CopyPath
+from spillway_connector.device.spans import Spans
 from spillway_connector.device.stream_copier import CopyLimits, StreamCopier, StreamJob
 from spillway_connector.device.stream_events import ReusedEvents
 from spillway_connector.errors import DeviceCopyError
@@ -73,10 +73,7 @@ class NpuCopier(StreamCopier):
     @override
     def _enqueue(self, job: StreamJob, stream: int) -> None:
         for batch in job.plan.batches(self._limits.descriptors):
-            if self._direction is Direction.LOAD:
-                spans = Spans(batch.device_addresses, batch.host_addresses, batch.sizes_bytes)
-            else:
-                spans = Spans(batch.host_addresses, batch.device_addresses, batch.sizes_bytes)
+            spans = Spans.of(self._direction, batch)
             if self._path.is_batch:
                 call = self._acl.batch_call(spans, self._kind, self._device)
                 job.keep.append(call)
@@ -114,12 +111,4 @@ class NpuCopier(StreamCopier):
                 if error.code != EVENT_SYNC_TIMEOUT:
                     logger.warning("waiting for a %s job: %s", self._direction.value, error)
                 return False
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            try:
-                if self._acl.event_complete(event):
-                    return True
-            except AclError:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return False
+        return self._poll(event, timeout_seconds, _POLL_SECONDS)

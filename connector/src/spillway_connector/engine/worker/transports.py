@@ -15,12 +15,11 @@ from spillway_connector.device.cuda.driver import CudaDriver
 from spillway_connector.device.cuda.transport import CudaTransport, torch_cuda_device
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.device.npu.acl import Acl
-from spillway_connector.device.npu.acl_batch import BATCH, LOOP
 from spillway_connector.device.npu.transport import NpuTransport, torch_npu_device
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.errors import ConfigError
-from spillway_connector.plan.copy_table import H200_TABLE
+from spillway_connector.plan.copy_table import BATCH, H200_TABLE, LOOP
 
 
 @dataclass(frozen=True, slots=True)
