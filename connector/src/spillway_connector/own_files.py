@@ -16,7 +16,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -232,6 +232,48 @@ def clear_the_place(path: AnyPath, depth: int, *, links: int = 1) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
     _log.error("%s was %s: it was taken away; what it points to was neither read nor changed", path, what)
+
+
+def first_written(path: AnyPath, is_whole: Callable[[bytes], bool], make: Callable[[], bytes]) -> bytes | None:
+    """Return what a small file in the root says to all processes; the first to come writes it.
+
+    Args:
+        path: Directly in the root.
+        is_whole: Whether contents are undamaged; the file is made again if they are not.
+        make: Makes the contents.
+
+    Returns:
+        None: another process has removed it meanwhile.
+
+    Raises:
+        OSError: It can be neither read nor written.
+    """
+    found = _whole(path, is_whole)
+    if found is not None:
+        return found
+    partial = f"{os.fspath(path)}.{os.urandom(8).hex()}"
+    write_new(partial, 1, make())
+    try:
+        link_own(partial, path, 1)
+    except FileExistsError:
+        pass
+    except PermissionError:
+        rename_own(partial, path, 1)  # no hard links here
+    finally:
+        unlink_own(partial, 1, missing_ok=True)
+    return _whole(path, is_whole)
+
+
+def _whole(path: AnyPath, is_whole: Callable[[bytes], bool]) -> bytes | None:
+    try:
+        clear_the_place(path, 1, links=2)
+        raw = read_own(path, 1)
+    except FileNotFoundError:
+        return None
+    if is_whole(raw):
+        return raw
+    unlink_own(path, 1, missing_ok=True)
+    return None
 
 
 def learn_owner(root: Path) -> None:

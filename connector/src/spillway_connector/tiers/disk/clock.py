@@ -8,20 +8,12 @@ the time that a node is down. Entries whose last use then lies in the future cou
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 
 import xxhash
 
-from spillway_connector.own_files import (
-    clear_the_place,
-    link_own,
-    read_own,
-    rename_own,
-    unlink_own,
-    write_new,
-)
+from spillway_connector.own_files import first_written, unlink_own
 from spillway_connector.tiers.tier import Clock, WallClock
 
 CLOCK_PREFIX = "clock."
@@ -70,41 +62,20 @@ class AgeClock:
             return
         path = self._root / f"{CLOCK_PREFIX}{boot}"
         try:
-            found = self._read(path)
-            if found is None:
-                self._write(path)
-                found = self._read(path)
+            raw = first_written(path, _is_setting, lambda: self._setting(path))
         except OSError:
             return
-        if found is not None:
-            self._ahead_ns = found
+        if raw is not None:
+            magic, age_ns, clock_ns = _SETTING.unpack_from(raw)
+            # A monotonic clock that is behind the setting belongs to another time namespace or a restored machine.
+            if magic == _MAGIC and self._clock_ns() >= clock_ns:
+                self._ahead_ns = age_ns - clock_ns
 
-    def _read(self, path: Path) -> int | None:
-        try:
-            clear_the_place(path, 1, links=2)
-            raw = read_own(path, 1)
-        except FileNotFoundError:
-            return None
-        if len(raw) != _SETTING.size + 8 or xxhash.xxh3_64_digest(raw[: _SETTING.size]) != raw[_SETTING.size :]:
-            unlink_own(path, 1, missing_ok=True)
-            return None
-        magic, age_ns, clock_ns = _SETTING.unpack_from(raw)
-        # A monotonic clock that is behind the setting belongs to another time namespace or a restored machine.
-        return age_ns - clock_ns if magic == _MAGIC and self._clock_ns() >= clock_ns else self._ahead_ns
-
-    def _write(self, path: Path) -> None:
-        fields = _SETTING.pack(_MAGIC, self.now_ns(), self._clock_ns())
-        partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-        write_new(partial, 1, fields + xxhash.xxh3_64_digest(fields))
-        try:
-            link_own(partial, path, 1)  # the first of several processes sets the clock
-        except FileExistsError:
-            pass
-        except PermissionError:
-            rename_own(partial, path, 1)  # no hard links here
-        finally:
-            unlink_own(partial, 1, missing_ok=True)
+    def _setting(self, path: Path) -> bytes:
+        """This clock's setting, for a boot that has none; those of earlier boots go."""
         self._sweep(path)
+        fields = _SETTING.pack(_MAGIC, self.now_ns(), self._clock_ns())
+        return fields + xxhash.xxh3_64_digest(fields)
 
     def _sweep(self, current: Path) -> None:
         for path in self._root.glob(f"{CLOCK_PREFIX}*"):
@@ -119,3 +90,7 @@ class AgeClock:
 
     def _wall_ns(self) -> int:
         return int(self._wall_clock() * 1e9)
+
+
+def _is_setting(raw: bytes) -> bool:
+    return len(raw) == _SETTING.size + 8 and xxhash.xxh3_64_digest(raw[: _SETTING.size]) == raw[_SETTING.size :]
