@@ -272,25 +272,21 @@ class OpenJobs:
 
     def wait_until_idle(self, timeout_seconds: float) -> bool:
         """Block (real time) until all jobs have ended; False at the timeout."""
-        until = time.monotonic() + timeout_seconds
-        while True:
-            self.collect()
-            if not (self.loads or self.stores):
-                return True
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            # Woken by reports; the bound lets job deadlines of this clock pass meanwhile.
-            self._wait_for_progress(min(left, 0.05))
+        # Woken by reports; the bound lets job deadlines of this clock pass meanwhile.
+        return self._collect_all(timeout_seconds, wake_seconds=0.05)
 
     def cancel_all(self) -> bool:
         """Give up all jobs, waiting at most a second for copies under way; False if one did not end."""
-        until = time.monotonic() + 1.0
-        cancelled = TierRefused(RefusedReason.CLOSED, "cancelled while draining")
+        return self._collect_all(
+            1.0, wake_seconds=0.01, cancelled=TierRefused(RefusedReason.CLOSED, "cancelled while draining")
+        )
+
+    def _collect_all(self, timeout_seconds: float, wake_seconds: float, cancelled: TierError | None = None) -> bool:
+        until = time.monotonic() + timeout_seconds
         while True:
             self.collect()
-            for jobs in self._jobs.values():
-                for job in list(jobs.values()):
+            if cancelled is not None:
+                for job in [*self.loads.values(), *self.stores.values()]:
                     self.void(job, lambda _: cancelled)
                     self.end_if_done(job)
             if not (self.loads or self.stores):
@@ -298,8 +294,5 @@ class OpenJobs:
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            self._wait_for_progress(min(left, 0.01))
-
-    def _wait_for_progress(self, timeout_seconds: float) -> None:
-        self._progress.wait(timeout_seconds)
-        self._progress.clear()
+            self._progress.wait(min(left, wake_seconds))
+            self._progress.clear()

@@ -28,13 +28,7 @@ from spillway_connector.transfer.lookups import Answers, Lookup, TierLookups
 from spillway_connector.transfer.movers import Movers
 from spillway_connector.transfer.open_jobs import OpenJobs
 from spillway_connector.transfer.renewals import Renewals
-from spillway_connector.transfer.stats import (
-    MissReason,
-    Operation,
-    SkipReason,
-    TierCounters,
-    TierStats,
-)
+from spillway_connector.transfer.stats import MissReason, Operation, SkipReason, TierCounters, TierStats
 
 _SEEN_BEFORE = 2  # what a tier under pressure admits: this request and one before it asked for the chunk
 
@@ -350,21 +344,10 @@ class SharedTier:
 
     def snapshot(self) -> TierStats:
         """All counters and gauges now. Cheap."""
-        counters = self.counters
         waiting_since = self._movers.oldest_store_queued_at()
         return TierStats(
+            **self.counters.copied(),
             tier=self._tier.name,
-            lookups=dict(counters.lookups),
-            misses=dict(counters.misses),
-            read_bytes=counters.read_bytes,
-            read_seconds=counters.read_seconds,
-            written_bytes=counters.written_bytes,
-            write_seconds=counters.write_seconds,
-            failures=dict(counters.failures),
-            shed=dict(counters.shed),
-            expiries=dict(counters.expiries),
-            skipped=dict(counters.skipped),
-            late_completions=counters.late_completions,
             quarantined=dict(self._tier.quarantined),
             evictions=self.evictions(),
             requests=dict(self._tier.requests) if isinstance(self._tier, BilledTier) else {},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
+from typing import Any
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierTimeout
 from spillway_connector.transfer.breaker import BreakerState
@@ -88,26 +90,38 @@ def miss_of_error(error: TierError) -> MissReason:
     return MissReason.LOAD_DEADLINE if isinstance(error, TierTimeout) else MissReason.LOAD_FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Counters of the process's lifetime, then gauges.
+@dataclass(slots=True)
+class Counts:
+    """What has happened to one tier in the process's lifetime.
 
     read_seconds and write_seconds are summed over threads. failures and shed: by what failed and why (a TierError's
     reason).
     """
 
+    lookups: Counter[LookupOutcome] = field(default_factory=Counter)
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    failures: Counter[tuple[Operation | Upkeep, str]] = field(default_factory=Counter)
+    # Chunks dropped because too much was to be done at once.
+    shed: Counter[tuple[Operation | Upkeep, str]] = field(default_factory=Counter)
+    expiries: Counter[Operation] = field(default_factory=Counter)  # lookup batches and jobs given up at their deadline
+    skipped: Counter[SkipReason] = field(default_factory=Counter)
+    late_completions: int = 0  # I/O that ended after its job had been given up; its bytes were dropped
+    weights_changes: int = 0
+
+    def copied(self) -> dict[str, Any]:
+        """Return the fields as they are now."""
+        return {each.name: copy(getattr(self, each.name)) for each in fields(Counts)}
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStats(Counts):
+    """The counts at one moment, with those that the tier keeps, and gauges."""
+
     tier: str
-    lookups: dict[LookupOutcome, int]
-    misses: dict[MissReason, int]
-    read_bytes: int
-    read_seconds: float
-    written_bytes: int
-    write_seconds: float
-    failures: dict[tuple[Operation | Upkeep, str], int]
-    shed: dict[tuple[Operation | Upkeep, str], int]  # chunks dropped because too much was to be done at once
-    expiries: dict[Operation, int]  # lookup batches and jobs that were given up at their deadline
-    skipped: dict[SkipReason, int]
-    late_completions: int  # I/O that ended after its job had been given up; its bytes were dropped
     quarantined: dict[str, int]  # damaged files that were renamed, by reason
     evictions: dict[str, int]  # frames this process removed though nothing was wrong with them, by reason
     requests: dict[str, int]  # of a store whose requests cost money, by kind
@@ -122,23 +136,10 @@ class TierStats:
 
 
 @dataclass(slots=True)
-class TierCounters:
-    """The counters of TierStats, written by the scheduler thread alone, but for :meth:`count_failure`."""
+class TierCounters(Counts):
+    """Written by the scheduler thread alone, but for :meth:`count_failure`."""
 
     moved: bool = True  # a counter or gauge may have changed; cleared by the reader
-
-    lookups: Counter[LookupOutcome] = field(default_factory=Counter)
-    misses: Counter[MissReason] = field(default_factory=Counter)
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    failures: Counter[tuple[Operation | Upkeep, str]] = field(default_factory=Counter)
-    shed: Counter[tuple[Operation | Upkeep, str]] = field(default_factory=Counter)
-    expiries: Counter[Operation] = field(default_factory=Counter)
-    skipped: Counter[SkipReason] = field(default_factory=Counter)
-    late_completions: int = 0
-    weights_changes: int = 0
     _failure_lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count_failure(self, of: Operation | Upkeep, reason: str, number: int = 1) -> None:
