@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
@@ -173,20 +174,6 @@ class PayloadSeal:
             raise TierCorrupt(CorruptReason.SEAL, "the block does not open: it was changed, moved or forged") from None
 
 
-class _SealedInMemory:
-    """See tier.BlockInMemory."""
-
-    __slots__ = ("_key", "_sealed", "_tier")
-
-    def __init__(self, tier: SealedTier, key: bytes, sealed: BlockInMemory) -> None:
-        self._tier = tier
-        self._key = key
-        self._sealed = sealed
-
-    def copy_to(self, target: memoryview) -> bool:
-        return self._tier._copy_opened(self._key, self._sealed, target)
-
-
 class SealedTier:
     """Seals payloads before they are stored in ``tier`` and opens them after loading. See tier.Tier for the contract.
 
@@ -275,7 +262,7 @@ class SealedTier:
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
         sealed = self.tier.in_memory(key, deadline)
-        return None if sealed is None else _SealedInMemory(self, key, sealed)
+        return None if sealed is None else BlockInMemory(partial(self._copy_opened, key, sealed))
 
     def _copy_opened(self, key: bytes, sealed: BlockInMemory, target: memoryview) -> bool:
         buffer = self._take_buffer()

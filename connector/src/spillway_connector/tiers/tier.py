@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -41,15 +42,17 @@ class EvictionReason(StrEnum):
     TTL = "ttl"  # it had not been used for ttl_seconds
 
 
-class BlockInMemory(Protocol):
-    """A block of a tier whose bytes are in this node's memory, so that loading it waits for nothing."""
+@dataclass(frozen=True, slots=True)
+class BlockInMemory:
+    """A block of a tier whose bytes are in this node's memory, so that loading it waits for nothing.
 
-    def copy_to(self, target: memoryview) -> bool:
-        """Copy the payload into ``target`` (see :meth:`Tier.load`) and verify it there, in a few milliseconds.
+    Attributes:
+        copy_to: Copies the payload into its argument (see :meth:`Tier.load`) and verifies it there, in a few
+            milliseconds. False: it is not in memory any more, or does not verify; the target is undefined then, and
+            load has to say why.
+    """
 
-        False: it is not in memory any more, or does not verify; ``target`` is undefined and load has to say why.
-        """
-        ...
+    copy_to: Callable[[memoryview], bool]
 
 
 class Tier(Protocol):

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,20 +73,6 @@ class _Entry(NamedTuple):
     fingerprint: tuple[int, int]
     generation: int
     epoch: int
-
-
-class _CachedBlock:
-    """See tier.BlockInMemory."""
-
-    __slots__ = ("_frame", "_key", "_tier")
-
-    def __init__(self, tier: SlabTier, key: bytes, frame: CachedFrame) -> None:
-        self._tier = tier
-        self._key = key
-        self._frame = frame
-
-    def copy_to(self, target: memoryview) -> bool:
-        return self._tier._copy_cached(self._key, self._frame, target)
 
 
 class SlabTier:
@@ -257,7 +244,7 @@ class SlabTier:
         if frame is None:
             return None
         self._note_hit(entry)  # not after the copy, when its job can no longer be given up
-        return _CachedBlock(self, key, frame)
+        return BlockInMemory(partial(self._copy_cached, key, frame))
 
     def _copy_cached(self, key: bytes, frame: CachedFrame, target: memoryview) -> bool:
         header = frame.read(target)
