@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 
 from spillway_connector.engine import connector_base
 from spillway_connector.engine.connector_base import ConnectorBase
@@ -17,10 +16,10 @@ NO_SEAMS = Seams(names={}, methods=())
 
 
 def config(policy: str = "recompute", hisparse: object = None) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=KVTransferConfig(kv_load_failure_policy=policy),
-        attention_config=SimpleNamespace(hisparse_config=hisparse),
-    )
+    made = VllmConfig()
+    made.kv_transfer_config = KVTransferConfig(kv_load_failure_policy=policy)
+    made.attention_config.hisparse_config = hisparse
+    return made
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier.tier import CpuTier
@@ -116,17 +117,12 @@ def scheduler_half(
     """For KV groups of equal block size, one device block to a chunk. half: a class of this generation's.
     retention_interval: vLLM's `prefix_cache_retention_interval`, with its default."""
     block_tokens = groups[0].block_size
-    kv_cache_groups = [
-        SimpleNamespace(kv_cache_spec=group, layer_names=["layer"], is_eagle_group=False) for group in groups
-    ]
-    kv_cache_config: Any = SimpleNamespace(kv_cache_groups=kv_cache_groups, cache_hit_alignment_tokens=None)
-    vllm_config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=num_ranks, decode_context_parallel_size=1),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_cache_retention_interval=retention_interval),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-        lora_config=None,
-        speculative_config=None,
+    kv_cache_config = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], group) for group in groups])
+    vllm_config = VllmConfig(
+        parallel_config=ParallelConfig(tensor_parallel_size=num_ranks, distributed_executor_backend="mp"),
+        scheduler_config=SchedulerConfig.default_factory(max_num_batched_tokens=8192),
     )
+    vllm_config.cache_config.prefix_cache_retention_interval = retention_interval  # type: ignore[attr-defined]
     spec: Any
     if generation() is Generation.V023:
         spec = SimpleNamespace(

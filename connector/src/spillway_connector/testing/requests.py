@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -18,21 +19,20 @@ def request_of(
     tokens: int,
     block_tokens: int,
     status: RequestStatus = RequestStatus.RUNNING,
-    cache_salt: str | None = None,
-    priority: int = 0,
     skips_reading: bool = False,
+    **others: Any,
 ) -> Request:
-    """Make a request whose prompt has so many tokens; its whole blocks, those of an answer too, have these hashes."""
+    """Make a request whose prompt has so many tokens; its whole blocks, those of an answer too, have these hashes.
+    others: arguments of vLLM's Request."""
     request = Request(
         request_id,
         [0] * tokens,
         SamplingParams(max_tokens=16, skip_reading_prefix_cache=skips_reading),
-        None,
-        cache_salt=cache_salt,
-        priority=priority,
+        others.pop("pooling_params", None),
         block_hasher=lambda made: [
             BlockHash(each) for each in block_hashes[len(made.block_hashes) : made.num_tokens // block_tokens]
         ],
+        **others,
     )
     request.status = status
     return request

@@ -130,13 +130,7 @@ class Rig:
         self.region.cleanup()
 
     def arrive(self, name: str) -> Request:
-        request = self.requests[name] = request_of(
-            name,
-            hashes(name),
-            tokens=BLOCK_TOKENS * BLOCKS + 1,
-            block_tokens=BLOCK_TOKENS,
-            status=RequestStatus.WAITING,
-        )
+        request = self.requests[name] = waiting(name, name)
         self.half.on_new_request(request)
         return request
 
@@ -164,6 +158,16 @@ class Rig:
 
 def hashes(name: str) -> list[bytes]:
     return [name.encode().ljust(31, b".") + bytes([number]) for number in range(BLOCKS)]
+
+
+def waiting(request_id: str, prefix: str) -> Request:
+    return request_of(
+        request_id,
+        hashes(prefix),
+        tokens=BLOCK_TOKENS * BLOCKS + 1,
+        block_tokens=BLOCK_TOKENS,
+        status=RequestStatus.WAITING,
+    )
 
 
 def keys(name: str) -> list[bytes]:
@@ -369,11 +373,7 @@ def test_rows_are_bounded_and_every_promoted_chunk_is_accounted_for(moves):
 
 def expected(rig: Rig, name: str, hashing_seconds: float = 0.0) -> None:
     """A hint of the prefix that the request `name` would have."""
-    rig.arrive(f"template of {name}")
-    request = rig.requests.pop(f"template of {name}")
-    rig.half.request_finished(request)
-    hint = SimpleNamespace(**{**vars(request), "request_id": f"hint of {name}", "block_hashes": hashes(name)})
-    rig.half.prefix_expected(hint, hashing_seconds)
+    rig.half.prefix_expected(waiting(f"hint of {name}", name), hashing_seconds)
 
 
 def test_a_hint_promotes_before_its_request_comes_and_is_used_at_its_turn(rig):

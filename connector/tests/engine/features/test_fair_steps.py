@@ -76,9 +76,7 @@ class Rig:
         self.steps._shares.computed({self.party("flood"): FLOOD_STEPS * STEP_TOKENS + 1}, self.clock())
 
     def party(self, session: str) -> Any:
-        name = f"of {session}"
-        self.request(name, session)
-        return self.steps._party_of(SimpleNamespace(request_id=name))  # type: ignore[arg-type]
+        return self.steps._party_of(self.request(f"of {session}", session))
 
     def step(self, computes: int = 1) -> list[str]:
         """Returns what vLLM is shown; it computes so many tokens of each."""

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import PoolingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import RequestOffloadingContext
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
@@ -35,6 +36,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.requests import request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 CHUNKS, CHUNK_TOKENS, ROWS = 16, 16, 24
@@ -88,35 +90,12 @@ class ScriptedTier(PrefixTier):
         raise AssertionError("the connector's own manager drains no tier")
 
 
-class FakeRequest(SimpleNamespace):
-    """As much of vLLM's Request as the connector reads."""
-
-    def __init__(self, request_id: str = "asked", **others: Any) -> None:
-        super().__init__(
-            **{
-                "request_id": request_id,
-                "kv_transfer_params": None,
-                "cache_salt": None,
-                "kv_hints": None,
-                "pooling_params": None,
-                "has_encoder_inputs": False,
-                "resumable": False,
-                "block_hashes": [bytes([number]) * 32 for number in range(CHUNKS)],
-                "num_tokens": TOKENS,
-                "num_prompt_tokens": TOKENS,
-                "num_computed_tokens": 0,
-                "num_output_tokens": 0,
-                "num_output_placeholders": 0,
-                "next_decode_eligible_step": 0,
-                "prefill_stats": None,
-                "skip_reading_prefix_cache": False,
-                "status": RequestStatus.WAITING,
-                **others,
-            }
-        )
-
-    def is_finished(self) -> bool:
-        return RequestStatus.is_finished(self.status)
+def prompt(request_id: str = "asked", **others: Any) -> Request:
+    """A request that waits. others: arguments of vLLM's Request."""
+    hashes = [bytes([number]) * 32 for number in range(CHUNKS)]
+    return request_of(
+        request_id, hashes, tokens=TOKENS, block_tokens=CHUNK_TOKENS, status=RequestStatus.WAITING, **others
+    )
 
 
 class Engine:
@@ -144,8 +123,8 @@ class Engine:
         self.now = 1000.0
         self.meetings._clock = lambda: self.now
         self.config = SimpleNamespace(long_prefill_token_threshold=0)
-        self.running: list[FakeRequest] = []
-        self.waiting: list[FakeRequest] = []
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
         self.pause_state = PauseState.UNPAUSED
         self.free_blocks = 100
         self.kv_cache_manager = SimpleNamespace(block_pool=self, watermark_blocks=0)
@@ -153,7 +132,7 @@ class Engine:
         self.scheduler_config = self.config
         self.prev_step_scheduled_req_ids: set[str] = set()
         self.current_step = self.parts_min = 0
-        self.newest: FakeRequest | None = None
+        self.newest: Request | None = None
         self.limit = 0  # of its tokens, in the last step; 0: none
         self.schedule()
 
@@ -166,10 +145,10 @@ class Engine:
     def _inflight_prefill_reserved_blocks(self) -> int:
         return 10
 
-    def _reserve_prefill_lookahead(self, request: FakeRequest, num_computed_tokens: int, num_new_tokens: int) -> int:
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         return num_new_tokens if num_new_tokens >= self.parts_min else 0
 
-    def _preempt_request(self, request: FakeRequest, timestamp: float, drop_stale_output: bool = False) -> None:
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
         self.waiting.insert(0, request)
 
@@ -181,14 +160,14 @@ class Engine:
 
         self.meetings.schedule(self, step)
 
-    def bound_of(self, request: FakeRequest) -> int:
+    def bound_of(self, request: Request) -> int:
         """How many tokens of it the step that is being scheduled may compute; 0: any number."""
         if generation() is Generation.V023:
             return self.config.long_prefill_token_threshold
         tokens = self._reserve_prefill_lookahead(request, request.num_computed_tokens, TOKENS)
         return 0 if tokens == TOKENS else tokens
 
-    def ask(self, request: FakeRequest, computed: int = 0) -> tuple[int | None, bool]:
+    def ask(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
         self.newest = request
         if request.request_id not in self.half._req_status:
             self.half.on_new_request(request)
@@ -196,9 +175,9 @@ class Engine:
         self.half.build_connector_meta(step_output())
         return answer
 
-    def begin(self, request: FakeRequest | None = None) -> FakeRequest:
+    def begin(self, request: Request | None = None) -> Request:
         """A request that runs, with a meeting ahead."""
-        request = FakeRequest() if request is None else request
+        request = prompt() if request is None else request
         assert self.ask(request) == (None, False), "its first step is not to be scheduled before it is bounded"
         self.schedule()
         assert self.ask(request) == (0, False)
@@ -213,7 +192,7 @@ class Engine:
         by_key = {sample_key(metrics.MEETINGS, outcome.value): outcome.value for outcome in MeetingOutcome}
         return {outcome: found[key] for key, outcome in by_key.items() if key in found}
 
-    def compute(self, request: FakeRequest, chunks: int) -> None:
+    def compute(self, request: Request, chunks: int) -> None:
         request.num_computed_tokens = chunks * CHUNK_TOKENS
         self.schedule()
 
@@ -274,7 +253,7 @@ def test_a_tier_that_stalls_costs_one_bounded_wait(engine):
 
 @pytest.mark.skipif(generation() is Generation.V023, reason="vLLM 0.23 bounds all long prompts of a step")
 def test_the_step_is_bounded_for_the_request_that_meets_its_load_alone(engine):
-    control, request, other = make_scheduler_control(), FakeRequest(), FakeRequest("other")
+    control, request, other = make_scheduler_control(), prompt(), prompt("other")
     with control.bounded(engine, {request.request_id: 40}):
         assert engine._reserve_prefill_lookahead(request, 0, 100) == 40
         assert engine._reserve_prefill_lookahead(request, 0, 30) == 30
@@ -329,18 +308,20 @@ def test_a_reset_ends_the_meetings(engine):
 
 
 @pytest.mark.parametrize(
-    "others",
-    [{"has_encoder_inputs": True}, {"resumable": True}, {"pooling_params": object()}, {"num_output_tokens": 1}],
+    "others", [{"mm_features": [object()]}, {"resumable": True}, {"pooling_params": PoolingParams()}, {}]
 )
 def test_requests_that_would_lose_more_than_kv_are_computed(engine, others):
     engine.manager._gates[engine.tier]._probed_at = float("inf")
-    assert engine.ask(FakeRequest(**others)) == (0, False)
+    request = prompt(**others)
+    if not others:
+        request.append_output_token_ids(0)
+    assert engine.ask(request) == (0, False)
     assert not engine.tier.jobs
 
 
 def test_a_tier_that_is_faster_than_computing_is_loaded_from_as_ever(engine):
     engine.loads_at(2 * COMPUTED)
-    assert engine.ask(FakeRequest()) == (None, False)
+    assert engine.ask(prompt()) == (None, False)
     (job,) = engine.tier.jobs
     assert places(job) == list(range(ROWS // 2)), "from the first on, as far as the bound on rows"
     assert not engine.meetings._meetings
@@ -348,12 +329,12 @@ def test_a_tier_that_is_faster_than_computing_is_loaded_from_as_ever(engine):
 
 def test_a_prefix_that_is_not_stored_is_computed_at_once(engine):
     engine.tier.stored = Lookup.MISS
-    assert engine.ask(FakeRequest()) == (0, False)
+    assert engine.ask(prompt()) == (0, False)
 
 
 def test_a_lookup_that_takes_long_is_not_waited_for(engine):
     engine.tier.stored = Lookup.PENDING
-    request = FakeRequest()
+    request = prompt()
     assert engine.ask(request) == (None, False)
     engine.now += _LOOKUP_SECONDS_MAX
     assert engine.ask(request) == (0, False)
@@ -370,7 +351,7 @@ def test_a_slow_tier_is_not_probed_by_a_request_that_waits_for_all_of_it(engine)
 
 @pytest.mark.parametrize("when", ["waiting", "running", "preempted"])
 def test_a_request_that_is_aborted_leaves_nothing(engine, when):
-    request = FakeRequest()
+    request = prompt()
     if when == "waiting":
         engine.ask(request)
     else:
@@ -390,14 +371,10 @@ def test_a_request_that_is_aborted_leaves_nothing(engine, when):
     assert not engine.manager._bounds.rows_in_flight and not engine.manager._bounds.waits
 
 
-class Stats(SimpleNamespace):
-    def set(self, prompt: int, local: int, external: int) -> None:
-        self.num_local_cached_tokens, self.num_external_cached_tokens = local, external
-
-
 def test_what_a_request_computed_itself_is_not_counted_as_cached(engine):
-    stats = Stats(num_prompt_tokens=TOKENS, num_local_cached_tokens=0, num_external_cached_tokens=0)
-    request = engine.begin(FakeRequest(prefill_stats=stats))
+    request = engine.begin()
+    stats = request.prefill_stats
+    stats.set(TOKENS, 0, 0)
     engine.tier.end()
     engine.compute(request, 11)
     assert request.status is RequestStatus.PREEMPTED

@@ -16,6 +16,7 @@ from spillway_connector.engine.features.window_stores import WindowStores
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.holds import RetentionHint
 from spillway_connector.plan.kv_groups import KvGroup, stored_chunks
+from spillway_connector.testing.requests import request_of
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 STATES = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
@@ -56,13 +57,14 @@ def kept(
         for group, tokens in enumerate(chunk_tokens)
     ]
     request: Any = SimpleNamespace(
-        req=SimpleNamespace(num_prompt_tokens=prompt_tokens, shared_prefix_boundary=junction),
+        req=request_of("request", [], tokens=prompt_tokens, block_tokens=16),
         group_states=states,
         window_ends=None,
         max_offload_tokens=bound,
         req_context=TenantContext("request", retention=None if mark is None else RetentionHint(((mark, 60.0),), 0.5)),
         first_own_chunk=lambda state: state.found,
     )
+    request.req.shared_prefix_boundary = junction
     whole = next(group for group, spec in enumerate(specs) if type(spec) is FullAttentionSpec)
     resident = {(whole, chunk) for chunk in range(parts_at // chunk_tokens[whole])}
     manager: Any = SimpleNamespace(primary_tier=SimpleNamespace(resident=resident))

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 
 from spillway_connector.engine.layouts import kv_layout
 from spillway_connector.engine.layouts.kv_layout import _memory_format, layout_facts, read_layouts, write_layout
 from spillway_connector.errors import ConfigError
 
 BLOCKS = 20
-CONFIG = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+CONFIG = VllmConfig()
 NHD, HND = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)  # orders of FlashAttention's cache in memory (get_kv_cache_stride_order)
 
 
@@ -63,7 +64,8 @@ def test_backend_and_scales_of_a_layer_count():
 
     found = []
     for module in (layer("FLASH_ATTN", 1.0), layer("FLEX_ATTENTION", 1.0), layer("FLASH_ATTN", 0.5)):
-        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layers.0": module}))
+        config = VllmConfig()
+        config.compilation_config.static_forward_context["layers.0"] = module
         found.append(layout_facts({"layers.0": cache(NHD)}, config, BLOCKS))
     assert [one["layers"][0]["backend"] for one in found] == ["FLASH_ATTN", "FLEX_ATTENTION", "FLASH_ATTN"]
     assert found[0] != found[1] != found[2] != found[0]

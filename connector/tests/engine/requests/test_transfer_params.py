@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
@@ -29,6 +30,7 @@ from spillway_connector.testing.generation import (
     patch_vllm,
     scheduler_half,
 )
+from spillway_connector.testing.requests import request_of
 
 BLOCK_TOKENS = 16
 KNOWN = {
@@ -82,18 +84,11 @@ def half() -> Iterator[SpillwayConnectorScheduler]:
 
 
 def a_request(params: object) -> Any:
-    return SimpleNamespace(
-        request_id="r",
-        kv_transfer_params=params,
-        kv_hints=None,
-        cache_salt=None,
-        block_hashes=[b"h" * 32],
-        num_tokens=BLOCK_TOKENS,
-        num_prompt_tokens=BLOCK_TOKENS,
-        num_computed_tokens=0,
-        skip_reading_prefix_cache=False,
-        is_finished=lambda: True,
+    request = request_of(
+        "r", [b"h" * 32], tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, status=RequestStatus.FINISHED_STOPPED
     )
+    request.kv_transfer_params = params  # type: ignore[assignment]
+    return request
 
 
 @given(json_values | mappings)

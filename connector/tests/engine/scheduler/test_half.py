@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
@@ -548,7 +549,9 @@ def test_a_change_of_weights_drops_the_cpu_tier_and_running_requests_offload_no_
 @pytest.mark.parametrize("accepted", [True, False])
 def test_what_is_computed_after_the_device_s_reset_is_stored_again(scheduler, accepted: bool):
     """Also of a request that came before it: it holds no block that is older."""
-    pool = SimpleNamespace(num_gpu_blocks=64, reset_prefix_cache=lambda: accepted)
+    pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+    if not accepted:
+        pool.get_new_blocks(1)  # by a request that runs
     scheduler.bind_device_blocks(pool)
     scheduler.weights_changing("reload_weights")
     ask(scheduler, "waiting")

@@ -6,11 +6,11 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 from vllm.v1.outputs import KVConnectorOutput
@@ -200,8 +200,7 @@ class Rig:
         self.manager._gates[self.tier].load_rate.add(1e9, 1.0, 0.0)
         attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
         self.half = scheduler_half(self.manager, [attention], num_ranks=RANKS)
-        self.pool = SimpleNamespace(num_gpu_blocks=64, free=63)
-        self.pool.get_num_free_blocks = lambda: self.pool.free
+        self.pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.half.device_blocks = self.pool
 
     @property
@@ -324,7 +323,7 @@ def test_what_an_early_load_has_not_loaded_stays_lost_however_often_it_is_given_
 def test_a_reset_that_the_device_refuses_changes_nothing(rig: Rig, caplog: pytest.LogCaptureFixture):
     rig.stored(1)
     job, _ = rig.begin_store("running", 2)
-    rig.pool.free -= 4
+    in_use = rig.pool.get_new_blocks(4)
     resident, ready, jobs = dict(rig.cpu_tier._rows), set(rig.cpu_tier.ready), dict(rig.half._jobs)
     rig.manager.take_samples()
     assert rig.half.reset_with_device() is False
@@ -333,7 +332,7 @@ def test_a_reset_that_the_device_refuses_changes_nothing(rig: Rig, caplog: pytes
     assert rig.resets() == {"done": 0, "refused": 1}
     assert "4 blocks are in use" in caplog.text
     rig.report(job)
-    rig.pool.free += 4
+    rig.pool.free_blocks(in_use)
     assert rig.half.reset_with_device() is True
     assert rig.resets() == {"done": 1, "refused": 0}
 

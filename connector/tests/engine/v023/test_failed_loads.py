@@ -8,12 +8,16 @@ import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
 
 from spillway_connector.testing.generation import patch_vllm
+from spillway_connector.testing.requests import request_of
 
 
-def request(name: str, computed: int) -> SimpleNamespace:
-    return SimpleNamespace(request_id=name, num_computed_tokens=computed)
+def request(name: str, computed: int) -> Request:
+    made = request_of(name, [], tokens=48, block_tokens=16)
+    made.num_computed_tokens = computed
+    return made
 
 
 def group(spec: type) -> KVCacheGroupSpec:

@@ -7,21 +7,25 @@ from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    RequestOffloadState,
+    SchedulerOffloadConfig,
+)
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
+from vllm.v1.request import Request
 
 from spillway_connector.engine.v023.scheduler import RequestState
+from spillway_connector.testing.requests import request_of
 
 
-def states_of(
-    factors: list[int], limit: int | None = None
-) -> tuple[SimpleNamespace, RequestState, RequestOffloadState]:
-    groups = [SimpleNamespace(group_idx=index, hash_block_size_factor=factor) for index, factor in enumerate(factors)]
-    params = None if limit is None else {"max_offload_tokens": limit}
-    request = SimpleNamespace(request_id="r", block_hashes=[], kv_transfer_params=params)
-    config = cast(Any, SimpleNamespace(kv_group_configs=groups))
+def states_of(factors: list[int], limit: int | None = None) -> tuple[Request, RequestState, RequestOffloadState]:
+    groups = [GroupOffloadConfig(at, 16, 16 * factor, factor, None) for at, factor in enumerate(factors)]
+    request = request_of("r", [], tokens=1, block_tokens=16)
+    request.kv_transfer_params = None if limit is None else {"max_offload_tokens": limit}
+    config = SchedulerOffloadConfig(tuple(groups), 1, 1, offload_prompt_only=True)
     made = [
-        kind(config, cast(Any, request), ReqContext(req_id="r"), RequestOffloadingContext())
+        kind(config, request, ReqContext(req_id="r"), RequestOffloadingContext())
         for kind in (RequestState, RequestOffloadState)
     ]
     return request, cast(RequestState, made[0]), made[1]

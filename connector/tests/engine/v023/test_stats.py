@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import VllmConfig
 
 from spillway_connector import metrics
 from spillway_connector.engine.v023.stats import SpillwayPromMetrics, SpillwayStats
@@ -36,7 +35,7 @@ def test_stats_survive_the_way_between_processes_and_reach_prometheus():
         return lambda **options: kind(registry=registry, **options)
 
     prom = SpillwayPromMetrics(
-        SimpleNamespace(kv_transfer_config=None),
+        VllmConfig(),
         {Counter: into(Counter), Gauge: into(Gauge), Histogram: into(Histogram)},
         ["model_name", "engine"],
         {0: ["m", "0"]},

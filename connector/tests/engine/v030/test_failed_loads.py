@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+import torch
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.testing.generation import patch_vllm
+from spillway_connector.testing.requests import request_of
 
-BLOCKS = {"loads": [1, 2, 3], "shares": [1, 2, 9], "beside": [4, 5]}
-
-
-class Request(SimpleNamespace):
-    __hash__ = object.__hash__
+TOKENS, BLOCK_TOKENS = 48, 16
+HASHES = {"loads": [b"1", b"2", b"3"], "shares": [b"1", b"2", b"4"], "beside": [b"5", b"6", b"7"]}  # of each block
 
 
-def request(name: str, status: RequestStatus = RequestStatus.RUNNING, stale: int = 0) -> Request:
-    return Request(
-        request_id=name,
+def request(name: str, status: RequestStatus = RequestStatus.RUNNING) -> Request:
+    made = request_of(
+        name,
+        [each * 32 for each in HASHES.get(name, ())],
+        tokens=TOKENS,
+        block_tokens=BLOCK_TOKENS,
         status=status,
-        num_computed_tokens=48,
-        num_in_flight_tokens=2,
-        num_stale_output_tokens=stale,
-        drop_stale_output=False,
-        num_output_placeholders=2,
-        spec_token_ids=[],
-        num_preemptions=0,
     )
+    made.num_computed_tokens, made.num_in_flight_tokens, made.num_output_placeholders = TOKENS, 2, 2
+    return made
 
 
 @pytest.fixture
@@ -36,24 +35,29 @@ def scheduler() -> Scheduler:
     """As much in it as these methods read."""
     patch_vllm("failed-step-loads")
     scheduler = Scheduler.__new__(Scheduler)
-    scheduler.running = [request(name) for name in BLOCKS]
-    earlier = request("preempted", RequestStatus.PREEMPTED, stale=3)
+    scheduler.running, scheduler.waiting = [], FCFSRequestQueue()
+    attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    config = KVCacheConfig(12, [], [KVCacheGroupSpec(["layer"], attention)])
+    scheduler.kv_cache_manager = manager = KVCacheManager(config, TOKENS, BLOCK_TOKENS, BLOCK_TOKENS)
+    for name in HASHES:
+        scheduler.running.append(running := request(name))
+        found, tokens = manager.get_computed_blocks(running)[:2]
+        manager.allocate_slots(running, TOKENS - tokens, tokens, found)
+    assert [manager.get_block_ids(name)[0] for name in HASHES] == [[1, 2, 3], [1, 2, 4], [5, 6, 7]]
+    earlier = request("preempted", RequestStatus.PREEMPTED)
+    earlier.num_stale_output_tokens = 3
     scheduler.requests = {each.request_id: each for each in (*scheduler.running, earlier)}
-    scheduler.queue = []
-    scheduler.waiting = SimpleNamespace(prepend_request=lambda each: scheduler.queue.insert(0, each.request_id))
-    scheduler.evicted = set()
-    cached = [SimpleNamespace(block_id=at, block_hash=None if at == 9 else object()) for at in range(10)]
-    scheduler.kv_cache_manager = SimpleNamespace(
-        get_block_ids=lambda name: (BLOCKS[name],),
-        block_pool=SimpleNamespace(blocks=cached, evict_blocks=scheduler.evicted.update),
-    )
-    scheduler._free_request_blocks = lambda each: None
-    scheduler.encoder_cache_manager = SimpleNamespace(free=lambda each: None)
+    scheduler.encoder_cache_manager = EncoderCacheManager(0)
     scheduler.aux_output_connector = None
-    scheduler.log_stats = False
+    scheduler.log_stats = scheduler.defer_block_free = False
     scheduler._inflight_prefills, scheduler._pending_encoder_input_ids = set(), {}
     scheduler.reset_preempted_req_ids, scheduler.prev_step_scheduled_req_ids = set(), {"loads", "beside"}
     return scheduler
+
+
+def cached(scheduler: Scheduler) -> set[int]:
+    """The blocks that the device's prefix cache knows."""
+    return {block.block_id for block in scheduler.kv_cache_manager.block_pool.blocks if block.block_hash is not None}
 
 
 def test_every_token_under_way_of_a_request_with_such_a_block_is_dropped(scheduler: Scheduler) -> None:
@@ -61,12 +65,11 @@ def test_every_token_under_way_of_a_request_with_such_a_block_is_dropped(schedul
 
     assert found == (set(), 96, set()), "vLLM itself drops what is stale, this step's token included"
     assert [each.request_id for each in scheduler.running] == ["beside"]
-    assert scheduler.queue == ["loads", "shares"]
-    for name in scheduler.queue:
-        hurt = scheduler.requests[name]
+    assert [each.request_id for each in scheduler.waiting] == ["loads", "shares"]
+    for hurt in scheduler.waiting:
         assert (hurt.status, hurt.num_computed_tokens) == (RequestStatus.PREEMPTED, 0)
         assert (hurt.num_stale_output_tokens, hurt.drop_stale_output) == (2, True)
-    assert scheduler.evicted == set(range(9)), "the device's prefix cache forgets all"
+    assert not cached(scheduler), "the device's prefix cache forgets all"
     assert not scheduler.prev_step_scheduled_req_ids
 
 
@@ -82,7 +85,7 @@ def test_requests_that_wait_for_their_load_are_left_to_vllm(scheduler: Scheduler
     found = scheduler._update_requests_with_invalid_blocks([waits], {2}, {}, evict_blocks=False)
     assert found == ({"loads"}, 32, set())
     assert waits.num_computed_tokens == 16
-    assert len(scheduler.running) == 3 and not scheduler.evicted
+    assert len(scheduler.running) == 3 and cached(scheduler) == set(range(1, 8))
 
 
 def test_a_block_that_two_wait_with_is_computed_by_each(scheduler: Scheduler) -> None:
@@ -106,17 +109,17 @@ class Connector:
 
 def test_an_asynchronous_load_that_fails_costs_no_other_prefix(scheduler: Scheduler) -> None:
     scheduler.connector = Connector({1, 2})
-    assert scheduler._update_requests_with_invalid_blocks(scheduler.running, {7, 8}, {}) == (set(), 0, set())
-    assert len(scheduler.running) == 3 and not scheduler.evicted
+    assert scheduler._update_requests_with_invalid_blocks(scheduler.running, {10, 11}, {}) == (set(), 0, set())
+    assert len(scheduler.running) == 3 and cached(scheduler) == set(range(1, 8))
     assert not scheduler.requests["preempted"].drop_stale_output
 
-    scheduler._update_requests_with_invalid_blocks(scheduler.running, {2, 7}, {})
+    scheduler._update_requests_with_invalid_blocks(scheduler.running, {2, 11}, {})
     assert [each.request_id for each in scheduler.running] == ["beside"]
-    assert scheduler.evicted == set(range(9))
+    assert not cached(scheduler)
 
 
 def test_blocks_of_a_step_whose_request_was_aborted_since_cost_all_prefixes(scheduler: Scheduler) -> None:
     """Its own later blocks, computed with bad ones, may be in the prefix cache."""
-    scheduler.connector = Connector({7})
-    assert scheduler._update_requests_with_invalid_blocks(scheduler.running, {7}, {}) == (set(), 0, set())
-    assert scheduler.evicted == set(range(9))
+    scheduler.connector = Connector({11})
+    assert scheduler._update_requests_with_invalid_blocks(scheduler.running, {11}, {}) == (set(), 0, set())
+    assert not cached(scheduler)

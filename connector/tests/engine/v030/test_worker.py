@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -65,7 +66,7 @@ class ScriptedWorker(StepWorker):
 def make(*specs) -> tuple[SpillwayConnectorWorker, ScriptedWorker]:
     groups = [KVCacheGroupSpec([f"l{number}"], spec) for number, spec in enumerate(specs)]
     spec = SimpleNamespace(replicated_layout=False, config=None)
-    worker = SpillwayConnectorWorker(spec, SimpleNamespace(lora_config=None), KVCacheConfig(4, [], groups))
+    worker = SpillwayConnectorWorker(spec, VllmConfig(), KVCacheConfig(4, [], groups))
     worker.worker = ScriptedWorker()
     return worker, worker.worker
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, ParallelConfig
+from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.forward_context import create_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -17,10 +18,11 @@ from spillway_connector.engine.worker.step_loads import LayerwiseLoads, why_not_
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.testing.kv_caches import kv_cache_config, of_scheduler
 
-EAGER = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
-PIECEWISE = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
-FULL = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
-NO_METADATA = SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+EAGER, PIECEWISE, FULL = (
+    create_forward_context({}, VllmConfig(), cudagraph_runtime_mode=mode)
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+)
+NO_METADATA = create_forward_context(None, VllmConfig())
 
 
 class ScriptedHandler:
@@ -162,8 +164,9 @@ def engine(**others):
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=None)
     groups = [KVCacheGroupSpec(["l0"], spec)] * others.pop("groups", 1)
     drafter = others.pop("drafter", None)
-    parallel = ParallelConfig(distributed_executor_backend="mp", **others)
-    return SimpleNamespace(parallel_config=parallel, speculative_config=drafter), KVCacheConfig(1, [], groups)
+    config = VllmConfig(parallel_config=ParallelConfig(distributed_executor_backend="mp", **others))
+    config.speculative_config = drafter
+    return config, KVCacheConfig(1, [], groups)
 
 
 def test_which_engines_load_within_steps():
