@@ -56,6 +56,7 @@ class Rig:
         self.rows: dict[int, OffloadKey | None] = {}
         self.running: list[list[tuple[OffloadKey, KVCacheBlock]]] = []
         self.jobs: list[LateStore] = []
+        self.needed_blocks = 0
         self._ids = count()
 
     def begin(self, prompt: int) -> None:
@@ -97,7 +98,7 @@ class Rig:
         self.pool.free_blocks([block for _, block in reversed(held)])
 
     def step(self) -> None:
-        self.jobs += self.late.due(lambda: next(self._ids), running=max(1, len(self.running)))
+        self.jobs += self.late.due(lambda: next(self._ids), needed_blocks=max(self.needed_blocks, len(self.running), 1))
 
     def copy(self, failed: bool = False) -> None:
         """The oldest job reads what its blocks hold now, and is reported."""
@@ -239,6 +240,34 @@ def test_all_blocks_about_to_be_taken_are_held_not_the_next_steps_alone(region: 
     while rig.jobs:
         rig.copy()
     assert queue(rig)[: len(copied)] == copied
+
+
+def test_held_blocks_leave_free_what_running_requests_take_in_the_next_step(region: HostRegion):
+    """vLLM preempts a running request that finds no free blocks, be they held for a moment or not."""
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    rig.late._window.lost(2 * CHUNKS)
+    rig.needed_blocks = 6  # the next chunk of a long prompt
+    for _ in range(2):
+        rig.pool.free_blocks([block for _, block in reversed(rig.running.pop(0))])
+
+    rig.step()
+
+    assert len(rig.jobs[0].blocks) == 3 and rig.pool.get_num_free_blocks() == 6, "one is copied where it lies"
+
+
+def test_an_ended_requests_blocks_leave_free_what_others_take_in_the_next_step(region: HostRegion):
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    rig.needed_blocks = 4
+    rig.step()
+    assert not rig.jobs and rig.pool.get_num_free_blocks() == 2
+
+    rig.end(2)
+
+    assert len(rig.late._to_hold) == 1 and rig.pool.get_num_free_blocks() == 4
 
 
 def test_a_block_that_is_taken_before_its_copy_has_ended_is_never_published(
@@ -422,13 +451,13 @@ def test_an_engine_without_requests_begins_no_copy_of_what_stays_on_its_device(r
         rig.begin(prompt)
         rig.end(0)
     while rig.late._to_hold or rig.jobs:
-        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0)
+        rig.jobs += rig.late.due(lambda: next(rig._ids), needed_blocks=0)
         while rig.jobs:
             rig.copy()
     assert rig.late._owed, "the device alone holds something"
 
-    assert not list(rig.late.due(lambda: next(rig._ids), running=0))
-    assert list(rig.late.due(lambda: next(rig._ids), running=1)), "which a busy one copies before it leaves"
+    assert not list(rig.late.due(lambda: next(rig._ids), needed_blocks=0))
+    assert list(rig.late.due(lambda: next(rig._ids), needed_blocks=1)), "which a busy one copies before it leaves"
 
 
 def test_without_a_shared_tier_nothing_is_stored_early(region: HostRegion):
@@ -452,11 +481,11 @@ def test_an_engine_without_work_stores_what_its_device_alone_holds_and_ends(regi
     assert len(latest_first) == alone > 1
     copied: list[OffloadKey] = []
     for _ in range(alone):
-        rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+        rig.jobs += rig.late.due(lambda: next(rig._ids), needed_blocks=0, settling=1)
         assert len(rig.jobs) == 1 and len(rig.jobs[0].blocks) == 1, "more is on its way than there is room for"
         copied += [rig.memory[block] for block in rig.jobs[0].blocks]
         rig.copy()
-    rig.jobs += rig.late.due(lambda: next(rig._ids), running=0, settling=1)
+    rig.jobs += rig.late.due(lambda: next(rig._ids), needed_blocks=0, settling=1)
 
     assert not rig.jobs and not rig.late.alone
     assert copied == latest_first, "not the last used prefix first, from its head on"

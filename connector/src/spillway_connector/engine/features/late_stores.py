@@ -8,8 +8,8 @@ CPU tier together hold no more than the larger of them. Here, once the CPU tier 
 - when the CPU tier needs a row, a chunk that the device holds and will keep leaves first, unless the oldest chunks are
   of sessions that are gone (plan/sessions.py); it is owed from then on;
 - the device gives a block up when it comes near the head of the free queue (plan/leaving.py), or, while that queue is
-  short, when the last request that uses it ends. It is held by a reference until its copy has ended, up to a share of
-  the device's blocks, and leaves vLLM a free block for each request that runs. Then it returns to its end of the queue.
+  short, when the last request that uses it ends. It is held by a reference until its copy has ended, unless too many
+  are held or vLLM would lack free blocks in the next step. Then it returns to its end of the queue.
 
 A block that vLLM takes all the same before its copy has ended is lost to the CPU tier: its row is never published, and
 no step waits.
@@ -88,6 +88,7 @@ class LateStores:
         self._near_head: set[int] = set()  # blocks, when the head was last looked at
         self._to_hold: dict[OffloadKey, KVCacheBlock] = {}  # of requests that ended since the last step
         self._held_blocks = 0
+        self._needed_blocks = 0  # by the running requests in the next step; vLLM preempts one if they are not free
         self._from_head: set[int] = set()  # those of the held blocks that were about to be taken
         self._jobs: dict[int, _Job] = {}
         self._copied_blocks: dict[int, tuple[_Job, OffloadKey]] = {}  # by device block
@@ -233,30 +234,35 @@ class LateStores:
             block = self._block_of(key) if key in owed and key not in self._to_hold else None
             if block is not None and block.ref_cnt == 1:
                 held.append((key, block))
+        del held[max(0, len(held) + device.get_num_free_blocks() - self._needed_blocks) :]
         if held:
             device.touch([block for _, block in held])
             self._to_hold.update(reversed(held))  # as vLLM frees them: the end of the prefix first
 
     # -- of steps
 
-    def due(self, new_job_id: Callable[[], int], *, running: int, settling: int | None = None) -> Iterator[LateStore]:
+    def due(
+        self, new_job_id: Callable[[], int], *, needed_blocks: int, settling: int | None = None
+    ) -> Iterator[LateStore]:
         """The stores of the step that has been scheduled.
 
         Args:
-            running: requests that may need a block each in the next step. If there are none, nothing is about to leave
-                the device, and in a CPU tier that is smaller than the window copies would evict each other endlessly.
+            needed_blocks: that the running requests may take in the next step. If it is 0, none runs: nothing is about
+                to leave the device, and in a CPU tier that is smaller than the window copies would evict each other
+                endlessly.
             settling: chunks to be stored although the device keeps them; None: there is nothing to settle.
         """
         self._window.end_step()
+        self._needed_blocks = needed_blocks
         leaving = dict(self._to_hold)
-        if running and (self._owed or self._spare):
+        if needed_blocks and (self._owed or self._spare):
             room = self._room()
             for block in self._head():
                 key = cast(OffloadKey, block.block_hash)
                 if key is None or key not in self._owed or key in leaving:
                     continue
                 leaving[key] = block
-                if room > 0 and self._free_blocks() > running:
+                if room > 0 and self._free_blocks() > needed_blocks:
                     cast(BlockPool, self._device).touch([block])
                     self._to_hold[key] = block
                     self._from_head.add(block.block_id)

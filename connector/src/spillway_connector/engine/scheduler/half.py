@@ -42,7 +42,7 @@ from spillway_connector.engine.scheduler.resets import ResettableHalf
 from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, StepsWithoutRequests
 from spillway_connector.engine.scheduler.suspect_stores import fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.scheduler.waiting import WaitingRequests
-from spillway_connector.engine.scheduler.written_blocks import written_blocks
+from spillway_connector.engine.scheduler.written_blocks import next_step_blocks, written_blocks
 from spillway_connector.engine.shared_tiers.events import shared_tier_events
 from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.leaving import LeavingWindow
@@ -99,7 +99,7 @@ class SchedulerHalf(ResettableHalf):
         self._conversations = Conversations()
         self._uses = ChunkUses(self.manager, chunk_tokens)
         self._hash_bytes = 0  # of vLLM's block hashes, once there is one
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._step_tokens = step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.window_stores: WindowStores | None = None
         if chooses_windows and (settings is None or settings.window_chunks == "last"):
             drafts = vllm_config.speculative_config is not None
@@ -388,9 +388,9 @@ class SchedulerHalf(ResettableHalf):
         metadata = super().build_connector_meta(scheduler_output)
         if self.late_stores is not None:
             assert isinstance(metadata, OffloadingConnectorMetadata)
-            running = len(scheduler_output.num_scheduled_tokens)
+            needed = next_step_blocks(scheduler_output, self.known_state, self._step_tokens, self._block_tokens)
             room = self.without_requests.room()
-            for store in self.late_stores.due(self._generate_job_id, running=running, settling=room):
+            for store in self.late_stores.due(self._generate_job_id, needed_blocks=needed, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
         pieces = self._early_loads.due(self._jobs) if self._early_loads else []

@@ -1,5 +1,6 @@
-"""Which device blocks a step writes to: only for these must a store that still reads them end first.
+"""Which device blocks a step writes to, and how many the next one may take.
 
+Only for a block that a step writes to must a store that still reads it end first.
 Upstream takes all blocks of a request that is new in a step for newly allocated ones, those of a hit in the device's
 prefix cache included. A request whose prefix was computed just before would wait until all of it has been copied to the
 CPU tier, before its own forward pass, which only reads it.
@@ -7,9 +8,11 @@ CPU tier, before its own forward pass, which only reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.v1.core.sched.output import SchedulerOutput
+
+from spillway_connector.engine.requests.state import RequestFields
 
 
 def written_blocks(output: SchedulerOutput, group: int, block_tokens: int) -> set[int]:
@@ -32,6 +35,18 @@ def written_blocks(output: SchedulerOutput, group: int, block_tokens: int) -> se
     for copy in getattr(output, "kv_cache_block_copies", None) or ():
         written.add(copy.dst_block_id)
     return written
+
+
+def next_step_blocks(
+    output: SchedulerOutput, state_of: Callable[[str], RequestFields | None], step_tokens: int, block_tokens: int
+) -> int:
+    """Count the device blocks that the requests of this step may take in the next one: one each, and what their prompts
+    still lack, up to a step's tokens. Called before vLLM counts the tokens of this step as computed."""
+    lacking = 0
+    for request_id, tokens in output.num_scheduled_tokens.items():
+        if tokens > 1 and (state := state_of(request_id)) is not None:
+            lacking += max(0, state.req.num_tokens - state.req.num_computed_tokens - tokens)
+    return len(output.num_scheduled_tokens) + min(lacking, step_tokens) // block_tokens
 
 
 def _behind(blocks: Sequence[int], computed_tokens: int, block_tokens: int) -> Iterable[int]:

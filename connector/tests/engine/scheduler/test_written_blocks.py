@@ -1,0 +1,33 @@
+"""What the next step may take; the tests of the scheduler half prove what a step writes to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spillway_connector.engine.scheduler.written_blocks import next_step_blocks
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "prompts", "blocks"),
+    [
+        pytest.param({}, {}, 0, id="no request runs"),
+        pytest.param({"a": 1, "b": 1}, {"a": (65, 64), "b": (33, 32)}, 2, id="each that decodes may take one"),
+        pytest.param({"a": 64}, {"a": (112, 0)}, 1 + 3, id="the rest of a prompt"),
+        pytest.param({"a": 64}, {"a": (4096, 64)}, 1 + 4, id="but no more than a step computes"),
+        pytest.param({"a": 32, "b": 32}, {"a": (4096, 64), "b": (80, 0)}, 2 + 4, id="of all prompts together"),
+        pytest.param({"a": 3}, {"a": (66, 64)}, 1, id="drafted tokens are no prompt"),
+        pytest.param({"gone": 64}, {}, 1, id="an unknown request"),
+    ],
+)
+def test_what_the_next_step_may_take(
+    scheduled: dict[str, int], prompts: dict[str, tuple[int, int]], blocks: int
+) -> None:
+    states: dict[str, Any] = {
+        name: SimpleNamespace(req=SimpleNamespace(num_tokens=tokens, num_computed_tokens=computed))
+        for name, (tokens, computed) in prompts.items()
+    }
+    output: Any = SimpleNamespace(num_scheduled_tokens=scheduled)
+    assert next_step_blocks(output, states.get, 64, 16) == blocks
