@@ -37,7 +37,7 @@ OTHER_RULES = {
     "name": None,
     "hook": ({"gateway": {"podAnnotations": {"a": "b" * 1048576}}}, "set checks.hook: false and run spillway check"),
 }
-LINES_MAX, COLUMNS_MAX = 2590, 120
+LINES_MAX, COLUMNS_MAX = 2621, 120
 
 
 @pytest.mark.parametrize("helm", helms(), ids=lambda helm: f"helm{helm.major}")

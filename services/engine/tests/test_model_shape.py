@@ -170,6 +170,26 @@ def test_experts_by_every_name_that_vllm_reads(given: dict[str, Any], experts: i
     assert read_model_shape(QWEN3_14B | given).experts == experts
 
 
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [
+        ({}, 40960),
+        ({"rope_scaling": None}, 40960),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 81920),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 40960),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}, 40960),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": None}}, 40960),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, 40960),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "model_type": "gemma3_text"}, 40960),
+        ({"max_position_embeddings": None, "rope_scaling": {"rope_type": "linear", "factor": 2}}, None),
+    ],
+)
+def test_a_scaling_in_the_same_file_stretches_the_model(given: dict[str, Any], length: int | None) -> None:
+    assert read_model_shape(QWEN3_14B | {"max_position_embeddings": 40960} | given).max_length == length
+
+
 def test_a_folder_is_read_with_its_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)

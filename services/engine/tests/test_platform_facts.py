@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.platform_facts import fact_contradictions
+from spillway_engine.platform_facts import fact_contradictions, memory_contradictions
 from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import read_settings
 
@@ -73,3 +73,28 @@ def test_some_prompt_fills_a_chunk(blocks: int, fits: bool) -> None:
 
     assert bool(problems(offload=offload)) is not fits
     assert problems(offload=offload | {"enabled": False}) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "given", "fits"),
+    [
+        (40960, {}, True),
+        (65536, {}, False),
+        (65536, {"extraArgs": ["--hf_overrides.max_position_embeddings=65536"]}, True),
+        (65536, {"extraArgs": ['--hf-overrides={"max_position_embeddings": 65536}']}, True),
+        (65536, {"extraArgs": ["--hf-config-path", "/other"]}, True),
+        (65536, {"extraArgs": ["--rope-scaling={}"]}, False),
+        (65536, {"extraEnv": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, True),
+        (65536, {"extraEnv": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": " True"}}, True),
+        (65536, {"extraEnv": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "0"}}, False),
+    ],
+)
+def test_no_prompt_is_longer_than_the_model_unless_vllm_is_given_a_longer_one(
+    length: int, given: dict[str, object], fits: bool
+) -> None:
+    settings = read_settings(
+        EngineSettings, {"model": {"path": "/m", "maxLength": length}, "offload": {"numCpuBlocks": 8}} | given
+    )
+    found = [each.sentence(settings.names) for each in memory_contradictions(settings, SHAPE, 1, settings.names)]
+    problem = "model.maxLength: 65536 tokens, the model's config.json allows 40960; set model.maxLength <= 40960, or "
+    assert found == ([] if fits else [problem + "stretch the model by --hf-overrides in extraArgs"])

@@ -124,7 +124,8 @@ def test_lengths_and_warnings_name_the_setting_of_their_source() -> None:
     budget = plan_memory(given, SHAPE, replace(SMALL, shared_memory_free_bytes=6 << 30))
 
     assert budget.problems == (
-        "MAX_LENGTH=9000 tokens, the model's config.json allows 8192; set MAX_LENGTH <= 8192",
+        "MAX_LENGTH=9000 tokens, the model's config.json allows 8192; set MAX_LENGTH <= 8192, or stretch the model "
+        "by --hf-overrides in ENGINE_ARGS",
         "DEVICE_BLOCKS=2 of 128 tokens hold no prompt of MAX_LENGTH=9000; set DEVICE_BLOCKS >= 72 or MAX_LENGTH <= 128",
     )
     assert budget.warnings[0].endswith("set NUM_CPU_BLOCKS >= 71")

@@ -59,7 +59,10 @@ def test_a_whole_check_on_this_machine(tmp_path: Path) -> None:
     settings = StackSettings(engines=1, max_length=1024, offload=False)
 
     (problem,) = check_machine(settings, model, StateFolder(tmp_path), [])
-    assert problem == ("MAX_LENGTH=1024 tokens, the model's config.json allows 64; set MAX_LENGTH <= 64")
+    assert problem == (
+        "MAX_LENGTH=1024 tokens, the model's config.json allows 64; set MAX_LENGTH <= 64, or stretch the model by "
+        "--hf-overrides in ENGINE_ARGS"
+    )
     assert check_machine(dataclasses.replace(settings, max_length=64), model, StateFolder(tmp_path), []) == []
 
 

@@ -154,7 +154,6 @@ def plan_memory(settings: EngineSettings, shape: ModelShape, machine: Machine) -
         memory_limit_source=machine.memory_limit_source,
         problems=tuple(
             [
-                *_length_problems(settings, shape),
                 *(each.sentence(names) for each in memory_contradictions(settings, shape, row_bytes, names)),
                 *_shared_memory_problems(settings, machine, chunks, row_bytes, queue_bytes),
                 *_node_tier_problems(settings, row_bytes),
@@ -216,16 +215,6 @@ def _index_bytes(settings: EngineSettings, row_bytes: int) -> int:
     if not settings.offload.enabled or "nvme" not in tier.types or tier.nvme.mode == "files" or not tier.nvme.max_bytes:
         return 0
     return copies_bytes(row_bytes, tier.nvme.max_bytes)
-
-
-def _length_problems(settings: EngineSettings, shape: ModelShape) -> list[str]:
-    longest, names = settings.model.max_length, settings.names
-    if shape.max_length is None or longest <= shape.max_length:
-        return []
-    return [
-        f"{names.given('model.maxLength', longest)} tokens, the model's config.json allows {shape.max_length}; "
-        f"set {names.name('model.maxLength')} <= {shape.max_length}"
-    ]
 
 
 def _shared_memory_problems(

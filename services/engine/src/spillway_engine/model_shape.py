@@ -43,6 +43,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 # Type and number of layers in config.json -> key of PACKED_MODELS.
 _PACKED = {("deepseek_v4", 43): "deepseek-v4-flash"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_LENGTH_INCLUDED = ("default", "su", "longrope", "llama3")  # kinds of scaling that the number of positions includes
 HEAD_SCALE_BYTES = 4  # float32, one for K and one for V of each head and token (vllm/v1/kv_cache_interface.py)
 
 
@@ -56,7 +57,7 @@ class ModelShape:
     # MLA: width of the latent plus its rope part; None: plain attention with K and V. Every rank holds all of it.
     latent_dim: int | None
     dtype: str  # of the checkpoint
-    max_length: int | None  # tokens the model was trained for
+    max_length: int | None  # tokens of a prompt and its answer that vLLM takes
     weight_bytes: int  # files on disk; 0 when they are not here
     vocabulary: int | None = None  # tokens; None: not in config.json
     experts: int = 0  # of a layer; 0: a dense model
@@ -189,14 +190,13 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
     dtype = str(
         text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     )
-    max_length = text.get("max_position_embeddings")
     return ModelShape(
         layers=layers,
         kv_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=int(head_dim),
         latent_dim=latent_dim,
         dtype=dtype,
-        max_length=int(max_length) if max_length else None,
+        max_length=_max_length(text),
         weight_bytes=weight_bytes,
         vocabulary=vocabulary if isinstance(vocabulary := text.get("vocab_size"), int) and vocabulary > 1 else None,
         experts=_experts(text),
@@ -210,6 +210,18 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         packed=_PACKED.get((str(text.get("model_type")), layers), ""),
         own_draft_layers=int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 1),
     )
+
+
+def _max_length(text: Mapping[str, Any]) -> int | None:
+    """The positions of config.json, and a scaling of them in the same file, as vLLM counts both."""
+    positions = text.get("max_position_embeddings")
+    scaling: Mapping[str, Any] = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if not positions or kind is None or kind in _LENGTH_INCLUDED or "gemma3" in str(text.get("model_type")):
+        return int(positions) if positions else None
+    if kind == "yarn":
+        positions = scaling.get("original_max_position_embeddings") or positions
+    return int(positions * (scaling.get("factor") or 1))
 
 
 def _state_bytes(text: Mapping[str, Any]) -> int:

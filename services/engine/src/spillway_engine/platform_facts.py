@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spillway_connector.setting_names import SettingNames
+from spillway_engine.extra_arguments import argument_name
 from spillway_engine.model_shape import ModelShape
 from spillway_engine.setting_rules import Contradiction
 from spillway_engine.settings import EngineSettings
@@ -17,6 +18,7 @@ from spillway_settings.values.engine import Engine
 
 # Platform -> what a block's tokens are a multiple of, by the attention kernels.
 BLOCK_TOKENS_MULTIPLE = {"npu": 128, "cuda": 16, "cpu": 16}
+_OTHER_CONFIG = {"--hf-overrides", "--hf-config-path"}  # than the one in the model's folder
 
 
 def fact_contradictions(
@@ -52,6 +54,14 @@ def memory_contradictions(
 ) -> Iterator[Contradiction]:
     """What the sizes of blocks and rows contradict; row_bytes: of a row of the CPU tier. `names`: as above."""
     length, blocks = engine.model.max_length, engine.device_blocks
+    if shape.max_length and length > shape.max_length and not _is_stretched(engine):
+        yield Contradiction(
+            "model.maxLength",
+            length,
+            f"tokens, the model's config.json allows {shape.max_length}",
+            f"set {names.name('model.maxLength')} <= {shape.max_length}, or stretch the model by --hf-overrides in "
+            f"{names.name('extraArgs')}",
+        )
     least = least_device_blocks(engine)
     if blocks is not None and blocks < least:
         yield Contradiction(
@@ -70,6 +80,12 @@ def memory_contradictions(
             "set it to auto or fp8",
         )
     yield from _tier_bounds(engine, row_bytes, names)
+
+
+def _is_stretched(engine: EngineSettings | Engine) -> bool:
+    """Whether vLLM is given other positions than the model's, or is to go beyond them."""
+    allows = str(engine.extra_env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "")).strip().lower()
+    return allows in ("1", "true") or not _OTHER_CONFIG.isdisjoint(map(argument_name, engine.extra_args))
 
 
 def least_device_blocks(engine: EngineSettings | Engine) -> int:

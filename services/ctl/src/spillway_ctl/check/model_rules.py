@@ -1,13 +1,12 @@
-"""Rules of the model: where it, its tokenizer and its adapters lie, its heads, layers and length. Pure."""
+"""Rules of the model: where it, its tokenizer and its adapters lie, its heads and downloads. Pure."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 from spillway_ctl.check.finding import Finding, below, bytes_text, number, on_off, quantity, quoted, size
-from spillway_ctl.check.group import ON_VOLUME, Group, Release, base_name
+from spillway_ctl.check.group import ON_VOLUME, Group, Release
 from spillway_ctl.check.model_facts import is_model_path, meant_hub_name
 from spillway_ctl.check.shared_rules import closed_way, system_folder
 
@@ -26,7 +25,6 @@ def model_findings(group: Group, release: Release) -> Iterator[Finding]:
     yield from _adapters(group)
     yield from _resolver(group)
     yield from _parallelism(group)
-    yield from _length(group)
     yield from _downloads(group)
     yield from _start(group)
 
@@ -225,20 +223,6 @@ def _parallelism(group: Group) -> Iterator[Finding]:
             f"{stages} needs vLLM 0.23 with accelerator.preset: cpu, but {path}.image.vllm is "
             f"{quoted(engine.image.vllm)}, whose CPU engines fail at the first step of a pipeline",
             'set it to 1, or vllm: "0.23"',
-        )
-
-
-def _length(group: Group) -> Iterator[Finding]:
-    engine, path, shape = group.engine, group.path, group.model.shape
-    longest = engine.model.max_length
-    is_stretched = "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in engine.extra_env or any(
-        re.match("--(hf|rope)[-_]", argument) for argument in engine.extra_args
-    )
-    if shape.max_length and longest > shape.max_length and not is_stretched:
-        yield Finding(
-            f"{path}.model.maxLength",
-            f"{longest} given, but {base_name(engine.model.path)} has {shape.max_length} positions",
-            f"set it to {shape.max_length} or less, or give vLLM a longer model by --hf-overrides in extraArgs",
         )
 
 
