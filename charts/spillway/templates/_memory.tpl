@@ -32,7 +32,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- $_ = unset $out "stateLayers" -}}{{- $_ = unset $out "packed" -}}{{- end -}}
 {{- end -}}{{- end -}}
 {{- $_ := set $out "slidingLayers" (min (int64 $out.slidingLayers) (int64 $out.layers)) -}}
-{{- /* Where tokens are drafted, draftLayers is set, be it 0. */ -}}
+{{- /* If tokens are drafted, draftLayers is set, even to 0. */ -}}
 {{- $drafter := include "spillway.drafter" (default list .engine.extraArgs) | fromJson -}}
 {{- if $drafter.speculates -}}
 {{- $_ := set $out "draftLayers" (kindIs "invalid" $given.draftLayers | ternary $drafter.layers $given.draftLayers) -}}

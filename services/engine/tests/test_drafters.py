@@ -27,6 +27,7 @@ SHAPE = ModelShape(36, 8, 128, None, "bfloat16", None, 0)
         (["--spec-method=eagle", "--spec-method=ngram"], Drafter("ngram")),
         (["--speculative-config=no JSON"], Drafter()),
         (["--speculative-config=[1]"], Drafter()),
+        (["--speculative-config=" + "[" * 100_000], Drafter()),
     ],
 )
 def test_what_arguments_ask_for(arguments: list[str], drafter: Drafter | None) -> None:
@@ -67,3 +68,20 @@ def test_layers_of_a_drafter_see_the_whole_prompt() -> None:
     both = with_drafter(alone, asked)
     assert [(shape.kv_groups, shape.group_layers) for shape in (alone, both)] == [(2, 6), (2, 7)]
     assert with_drafter(SHAPE, []) == SHAPE
+
+
+@pytest.mark.parametrize("config", [None, "no JSON", '{"model_type": "medusa", "num_heads": 5}', '{"n_predict": 3}'])
+def test_a_drafter_without_attention_adds_no_layers(tmp_path: Path, config: str | None) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert with_drafter(SHAPE, [f"--spec-model={tmp_path}", "--spec-method=medusa"]).draft_layers == 0
+
+
+def test_a_name_that_no_file_system_takes_is_no_folder() -> None:
+    assert with_drafter(SHAPE, ["--spec-method=eagle", f"--spec-model=/{'x' * 5000}"]).draft_layers == 1
+
+
+@pytest.mark.parametrize("given", ["x", [1], -3, 0, None])
+def test_a_number_of_own_layers_that_is_none_counts_as_one(given: object) -> None:
+    model = {"num_hidden_layers": 36, "num_attention_heads": 8, "head_dim": 128, "num_nextn_predict_layers": given}
+    assert read_model_shape(model).own_draft_layers == 1

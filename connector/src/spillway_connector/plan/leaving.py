@@ -16,9 +16,9 @@ import math
 
 _DECAY = 0.98  # a step with an admission, of the most that one has taken: half of it after 34 such steps
 _ADMISSION_SHARE = 0.25  # of the blocks that one step computes at most; steps that take fewer only decode
-# Steps, of as many blocks as the largest lately, that are looked at.
+# How many steps to look ahead, each as large as the largest one lately.
 _STEPS_LEAST, _STEPS_MOST = 1.5, 3.0
-_STEPS_MAX = 6.0  # behind losses
+_STEPS_MAX = 6.0  # after losses
 _LOOK_STEPS_MAX = 16  # between two looks at the head, for blocks that have left it because they were used again
 
 
@@ -26,8 +26,8 @@ class LeavingWindow:
     """How many blocks from the head of the free queue are about to be given up, and when to look at them again."""
 
     def __init__(self, blocks_per_step: int, blocks_max: float = math.inf) -> None:
-        """blocks_per_step: that one step computes at most; the least that is kept ready for one. blocks_max: to be
-        looked at if that is more than the next step needs, since the CPU tier holds them twice."""
+        """blocks_per_step: that one step computes at most; the least that is kept ready for one. blocks_max: how many
+        to look at, unless the next step and losses need more. What has been copied ahead is in both tiers."""
         self._least = blocks_per_step
         self._blocks_max = blocks_max
         self._most_taken = 0.0
@@ -43,8 +43,8 @@ class LeavingWindow:
 
     @property
     def blocks(self) -> int:
-        """How many blocks to look at: half as many again, so that not every step has to look, and those of as much as
-        another step and a half, in which copies end while requests are admitted; plus the blocks that were lost."""
+        """How many blocks to look at: those of a step and a half, so that not every step has to look; as many again,
+        because copies take time while requests are admitted; and as many as were lost."""
         next_step = self.next_step_blocks
         steps = max(_STEPS_LEAST * next_step, min(_STEPS_MOST * next_step, self._blocks_max))
         return int(min(steps + self._margin, _STEPS_MAX * next_step))

@@ -126,7 +126,7 @@ class Retention(Generic[_Key]):
     def gone(
         self, count: int, oldest_first: Iterable[_Key], may_leave: Callable[[_Key], bool], now: float
     ) -> list[_Key]:
-        """Up to `count` chunks of sessions that have ended or are gone. It looks at the oldest until one is not.
+        """Up to `count` chunks of sessions that have ended or are gone; the search ends at the oldest that is not.
 
         oldest_first, may_leave: as of `plan_eviction`.
         """

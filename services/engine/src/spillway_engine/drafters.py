@@ -7,11 +7,12 @@ compares.
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from spillway_engine.errors import ModelShapeError
 from spillway_engine.model_shape import ModelShape, load_model_shape
 
 _CONFIG = "--speculative-config"
@@ -53,7 +54,7 @@ def drafter_of(arguments: Sequence[str]) -> Drafter | None:
         return None
     try:
         config = json.loads(asked.get(_CONFIG) or "{}")
-    except ValueError:  # refused by vLLM
+    except (ValueError, RecursionError):  # refused by vLLM
         config = {}
     if not isinstance(config, Mapping):
         config = {}
@@ -75,9 +76,19 @@ def with_drafter(shape: ModelShape, arguments: Sequence[str], layers: int | None
         return shape
     if layers is None:
         layers = 1 if drafter.has_layers else 0
-        if drafter.model and Path(drafter.model).is_dir():
-            own = load_model_shape(drafter.model)
+        own = _shape_in(drafter.model)
+        if own is not None:
             layers = -(-own.layers * own.layer_elements // shape.layer_elements)
         elif drafter.method.endswith("mtp"):
             layers = shape.own_draft_layers
     return replace(shape, speculates=True, draft_layers=layers)
+
+
+def _shape_in(folder: str) -> ModelShape | None:
+    """The shape of the drafter in a folder; None: there is no such folder, or it describes no layer with attention."""
+    if not folder or not os.path.isdir(folder):
+        return None
+    try:
+        return load_model_shape(folder)
+    except ModelShapeError:  # Medusa's heads, for example; vLLM refuses what is no model
+        return None

@@ -208,8 +208,13 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
         state_layers=state_layers if (state_bytes := _state_bytes(text)) else 0,
         state_bytes=state_bytes,
         packed=_PACKED.get((str(text.get("model_type")), layers), ""),
-        own_draft_layers=int(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 1),
+        own_draft_layers=_own_draft_layers(text),
     )
+
+
+def _own_draft_layers(text: Mapping[str, Any]) -> int:
+    given = (text.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    return next((layers for layers in given if isinstance(layers, int) and layers > 0), 1)
 
 
 def _max_length(text: Mapping[str, Any]) -> int | None:

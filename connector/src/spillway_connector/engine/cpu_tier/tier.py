@@ -85,7 +85,7 @@ class CpuTier(OffloadingManager):
         self.complete_read = self.complete_load
 
     def evict_first(self, duplicates: Duplicates) -> None:
-        """From now on, evict what the device holds, too, before anything but what sessions that are gone have left."""
+        """From now on, what the device holds as well leaves first, behind what sessions that are gone left."""
         self._duplicates = duplicates
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:

@@ -61,7 +61,7 @@ def taking_step_back(take_step_back: Callable[[Any, set[int]], Affected]) -> Han
                 and not is_among_others(scheduler)
                 and not connector.loads_within_steps(invalid_block_ids)
             ):
-                return set(), 0, set()  # of asynchronous loads: nobody has computed with these blocks
+                return set(), 0, set()  # of asynchronous loads: no request has computed with these blocks
             return take_step_back(scheduler, invalid_block_ids)
         # Requests that wait for loads of their own may have hit the same bad block. vLLM has the first of them alone
         # compute it, and the others may run before that.
