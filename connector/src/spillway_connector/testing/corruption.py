@@ -34,7 +34,7 @@ from spillway_connector.tiers.frame import (
     verify,
 )
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.redis.stripes import StripePlan
+from spillway_connector.tiers.redis.stripes import StripePlan, check_together
 from spillway_connector.tiers.tier import Tier
 
 WRONG = "WRONG BYTES"
@@ -321,7 +321,7 @@ class PartsShelf:
                 )
             )
             pieces.append(raw[HEADER_BYTES:])
-        self._plan.check_together(headers)
+        check_together(headers)
         return b"".join(pieces)
 
     def _frames(self, namespace: Namespace, block: int, payload: bytes) -> Frames:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from spillway_connector.errors import TierCorrupt, TierMiss, TierRefused
-from spillway_connector.tiers.frame import HEADER_BYTES
 from spillway_connector.tiers.inspection import CheckPayload, Damage, Gone, Removal, StoredFrame, StoredNamespace
+from spillway_connector.tiers.redis.blocks import StoredBlock
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import RedisEndpoint
 from spillway_connector.tiers.redis.client.router import RedisRouter
 from spillway_connector.tiers.redis.info import read_info
-from spillway_connector.tiers.redis.inspect import BLOCKS_AT_ONCE, Progress, RedisInspector, StoredBlock
+from spillway_connector.tiers.redis.inspect import BLOCKS_AT_ONCE, Progress, RedisInspector
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.tier import Clock
 from spillway_ctl.store import Extent
@@ -69,8 +69,7 @@ class RedisStore:
         return Extent(used, limit, means)
 
     def namespaces(self) -> Iterator[StoredNamespace]:
-        for found in self._inspector.namespaces(NEVER):
-            yield StoredNamespace(bytes.fromhex(found.hex), found.document)
+        yield from self._inspector.namespaces(NEVER)
 
     def frames(self, *, headers: bool, namespace_prefix: str = "") -> Iterator[StoredFrame]:
         """Headers are read in any case: a round trip brings many names and their headers alike."""
@@ -87,8 +86,10 @@ class RedisStore:
     def verify(self, frame: StoredFrame, check_payload: CheckPayload | None = None) -> Damage | None:
         block = _block_of(frame)
         try:
+            if check_payload is not None:
+                return check_payload(frame, self._inspector.read(block, NEVER))
             self._inspector.verify(block, NEVER)
-            return None if check_payload is None else check_payload(frame, self._payload(block))
+            return None
         except TierMiss:
             raise Gone from None
         except TierCorrupt as corrupt:
@@ -99,43 +100,17 @@ class RedisStore:
         removed = Removal()
         for start in range(0, len(frames), BLOCKS_AT_ONCE):
             batch = frames[start : start + BLOCKS_AT_ONCE]
-            if self._inspector.remove([_block_of(frame) for frame in batch], NEVER).values:
+            if self._inspector.remove([_block_of(frame) for frame in batch], NEVER):
                 removed += Removal(len(batch), sum(frame.stored_bytes for frame in batch))
         return removed
 
     def sweep(self, namespace: bytes) -> None:
         """Stripes without their block, tenants' indexes and the document, which an engine in use writes again."""
-        for _ in self._inspector.purge_namespace(namespace.hex(), NEVER):
-            pass
+        self._inspector.purge_namespace(namespace.hex(), NEVER)
 
     def close(self) -> None:
         self._inspector.close()
         self._router.close()
-
-    def _payload(self, block: StoredBlock) -> memoryview:
-        """All stripes of a block that was verified just now, put together. Raises TierMiss."""
-        names = RedisNames(block.namespace)
-        stripes = [names.stripe(block.key, index) for index in range(block.stripes - 1)] + [names.block(block.key)]
-        lengths = self._router.batch([(b"STRLEN", name) for name in stripes], self._soon())
-        payload = memoryview(bytearray(block.payload_bytes))
-        rest = payload
-        for name, length in zip(stripes, lengths, strict=True):
-            size = length - HEADER_BYTES if isinstance(length, int) else -1
-            if not 0 <= size <= rest.nbytes:
-                raise TierMiss
-            targets = [memoryview(bytearray(HEADER_BYTES)), rest[:size]]
-            rest = rest[size:]
-
-            def receive(
-                connection: RedisConnection,
-                deadline: float,
-                name: bytes = name,
-                targets: list[memoryview] = targets,
-            ) -> None:
-                connection.receive_value((b"GET", name), targets, deadline)
-
-            self._router.run(name, receive, self._soon())
-        return payload
 
     def _soon(self) -> float:
         return self._clock() + self._answer_seconds

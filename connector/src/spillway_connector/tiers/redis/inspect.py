@@ -2,7 +2,7 @@
 
 SCAN finds all keys on every server, a few hundred in each step, so that a store in use is not slowed down, and memory
 use does not depend on the store's size. A key that is written or removed meanwhile may or may not be found; while slots
-of a cluster migrate, a block may be found twice. Only :meth:`RedisInspector.remove`, :meth:`RedisInspector.purge` and
+of a cluster migrate, a block may be found twice. Only :meth:`RedisInspector.remove` and
 :meth:`RedisInspector.purge_namespace` write. The rest changes neither a time to live nor, if the server allows
 ``CLIENT NO-TOUCH``, the idle time that decides evictions.
 """
@@ -10,28 +10,22 @@ of a cluster migrate, a block may be found twice. Only :meth:`RedisInspector.rem
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
 from spillway_connector.errors import CorruptReason, RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused
-from spillway_connector.tiers.frame import (
-    HEADER_BYTES,
-    FrameHeader,
-    digest_of_parts,
-    verify,
-)
+from spillway_connector.tiers.frame import HEADER_BYTES, FrameHeader, verify
+from spillway_connector.tiers.inspection import StoredNamespace
 from spillway_connector.tiers.redis.blocks import Head, StoredBlock, from_commit, read_head, with_first
 from spillway_connector.tiers.redis.client.connection import RedisConnection
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
 from spillway_connector.tiers.redis.client.errors import ProtocolError, Reply, WrongType, shown
 from spillway_connector.tiers.redis.client.router import RedisRouter
-from spillway_connector.tiers.redis.info import used_memory_bytes
 from spillway_connector.tiers.redis.names import KEY_PREFIX, RedisName, RedisNames, parse_name
+from spillway_connector.tiers.redis.stripes import check_together
 from spillway_connector.tiers.tier import Clock
-
-__all__ = ["BLOCKS_AT_ONCE", "Progress", "Purged", "RedisInspector", "StoredBlock", "StoredNamespace"]
 
 SCAN_NAMES = 512  # of one SCAN; about 0.2 ms of the server's time
 BLOCKS_AT_ONCE = 128  # whose headers are read, or which are removed, in one round trip
@@ -46,37 +40,6 @@ class Progress:
 
     names_seen: int = 0
     names_total: int = 0
-    servers_done: int = 0
-    servers_total: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNamespace:
-    """``hex``: the digest as in all keys. ``document``: None if there are blocks without one.
-
-    blocks: commit records. stripes: the other values of striped blocks, orphans included.
-    """
-
-    hex: str
-    document: bytes | None
-    blocks: int = 0
-    stripes: int = 0
-    tenant_indexes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Purged:
-    """The result of one batch: ``blocks`` that were chosen, ``values`` (Redis keys) that existed and were removed."""
-
-    blocks: int
-    values: int
-
-
-@dataclass(slots=True)
-class _Tally:
-    blocks: int = 0
-    stripes: int = 0
-    tenant_indexes: int = 0
 
 
 class RedisInspector:
@@ -93,29 +56,17 @@ class RedisInspector:
         # Unknown before version 7.2, and the user may not have the permission.
         self._router = RedisRouter(endpoint, 1, clock, greeting=(b"CLIENT", b"NO-TOUCH", b"ON"))
 
-    def namespaces(self, deadline: float, progress: Progress | None = None) -> list[StoredNamespace]:
+    def namespaces(self, deadline: float) -> list[StoredNamespace]:
         """All namespaces of which anything is stored, in order of their digests."""
-        tallies: dict[str, _Tally] = {}
-        for name in self._names(KEY_PREFIX.encode() + b":*", deadline, progress):
-            found = parse_name(name)
-            if found is None:
+        found: set[str] = set()
+        for name in self._names(KEY_PREFIX.encode() + b":*", deadline, Progress()):
+            parsed = parse_name(name)
+            if parsed is None:
                 continue
-            if len(tallies) == NAMESPACES_MAX and found.namespace not in tallies:
+            found.add(parsed.namespace)
+            if len(found) > NAMESPACES_MAX:
                 raise TierRefused(RefusedReason.OTHER, f"{self.endpoint}: more than {NAMESPACES_MAX} namespaces")
-            tally = tallies.setdefault(found.namespace, _Tally())
-            tally.blocks += found.key is not None and found.stripe is None
-            tally.stripes += found.stripe is not None
-            tally.tenant_indexes += found.tenant is not None
-        return [
-            StoredNamespace(
-                namespace,
-                self.document(namespace, deadline),
-                blocks=tally.blocks,
-                stripes=tally.stripes,
-                tenant_indexes=tally.tenant_indexes,
-            )
-            for namespace, tally in sorted(tallies.items())
-        ]
+        return [StoredNamespace(bytes.fromhex(each), self.document(each, deadline)) for each in sorted(found)]
 
     def document(self, namespace: str, deadline: float) -> bytes | None:
         """The document of ``namespace`` (32 hex digits), None if there is none."""
@@ -129,7 +80,7 @@ class RedisInspector:
     def blocks(self, namespace: str | None, deadline: float, progress: Progress | None = None) -> Iterator[StoredBlock]:
         """Every block of ``namespace``, or of all if it is None, from its headers alone (192 or 384 bytes each)."""
         pattern = (KEY_PREFIX.encode() + b":*") if namespace is None else RedisNames(namespace).prefix + b"*"
-        found = (parse_name(name) for name in self._names(pattern, deadline, progress))
+        found = (parse_name(name) for name in self._names(pattern, deadline, progress or Progress()))
         commits = (name for name in found if name is not None and name.key is not None and name.stripe is None)
         for batch in _batched(commits, BLOCKS_AT_ONCE):
             yield from self._describe(batch, deadline)
@@ -147,63 +98,32 @@ class RedisInspector:
         payloads = list(self._verified(block, deadline))
         return payloads[0] if len(payloads) == 1 else memoryview(bytearray().join(payloads))
 
-    def purge(
-        self,
-        namespace: str | None,
-        chosen: Callable[[StoredBlock], bool],
-        deadline: float,
-        progress: Progress | None = None,
-    ) -> Iterator[Purged]:
-        """Remove the blocks for which ``chosen`` is true, in batches of at most 128; yields after each batch.
+    def remove(self, blocks: Iterable[StoredBlock], deadline: float) -> int:
+        """Remove these blocks; returns how many values (Redis keys) existed and were removed.
 
         Commit records are removed first, so that a reader gets a miss, not a block without its stripes. A block that an
         engine stored anew meanwhile is removed too, and recomputed when it is needed.
         """
-        picked = (block for block in self.blocks(namespace, deadline, progress) if chosen(block))
-        for batch in _batched(picked, BLOCKS_AT_ONCE):
-            yield self.remove(batch, deadline)
-
-    def remove(self, blocks: Iterable[StoredBlock], deadline: float) -> Purged:
-        """Remove these blocks, at most 128. Raises ValueError for more."""
-        batch = list(blocks)
-        if len(batch) > BLOCKS_AT_ONCE:
-            raise ValueError(f"blocks: {len(batch)} given, at most {BLOCKS_AT_ONCE} at once")
-        values = 0
         commits, stripes = [], []
-        for block in batch:
+        for block in blocks:
             names = RedisNames(block.namespace)
             commits.append(names.block(block.key))
             stripes += [names.stripe(block.key, index) for index in range(block.stripes - 1)]
-        for several in (commits, stripes):
-            values += self._unlink(several, deadline)
-        return Purged(len(batch), values)
+        return self._unlink(commits, deadline) + self._unlink(stripes, deadline)
 
-    def purge_namespace(self, namespace: str, deadline: float, progress: Progress | None = None) -> Iterator[Purged]:
+    def purge_namespace(self, namespace: str, deadline: float) -> int:
         """Remove everything of ``namespace``: blocks, orphaned stripes, tenants' indexes and, last, the document.
 
-        Engines that still use it get misses, store blocks anew, and write the document again within a minute.
+        Returns how many values were removed. Engines that still use it get misses, store blocks anew, and write the
+        document again within a minute.
         """
         names = RedisNames(namespace)
-        for batch in _batched(self._names(names.prefix + b"*", deadline, progress), BLOCKS_AT_ONCE):
-            ours = [(name, parse_name(name)) for name in batch if name != names.document]
-            values = self._unlink([name for name, found in ours if found is not None], deadline)
-            blocks = sum(found is not None and found.key is not None and found.stripe is None for _, found in ours)
-            yield Purged(blocks, values)
-        yield Purged(0, self._unlink([names.document], deadline))
-
-    def used_memory_bytes(self, deadline: float) -> int:
-        """``used_memory`` of all servers together, other users included."""
-        servers = self._router.servers(self._step(deadline))
-        return sum(self._router.run_at(server, used_memory_bytes, self._step(deadline)) for server in servers)
+        found = self._names(names.prefix + b"*", deadline, Progress())
+        ours = (name for name in found if name != names.document and parse_name(name) is not None)
+        return self._unlink(ours, deadline) + self._unlink([names.document], deadline)
 
     def close(self) -> None:
         self._router.close()
-
-    def __enter__(self) -> RedisInspector:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _verified(self, block: StoredBlock, deadline: float) -> Iterator[memoryview]:
         """The payloads of all stripes, each verified; that they are of one block is verified after the last."""
@@ -234,19 +154,14 @@ class RedisInspector:
                 )
             )
             yield payload
-        if block.stripes > 1:
-            whole = digest_of_parts([header.payload_digest for header in headers])
-            if any(header.part.set_digest != whole for header in headers):
-                raise TierCorrupt(CorruptReason.PAYLOAD, f"{block.key.hex()}: the stripes are of different blocks")
+        check_together(headers)
 
     def _step(self, deadline: float) -> float:
         return min(deadline, self._clock() + self._answer_seconds)
 
-    def _names(self, pattern: bytes, deadline: float, progress: Progress | None) -> Iterator[bytes]:
+    def _names(self, pattern: bytes, deadline: float, progress: Progress) -> Iterator[bytes]:
         """All keys that match ``pattern``, server by server."""
-        progress = Progress() if progress is None else progress
         servers = self._router.servers(self._step(deadline))
-        progress.servers_total = len(servers)
         progress.names_total += sum(
             self._router.run_at(server, self._names_held, self._step(deadline)) for server in servers
         )
@@ -258,7 +173,6 @@ class RedisInspector:
                 yield from names
                 if cursor == b"0":
                     break
-            progress.servers_done += 1
         progress.names_seen = progress.names_total
 
     def _scan(self, server: Address, cursor: bytes, pattern: bytes, deadline: float) -> tuple[bytes, list[bytes]]:
@@ -318,7 +232,7 @@ class RedisInspector:
         self._router.run(name, receive, self._step(deadline))
         return value
 
-    def _unlink(self, names: list[bytes], deadline: float) -> int:
+    def _unlink(self, names: Iterable[bytes], deadline: float) -> int:
         removed = 0
         for batch in _batched(names, BLOCKS_AT_ONCE):
             replies = self._router.batch([(b"UNLINK", name) for name in batch], self._step(deadline))

@@ -7,6 +7,7 @@ block's plain name and is written last: it is the commit record that lookups ask
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spillway_connector.errors import CorruptReason, TierCorrupt
@@ -43,17 +44,15 @@ class StripePlan:
         """The Redis key of every stripe: ``<block>:<index>``, and ``<block>`` itself for the commit record."""
         return [b"%b:%d" % (block_name, index) for index in range(self.commit_index)] + [block_name]
 
-    def check_together(self, headers: list[FrameHeader]) -> None:
-        """Verify that the stripes, each valid by itself, belong to one block. Raises TierCorrupt.
 
-        Two engines may compute the same block to different bits and write it at the same time. The server can then hold
-        stripes of both, which the set digests show.
-        """
-        if self.count == 1:
-            return
-        whole = digest_of_parts([header.payload_digest for header in headers])
-        if any(header.part.set_digest != whole for header in headers):
-            raise TierCorrupt(
-                CorruptReason.PAYLOAD,
-                "valid stripes of different blocks: two engines wrote at once",
-            )
+def check_together(headers: Sequence[FrameHeader]) -> None:
+    """Verify that stripes, each valid by itself and all of them there, belong to one block. Raises TierCorrupt.
+
+    Two engines may compute the same block to different bits and write it at the same time. The server can then hold
+    stripes of both, which the set digests show.
+    """
+    if len(headers) == 1:
+        return
+    whole = digest_of_parts([header.payload_digest for header in headers])
+    if any(header.part.set_digest != whole for header in headers):
+        raise TierCorrupt(CorruptReason.PAYLOAD, "valid stripes of different blocks: two engines wrote at once")

@@ -40,7 +40,7 @@ from spillway_connector.tiers.redis.lanes import Lanes
 from spillway_connector.tiers.redis.names import RedisNames
 from spillway_connector.tiers.redis.pressure import Pressure
 from spillway_connector.tiers.redis.quota import TenantQuotas
-from spillway_connector.tiers.redis.stripes import STRIPE_BYTES_MAX, StripePlan
+from spillway_connector.tiers.redis.stripes import STRIPE_BYTES_MAX, StripePlan, check_together
 from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
 
 STRIPE_GRACE_MS = 60_000  # the commit record expires first; stripes without it are only garbage, never a torn block
@@ -219,7 +219,7 @@ class RedisTier:
                 raise  # no block, or one that is being written now
             raise TierCorrupt(CorruptReason.SHORT, f"{self._endpoint}: stripes of the block are gone") from None
         found = [header for header in headers if header is not None]
-        self._plan.check_together(found)
+        check_together(found)
         if renew and self._quotas is not None:
             self._quotas.use(key, found[commit].tenant)
 
