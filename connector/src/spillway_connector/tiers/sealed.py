@@ -21,7 +21,8 @@ import binascii
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -253,28 +254,23 @@ class SealedTier:
     def _load(
         self, load: Callable[[bytes, memoryview, float], None], key: bytes, target: memoryview, deadline: float
     ) -> None:
-        buffer = self._take_buffer()
-        try:
+        with self._buffer() as buffer:
             load(key, buffer, deadline)
             self._seal.open(key, buffer, target)
-        finally:
-            self._return_buffer(buffer)
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
         sealed = self.tier.in_memory(key, deadline)
         return None if sealed is None else BlockInMemory(partial(self._copy_opened, key, sealed))
 
     def _copy_opened(self, key: bytes, sealed: BlockInMemory, target: memoryview) -> bool:
-        buffer = self._take_buffer()
         try:
-            if not sealed.copy_to(buffer):
-                return False
-            self._seal.open(key, buffer, target)
-            return True
+            with self._buffer() as buffer:
+                if not sealed.copy_to(buffer):
+                    return False
+                self._seal.open(key, buffer, target)
         except TierCorrupt:
             return False
-        finally:
-            self._return_buffer(buffer)
+        return True
 
     @staticmethod
     def of(tier: Tier, namespace: SealedNamespace, payload_bytes: int, key: SealKey) -> SealedTier:
@@ -283,12 +279,9 @@ class SealedTier:
         return kind(tier, namespace, payload_bytes, key)
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
-        buffer = self._take_buffer()
-        try:
+        with self._buffer() as buffer:
             self._seal.seal(key, source, buffer)
             return self.tier.store(key, buffer, deadline, tenant)
-        finally:
-            self._return_buffer(buffer)
 
     def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
         self.tier.renew(keys, deadline, tenant)
@@ -302,15 +295,18 @@ class SealedTier:
     def close(self) -> None:
         self.tier.close()
 
-    def _take_buffer(self) -> memoryview:
+    @contextmanager
+    def _buffer(self) -> Iterator[memoryview]:
+        """A buffer for one sealed payload, kept for the next operation."""
         with self._buffers_lock:
-            if self._buffers:
-                return self._buffers.pop()
-        return transfer_buffer(self.payload_bytes + SEAL_BYTES)
-
-    def _return_buffer(self, buffer: memoryview) -> None:
-        with self._buffers_lock:
-            self._buffers.append(buffer)
+            buffer = self._buffers.pop() if self._buffers else None
+        if buffer is None:
+            buffer = transfer_buffer(self.payload_bytes + SEAL_BYTES)
+        try:
+            yield buffer
+        finally:
+            with self._buffers_lock:
+                self._buffers.append(buffer)
 
 
 class SealedSessionTier(SealedTier):
@@ -322,12 +318,9 @@ class SealedSessionTier(SealedTier):
     def store_of_session(
         self, key: bytes, source: memoryview, deadline: float, tenant: bytes, session: bytes, *, own_room: bool
     ) -> StoreOutcome:
-        buffer = self._take_buffer()
-        try:
+        with self._buffer() as buffer:
             self._seal.seal(key, source, buffer)
             return self._session_tier.store_of_session(key, buffer, deadline, tenant, session, own_room=own_room)
-        finally:
-            self._return_buffer(buffer)
 
     @property
     def _session_tier(self) -> SessionTier:
