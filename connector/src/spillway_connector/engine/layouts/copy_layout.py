@@ -1,15 +1,16 @@
-"""Where each KV tensor's blocks lie on the device and in the rank's cell of a host row."""
+"""Where each KV tensor's blocks lie on the device and in the rank's cell of a host row, and what a job copies."""
 
 from __future__ import annotations
 
 import itertools
 
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+import numpy as np
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
 
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.errors import ConfigError
-from spillway_connector.plan.copies import CopyLayout, Segment
+from spillway_connector.plan.copies import CopyLayout, CopyPlan, Segment, plan_copies
 from spillway_connector.plan.geometry import ChunkGeometry
 
 
@@ -51,6 +52,18 @@ def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: Chun
             )
         groups.append(tuple(segments))
     return CopyLayout(tuple(groups), region.address, region.row_bytes, per_chunk)
+
+
+def plan_job(layout: CopyLayout, device: GPULoadStoreSpec, host: LoadStoreSpec) -> CopyPlan:
+    """What a job of vLLM's copies. Raises PlanError."""
+    assert isinstance(host, BlockIDsLoadStoreSpec)
+    return plan_copies(
+        layout,
+        device.block_ids.astype(np.int64, copy=False),
+        device.group_sizes,
+        device.block_indices,
+        host.block_ids.astype(np.int64, copy=False),
+    )
 
 
 def _starts(kv_caches: CanonicalKVCaches) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
 
 from spillway_connector.engine.layouts.kv_parts import (
@@ -20,6 +20,7 @@ from spillway_connector.engine.layouts.kv_parts import (
     unsupported,
     views_of,
 )
+from spillway_connector.engine.layouts.packed_blocks import layer_specs
 from spillway_connector.errors import ConfigError
 
 
@@ -30,7 +31,7 @@ def has_ascend_layout(kv_caches: Mapping[str, LayerCache]) -> bool:
 
 def canonical_kv_caches(kv_caches: Mapping[str, LayerCache], config: KVCacheConfig) -> PlacedKVCaches:
     """Raises ConfigError naming the layer whose layout cannot be copied block by block."""
-    specs = _layer_specs(config)
+    specs = {layer: spec for group in config.kv_cache_groups for layer, spec in layer_specs(group)}
     tensors: list[CanonicalKVCacheTensor] = []
     row_offsets: list[int] = []
     index_of: dict[tuple[int, int, int, int], int] = {}
@@ -62,12 +63,3 @@ def canonical_kv_caches(kv_caches: Mapping[str, LayerCache], config: KVCacheConf
         raise ConfigError(f"no KV cache tensor holds the layers {sorted(without_memory)}; they cannot be offloaded")
     groups = [[ref for layer in group.layer_names for ref in refs[layer]] for group in config.kv_cache_groups]
     return PlacedKVCaches(tensors, groups, row_offsets, {layer: len(parts) for layer, parts in refs.items()})
-
-
-def _layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    specs = {}
-    for group in config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        for layer in group.layer_names:
-            specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-    return specs

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
 from typing_extensions import override
-from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from spillway_connector.device.copier import Copier, Direction
+from spillway_connector.engine.layouts.copy_layout import plan_job
 from spillway_connector.engine.node_tier.row_checks import RowChecks
-from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
+from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans
 from spillway_connector.plan.layer_groups import LayerGroups
 
 _TRANSFER_TYPE = {Direction.STORE: ("GPU", "CPU"), Direction.LOAD: ("CPU", "GPU")}  # vLLM's words for its metrics
@@ -56,7 +56,7 @@ class CopyHandler(StepHandler):
 
     @override
     def transfer_together(self, copy_id: int, specs: Sequence[TransferSpec]) -> None:
-        plans = [self._plan(self._layout, spec).share(*self._share) for spec in specs]
+        plans = [self._plan(spec).share(*self._share) for spec in specs]
         if self._checks is None:
             self._copier.submit(copy_id, join_plans(plans))
             return
@@ -68,23 +68,16 @@ class CopyHandler(StepHandler):
     def load_layers(self, copy_id: int, group: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> None:
         """See LayerLoader."""
         assert self.layers is not None
-        self._copier.submit(copy_id, self._plan(self.layers.layouts[group], (host, device)), awaited=True)
+        self._copier.submit(copy_id, plan_job(self.layers.layouts[group], device, host), awaited=True)
 
     def hold_computation(self, copy_id: int) -> Exception | None:
         """See LayerLoader."""
         return self._copier.hold_computation(copy_id)
 
-    def _plan(self, layout: CopyLayout, spec: TransferSpec) -> CopyPlan:
+    def _plan(self, spec: TransferSpec) -> CopyPlan:
         device, host = spec if self._direction is Direction.STORE else spec[::-1]
         assert isinstance(device, GPULoadStoreSpec)
-        assert isinstance(host, BlockIDsLoadStoreSpec)
-        return plan_copies(
-            layout,
-            device.block_ids.astype(np.int64, copy=False),
-            device.group_sizes,
-            device.block_indices,
-            host.block_ids.astype(np.int64, copy=False),
-        )
+        return plan_job(self._layout, device, host)
 
     @override
     def get_finished(self) -> list[TransferResult]:

@@ -6,10 +6,8 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
@@ -17,9 +15,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from spillway_connector.device.copier import Copier, CopyResult
+from spillway_connector.engine.layouts.copy_layout import plan_job
 from spillway_connector.engine.node_tier.row_checks import RowChecks
 from spillway_connector.errors import DeviceCopyError
-from spillway_connector.plan.copies import CopyLayout, CopyPlan, join_plans, plan_copies
+from spillway_connector.plan.copies import CopyLayout, join_plans
 from spillway_connector.plan.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class CopyWorker(StepWorker):
     def load_layers(self, copy_id: int, group: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> None:
         """See LayerLoader."""
         assert self.layers is not None
-        self._load.submit(copy_id, self._plan(self.layers.layouts[group], device, host), awaited=True)
+        self._load.submit(copy_id, plan_job(self.layers.layouts[group], device, host), awaited=True)
 
     def hold_computation(self, copy_id: int) -> Exception | None:
         """See LayerLoader."""
@@ -101,22 +100,12 @@ class CopyWorker(StepWorker):
         share: tuple[int, int],
     ) -> bool:
         try:
-            plans = [self._plan(self._layout, device, host).share(*share) for device, host in jobs]
+            plans = [plan_job(self._layout, device, host).share(*share) for device, host in jobs]
             copier.submit(copy_id, join_plans(plans))
         except Exception:  # of any kind: the engine goes on without this copy
             logger.exception("KV job %d cannot be copied", copy_id)
             return False
         return True
-
-    def _plan(self, layout: CopyLayout, device: GPULoadStoreSpec, host: LoadStoreSpec) -> CopyPlan:
-        assert isinstance(host, BlockIDsLoadStoreSpec)
-        return plan_copies(
-            layout,
-            device.block_ids.astype(np.int64, copy=False),
-            device.group_sizes,
-            device.block_indices,
-            host.block_ids.astype(np.int64, copy=False),
-        )
 
     @override
     def get_finished(self) -> list[TransferResult]:
