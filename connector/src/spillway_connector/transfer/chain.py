@@ -111,18 +111,16 @@ class TierChain:
         return [self.members[number] for number in numbers]
 
     def _note_places(self, tier: SharedTier, keys: Sequence[bytes], answers: Answers) -> None:
-        if tier is self._above:
-            if self._found_below:
-                for key, answer in zip(keys, answers.found, strict=False):
-                    if answer is Lookup.HIT:
-                        self._found_below.pop(key, None)
+        places, is_below = self._found_below, tier is self._below
+        if not places and not is_below:
             return
         for key, answer in zip(keys, answers.found, strict=False):
             if answer is Lookup.HIT:
-                self._found_below.pop(key, None)
-                self._found_below[key] = None
-        while len(self._found_below) > FOUND_BELOW_MAX:
-            self._found_below.popitem(last=False)
+                places.pop(key, None)
+                if is_below:
+                    places[key] = None
+        while len(places) > FOUND_BELOW_MAX:
+            places.popitem(last=False)
 
     def count_request(self, keys: Sequence[bytes]) -> None:
         """See SharedTier.count_request."""
