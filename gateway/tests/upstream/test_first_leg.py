@@ -419,6 +419,39 @@ async def test_a_place_is_not_named_again_when_a_reused_connection_ends(start_en
         assert len(prompts(prefill)) == 2
 
 
+@pytest.mark.parametrize(
+    ("roles", "gone", "answers"),
+    [
+        ({"p": "prefill", "d": "decode"}, "d", "p"),
+        ({"p": "prefill", "q": "prefill", "d": "decode"}, "d", None),  # either
+        ({"p": "both", "d": "decode"}, "d", "p"),
+    ],
+)
+async def test_no_engine_is_sent_to_its_own_blocks_nor_a_prefill_engine_to_any(
+    start_engine, client, roles, gone, answers
+):
+    """A decode engine goes during the first leg. What then answers has the prompt, or computes it."""
+    engines = {engine.name: engine for engine in await start(start_engine, roles)}
+    firsts = [engine for name, engine in engines.items() if name != gone]
+    async with running_gateway(config_of([*engines.values()], roles, handOver="connector")) as running:
+        index, released = running.gateway.fleets[0].index, asyncio.Event()
+        await until(lambda: index.block_sizes == (BLOCK,))
+        for engine in firsts:
+            engine.fault = HoldInStream(0, released)
+            engine.script = connector(PLACE)
+        asking = asyncio.create_task(ask(client, running.url))
+        await until(lambda: any(prompts(engine) for engine in firsts))
+        running.engine(gone).refused("it died")
+        for engine in firsts:
+            engine.fault = None
+        released.set()
+        status, engine_name, _ = await asking
+        assert status == 200 and engine_name == (answers or engine_name)
+        first, last = [body for engine in firsts for body in prompts(engine)]
+        assert {"do_remote_decode" in body.get("kv_transfer_params", {}) for body in (first, last)} == {True, False}
+        assert not any(body.get("kv_transfer_params", {}).get("do_remote_prefill") for body in (first, last))
+
+
 async def test_a_place_that_may_hold_others_kv_by_now_is_not_named(start_engine, client, monkeypatch):
     """Engines keep blocks for a while; the second leg may have waited for its engine for longer."""
     monkeypatch.setattr(relay, "PLACE_SECONDS_MAX", 0.0)

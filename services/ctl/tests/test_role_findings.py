@@ -14,11 +14,19 @@ LEGS = 'spillway_gateway_legs_total{{model="m",decision="{decision}",reason="{re
 
 
 def found(
-    roles: dict[str, str], page: str = "", hand_over: str = "store", found_by: str = "settings", **settings: Any
+    roles: dict[str, str],
+    page: str = "",
+    hand_over: str = "store",
+    found_by: str = "settings",
+    asked: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> list[Finding]:
     """settings: of the engine d; None: as the others have it."""
     listed = [{"name": name, "url": f"http://{name}", "role": role} for name, role in roles.items()]
-    named: dict[str, Any] = {"disaggregation": {"handOver": hand_over}, "models": [{"name": "m", "engines": listed}]}
+    named: dict[str, Any] = {
+        "disaggregation": {"mode": "auto", "strictRoles": False, "handOver": hand_over, **(asked or {})},
+        "models": [{"name": "m", "engines": listed}],
+    }
     config: dict[str, Any] = {"settings": named}
     if found_by == "discovery":
         named["models"] = []
@@ -79,3 +87,19 @@ def test_requests_that_could_not_take_two_legs_say_why(reason: str, change: str)
     assert change in one.change
     (fine,) = found({"p": "prefill", "d": "decode"}, LEGS.format(decision="one", reason="short", count=90))
     assert fine.verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("roles", "asked", "warned"),
+    [
+        ({"d": "prefill", "e": "decode"}, {}, True),
+        ({"d": "prefill", "e": "decode"}, {"mode": "off"}, True),
+        ({"d": "prefill", "e": "decode"}, {"strictRoles": True}, False),
+        ({"d": "prefill", "e": "decode"}, {"mode": "always"}, False),
+        ({"p": "prefill", "d": "decode"}, {}, False),
+    ],
+)
+def test_producers_that_answer_whole_requests_are_named(roles: dict[str, str], asked: dict[str, Any], warned: bool):
+    transfer = {"connector": "NixlConnector", "role": "kv_producer"}
+    (one,) = found(roles, asked=asked, kvTransfer=transfer)
+    assert (one.verdict is Verdict.WARNING, "d: kv_producer" in one.found) == (warned, warned)

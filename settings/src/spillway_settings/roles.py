@@ -7,8 +7,8 @@ from enum import StrEnum
 
 
 class EngineRole(StrEnum):
-    """BOTH: whole requests. PREFILL: computes long prompts, with which another engine goes on. DECODE: goes on with
-    them, and takes whole requests."""
+    """PREFILL: computes long prompts, with which another engine goes on. DECODE: goes on with them. BOTH: stands in for
+    either. All answer whole requests, prefill engines only if nothing else can or roles do not bind (roles_bind)."""
 
     BOTH = "both"
     PREFILL = "prefill"

@@ -22,11 +22,6 @@ class DisaggregationConfig(Disaggregation, frozen=True):
         return self.mode in ("off", False)
 
     @property
-    def roles_bind(self) -> bool:
-        """Whether prefill engines answer whole requests only if no other engine can."""
-        return self.strict_roles or self.mode == "always"
-
-    @property
     def by_connector(self) -> bool:
         """Whether the engines' own connectors hand prompts over: NixlConnector, vllm-ascend's MooncakeConnectorV1."""
         return self.hand_over == "connector"

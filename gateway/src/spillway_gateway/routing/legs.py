@@ -8,7 +8,7 @@ token:
     two legs = cost on the prefill engine + hand-over + cost on the decode engine, which then has to load the prompt
 
 What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper if a decode
-engine is busy and prefill engines answer nothing (DisaggregationConfig.roles_bind). If they do, the whole request costs
+engine is busy and prefill engines answer nothing (Disaggregation.roles_bind). If they do, the whole request costs
 less on the prefill engine than two legs that begin there: no price splits a request, and `auto` chooses as it would
 among engines without roles. What waits on the decode engine now is computed while the first leg is under way, so of it
 the second leg waits for the rest. It loads at the CPU tier's rate from a store of the node or by the engines' own

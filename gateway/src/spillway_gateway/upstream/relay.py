@@ -49,6 +49,7 @@ from spillway_gateway.upstream.retry import is_attempt, may_retry
 from spillway_gateway.upstream.router import Attempt, Place
 from spillway_gateway.upstream.suspects import EndedEngines
 from spillway_gateway.write_coalescing import WriteCoalescer
+from spillway_settings.roles import EngineRole
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Relay:
         "_exchange",
         "_fleet",
         "_kv_place",
+        "_kv_place_at",
         "_kv_place_until",
         "_legs",
         "_request",
@@ -93,6 +95,7 @@ class Relay:
         self._legs = RequestLegs(request, fleet, services.metrics)
         self._kv_place: Mapping[str, Any] | None = None  # of the prompt, for the next attempt
         self._kv_place_until = 0.0
+        self._kv_place_at = ""  # the engine that keeps the blocks
         self._ended = EndedEngines(request, fleet.name, services)
         self._chosen_at = 0.0  # the last engine
         self._connections: Connections = client.engine_connections or services.pool
@@ -276,6 +279,7 @@ class Relay:
             return LegsReason.PREFILL_REFUSED
         if by_connector:
             self._kv_place, self._kv_place_until = place_of(body), time.monotonic() + PLACE_SECONDS_MAX
+            self._kv_place_at = engine.name
             return LegsReason.NO_TRANSFER if self._kv_place is None else None
         return None
 
@@ -361,8 +365,8 @@ class Relay:
                     self._attempt_status = connection.status
                     await self.reply.stream.relay_continued(attempt, connection, self._attempt_trace, events)
                     return
-                request, place, self._kv_place = self._request, self._kv_place, None
-                if place is not None and time.monotonic() < self._kv_place_until:  # a connector gives it away once
+                request, place, self._kv_place = self._request, self._kv_place, None  # a connector gives it away once
+                if place is not None and self._may_read_place(engine):
                     request = await second_leg(request, place)
                 connection = await self._ask(engine, request, again=self._request)
                 self._attempt_status = connection.status
@@ -374,6 +378,12 @@ class Relay:
             if self._connection is not None:
                 self._connections.release(engine, self._connection)
                 self._connection = None
+
+    def _may_read_place(self, engine: Engine) -> bool:
+        """Whether an engine that answers is sent the place of the prompt's KV. None reads from itself, and a prefill
+        engine, which answers if nothing else can, may have a connector that only gives."""
+        reads = engine.config.role is not EngineRole.PREFILL and engine.name != self._kv_place_at
+        return reads and time.monotonic() < self._kv_place_until
 
     async def _ask_whole(self, request: OutboundRequest) -> tuple[int, bytes]:
         """The status and the short reply of the engine that is to continue the answer."""

@@ -48,7 +48,8 @@ def roles(
         found, _, change = lack.partition("; ")
         yield Finding(CHECK, model, Verdict.FAILED, f"the model {found}", change)
         return
-    by_connector = at(gateway.config or {}, "settings", "disaggregation", "handOver") == "connector"
+    asked = at(gateway.config or {}, "settings", "disaggregation")
+    by_connector = at(asked, "handOver") == "connector"
     for path in (*_EQUAL, _CONNECTOR if by_connector else _CHUNKS):
         values = {engine.name: str(engine.setting(*path)) for engine in engines if engine.config is not None}
         if len(set(values.values())) > 1:
@@ -60,6 +61,18 @@ def roles(
                 "make them equal: no engine loads what the other one has",
             )
             return
+    producers = [
+        engine.name
+        for engine in engines
+        if given.get(engine.name) == EngineRole.PREFILL and engine.setting("kvTransfer", "role") == "kv_producer"
+    ]
+    if producers and at(asked, "strictRoles") is False and at(asked, "mode") != "always":
+        found = (
+            f"{', '.join(producers)}: kv_producer, but prefill engines answer whole requests too, if that costs less"
+        )
+        change = "gateway.disaggregation.strictRoles: true, unless these engines answer as fast as others"
+        yield Finding(CHECK, model, Verdict.WARNING, found, change)
+        return
     series = "spillway_gateway_legs_total"
     grown = {why: gateway.growth(series, model=model, decision="one", reason=why)[0] for why in _ONE_LEG}
     if why := max(grown, key=lambda each: grown[each]) if any(grown.values()) else None:

@@ -172,6 +172,11 @@ class Disaggregation(Section, frozen=True):
     hand_over_seconds_max: Seconds = 2
     prefill_seconds_max: Seconds = 60
 
+    @property
+    def roles_bind(self) -> bool:
+        """Whether prefill engines answer whole requests only if no other engine can."""
+        return self.strict_roles or self.mode == "always"
+
 
 class Breaker(Section, frozen=True):
     failures: Count = 5

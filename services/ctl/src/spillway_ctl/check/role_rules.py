@@ -40,6 +40,8 @@ def role_findings(release: Release) -> Iterator[Finding]:
             gateway = release.values.gateway
             place = _connector if gateway.disaggregation.hand_over == "connector" else _place
             yield from _of_model(groups, str(gateway.discovery.type), place)
+            if not gateway.disaggregation.roles_bind:
+                yield from _answering_producers(groups)
             if gateway.disaggregation.mode != "off" and groups[0].engine.model.tokenizer == "none":
                 yield Finding(
                     f"{groups[0].path}.model.tokenizer",
@@ -92,6 +94,18 @@ def _of_model(
                     "or clients would meet two models",
                     "make them equal",
                 )
+
+
+def _answering_producers(groups: list[Group]) -> Iterator[Finding]:
+    for group in groups:
+        transfer = group.engine.kv_transfer
+        if group.engine.role == "prefill" and transfer.connector and transfer.role == "kv_producer":
+            yield Finding(
+                f"{group.path}.kvTransfer.role",
+                "kv_producer, but prefill engines answer whole requests too, if that costs less",
+                "set gateway.disaggregation.strictRoles: true, unless these engines answer as fast as others",
+                is_note=True,
+            )
 
 
 def _connector(group: Group, first: Group) -> Iterator[Finding]:
