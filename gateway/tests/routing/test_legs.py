@@ -206,6 +206,17 @@ def test_a_prefill_engine_answers_at_its_price_if_roles_do_not_bind() -> None:
     assert legs_of(plan(*slow, any_role=True, token_ms_max=50.0)) == ("two", LegsReason.SLOW_ANSWERS)
 
 
+@given(st.lists(views, min_size=1, max_size=4, unique_by=lambda view: view.name), st.booleans(), st.booleans())
+def test_each_engine_is_a_candidate_once(engines: list[EngineView], any_role: bool, always: bool) -> None:
+    """A prefill engine that may answer, or one of both roles, is one before it is chosen for the first leg."""
+    request = RouteRequest(
+        8192, 7, leg=Leg.OPEN, any_role=any_role, splitting=structs.replace(TERMS, always=always, uncached_tokens_min=1)
+    )
+    decision = plan_route(request, FleetView(tuple(engines)), FACTOR)
+    names = [each.engine.name for each in decision.candidates] if decision is not None else []
+    assert len(names) == len(set(names)) and (decision is None or decision.engine_name in names)
+
+
 def test_a_second_leg_goes_to_a_decode_engine() -> None:
     holder = engine("b", "both", held=8000)
     assert plan(engine("p", "prefill", held=8000), holder, engine("d", "decode"), leg=Leg.SECOND).engine_name == "d"

@@ -89,7 +89,7 @@ def plan_route(request: RouteRequest, view: FleetView, bounded_load_factor: floa
     legs = _legs(request, view, chosen, candidates)
     if legs is not None and legs.prefill is not None and legs.prefill_cost is not None:
         chosen, reason = Candidate(legs.prefill, legs.prefill_cost), RouteReason.PREFILL
-        candidates = (*candidates, chosen)
+        candidates = candidates if chosen in candidates else (*candidates, chosen)
     held = chosen.engine.held
     return Decision(
         engine_name=chosen.engine.name,
