@@ -269,6 +269,26 @@ async def test_a_plain_reply_passes_on_before_its_trailers(
         assert await call.status() is grpc.StatusCode.OK
 
 
+async def test_an_error_with_trailers_is_answered(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch):
+    """By the gateway, with the engine's status: nothing of it was passed on, and its end does not come before."""
+    monkeypatch.setattr(processed_request, "KEPT_SILENT_SECONDS", 0.01)
+    engine = await start_engine()
+    body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
+    async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
+        call = begin()
+        await call.send(opening(KEPT))
+        await call.answer()
+        await call.send(request_body={"body": body, "end_of_stream": True})
+        await call.answer()
+        head = HttpHeaders()
+        head.headers.headers.add(key=":status", raw_value=b"503")
+        await call.send(response_headers=head)
+        await call.send(response_body={"body": b'{"error":{"message":"full"}}'})
+        answer = (await call.answer()).immediate_response
+        assert answer.status.code == 503 and b"without an end" in answer.body
+        assert await call.status() is grpc.StatusCode.OK
+
+
 def test_silence_ends_the_collecting_of_a_reply_and_never_the_reply():
     opened = OpenConnections(ConnectionsConfig(), 10)
     request = ProcessedRequest(cast("Any", None), opening(KEPT), BodyModes(keeps_reply=True), opened, 50_000)

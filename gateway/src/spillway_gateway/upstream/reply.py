@@ -56,13 +56,15 @@ class EngineAnsweredError(UpstreamError):
 
 
 class EngineErrorTooLong(UpstreamError):
-    """The same with a body of more than ERROR_REPLY_BYTES_MAX: the client gets the status and the gateway's message."""
+    """The same with a body of more than ERROR_REPLY_BYTES_MAX, or one whose end does not come while a proxy keeps it:
+    the client gets the status and the gateway's message."""
 
     reason = "status"
 
     def __init__(self, engine: Engine, status: int) -> None:
         super().__init__(
-            f"Engine {engine.name} answered {status} with a body of more than {ERROR_REPLY_BYTES_MAX} bytes"
+            f"Engine {engine.name} answered {status} with a body of more than {ERROR_REPLY_BYTES_MAX} bytes, or "
+            "without an end"
         )
         self.status = status
 
@@ -141,7 +143,11 @@ class Reply:
         retryable, streams = connection.status in RETRYABLE_STATUSES, is_event_stream(connection)
         self.counts.begin_attempt(streams=streams and not retryable)
         if retryable:
-            body = await collect(connection, ERROR_REPLY_BYTES_MAX)
+            held = HeldBytes(self._client)
+            try:
+                body = await collect(connection, ERROR_REPLY_BYTES_MAX, held)
+            finally:
+                held.give_back()
             if not connection.complete:
                 raise EngineErrorTooLong(attempt.engine, connection.status)
             raise EngineAnsweredError(attempt.engine, connection.status, connection.headers, body)
