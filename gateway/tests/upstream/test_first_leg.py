@@ -21,10 +21,11 @@ from spillway_gateway.testing.faults import DieInStream, Fault, Hang, HeadThenDi
 from spillway_gateway.testing.kv_publisher import KvPublisher
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 from spillway_gateway.testing.running_fronts import running_fronts
+from spillway_gateway.upstream import first_leg as leg_bodies
 from spillway_gateway.upstream import relay
 from spillway_gateway.upstream.first_leg import first_leg_body, place_of, second_leg
 from spillway_gateway.upstream.outbound import OutboundRequest
-from spillway_settings.wire import PROMOTE_PATH
+from spillway_settings.wire import HAND_OVER_MEMBER, PROMOTE_PATH
 
 BLOCK, STORE = 16, "nvme/0123456789abcdef"
 PROMPT = list(range(1000, 1000 + 6 * BLOCK + 5))
@@ -519,6 +520,26 @@ async def test_several_processes_hand_over_by_connector(start_engine, client):
 
 VALUES = st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2)
 NAMES = st.sampled_from(["prompt", "max_tokens", "max_completion_tokens", "stream", "stream_options", "n", "stop", "x"])
+
+
+async def test_other_work_passes_while_a_dense_body_is_searched(monkeypatch: pytest.MonkeyPatch):
+    """Each of its short members takes the interpreter as long as a kilobyte of text."""
+    monkeypatch.setattr(leg_bodies, "perf_counter", iter(range(1_000_000)).__next__, raising=False)  # a slow clock
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    body = b"{%s}" % b",".join([b'"\\u0061":0'] * 6000)
+    beside = asyncio.create_task(other())
+    assert json.loads(await first_leg_body(body)) == {
+        "a": 0, "max_tokens": 1, "kv_transfer_params": {HAND_OVER_MEMBER: True}
+    }  # fmt: skip
+    beside.cancel()
+    assert turns >= len(body) // (4 * 1024)
 
 
 @given(st.dictionaries(NAMES, VALUES))
