@@ -125,12 +125,6 @@ def test_a_failed_copy_is_a_result_and_the_next_one_runs(memories):
     copier.close()
 
 
-def test_waiting_for_unknown_jobs_returns():
-    copier = HostCopier(Direction.LOAD)
-    copier.wait({99})
-    copier.close()
-
-
 def test_computation_waits_for_a_load_and_learns_of_its_failure(make_rig):
     rig = make_rig(Direction.LOAD)
     rig.host[:] = 9

@@ -1,7 +1,9 @@
 """The contract of a tier in a directory that others may write to: subclass it beside :class:`TierContract`.
 
-``medium`` has ``root``, the directory. A *foreigner* takes the place of a file or folder of the store; whatever it is,
-nothing outside the store is read, changed or made, no call waits for it, and no wrong byte is served.
+``medium`` has ``root``, the directory, and ``frame_bytes``, what a frame takes of it. ``make_tier`` takes the tier's
+other arguments and another ``root``. ``read_only`` is a folder (``path``) that ``freeze()`` makes read-only.
+A *foreigner* takes the place of a file or folder of the store; whatever it is, nothing outside the store is read,
+changed or made, no call waits for it, and no wrong byte is served.
 """
 
 from __future__ import annotations
@@ -15,20 +17,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from spillway_connector.errors import TierCorrupt, TierError
+from spillway_connector.errors import RefusedReason, TierCorrupt, TierError
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.tier_contract import (
     NAMESPACE,
     PATIENCE_SECONDS,
     PAYLOAD_BYTES,
     MakeTier,
+    error_of,
     key_of,
     load,
     payload_of,
     soon,
 )
 from spillway_connector.tiers.disk.shared_bound import BOUNDS_FOLDER
-from spillway_connector.tiers.tier import Tier
+from spillway_connector.tiers.tier import NO_TENANT, EvictionReason, Tier
 
 SECRET = b"a file of the node, not of the store\n" * 200
 _FRAMES = 4
@@ -36,6 +39,13 @@ _FRAMES = 4
 
 class DirectoryMedium(Protocol):
     root: Path
+    frame_bytes: int
+
+
+class ReadOnly(Protocol):
+    path: Path
+
+    def freeze(self) -> None: ...
 
 
 class Victims:
@@ -113,6 +123,8 @@ FOREIGNERS: tuple[Callable[[Path, Victims], None], ...] = (
 class DirectoryContract:
     """Every promise about what others put into the directory."""
 
+    writes_by_name = True  # so an open tier, too, is refused in a folder that has become read-only
+
     def test_a_foreigner_in_the_place_of_any_file_is_neither_read_nor_changed_nor_waited_for(
         self, make_tier: MakeTier, medium: DirectoryMedium, tmp_path: Path
     ) -> None:
@@ -186,6 +198,59 @@ class DirectoryContract:
         clock.advance(61.0)
         store(large, 400, 150)
         assert _bytes_below(medium.root) > small_bytes
+
+    def test_a_tenant_makes_room_for_itself(self, make_tier: Callable[..., Tier], medium: DirectoryMedium) -> None:
+        clock = SteppedClock()
+        never = clock() + 1e7
+        options: dict[str, Any] = {"tenant_max_bytes": 5 * medium.frame_bytes, "clock": clock}
+        tiers = [make_tier(NAMESPACE, PAYLOAD_BYTES, **options) for _ in range(2)]
+        quiet, loud, salted = range(4), range(100, 130), range(200, 230)
+
+        def present(tier: Tier, seeds: range) -> list[int]:
+            found = tier.contains([key_of(seed) for seed in seeds], never)
+            return [seed for seed, there in zip(seeds, found, strict=True) if there]
+
+        for seed in quiet:
+            tiers[0].store(key_of(seed), payload_of(seed), never, b"quiet---")
+        for first, second in zip(loud, salted, strict=True):  # two engines take turns, and the bound is one for both
+            clock.advance(1)
+            tiers[first % 2].store(key_of(first), payload_of(first), never)
+            tiers[second % 2].store(key_of(second), payload_of(second), never, b"loud----")
+            for seeds in (loud, salted):
+                assert len(present(tiers[0], seeds)) <= 5
+        assert present(tiers[1], loud) == list(loud)[-5:]
+        assert present(tiers[1], salted) == list(salted)[-5:]
+        assert present(tiers[1], quiet) == list(quiet)
+        assert sum(tier.evictions[EvictionReason.TENANT] for tier in tiers) == 50
+        assert all(tier.evictions[EvictionReason.ROOM] == 0 and not tier.under_pressure for tier in tiers)
+
+    def test_a_quota_that_holds_no_frame_is_refused_with_the_remedy(
+        self, make_tier: Callable[..., Tier], medium: DirectoryMedium
+    ) -> None:
+        tier = make_tier(NAMESPACE, PAYLOAD_BYTES, tenant_max_bytes=medium.frame_bytes - 1)
+        for tenant in (NO_TENANT, b"tenant-a"):
+            error = error_of(lambda tenant=tenant: tier.store(key_of(1), payload_of(1), soon(), tenant))  # type: ignore[misc]
+            assert error.reason == RefusedReason.NO_SPACE
+            assert "raise tenant_max_bytes" in str(error)
+
+    def test_a_read_only_folder_serves_what_it_holds(self, make_tier: Callable[..., Tier], read_only: ReadOnly) -> None:
+        root = read_only.path / "kv"
+        before = make_tier(NAMESPACE, PAYLOAD_BYTES, root=root)
+        before.store(key_of(1), payload_of(1), soon())
+        read_only.freeze()
+        for tier in (before, make_tier(NAMESPACE, PAYLOAD_BYTES, root=root)):
+            assert load(tier, key_of(1)) == payload_of(1)
+            assert tier.contains([key_of(1), key_of(2)], soon()) == [True, False]
+            if tier is not before or self.writes_by_name:
+                error = error_of(lambda tier=tier: tier.store(key_of(2), payload_of(2), soon()))  # type: ignore[misc]
+                assert error.reason in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION)
+            assert load(tier, key_of(1)) == payload_of(1)
+
+    def test_a_file_in_the_place_of_the_directory_is_named(self, make_tier: MakeTier, medium: DirectoryMedium) -> None:
+        medium.root.write_text("not a directory")
+        error = error_of(lambda: make_tier(NAMESPACE, PAYLOAD_BYTES).prepare(soon()))
+        assert "is a file; give a directory" in str(error)
+        assert medium.root.read_text() == "not a directory"
 
     def test_names_that_are_known_beforehand_are_not_written_through(
         self, make_tier: MakeTier, medium: DirectoryMedium, tmp_path: Path

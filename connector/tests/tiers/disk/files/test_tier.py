@@ -36,7 +36,7 @@ from spillway_connector.tiers.disk.files.space import Space
 from spillway_connector.tiers.disk.files.tier import FileTier
 from spillway_connector.tiers.disk.frame_places import FramePlaces
 from spillway_connector.tiers.disk.io import FrameFiles, tier_error
-from spillway_connector.tiers.tier import NO_TENANT, Clock, EvictionReason, StoreOutcome
+from spillway_connector.tiers.tier import Clock, EvictionReason, StoreOutcome
 
 NEVER = 1e7  # a deadline for tiers on a stepped clock
 FRAME_BYTES = FramePlaces.of(PAYLOAD_BYTES).frame_bytes
@@ -48,6 +48,8 @@ def _is_frame(path: Path) -> bool:
 
 
 class _FileMedium:
+    frame_bytes = FRAME_BYTES
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -182,25 +184,6 @@ def present(tier: FileTier, seeds: range, deadline: float = NEVER) -> list[int]:
     return [seed for seed, there in zip(seeds, found, strict=True) if there]
 
 
-def test_a_tenant_makes_room_for_itself(make_tier: MakeTier) -> None:
-    clock = SteppedClock()
-    tiers = [make_tier(tenant_max_bytes=5 * FRAME_BYTES, clock=clock) for _ in range(2)]
-    quiet, loud, salted = range(4), range(100, 130), range(200, 230)
-    for seed in quiet:
-        tiers[0].store(key_of(seed), payload_of(seed), NEVER, b"quiet---")
-    for first, second in zip(loud, salted, strict=True):  # two engines take turns, and the bound is one for both
-        clock.advance(1)
-        tiers[first % 2].store(key_of(first), payload_of(first), NEVER)
-        tiers[second % 2].store(key_of(second), payload_of(second), NEVER, b"loud----")
-        for seeds in (loud, salted):
-            assert len(present(tiers[0], seeds)) <= 5
-    assert present(tiers[1], loud) == list(loud)[-5:]
-    assert present(tiers[1], salted) == list(salted)[-5:]
-    assert present(tiers[1], quiet) == list(quiet)
-    assert sum(tier.evictions[EvictionReason.TENANT] for tier in tiers) == 50
-    assert not any(tier.under_pressure for tier in tiers)
-
-
 def test_what_others_remove_is_given_back_to_the_tenant(make_tier: MakeTier, medium: _FileMedium) -> None:
     clock = SteppedClock()
     tier = make_tier(tenant_max_bytes=5 * FRAME_BYTES, clock=clock)
@@ -228,13 +211,6 @@ def test_a_store_that_fails_gives_its_share_of_the_quota_back(make_tier: MakeTie
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert tier.store(key_of(2), payload_of(2), soon(), b"tenant-a") is StoreOutcome.STORED
     assert present(tier, range(3), soon()) == [0, 2]
-
-
-def test_a_quota_that_holds_no_frame_is_refused_with_the_remedy(make_tier: MakeTier) -> None:
-    tier = make_tier(tenant_max_bytes=FRAME_BYTES - 1)
-    error = error_of(lambda: tier.store(key_of(1), payload_of(1), soon(), NO_TENANT))
-    assert error.reason == RefusedReason.NO_SPACE
-    assert "raise tenant_max_bytes" in str(error)
 
 
 def test_a_frame_expires_after_its_last_use(make_tier: MakeTier, medium: _FileMedium) -> None:
@@ -420,19 +396,6 @@ def test_a_full_file_system_is_refused_and_recovers(make_tier: MakeTier, full_di
     assert load(tier, key_of(20)) == payload_of(20)
 
 
-def test_a_read_only_folder_serves_what_it_holds(make_tier: MakeTier, read_only: Any) -> None:
-    root = read_only.path / "kv"
-    before = make_tier(root=root)
-    before.store(key_of(1), payload_of(1), soon())
-    read_only.freeze()
-    for tier in (before, make_tier(root=root)):
-        assert load(tier, key_of(1)) == payload_of(1)
-        assert tier.contains([key_of(1), key_of(2)], soon()) == [True, False]
-        error = error_of(lambda tier=tier: tier.store(key_of(2), payload_of(2), soon()))
-        assert error.reason in (RefusedReason.READ_ONLY, RefusedReason.PERMISSION)
-        assert load(tier, key_of(1)) == payload_of(1)
-
-
 def test_a_removed_directory_is_a_miss_and_made_again(make_tier: MakeTier, medium: _FileMedium) -> None:
     tier = make_tier()
     tier.store(key_of(1), payload_of(1), soon())
@@ -443,13 +406,6 @@ def test_a_removed_directory_is_a_miss_and_made_again(make_tier: MakeTier, mediu
     assert error.reason == UnreachableReason.ROOT_MISSING
     assert tier.store(key_of(1), payload_of(1), soon()) is StoreOutcome.STORED
     assert load(tier, key_of(1)) == payload_of(1)
-
-
-def test_a_file_in_the_place_of_the_directory_is_named(make_tier: MakeTier, tmp_path: Path) -> None:
-    (tmp_path / "kv").write_text("not a directory")
-    error = error_of(lambda: make_tier().prepare(soon()))
-    assert "is a file; give a directory" in str(error)
-    assert (tmp_path / "kv").read_text() == "not a directory"
 
 
 def test_running_out_of_descriptors_deletes_nothing(make_tier: MakeTier) -> None:
