@@ -24,7 +24,7 @@ def test_a_prompt_that_begins_with_the_one_before_is_the_next_turn():
 
 def test_the_last_block_may_be_written_differently_by_the_next_turn():
     conversations = Conversations()
-    conversations.session_of(prompt("hello<think>"))
+    assert conversations.session_of(prompt("hello<think>")) is None
     assert conversations.session_of(prompt("hello<think", "Hi. And now?")) is not None
 
 

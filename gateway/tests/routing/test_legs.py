@@ -49,18 +49,18 @@ views = st.builds(
     engine,
     st.uuids().map(str),
     st.sampled_from(["both", "prefill", "decode"]),
-    queued=st.integers(0, 100_000),
+    queued=st.just(0) | st.integers(0, 100_000),
     busy=st.floats(0, 2),
     held=st.integers(0, 8192),
     kv_usage=st.floats(0, 1),
     kv_token_ms=st.floats(0, 1),
     running_requests=st.integers(0, 50),
-    routable=st.booleans(),
-    stores=st.sampled_from([frozenset(), STORE, frozenset({"nvme/2"})]),
+    routable=st.sampled_from([True, True, False]),
+    stores=st.sampled_from([STORE, STORE, frozenset(), frozenset({"nvme/2"})]),
 )
 
 
-@given(st.lists(views, min_size=1, max_size=6), st.integers(1, 30_000), st.floats(0, 500))
+@given(st.lists(views, min_size=2, max_size=6), st.integers(1, 30_000), st.floats(0, 100))
 def test_auto_never_takes_two_legs_that_cost_more(engines: list[EngineView], tokens: int, hand_over_ms: float) -> None:
     terms = structs.replace(TERMS, hand_over_ms=hand_over_ms)
     view = FleetView(tuple(engines))

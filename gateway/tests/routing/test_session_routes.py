@@ -15,16 +15,19 @@ RATES = EngineRates(5000.0, 100_000.0, 40_000.0, 10.0)
 FACTOR = 1.25
 FEW = st.sampled_from([0, 0, 128, 1024])  # so that engines hold the same, or nothing
 held_prefixes = st.builds(HeldPrefix, device_tokens=FEW, cpu_tokens=FEW, shared_tokens=FEW)
-views = st.lists(
-    st.tuples(
-        st.sampled_from([True, True, True, False]),
-        st.sampled_from([0, 0, 1, 12]),  # some overloaded
-        st.sampled_from([0, 0, 3, 2_000]),
-        st.just(HeldPrefix()) | held_prefixes,
-        st.sampled_from([True, False, False]),
-    ),
-    min_size=2,
-    max_size=5,
+engine_rows = st.tuples(
+    st.sampled_from([True, True, True, False]),
+    st.sampled_from([0, 0, 1, 12]),  # some overloaded
+    st.sampled_from([0, 0, 3, 2_000]),
+    st.just(HeldPrefix()) | held_prefixes,
+    st.sampled_from([True, False, False]),
+)
+# Engines that are all different, or of few kinds: among equal ones the session decides.
+views = (
+    st.lists(engine_rows, min_size=2, max_size=5)
+    | st.lists(engine_rows, min_size=1, max_size=2).flatmap(
+        lambda kinds: st.lists(st.sampled_from(kinds), min_size=2, max_size=5)
+    )
 ).map(
     lambda rows: FleetView(
         tuple(

@@ -292,7 +292,18 @@ def test_every_data_parallel_rank_needs_what_an_engine_needs(
     assert several.memory_needed_bytes == cores * one.memory_needed_bytes
 
 
-@given(shape=shapes, machine=machines, chunks=st.integers(2, 100_000), cores=st.integers(1, 4))
+# With room for some chunks and not for all, else nothing is advised.
+@given(
+    shape=shapes,
+    machine=st.builds(
+        dataclasses.replace,
+        machines,
+        memory_available_bytes=st.integers(1 << 36, 1 << 41),
+        shared_memory_free_bytes=st.integers(1 << 34, 1 << 40),
+    ),
+    chunks=st.integers(1 << 16, 1 << 28),
+    cores=st.integers(1, 4),
+)
 def test_following_the_advice_ends_in_a_start(shape: ModelShape, machine: Machine, chunks: int, cores: int) -> None:
     """Whatever is advised about the CPU tier, doing so leaves no complaint about the CPU tier."""
     given = read_settings(

@@ -371,7 +371,7 @@ def test_waiting_has_a_deadline(npu):
     npu.emulator.gate(npu.compute, 3)
     copier.submit(1, npu.plan(SPANS))
     copier.wait({1})
-    assert copier.finished()[0].error is not None
+    assert "has not ended after" in str(copier.finished()[0].error)
 
 
 def test_a_query_that_fails_gives_the_stream_up(npu):
@@ -426,10 +426,6 @@ def test_an_empty_plan_ends_without_the_device(npu):
     (result,) = copier.finished()
     assert (result.size_bytes, result.error) == (0, None)
     assert npu.emulator.calls("aclrtRecordEvent") == 0
-
-
-def test_waiting_for_unknown_jobs_returns(npu):
-    npu.copier(Direction.LOAD).wait({99})
 
 
 def test_close_finishes_what_was_submitted_and_keeps_its_result(npu):

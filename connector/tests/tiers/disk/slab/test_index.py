@@ -32,9 +32,12 @@ keys = st.binary(min_size=1, max_size=64)
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-@given(payload_bytes=st.integers(1, 1 << 26), limit_bytes=st.integers(0, 1 << 42))
-def test_a_planned_size_class_stays_within_its_bound_and_uses_most_of_it(payload_bytes: int, limit_bytes: int) -> None:
+@given(payload_bytes=st.integers(1, 1 << 26), slots=st.integers(0, 1 << 20), rest=st.floats(0, 1))
+def test_a_planned_size_class_stays_within_its_bound_and_uses_most_of_it(
+    payload_bytes: int, slots: int, rest: float
+) -> None:
     slot_bytes = slot_bytes_of(payload_bytes)
+    limit_bytes = slots * slot_bytes + int(rest * slot_bytes)
     shape = plan_shape(slot_bytes, limit_bytes)
     if shape is None:
         assert limit_bytes < slot_bytes + 16384 + 2 * max(limit_bytes // 64, slot_bytes)
