@@ -6,11 +6,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from spillway_gateway.app import Gateway
 from spillway_gateway.config.settings import EngineConfig, GatewayConfig, parse_config
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.processes import messages
 from spillway_gateway.processes.messages import EngineSummary, ModelSummary
 from spillway_gateway.processes.reported_engines import ReportedEngines
+from spillway_gateway.processes.state_publisher import StatePublisher
 from spillway_gateway.roster.roster import Roster
 from spillway_gateway.tokens.fair_threads import FairThreads
 
@@ -22,7 +24,7 @@ def config_of(*names: str) -> GatewayConfig:
 
 def engine(serial: int, name: str = "e") -> EngineSummary:
     plain = msgspec.json.encode(EngineConfig(name, "http://127.0.0.1:2"))
-    return EngineSummary(serial, plain, None, 0, "", "ready", "ok", None, None, None)
+    return EngineSummary(serial, plain, False, "", "ready", "ok", None, None, None)
 
 
 def state(*engines: EngineSummary, model: str = "m", full: bool = False) -> messages.State:
@@ -64,3 +66,21 @@ async def test_a_model_that_is_added_again_has_the_engines_that_were_reported_be
     await roster.apply(both)
     fleet = roster.models["m"].fleet
     assert [(name, each.prompt_tokens_max) for name, each in fleet.engines.items()] == [("e", 4096)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_front_has_the_engines_that_the_router_has(threads: FairThreads, ranks: int) -> None:
+    """Else it takes engines with roles for engines without, and asks for no two legs."""
+    addresses = {"kvEvents": "tcp://127.0.0.1:3", "kvReplay": "tcp://127.0.0.1:13", "dataParallelRanks": ranks}
+    given = [{"name": role, "url": "http://127.0.0.1:2", "role": role, **addresses} for role in ("prefill", "decode")]
+    config = parse_config({"models": [{"name": "m", "engines": given}]})
+    router, engines = Gateway(config), ReportedEngines(config, lambda engine: None)
+    (known,), (fleet,) = router.fleets, Roster(config, GatewayMetrics(), threads, engines).fleets
+
+    engines.update(StatePublisher(router.roster, router.engines, lambda message: None).state())
+
+    assert {name: each.config for name, each in fleet.engines.items()} == {
+        name: each.config for name, each in known.engines.items()
+    }
+    assert [each.rank for each in fleet.engines.values()] == 2 * ([None] if ranks == 1 else [0, 1])
+    assert fleet.has_roles

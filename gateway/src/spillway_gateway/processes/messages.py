@@ -214,12 +214,11 @@ class Start(Message, tag=64, frozen=True):
 
 
 class EngineSummary(Message, frozen=True):
-    """An engine as fronts know it. config: JSON."""
+    """An engine as fronts know it. config: JSON. is_rank: it is a data parallel rank (config/ranks.py)."""
 
     serial: int
     config: bytes
-    process: str | None  # of a data parallel rank
-    rank: int
+    is_rank: bool
     instance: str
     state: str
     answer: str

@@ -105,16 +105,10 @@ class StatePublisher:
 
 
 def _engine(engine: Engine) -> EngineSummary:
-    config = engine.config
-    rank = config if isinstance(config, RankConfig) else None
-    plain = EngineConfig(
-        config.name, config.url, config.kv_events, config.kv_replay, config.data_parallel_ranks, config.role
-    )
     return EngineSummary(
         engine.serial,
-        msgspec.json.encode(plain),
-        rank.process if rank is not None else None,
-        rank.rank if rank is not None else 0,
+        msgspec.json.encode(engine.config),
+        isinstance(engine.config, RankConfig),
         engine.instance,
         engine.state.value,
         engine.answer,
@@ -126,15 +120,4 @@ def _engine(engine: Engine) -> EngineSummary:
 
 def engine_config(summary: EngineSummary) -> EngineConfig:
     """The configuration of an engine in State."""
-    plain = msgspec.json.decode(summary.config, type=EngineConfig)
-    if summary.process is None:
-        return plain
-    return RankConfig(
-        plain.name,
-        plain.url,
-        plain.kv_events,
-        plain.kv_replay,
-        plain.data_parallel_ranks,
-        process=summary.process,
-        rank=summary.rank,
-    )
+    return msgspec.json.decode(summary.config, type=RankConfig if summary.is_rank else EngineConfig)
