@@ -228,7 +228,7 @@ async def test_a_decision_with_all_its_candidates_passes(start_engine: Any) -> N
         await status_of(http, fronts.urls[0])
         decision = fronts.gateway.recent.decisions[-1].decision
     buffer = bytearray()
-    routed = Routed(1, decision.engine_name, decision.reason, 0, 0, 0, 200, None, 0.5, decision.candidates)
+    routed = Routed(1, decision, 0.5)
     append_frame(routed, buffer)
     assert len(decision.candidates) == 3
     assert Frames(from_router).feed(bytes(buffer)) == [routed]

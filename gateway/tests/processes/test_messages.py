@@ -32,6 +32,7 @@ ROUTE = messages.Route(
     b"8 bytes.",
     128,
     130,
+    None,
     2**64 - 1,
     {16: b""},
     ("e",),

@@ -108,6 +108,7 @@ class ChannelPlace:
             _keys(prompt.keys),
             prompt.tokens_per_block,
             prompt.prompt_tokens,
+            prompt.text_tokens,
             prompt.spread_key,
             {size: _keys(keys) for size, keys in prompt.other_keys.items()},
             tuple(tried),
@@ -119,21 +120,10 @@ class ChannelPlace:
             leg,
         )
         routed = await self._client.ask(asked, messages.Routed)
-        engine = self.fleet.engines.get(routed.engine)
+        engine = self.fleet.engines.get(routed.decision.engine_name)
         if engine is None:  # a configuration that takes it away has come meanwhile
             raise NoEngineReady(self.fleet.unavailable_message(tried))
-        decision = Decision(
-            routed.engine,
-            routed.reason,
-            routed.held,
-            prompt.prompt_tokens,
-            routed.uncached_tokens,
-            routed.candidates,
-            routed.session,
-            prompt.text_tokens,
-            routed.legs,
-        )
-        return ChannelAttempt(self, engine, decision, expected_prefill_seconds=routed.expected_prefill_seconds)
+        return ChannelAttempt(self, engine, routed.decision, routed.expected_prefill_seconds)
 
     async def ended(self, fingerprint: Fingerprint, *, again: bool, begun: bool) -> bool:
         self.tell()  # the failure, before the question

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from msgspec import structs
 from starlette.types import ASGIApp
 from starlette.types import Message as AsgiMessage
 
@@ -88,7 +89,7 @@ class FrontSession:
         self._handlers: dict[type[Message], Callable[[Any], object]] = {
             messages.Route: self._route,
             messages.Report: self._report,
-            messages.Begin: self._begin,
+            messages.Begin: lambda asked: self._spawn(asked.number, self._begin(asked)),
             messages.Settle: self._settle,
             messages.EngineFaultReport: self._report_fault,
             messages.Noted: self._note,
@@ -224,26 +225,23 @@ class FrontSession:
     def _choose(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> None:
         place.fleet.cold.leave(place.turn)
         place.turn = ColdTurn(urgent=asked.priority is Priority.HIGH)
-        if asked.leg is Leg.SECOND and place.hand_over is not None:
-            waiting = self._choose_after_hand_over(place, place.hand_over, asked, prompt)
-            place.waiting = self._spawn(asked.number, waiting)
-            return
-        place.end_hand_over()
-        if not self._choose_unless_held(place, asked, prompt):
-            place.waiting = self._spawn(asked.number, self._choose_in_turn(place, asked, prompt))
+        after = place.hand_over if asked.leg is Leg.SECOND else None
+        if after is None:
+            place.end_hand_over()
+            if self._choose_unless_held(place, asked, prompt):
+                return
+        place.waiting = self._spawn(asked.number, self._choose_later(place, asked, prompt, after))
 
-    async def _choose_after_hand_over(
-        self, place: RoutedPlace, hand_over: HandOver, asked: messages.Route, prompt: PromptBlocks
+    async def _choose_later(
+        self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks, after: HandOver | None
     ) -> None:
-        place.close(None)  # the first leg
-        await hand_over.arrived(place.fleet.disaggregation.hand_over_seconds_max)
-        place.end_hand_over()
-        while not self._choose_unless_held(place, asked, prompt):
+        """after: the hand-over of the first leg; None: the prompt has to wait for its turn."""
+        if after is not None:
+            place.close(None)  # the first leg
+            await after.arrived(place.fleet.disaggregation.hand_over_seconds_max)
+            place.end_hand_over()
+        else:
             await place.fleet.cold.wait(place.turn)
-        place.waiting = None
-
-    async def _choose_in_turn(self, place: RoutedPlace, asked: messages.Route, prompt: PromptBlocks) -> None:
-        await place.fleet.cold.wait(place.turn)
         while not self._choose_unless_held(place, asked, prompt):
             await place.fleet.cold.wait(place.turn)
         place.waiting = None
@@ -267,23 +265,9 @@ class FrontSession:
         loading = place.fleet.loading_engine(decision)
         if loading is not None:
             self._begin_hand_over(place, asked, prompt, loading)
-        held = decision.held
-        self.send(
-            messages.Routed(
-                asked.number,
-                decision.engine_name,
-                decision.reason,
-                held.device_tokens,
-                held.cpu_tokens,
-                held.shared_tokens,
-                decision.uncached_tokens,
-                decision.session,
-                attempt.expected_prefill_seconds,
-                decision.candidates if asked.detailed else (),
-                decision.legs,
-                held.below_tokens,
-            )
-        )
+        if not asked.detailed:
+            decision = structs.replace(decision, candidates=())
+        self.send(messages.Routed(asked.number, decision, attempt.expected_prefill_seconds))
         return True
 
     def _begin_hand_over(
@@ -358,10 +342,7 @@ class FrontSession:
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, asked: messages.Begin) -> None:
-        self._spawn(asked.number, self._begun(asked))
-
-    async def _begun(self, asked: messages.Begin) -> None:
+    async def _begin(self, asked: messages.Begin) -> None:
         try:
             admitted = await self._router.begin(asked.tenant, asked.prompt_tokens)
         except GatewayError as error:
@@ -455,6 +436,7 @@ def _prompt(asked: messages.Route) -> PromptBlocks:
         asked.prompt_tokens,
         asked.spread_key,
         {size: _keys(keys) for size, keys in asked.other_keys.items()},
+        text_tokens=asked.text_tokens,
     )
 
 

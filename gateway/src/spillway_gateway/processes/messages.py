@@ -14,8 +14,7 @@ import msgspec
 
 from spillway_gateway.access.keys import Priority, Tenant
 from spillway_gateway.routing.fleet_view import HeldPrefix, Leg
-from spillway_gateway.routing.legs import Legs
-from spillway_gateway.routing.route import Candidate, RouteReason, SessionOutcome
+from spillway_gateway.routing.route import Decision
 
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 _LENGTH = struct.Struct("!I")
@@ -69,6 +68,7 @@ class Route(Message, tag=4, frozen=True):
     keys: bytes
     tokens_per_block: int
     prompt_tokens: int
+    text_tokens: int | None
     spread_key: int
     other_keys: dict[int, bytes]
     tried: tuple[str, ...]
@@ -267,24 +267,12 @@ class Refused(Message, tag=69, frozen=True):
 
 
 class Routed(Message, tag=70, frozen=True):
-    """The engine, the decision, and seconds until its prompt should be computed."""
+    """decision: its candidates only if they were asked for. expected_prefill_seconds: until its prompt should be
+    computed."""
 
     number: int
-    engine: str
-    reason: RouteReason
-    device_tokens: int
-    cpu_tokens: int
-    shared_tokens: int
-    uncached_tokens: int
-    session: SessionOutcome | None
+    decision: Decision
     expected_prefill_seconds: float
-    candidates: tuple[Candidate, ...] = ()
-    legs: Legs | None = None
-    below_tokens: int = 0
-
-    @property
-    def held(self) -> HeldPrefix:
-        return HeldPrefix(self.device_tokens, self.cpu_tokens, self.shared_tokens, self.below_tokens)
 
 
 class Waiting(Message, tag=71, frozen=True):
