@@ -135,7 +135,7 @@ class Spillway(Policy):
                 scrape.below_load_tokens_per_second if self._engine_rates else None,
                 declined_tiers=scrape.declined_tiers if self._engine_rates else frozenset(),
             )
-            engine.observed(reading, engine.own_work())
+            engine.observed(reading, engine.running_requests)
 
     def first_token(self, request_id: str) -> None:
         self._attempts[request_id].first_byte(self._fleet.now, measures_prefill=True)

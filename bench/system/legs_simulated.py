@@ -157,7 +157,7 @@ class LegsRun:
                 token_intervals=self._intervals[simulated.name][0],
                 token_seconds=self._intervals[simulated.name][1],
             )
-            engine.observed(reading, engine.own_work())
+            engine.observed(reading, engine.running_requests)
         if self._time.now < until:
             self._time.at(self._time.now + HealthConfig().metrics_period_seconds, partial(self._observe, until))
 

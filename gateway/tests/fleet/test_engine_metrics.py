@@ -186,6 +186,6 @@ vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} %g
     engine = Engine("m", EngineConfig("a", "http://127.0.0.1:1"), RoutingConfig())
     seen = []
     for seconds, tokens in ((1.0, 100.0), (2.0, 110.0), (2.0, 110.0), (0.5, 10.0)):
-        engine.observed(read_metrics(page % (seconds, tokens)), engine.own_work())
+        engine.observed(read_metrics(page % (seconds, tokens)), engine.running_requests)
         seen.append(round(engine.token_ms, 6))
     assert seen == [10.0, 100.0, 0.0, 0.0], "nothing was answered; and after a restart the next reading tells"

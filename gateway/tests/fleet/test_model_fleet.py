@@ -161,10 +161,12 @@ def test_an_engine_without_samples_is_taken_to_be_like_its_fleet() -> None:
 def test_a_reported_rate_has_precedence_and_may_be_withdrawn() -> None:
     engine = fleet_of(["a"]).engines["a"]
 
-    engine.observed(EngineReading(prefill_tokens_per_second=20_000, cpu_load_tokens_per_second=7.0), engine.own_work())
+    engine.observed(
+        EngineReading(prefill_tokens_per_second=20_000, cpu_load_tokens_per_second=7.0), engine.running_requests
+    )
     assert engine.rates == rates_of(20_000, 7.0)
 
-    engine.observed(EngineReading(), engine.own_work())
+    engine.observed(EngineReading(), engine.running_requests)
     assert engine.rates == rates_of(5_000, 100_000)
 
 
@@ -193,7 +195,7 @@ def test_what_an_engine_declines_to_load_is_computed_and_not_promised() -> None:
     slow = EngineReading(shared_load_tokens_per_second=100)
     found = []
     for declined in (frozenset(), frozenset({"s3"}), frozenset[str]()):
-        engine.observed(slow._replace(declined_tiers=declined), engine.own_work())
+        engine.observed(slow._replace(declined_tiers=declined), engine.running_requests)
         attempt = fleet.choose(prompt, frozenset())
         (candidate,) = attempt.decision.candidates
         found.append((attempt.decision.held.total_tokens, attempt.decision.uncached_tokens, candidate.cost.load_ms))
@@ -207,7 +209,7 @@ def test_the_tier_below_has_its_own_rate_and_is_never_taken_for_faster_before_it
     found = []
     for shared, below in ((9_000, None), (90_000, None), (90_000, 2_000)):
         reading = EngineReading(shared_load_tokens_per_second=shared, below_load_tokens_per_second=below)
-        engine.observed(reading, engine.own_work())
+        engine.observed(reading, engine.running_requests)
         found.append(engine.rates.below_load_tokens_per_second)
 
     assert found == [9_000, 40_000, 2_000]
@@ -216,7 +218,7 @@ def test_the_tier_below_has_its_own_rate_and_is_never_taken_for_faster_before_it
 def test_what_others_sent_counts_until_the_reading_is_stale() -> None:
     fleet = fleet_of(["a", "b"])
     busy = fleet.engines["a"]
-    busy.observed(EngineReading(waiting_requests=5, running_requests=20), busy.own_work())
+    busy.observed(EngineReading(waiting_requests=5, running_requests=20), busy.running_requests)
 
     assert fleet.choose(PromptBlocks([], 4, 100, 1), frozenset()).engine.name == "b"
     assert busy.view(NOTHING_HELD, 0.0, ejected=False).running_requests == 25
@@ -228,7 +230,7 @@ def test_what_others_sent_counts_until_the_reading_is_stale() -> None:
 def test_memory_in_use_follows_own_requests_between_two_readings() -> None:
     fleet = fleet_of(["a"])
     engine = fleet.engines["a"]
-    engine.observed(EngineReading(kv_usage=0.5, kv_capacity_tokens=10_000), engine.own_work())
+    engine.observed(EngineReading(kv_usage=0.5, kv_capacity_tokens=10_000), engine.running_requests)
 
     attempt = fleet.choose(PromptBlocks([], 4, 1_000, 1), frozenset())
     assert engine.view(NOTHING_HELD, 0.0, ejected=False).kv_usage == pytest.approx(0.6)

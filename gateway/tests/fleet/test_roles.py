@@ -76,7 +76,7 @@ class Load:
 
     def read(self, at: int, rate: float, usage: float) -> None:
         engine = list(self._fleet.engines.values())[at % len(self._fleet.engines)]
-        engine.observed(EngineReading(0, 0, usage, 256_000, rate), engine.own_work())
+        engine.observed(EngineReading(0, 0, usage, 256_000, rate), engine.running_requests)
 
 
 steps = st.lists(

@@ -17,7 +17,7 @@ from spillway_gateway.config.ranks import RankConfig
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, RoutingConfig
 from spillway_gateway.fleet.breaker import Breaker
 from spillway_gateway.fleet.engine_metrics import EngineReading
-from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, OwnWork, foreign_work
+from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, foreign_work
 from spillway_gateway.fleet.listed_models import ListedModels
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_queue import PrefillQueue
@@ -244,24 +244,20 @@ class Engine:
             self._rates = structs.replace(self._rates, prefill_tokens_per_second=prefill)
         return self._rates
 
-    def own_work(self) -> OwnWork:
-        """This gateway's requests on the engine."""
-        return OwnWork(self.running_requests)
-
     def progressed(self, now: float, by: object = None) -> None:
         """The engine has computed something. by: the request that got it; None: its metrics show it."""
         self.progressed_at = now
         self.progressed_by = by
 
-    def observed(self, reading: EngineReading, before: OwnWork) -> None:
-        """A scrape arrived. before: this gateway's work when it was requested."""
+    def observed(self, reading: EngineReading, requests_before: int) -> None:
+        """A scrape arrived. requests_before: this gateway's on the engine when it was requested."""
         if self._computed_tokens not in (None, reading.computed_tokens) and reading.computed_tokens is not None:
             self.progressed(self._clock())
         self._computed_tokens = reading.computed_tokens
         tokens = reading.token_intervals - self._token_intervals
         self.token_ms = 1000.0 * (reading.token_seconds - self._token_seconds) / tokens if tokens > 0 else 0.0
         self._token_intervals, self._token_seconds = reading.token_intervals, reading.token_seconds
-        self.foreign = foreign_work(reading, before, self.own_work())
+        self.foreign = foreign_work(reading, requests_before, self.running_requests)
         if reading.declined_tiers != self.declined_tiers:
             self.declined_tiers = reading.declined_tiers
             self.on_declined(self.declined_tiers)

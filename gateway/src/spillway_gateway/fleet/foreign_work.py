@@ -11,12 +11,6 @@ from typing import NamedTuple
 from spillway_gateway.fleet.engine_metrics import EngineReading
 
 
-class OwnWork(NamedTuple):
-    """This gateway's requests on one engine at one moment."""
-
-    requests: int
-
-
 class ForeignWork(NamedTuple):
     """requests: all foreign ones. waiting_requests: those outside the running batch. share: all requests over this
     gateway's, to scale figures that are known for this gateway's requests only."""
@@ -29,9 +23,10 @@ class ForeignWork(NamedTuple):
 NO_FOREIGN_WORK = ForeignWork(0, 0.0, 1.0)
 
 
-def foreign_work(reading: EngineReading, before: OwnWork, after: OwnWork) -> ForeignWork:
-    """Pure. before, after: this gateway's work when the page was requested and when it arrived."""
-    own = max(before.requests, after.requests)
+def foreign_work(reading: EngineReading, own_before: int, own_after: int) -> ForeignWork:
+    """Pure. own_before, own_after: this gateway's requests on the engine when the page was requested and when it
+    arrived."""
+    own = max(own_before, own_after)
     total = reading.waiting_requests + reading.running_requests
     foreign = total - own
     if foreign <= 0:

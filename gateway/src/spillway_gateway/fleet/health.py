@@ -146,14 +146,14 @@ class HealthPoller:
         ready = any(engine.state is EngineState.READY for engine in self._ranks)
         if ready and now - self._asked_at >= config.metrics_period_seconds:
             self._asked_at = now
-            before = {engine: engine.own_work() for engine in self._ranks}
+            before = {engine: engine.running_requests for engine in self._ranks}
             page = await self._metrics_page()
             if page is not None:
                 self._observed_at = asyncio.get_running_loop().time()
                 pages = PagesOfRanks(page if self._engine.rank is not None else b"")
-                for engine, work in before.items():
+                for engine, requests in before.items():
                     own = page if engine.rank is None else pages.of(engine.rank)
-                    engine.observed(read_metrics(own), work)
+                    engine.observed(read_metrics(own), requests)
                     engine.traffic.observed(moved_bytes(own), time.monotonic())
                     await asyncio.sleep(0)  # a page of many ranks is read once for each
             body = await self._optional_page("/v1/models", MODELS_BYTES_MAX)

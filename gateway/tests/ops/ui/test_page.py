@@ -87,7 +87,7 @@ async def test_what_lies_in_a_shared_tier_is_shown_at_every_engine_that_loads_fr
         index = running.gateway.fleets[0].index
         await until(lambda: index.shared_reach_of("fake-1") == ({"redis": 2}, 1))
         engine = running.gateway.fleets[0].engines["fake-1"]
-        engine.observed(EngineReading(declined_tiers=frozenset({"redis"})), engine.own_work())
+        engine.observed(EngineReading(declined_tiers=frozenset({"redis"})), engine.running_requests)
         async with client.get(running.url + "/ui/state") as reply:
             (model,) = (await reply.json())["models"]
         async with client.get(running.url + "/metrics") as reply:
