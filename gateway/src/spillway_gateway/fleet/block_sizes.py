@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 from spillway_gateway.fleet.block_table import BITS_PER_ENGINE
-from spillway_gateway.fleet.engine_blocks import EngineBlocks, sizes_in_use
+from spillway_gateway.fleet.engine_blocks import EngineBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,9 @@ class BlockSizes:
     def engines_changed(self) -> None:
         """An engine was added or removed, or has another block size."""
         self._devices_of_size = {}
-        sizes = sizes_in_use(iter(self._engines.values()))
+        counts = Counter(each.block_tokens for each in self._engines.values() if each.block_tokens is not None)
+        # That of most engines first; of equally many the larger.
+        sizes = tuple(sorted(counts, key=lambda size: (counts[size], size), reverse=True))
         if sizes == self._sizes:
             return
         if len(sizes) > 1:

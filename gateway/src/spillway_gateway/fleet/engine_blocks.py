@@ -8,7 +8,6 @@ tokens (early). These three are counted in bytes, as their number depends on the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import msgspec
 
@@ -165,12 +164,3 @@ class EngineBlocks:
         self.orphans_held -= len(chains)
         self.orphan_bytes -= sum(chain.held_bytes for chain in chains)
         return chains
-
-
-def sizes_in_use(engines: Iterator[EngineBlocks]) -> tuple[int, ...]:
-    """Block sizes in tokens, the one of most engines first; of equally many the larger."""
-    counts: dict[int, int] = {}
-    for engine in engines:
-        if engine.block_tokens is not None:
-            counts[engine.block_tokens] = counts.get(engine.block_tokens, 0) + 1
-    return tuple(sorted(counts, key=lambda size: (counts[size], size), reverse=True))
