@@ -14,7 +14,6 @@ Prints each figure over the same run of `plain` (median, and the mean's standard
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from bench_report import write_report
 from routing_policies.spillway import gateway_event
 
 from spillway_gateway.config.disaggregation import DisaggregationConfig
@@ -283,8 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     written[f"{name}_{mix}_{key}_over_plain_standard_error"] = round(spread, 4)
                     cells[-1] += f" ({ratio:.3f} +- {spread:.3f})"
             print(f"{mix:14} {name:12} {', '.join(cells)}", flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write_report(written, options.output)
     return 0
 
 

@@ -30,11 +30,12 @@ Prints tables and writes build/bench/system.json (flat; keys `<system>_<figure>`
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from bench_report import write_report
 
 from system.agents import AgentLoad
 from system.measured import COMPARED, MEASURED, distances, outside
@@ -187,9 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     long_enough = options.seconds >= max(measured.seconds for measured in MEASURED)
     if as_measured and options.prefill_times == 1.0 and long_enough:
         print("\n".join(comparison(answered, load.ramp_seconds)))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{options.output}")
+    write_report(written, options.output)
     return 0
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from spillway_stack.errors import StackError
 
+READ_SECONDS = 5.0  # for a page that a server has at hand
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -33,7 +35,7 @@ def probe_ready(port: int, path: str | None, timeout_seconds: float = 2.0) -> Pr
     return Probe(status == 200, _reason(body) if status != 200 else "")
 
 
-def get(port: int, path: str, timeout_seconds: float = 5.0) -> tuple[int, bytes]:
+def get(port: int, path: str, timeout_seconds: float) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_seconds)
     try:
         connection.request("GET", path)
@@ -54,10 +56,12 @@ def exchange(
         connection.request(method, path, data, {"content-type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise StackError(f"port {port} answered {path} with status {response.status}: {response.read(500)!r}")
+            said = response.read(500)
+            raise StackError(f"port {port} answered {path} with status {response.status}: {said!r}; see make logs")
         yield response
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise StackError(f"the request to port {port} failed: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise StackError(f"the request to port {port} failed: {reason}; see make status") from error
     finally:
         connection.close()
 

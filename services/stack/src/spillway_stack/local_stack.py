@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class LocalStack:
             self.folder.plan_file,
             {
                 "settings": self.settings.as_dict(),
-                "model": _as_dict(model),
+                "model": asdict(model) if model is not None else None,
                 "components": [component.as_dict() for component in components],
             },
         )
@@ -335,14 +335,3 @@ def _status(name: str, record: dict[str, Any]) -> ComponentStatus:
         int(record.get("exit_count", len(exits))),
         exits,
     )
-
-
-def _as_dict(model: PreparedModel | None) -> dict[str, Any] | None:
-    if model is None:
-        return None
-    return {
-        "folder": model.folder,
-        "served_name": model.served_name,
-        "bundled": model.bundled,
-        "tokenizer": model.tokenizer,
-    }

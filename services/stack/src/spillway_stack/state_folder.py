@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +68,22 @@ class StateFolder:
         return _read_json(self.plan_file)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Atomic: a reader never sees half a file."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a file to write, which takes the place of `path` at the end: a reader never sees half a file, and what fails
+    leaves the previous one."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(value, indent=2))
-    partial.replace(path)
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def last_lines(path: Path, count: int, bytes_max: int = 64 << 10) -> list[str]:

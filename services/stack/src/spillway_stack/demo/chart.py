@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from matplotlib.ticker import FormatStrFormatter
 from spillway_stack.demo.phases import COMPUTED, CPU, DEVICE
 from spillway_stack.demo.report import Row
 from spillway_stack.demo.table import duration
+from spillway_stack.state_folder import replacing
 
 # The axis starts at zero; it is logarithmic only if short bars would vanish beside the cold one.
 LOG_SCALE_FROM_RATIO = 200.0
@@ -55,12 +55,8 @@ def draw_chart(rows: Sequence[Row], subtitle: str, path: Path) -> None:
     axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         figure.savefig(partial, format="png")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _scale(axes: Axes, seconds: Sequence[float]) -> None:

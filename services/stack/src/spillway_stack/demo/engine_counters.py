@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from spillway_stack.errors import StackError
-from spillway_stack.local_http import get
+from spillway_stack.local_http import READ_SECONDS, exchange
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)")
 # Once per prompt, at its prefill. The prefix-cache hit counters beside it count a request again each time the scheduler
@@ -66,10 +64,5 @@ def parse_counters(text: str) -> EngineCounters:
 
 def read_counters(port: int) -> EngineCounters:
     """Raises StackError when the engine does not answer."""
-    try:
-        status, body = get(port, "/metrics")
-    except (OSError, http.client.HTTPException) as error:
-        raise StackError(f"the engine on port {port} does not answer: {error}; see make status") from error
-    if status != 200:
-        raise StackError(f"the engine on port {port} answered /metrics with status {status}; see make logs")
-    return parse_counters(body.decode(errors="replace"))
+    with exchange(port, "GET", "/metrics", timeout_seconds=READ_SECONDS) as response:
+        return parse_counters(response.read().decode(errors="replace"))

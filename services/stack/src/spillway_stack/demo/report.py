@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from statistics import median
 from spillway_settings.wire import OWN_HEADERS_PREFIX
 from spillway_stack.demo.phases import MIXED, Phase, Sample
 from spillway_stack.demo.sizing import EngineLimits
+from spillway_stack.state_folder import write_json
 
 NEAR_TIE = 1.0  # natural logarithm: a margin that bfloat16 may reverse, logits between 16 and 32 lying 0.125 apart
 COLD_REFERENCE, DEVICE_REFERENCE = "cold", "device hit"
@@ -96,12 +95,7 @@ def summarise(samples: Sequence[Sample], everything: Sequence[Sample], limits: E
 def write_report(rows: Sequence[Row], path: Path) -> None:
     """Atomic: an interrupted demo keeps the previous report."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_json(path, [asdict(row) for row in rows])
 
 
 def _same(sample: Sample, reference: Sample) -> bool:

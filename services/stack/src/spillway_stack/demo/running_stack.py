@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from spillway_settings.wire import CONFIG_PATH
 from spillway_stack.demo.sizing import EngineLimits
 from spillway_stack.errors import StackError
-from spillway_stack.local_http import get
+from spillway_stack.local_http import READ_SECONDS, exchange
 from spillway_stack.local_stack import LocalStack
 from spillway_stack.settings import VALKEY_MAX_BYTES, StackSettings
 from spillway_stack.state_folder import StateFolder
@@ -54,7 +53,8 @@ def find_stack(state_dir: Path) -> RunningStack:
     waiting = [f"{status.name} ({status.detail or status.state})" for status in stack.status() if not status.ready]
     if waiting:
         raise StackError(f"the stack is not ready: {', '.join(waiting)}; see `make status` and `make logs`")
-    configuration = _engine_configuration(settings.engine_port(0))
+    with exchange(settings.engine_port(0), "GET", CONFIG_PATH, timeout_seconds=READ_SECONDS) as response:
+        configuration: dict[str, Any] = json.load(response)
     return RunningStack(
         stack=stack,
         model=stack.model.served_name,
@@ -92,14 +92,3 @@ def limits_from_configuration(configuration: dict[str, Any]) -> EngineLimits:
         cpu_chunks=int(memory["cpu_chunks"]),
         bytes_per_token=int(memory["bytes_per_token"]),
     )
-
-
-def _engine_configuration(port: int) -> dict[str, Any]:
-    try:
-        status, body = get(port, CONFIG_PATH)
-        if status != 200:
-            raise StackError(f"the engine on port {port} answered {CONFIG_PATH} with status {status}")
-        configuration: dict[str, Any] = json.loads(body)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise StackError(f"the engine on port {port} does not report its configuration: {error}") from error
-    return configuration
