@@ -118,14 +118,16 @@ SYSTEMS: dict[str, System] = {
         _gateway,
         Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True),
     ),
-    **{
-        f"spillway_node_{'late' if storing is Storing.EXCLUSIVE else 'eager'}": System(
-            f"Spillway, one CPU tier for the node, {storing}, protect and order",
-            _gateway,
-            Design(storing, PROTECT_SHARE, OVERTAKE_SECONDS, node=True),
-        )
-        for storing in (Storing.EAGER, Storing.EXCLUSIVE)
-    },
+    "spillway_node_eager": System(
+        "Spillway, one CPU tier for the node, eager, protect and order",
+        _gateway,
+        Design(Storing.EAGER, PROTECT_SHARE, OVERTAKE_SECONDS, node=True),
+    ),
+    "spillway_node_late": System(
+        "Spillway, one CPU tier for the node, exclusive, protect and order",
+        _gateway,
+        Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, node=True),
+    ),
     **{
         f"spillway_chain_{milliseconds}_ms": System(
             f"Spillway, NVMe over an object store {milliseconds} ms away, eager, protect and order",

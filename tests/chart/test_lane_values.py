@@ -22,7 +22,7 @@ from spillway_ctl.check.chart_facts import Cluster
 from spillway_ctl.check.judgement import findings
 from spillway_engine.machine import Machine
 from spillway_engine.model_shape import ModelShape
-from spillway_engine.platform_facts import fact_problems
+from spillway_engine.platform_facts import fact_contradictions
 from spillway_engine.resolve import ResolvedEngine, resolve_engine
 from spillway_engine.settings import EngineSettings
 from spillway_engine.settings_reader import load_engine_settings
@@ -69,7 +69,9 @@ def test_a_real_engine_would_start(name: str, tmp_path: Path):
     """On a node without devices, where vLLM is the CPU build, with the memory that its pod may use."""
     settings, engine = in_its_pod(render(values=REAL_ENGINES[name]()), tmp_path)
 
-    assert (*fact_problems(settings, MODEL, settings.platform), *engine.budget.problems) == ()
+    chunk_tokens = settings.offload.blocks_per_chunk * engine.budget.block_tokens
+    wrong = fact_contradictions(settings, MODEL, settings.platform, chunk_tokens, settings.names)
+    assert (*wrong, *engine.budget.problems) == ()
     arguments = engine.public()["arguments"]
     assert "--enforce-eager" in arguments
     # Without a size, vLLM's CPU build demands most of the machine's memory.

@@ -145,7 +145,8 @@ def test_every_label_is_documented():
         if cells[0].startswith("`") and len(cells) > 2:
             rows |= {name.removeprefix("..."): cells[1] for name in re.findall(r"`([\w.]+)", cells[0])}
     own = {f"{metric.name}{'_total' * (metric.kind is Kind.COUNTER)}": metric.labels for metric in ALL}
-    for metric in vars(GatewayMetrics()).values():
+    gateway = GatewayMetrics()
+    for metric in (*gateway._children, *vars(gateway).values()):
         if isinstance(metric, Counter | Gauge | Histogram):
             (family,) = metric.describe()
             own[family.name + "_total" * (family.type == "counter")] = metric._labelnames
