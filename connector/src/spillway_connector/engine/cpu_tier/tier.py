@@ -277,6 +277,10 @@ class LruRows(CpuTier):
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pins the rows. Every key must be ready."""
+        self._begin_reads(keys)
+        return CPULoadStoreSpec(list(map(self._rows.__getitem__, keys)))
+
+    def _begin_reads(self, keys: Collection[OffloadKey]) -> None:
         assert self.ready.issuperset(keys), "a chunk that is not ready cannot be read"
         readers = self._readers
         if readers.keys().isdisjoint(keys):  # the usual case, without a loop
@@ -284,7 +288,6 @@ class LruRows(CpuTier):
         else:
             for key in keys:
                 readers[key] = readers.get(key, 0) + 1
-        return CPULoadStoreSpec(list(map(self._rows.__getitem__, keys)))
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
