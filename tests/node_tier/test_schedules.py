@@ -23,6 +23,7 @@ def test_engines_that_share_rows_load_what_was_stored_and_lose_no_row():
         "came back",
         "found under a name",
         "stopped within",
+        "taken for dead",
     )
     assert min(seen[what] for what in happened) > 0
 

@@ -98,8 +98,8 @@ def test_engines_go_on_without_the_keeper_and_the_next_one_finds_what_they_hold(
     place = region.join(1)
     del keeper  # killed
     with region.changing() as index:
-        index.claim([2], OURS, [b"k" * 36], place, 5)
-        index.publish([2], place)
+        ((stamp, _),) = index.claim([2], OURS, [b"k" * 36], place, 5)
+        index.publish([(2, stamp)], place)
     again = keeper_of(tmp_path)
     again.tick()
     (state,) = again.states()

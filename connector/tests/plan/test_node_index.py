@@ -16,6 +16,7 @@ from spillway_connector.plan.node_index import (
     FREE,
     READY,
     WRITING,
+    Claimed,
     Entry,
     NodeIndex,
 )
@@ -30,6 +31,10 @@ def new_index(rows: int = ROWS) -> NodeIndex:
     index = NodeIndex(memoryview(bytearray(NodeIndex.bytes_of(rows))), rows)
     index.format(ROW_BYTES, bytes(16))
     return index
+
+
+def claimed(index: NodeIndex, rows: list[int]) -> list[Claimed]:
+    return [(row, index.stamps[row]) for row in rows]
 
 
 class _Killed(Exception):
@@ -60,7 +65,7 @@ def test_what_each_row_holds_is_as_claimed_and_published_wherever_holders_of_the
             touched = writing if action == "killed behind a publish" else free
             with pytest.raises((_Killed, TypeError)) if touched or index._note is _die else nullcontext():
                 if action == "killed behind a publish":
-                    index.publish(writing, 0)
+                    index.publish(claimed(index, writing), 0)
                 else:
                     index.claim(free, NAMESPACE, list(keys.values()), 0, number)
             index.stamps = written
@@ -68,7 +73,7 @@ def test_what_each_row_holds_is_as_claimed_and_published_wherever_holders_of_the
         elif action == "claim":
             index.claim(free, NAMESPACE, list(keys.values()), 0, number)
         elif action == "publish":
-            index.publish(writing, 0)
+            index.publish(claimed(index, writing), 0)
         else:
             index.free([row for row in chosen if row in model])
         if action in ("claim", "killed behind a claim"):
@@ -113,7 +118,7 @@ def test_a_row_may_leave_that_holds_a_chunk_which_no_engine_reads():
     index = new_index()
     index.begin()
     index.claim([0, 1, 2], NAMESPACE, [b"a", b"b", b"c"], 0, 0)
-    index.publish([0, 1], 0)
+    index.publish(claimed(index, [0, 1]), 0)
     index.pin([1], 3)
     assert list(map(index.may_leave, range(4))) == [True, False, False, False]
     assert [index.all_may_leave(rows) for rows in ([0], [0, 1], [0, 2], [0, 3])] == [True, False, False, False]
@@ -126,7 +131,7 @@ def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long(
     assert (dead, alive) == (0, 1)
     index.claim([0, 1], NAMESPACE, [b"a", b"b"], 0, 0)
     index.claim([2], NAMESPACE, [b"c"], 1, 0)
-    index.publish([0], 0)
+    index.publish(claimed(index, [0]), 0)
     index.pin([0], 0)
     assert [index.is_pinned(row) for row in (0, 1)] == [True, False]
     running = {13}.__contains__
@@ -140,6 +145,18 @@ def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long(
     places = [index.join(number) for number in range(100, 100 + ENGINES_MAX)]
     assert places[-1] is None
     assert None not in places[:-1]
+
+
+def test_a_place_is_given_again_as_late_as_possible():
+    index = new_index()
+    index.begin()
+    assert [index.join(number) for number in (11, 13)] == [0, 1]
+    assert index.has_place(13, 1) and not index.has_place(13, 0)
+    for now_ms in (1000, 1000 + DEAD_ROWS_KEPT_MS):
+        index.sweep({11}.__contains__, 0, now_ms)
+        assert not index.has_place(13, 1)
+    places = [index.join(number) for number in range(100, 100 + ENGINES_MAX)]
+    assert places == [*range(2, ENGINES_MAX), 1, None]
 
 
 @pytest.mark.parametrize(("rows", "row_bytes", "why"), [(6, 4096, "it has 5 rows"), (5, 8192, "of 4096 bytes")])

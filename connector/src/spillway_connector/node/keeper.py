@@ -176,8 +176,8 @@ class NodeKeeper:
 
     def _look_after(self, row_bytes: int, region: NodeRegion) -> None:
         region.require_files()
-        with region.changing() as index:
-            self.released_rows += index.sweep(region.lease.is_held, None, int(self.clock() * 1000))
+        with region.changing():
+            self.released_rows += region.sweep(None, int(self.clock() * 1000))
         if region.num_rows != self.region_bytes // row_bytes and not region.index.engines():
             self._remove(row_bytes)
 

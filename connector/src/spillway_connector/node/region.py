@@ -51,6 +51,7 @@ OPEN_SECONDS = 600.0  # for the engine that takes the memory of all rows; the ot
 KEEPER_SECONDS = 300.0  # for an engine that waits for the keeper, within the 600 s that vLLM gives a start
 _ASKING_SECONDS = 0.1
 CHANGE_SECONDS = 2.0  # for a change of the index: under a millisecond, unless a busy machine stops its holder
+REMOVED_LEASE_MS = 60_000  # an engine sees within a step that its lease was removed; what its device copies ends, too
 _FILE_DEPTH = 2  # rows-<bytes>/<file> below the path
 WANTED, REFUSED = "wanted", "refused"
 
@@ -75,6 +76,7 @@ class NodeRegion:
         self._rows_path, self._index_path = self.path / "rows", self.path / "index"
         self._lock = FileLock(self.path / "lock", time.monotonic, _FILE_DEPTH)
         self.lease = WriterLease(self.path / "writers", number)
+        self._removed_ms: dict[int, int] = {}  # engines without a lease, and when that was seen first
         try:
             if kept_seconds is None:
                 self._prepare(path)
@@ -260,7 +262,7 @@ class NodeRegion:
         place = None
         try:
             with self.changing(OPEN_SECONDS) as index:
-                index.sweep(self.lease.is_held, None, now_ms)
+                self.sweep(None, now_ms)
                 place = index.join(self.lease.number)
         except (OSError, TierTimeout) as error:
             raise HostMemoryError(f"the CPU tier of this node cannot be joined: {error}") from error
@@ -268,10 +270,25 @@ class NodeRegion:
             raise HostMemoryError(f"{self.path} has no place for another engine; start fewer on this node")
         return place
 
+    def sweep(self, own: int | None, now_ms: int) -> int:
+        """As NodeIndex.sweep, by the leases. With the lock of the index. Raises OSError."""
+        before = self.index.numbers()
+        released = self.index.sweep(lambda number: self._may_run(number, now_ms), own, now_ms)
+        for number in before - self.index.numbers():  # now: of an engine that ended, another sweep finds the lease
+            self._removed_ms.pop(number, None)
+            self.lease.remove(number)
+        return released
+
+    def _may_run(self, number: int, now_ms: int) -> bool:
+        runs = self.lease.look(number)
+        if runs is not None:
+            return runs
+        return now_ms - self._removed_ms.setdefault(number, now_ms) < REMOVED_LEASE_MS
+
     def look_after(self) -> None:
         """This process is no engine: it reads no row, and its region may be replaced. Raises OSError."""
         self.lease.release()
-        unlink_own(self.path / "writers" / f"{self.lease.number:016x}", _FILE_DEPTH + 1, missing_ok=True)
+        self.lease.remove(self.lease.number)
         self.memory.cleanup()
 
     def remove_if_unused(self) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +34,14 @@ DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends 
 
 Rows = Sequence[int]
 Claim = tuple[int, int]  # the stamp and the check of a row that is being written
+Claimed = tuple[int, int]  # such a row, and its stamp
 U64 = npt.NDArray[np.uint64]
 
 _MAGIC = int.from_bytes(b"spillnod", "little")
 _STATE_MASK = 3
 _STATE = np.uint64(_STATE_MASK)
 STATE_BITS = 2
+_USE_AT, _USE = np.uint64(STATE_BITS), np.uint64(0xFFFF_FFFF)  # what a check holds of the generation
 # What the index holds of each row beside its stamp: check, engine that writes it, length of the key, namespace, key.
 _RECORD = struct.Struct(f"<QBB6x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
 _RECORD_WORDS = _RECORD.size // 8
@@ -50,8 +52,8 @@ _NO_HOLDS = bytes(4 * ENGINES_MAX)
 _NO_ENGINE_HOLDS = bytes(8 * ENGINES_MAX)
 _SEGMENT_BITS = 10  # rows of which one word says whether any has changed: 1,024
 _HEADER_WORDS = 512
-# In the header, three words for each place: the number of its engine, when it was found dead (ms), and until when it
-# holds any row (s).
+# In the header, three words for each place: the number of its engine, or 0; when that was found dead, or the place
+# became free (ms); and until when it holds any row (s).
 _ENGINES_FROM = 64
 # Words of the header.
 _MARK, _VERSION, _ROWS, _ROW_BYTES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(9)
@@ -159,11 +161,14 @@ class NodeIndex:
         """The lock was taken: mend what a killed holder left."""
         if self._words[_DIRTY]:
             self._note_all()
-            self._words[_FREE_ROWS] = int(np.count_nonzero((self.stamp_array & _STATE) == FREE))
+            self._count_free()
         self._words[_DIRTY] = 1
 
     def end(self) -> None:
         self._words[_DIRTY] = 0
+
+    def _count_free(self) -> None:
+        self._words[_FREE_ROWS] = int(np.count_nonzero((self.stamp_array & _STATE) == FREE))
 
     def claim(self, rows: Rows, namespace: bytes, keys: Sequence[bytes], place: int, now_ms: int) -> list[Claim]:
         """The engine at `place` is going to write these chunks to rows that are free or whose chunks leave. No engine
@@ -191,22 +196,22 @@ class NodeIndex:
         self._note(rows)
         return claims
 
-    def publish(self, rows: Rows, place: int) -> list[int] | None:
+    def publish(self, claimed: Sequence[Claimed], place: int) -> list[int] | None:
         """What the engine at `place` was writing is there. Without the lock.
 
         Returns the rows' new stamps: when they are read again, another engine may have given a row to another chunk.
-        None if the engine does not write one of these rows any more: the index was cut, or it was taken for dead.
+        None if one of these rows is not as it was claimed: the index was cut, or the engine was taken for dead. Another
+        engine that has its place may be writing to the row by now, so the state and the place would not tell.
         """
         published: list[int] = []
-        stamps, records, owner_at = self.stamps, self._records, _OWNER_AT
-        for row in rows:
-            stamp = stamps[row]
-            if stamp & _STATE_MASK != WRITING or records[row * _RECORD.size + owner_at] != place:
-                return None
-            stamps[row] = stamp = stamp & ~_STATE_MASK | READY
-            published.append(stamp)
-        self._note(rows, 1 + place)
-        return published
+        stamps = self.stamps
+        for row, stamp in claimed:
+            if stamps[row] != stamp:
+                break
+            stamps[row] = ready = stamp - WRITING + READY
+            published.append(ready)
+        self._note([row for row, _ in claimed], 1 + place)
+        return published if len(published) == len(claimed) else None
 
     def free(self, rows: Rows) -> None:
         """Mark these rows, which were in use, as free."""
@@ -214,6 +219,24 @@ class NodeIndex:
             self.stamps[row] &= ~_STATE_MASK
         self._words[_FREE_ROWS] += len(rows)
         self._note(rows)
+
+    def free_damaged(self, rows: Rows, place: int, written: Container[int]) -> int:
+        """Free those of these rows that are damaged, which no engine takes otherwise. Returns how many.
+
+        Not while an engine reads the row, or may write to it: the one that its record names, unless that has ended, or
+        is the engine at `place`, which writes the rows in `written` alone.
+        """
+        freed: list[int] = []
+        for row in rows:
+            owner = int(self._owners[row])
+            is_owned = row in written if owner == place else owner < ENGINES_MAX and self._engines[owner, 0]
+            if self.entry(row) is None and not is_owned and not self.is_pinned(row):
+                self.stamps[row] &= ~_STATE_MASK
+                freed.append(row)
+        if freed:
+            self._count_free()
+            self._note(freed)
+        return len(freed)
 
     def pin(self, rows: Rows, place: int) -> None:
         """The engine at `place` reads these rows: they are not to be freed."""
@@ -279,14 +302,23 @@ class NodeIndex:
     # -- engines
 
     def join(self, number: int) -> int | None:
-        """A place for an engine; None if all are taken."""
-        for place in range(ENGINES_MAX):
-            if not self._engines[place, 0]:
-                self._pin_array[:, place] = 0
-                self.end_holds(place)
-                self._engines[place] = number, 0, 0
-                return place
-        return None
+        """A place for an engine; None if all are taken.
+
+        The one that has been free for the longest: an engine that was taken for dead may still write its words.
+        """
+        free = np.flatnonzero(self._engines[:, 0] == 0)
+        if not len(free):
+            return None
+        place = int(free[self._engines[free, 1].argmin()])
+        self._pin_array[:, place] = 0
+        self.end_holds(place)
+        self._engines[place] = number, 0, 0
+        return place
+
+    def has_place(self, number: int, place: int) -> bool:
+        """Whether the engine of that number has this place, and no other engine has taken it for dead."""
+        at = _ENGINES_FROM + 3 * place
+        return self._words[at] == number and not self._words[at + 1]
 
     def sweep(self, is_held: Callable[[int], bool], own: int | None, now_ms: int) -> int:
         """Release what killed engines had claimed. Returns how many rows.
@@ -308,7 +340,7 @@ class NodeIndex:
                 left = self.written_by(place)
                 if left:
                     self.free(left)
-                self._engines[place] = 0
+                self._engines[place] = 0, max(now_ms, 1), 0
                 released += len(left)
         return released
 
@@ -377,6 +409,17 @@ class NodeIndex:
             return None
         return Entry(stamp, namespace, key, check)
 
+    def damaged(self) -> list[int]:
+        """Rows whose stamps and records are of different uses. One that is changing at this moment may be among them.
+
+        No order of events leaves one, if engines keep to what is written here.
+        """
+        is_used = (self.stamp_array & _STATE) != FREE
+        found: list[int] = np.flatnonzero(
+            is_used & (((self.stamp_array >> _USE_AT) ^ self._checks) & _USE != 0)
+        ).tolist()
+        return found
+
     def are_ready(self, rows: Rows) -> bool:
         """Whether all of these rows hold a chunk."""
         return all(self.stamps[row] & _STATE_MASK == READY for row in rows)
@@ -434,5 +477,5 @@ class NodeIndex:
 
 def check_of(namespace: bytes, key: bytes, generation: int) -> int:
     """The checksum of whose chunk a row holds, in one use of it. It tells damage, not an attacker."""
-    use = generation & 0xFFFF_FFFF
+    use = generation & int(_USE)
     return zlib.crc32(key, zlib.crc32(namespace, use)) << 32 | use

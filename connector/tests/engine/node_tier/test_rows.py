@@ -26,8 +26,8 @@ from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError, TierTimeout
 from spillway_connector.node.keeper import NodeKeeper
-from spillway_connector.node.region import NodeRegion, agreed_region
-from spillway_connector.plan.node_index import _RECORD_WORDS, DEAD_ROWS_KEPT_MS, SEARCHED, WRITING
+from spillway_connector.node.region import REMOVED_LEASE_MS, NodeRegion, agreed_region
+from spillway_connector.plan.node_index import _RECORD_WORDS, DEAD_ROWS_KEPT_MS, FREE, READY, SEARCHED, WRITING, Claimed
 from spillway_connector.testing.generation import HIT, MISS, PENDING, make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
 
@@ -114,8 +114,8 @@ def test_a_row_that_another_engine_takes_right_after_it_was_published_is_not_the
     first, second = node.engine(), node.engine()
     publish = first._index.publish
 
-    def publish_and_stop(rows: list[int], place: int) -> list[int] | None:
-        published = publish(rows, place)
+    def publish_and_stop(claimed: list[Claimed], place: int) -> list[int] | None:
+        published = publish(claimed, place)
         store(second, 5, 6, 7, 8)  # takes every row
         return published
 
@@ -830,19 +830,150 @@ def remove_lease(tier: NodeRows) -> None:
     (tier._node.path / "writers" / f"{tier._node.lease.number:016x}").unlink()
 
 
+def be_taken_for_dead(node: Node, tier: NodeRows, judge: NodeRows) -> None:
+    """It is stopped meanwhile, for longer than any step lasts."""
+    remove_lease(tier)
+    for seconds in (0.5, REMOVED_LEASE_MS / 1000, DEAD_ROWS_KEPT_MS / 1000):
+        node.seconds += seconds
+        judge.sync()
+
+
 def test_an_engine_that_was_taken_for_dead_publishes_nothing_and_leaves(node: Node):
     first, second = node.engine(), node.engine()
     first.prepare_store([key(1)], CONTEXT)
-    remove_lease(first)
-    for _ in range(3):
-        node.seconds += 1.1 * DEAD_ROWS_KEPT_MS / 1000
-        second.sync()
+    be_taken_for_dead(node, first, second)
     store(second, 6, 7, 8, 9)
     with first.together():
         first.complete_store([key(1)], CONTEXT, True)
     assert not first.is_joined
     assert looked_up(second, 1) is MISS
     assert [looked_up(second, number) for number in (6, 7, 8, 9)] == [HIT] * 4
+
+
+def test_an_engine_that_was_taken_for_dead_publishes_no_row_that_the_one_in_its_place_is_writing(node: Node):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    be_taken_for_dead(node, first, second)
+    second._index._engines[2:, 1] = 1 << 60  # the others have been free for a shorter time
+    third = node.engine()
+    assert third._place == first._place
+    third.prepare_store([key(number) for number in (6, 7, 8, 9)], CONTEXT)
+    with first.together():
+        first.complete_store([key(1)], CONTEXT, True)
+    assert not first.is_joined
+    assert [looked_up(second, number) for number in (6, 7, 8, 9)] == [PENDING] * 4
+
+
+def test_an_engine_whose_lease_is_removed_within_a_long_step_keeps_its_rows_for_it(node: Node):
+    """Its devices go on writing: nothing else tells others that it runs."""
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    remove_lease(first)
+    for _ in range(20):
+        node.seconds += 2.5 * DEAD_ROWS_KEPT_MS / 1000
+        second.sync()
+    assert second._index.count()[WRITING] == 1
+    assert second.prepare_store([key(number) for number in (6, 7, 8, 9)], CONTEXT) is None
+    with first.together():
+        first.complete_store([key(1)], CONTEXT, True)
+    assert looked_up(second, 1) is HIT
+
+
+def test_an_engine_that_was_taken_for_dead_claims_no_row_before_it_sees_that(node: Node):
+    first, second = node.engine(), node.engine()
+    be_taken_for_dead(node, first, second)
+    assert first.prepare_store([key(1)], CONTEXT) is None
+    assert not first.is_joined and first._files_are_gone
+    assert second._index.count()[FREE] == ROWS
+
+
+def publish_late(node: Node, tier: NodeRows, judge: NodeRows, meanwhile: Callable[[], object]) -> None:
+    """It is stopped between the two words of a publication until it was taken for dead and others have acted."""
+
+    class Stopped:
+        def __init__(self, stamps: memoryview) -> None:
+            self.stamps = stamps
+
+        def __getitem__(self, row: int) -> int:
+            return self.stamps[row]
+
+        def __setitem__(self, row: int, stamp: int) -> None:
+            tier._index.stamps = self.stamps
+            be_taken_for_dead(node, tier, judge)
+            meanwhile()
+            self.stamps[row] = stamp
+
+    tier._index.stamps = Stopped(tier._index.stamps)  # type: ignore[assignment]
+    tier.complete_store([key(1)], CONTEXT, True)
+
+
+def sweep(node: Node, tier: NodeRows) -> None:
+    node.seconds += 0.5
+    tier.sync()
+
+
+def test_a_row_that_was_published_late_holds_nothing_and_is_free_soon(node: Node, caplog):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    publish_late(node, first, second, lambda: store(second, 6, 7, 8, 9))
+    assert second._index.damaged()
+    sweep(node, first)
+    assert not first.is_joined
+    sweep(node, second)
+    assert not second._index.damaged()
+    assert "damaged" in caplog.text
+    assert second._index.count() == {FREE: 1, WRITING: 0, READY: 3} and second.free_rows() == 1
+    store(second, 1)
+    assert sum(looked_up(second, number) is HIT for number in (1, 6, 7, 8, 9)) == 4
+
+
+def test_a_damaged_row_is_not_free_while_it_is_read_or_may_be_written(node: Node):
+    first, second, third = node.engine(), node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    (row,) = first.rows_of([key(1)])
+    publish_late(node, first, second, lambda: second.prepare_store([key(number) for number in (6, 7, 8, 9)], CONTEXT))
+    for tier in (second, third) * 2:
+        sweep(node, tier)
+    assert second._index.damaged() == [row]
+    second.complete_store([key(number) for number in (6, 7, 8, 9)], CONTEXT, True)
+    assert not second.is_joined
+    node.kill(second)
+    sweep(node, third)
+    third._index.pin([row], 40)
+    for _ in range(4):
+        sweep(node, third)
+    assert third._index.damaged() == [row]
+    third._index.unpin([row], 40)
+    sweep(node, third)
+    assert third._index.count() == {FREE: 1, WRITING: 0, READY: 3}
+    assert [looked_up(third, number) for number in (6, 7, 8, 9)] == [HIT, HIT, HIT, MISS]
+
+
+def test_a_damaged_row_that_the_engine_reads_itself_is_free_when_its_load_has_ended(node: Node):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+
+    def store_and_read() -> None:
+        store(second, 6, 7, 8, 9)
+        second.prepare_load([key(number) for number in (6, 7, 8, 9)], CONTEXT)
+
+    publish_late(node, first, second, store_and_read)
+    for _ in range(3):
+        sweep(node, second)
+    assert second._index.damaged()
+    second.complete_load([key(number) for number in (6, 7, 8, 9)], CONTEXT)
+    sweep(node, second)
+    assert second._index.count() == {FREE: 1, WRITING: 0, READY: 3}
+    assert not second._index._pin_array.any()
+
+
+def test_a_free_row_that_was_published_late_is_counted_as_free_and_given_to_no_other_chunk_unseen(node: Node):
+    first, second = node.engine(), node.engine()
+    first.prepare_store([key(1)], CONTEXT)
+    publish_late(node, first, second, lambda: None)
+    assert second._index.free_rows == ROWS == second._index.count()[FREE] + 1
+    store(second, 6, 7, 8, 9)
+    assert [looked_up(second, number) for number in (1, 6, 7, 8, 9)] == [MISS, HIT, HIT, HIT, HIT]
 
 
 def test_an_engine_whose_lease_is_removed_leaves_before_others_give_its_rows_away(node: Node, caplog):

@@ -20,10 +20,10 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from spillway_connector.engine.cpu_tier.tier import LruRows
 from spillway_connector.errors import TierTimeout
-from spillway_connector.node.region import NodeRegion
+from spillway_connector.node.region import NodeRegion, RegionGone
 from spillway_connector.plan.foreign_rows import ForeignRows
 from spillway_connector.plan.holds import Holds
-from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, NodeIndex
+from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, Claimed, NodeIndex
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class NodePicture(LruRows):
         self._foreign = ForeignRows(namespace, region.num_rows, floor_share)  # and those of before a reset
         self._floor_share = floor_share
         self._mine: set[OffloadKey] = set()  # being written by this engine
-        self._unpublished: dict[OffloadKey, int] = {}  # written by this engine, with their rows
+        self._unpublished: dict[OffloadKey, Claimed] = {}  # written by this engine
         self._together = _Together(self)
         self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
         self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
@@ -80,6 +80,8 @@ class NodePicture(LruRows):
         self._files_are_gone = False  # the ranks map files that are not those of the node any more
         self._weights_changed = False  # and have not been named since
         self._sweep_at = 0.0
+        self._found_free: list[int] = []  # for the chunks that are being stored
+        self._damaged: list[int] = []  # rows that looked so before the last sweep
         self._engines: frozenset[int] = frozenset()
         self._store_id = self._store_of(namespace)
         self.news = Announcements(clock) if enable_events else None
@@ -105,6 +107,7 @@ class NodePicture(LruRows):
             return
         if (now := self._clock()) >= self._sweep_at:
             self._sweep_at = now + _SWEEP_SECONDS
+            self._damaged = self._index.damaged()
             self._change(self._sweep, followed=False)
             before, self._engines = self._engines, self._index.numbers()
             if before != self._engines:  # each engine's clients hold shares of its part of the rows
@@ -116,7 +119,11 @@ class NodePicture(LruRows):
 
     def _sweep(self, index: NodeIndex) -> None:
         self._node.require_files()
-        index.sweep(self._node.lease.is_held, self._place, self._now_ms())
+        self._node.sweep(self._place, self._now_ms())
+        if self._damaged:
+            written = self._reset_writes.union(self.rows_of(self._mine))
+            if freed := index.free_damaged(self._damaged, self._place, written):
+                logger.error("Spillway: %d rows of the node's CPU tier were damaged; they are free again", freed)
 
     def _see_all_anew(self) -> None:
         """At the next look, every row counts as changed since the last one."""
@@ -136,6 +143,10 @@ class NodePicture(LruRows):
             entry, key, is_ready = self._index.entry(row), None, False
             generation = self._seen[row] >> STATE_BITS
             self._foreign.discard(row)
+            before = self._chunk_in.get(row)
+            if entry is None and (before in self._readers or before in self._mine):
+                self._seen[row] = NO_STAMP  # damaged: it is this engine's until its copies have ended
+                continue
             if entry is None:  # it is changing now: looked at again with the next change
                 self._seen[row] = NO_STAMP
             else:
@@ -146,7 +157,7 @@ class NodePicture(LruRows):
                 elif entry.state != FREE:
                     self._is_mixed = True
             is_same = entry is not None and entry.generation == generation
-            if (before := self._chunk_in.get(row)) is not None and (before != key or not is_same):
+            if before is not None and (before != key or not is_same):
                 if before in self.ready:
                     gone.append(before)
                 changed.append(before)
@@ -204,6 +215,8 @@ class NodePicture(LruRows):
         try:
             index = self._node.change()
             try:
+                if not index.has_place(self._node.lease.number, self._place):
+                    raise RegionGone("another engine has taken this one for dead")
                 if index.version != self._version:
                     self._look()
                 if self._unpublished:
@@ -240,12 +253,16 @@ class NodePicture(LruRows):
 
     def _publish(self) -> None:
         """What this engine has written is there for all. No lock: until now the rows are this engine's alone."""
-        rows, self._unpublished = list(self._unpublished.values()), {}
-        published = self._index.publish(rows, self._place)
+        claimed, self._unpublished = list(self._unpublished.values()), {}
+        published = self._index.publish(claimed, self._place)
         if published is None:
-            self._leave(f"a file in {self._node.path} was cut or overwritten", is_gone=True)
+            try:
+                self._node.require_files()
+                self._leave("rows that it was writing have changed")
+            except OSError as error:
+                self._leave(str(error), is_gone=True)
             return
-        for row, stamp in zip(rows, published, strict=True):
+        for (row, _), stamp in zip(claimed, published, strict=True):
             self._seen[row] = stamp
         self._index.follow(self._version_words, self._place, locked=False)
 
@@ -296,7 +313,7 @@ class NodePicture(LruRows):
         except (OSError, TierTimeout):
             return
         logger.warning("Spillway: this engine uses the CPU tier of its node again")
-        self._left = None
+        self._left, self._sweep_at = None, self._clock()
         self.changed_chunks.add_all()
 
     @property

@@ -105,7 +105,7 @@ class NodeRows(NodePicture):
         for row in found:
             del self._chunk_in[row]
         if len(found) < count:
-            found += self._index.take_free(count - len(found))
+            found += self._found_free
         assert len(found) == count, f"{count} rows were to be free, {len(found)} are"
         return found
 
@@ -138,6 +138,11 @@ class NodeRows(NodePicture):
 
     @override
     def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
+        """Called with the lock. Rows are free if their stamps say so: an engine that was taken for dead may have
+        published one of them late, which is not in the count of those that are free."""
+        free = self._index.free_rows
+        self._found_free = self._index.take_free(min(free, count + free))
+        count += free - len(self._found_free)
         if count > 0:
             self._follow_others(count)
         return super()._evict(count, protected, req_context)
@@ -175,7 +180,7 @@ class NodeRows(NodePicture):
         if not success:
             self._free_failed(rows)
         elif self._left is None:
-            self._unpublished.update(zip(mine, rows, strict=True))
+            self._unpublished.update(zip(mine, zip(rows, map(self._seen.__getitem__, rows), strict=True), strict=True))
             if not self._together.depth:
                 self._publish()
         success = success and self._left is None
@@ -232,7 +237,7 @@ class NodeRows(NodePicture):
 
         if not self._change(pin) or spec is None:
             return None
-        super().prepare_load(keys, req_context)
+        self._begin_reads(keys)
         return spec
 
     @override

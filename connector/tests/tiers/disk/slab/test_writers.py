@@ -21,6 +21,16 @@ def test_a_lease_is_held_until_its_release(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_look_tells_a_lease_that_was_removed_from_one_that_has_ended(tmp_path: Path) -> None:
+    lease, other = WriterLease(tmp_path, 5), WriterLease(tmp_path)
+    lease.acquire()
+    assert other.look(5) is True
+    lease.release()
+    assert (other.look(5), other.look(5)) == (False, False)
+    other.remove(5)
+    assert other.look(5) is None
+
+
 def test_the_lease_of_a_killed_writer_ends_and_is_swept(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"

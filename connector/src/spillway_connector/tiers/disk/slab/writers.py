@@ -57,6 +57,11 @@ class WriterLease:
 
     def is_held(self, number: int) -> bool:
         """Whether the writer of that number still runs. The file of one that does not is removed."""
+        return bool(self.look(number, removes=True))
+
+    def look(self, number: int, *, removes: bool = False) -> bool | None:
+        """Whether the writer of that number still runs; None if there is no file: it never began, or somebody has
+        removed its file. removes: the file of one that does not run."""
         if number == self.number:
             return True
         path = self._folder / f"{number:016x}"
@@ -64,17 +69,22 @@ class WriterLease:
             clear_the_place(path, _DEPTH)
             descriptor = open_own(path, os.O_RDONLY, _DEPTH)
         except FileNotFoundError:
-            return False
+            return None
         except OSError:
             return True  # not known, for example for want of descriptors: its slots stay claimed
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unlink_own(path, _DEPTH, missing_ok=True)
+            if removes:
+                unlink_own(path, _DEPTH, missing_ok=True)
             return False
         except BlockingIOError:
             return True
         finally:
             os.close(descriptor)
+
+    def remove(self, number: int) -> None:
+        """The file of a writer that does not run any more. Raises OSError."""
+        unlink_own(self._folder / f"{number:016x}", _DEPTH, missing_ok=True)
 
     def sweep(self) -> list[int]:
         """Remove the files of writers that no longer run, and return the numbers of the others that do.
