@@ -282,20 +282,17 @@ class LruRows(CpuTier):
 
     def _begin_reads(self, keys: Collection[OffloadKey]) -> None:
         assert self.ready.issuperset(keys), "a chunk that is not ready cannot be read"
-        readers = self._readers
-        if readers.keys().isdisjoint(keys):  # the usual case, without a loop
-            readers.update(dict.fromkeys(keys, 1))
+        if self._readers.keys().isdisjoint(keys):  # the usual case, without a loop
+            self._readers.update(dict.fromkeys(keys, 1))
         else:
-            for key in keys:
-                readers[key] = readers.get(key, 0) + 1
+            self._readers.update((key, self._readers.get(key, 0) + 1) for key in keys)
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        readers = self._readers
-        left = list(map(readers.pop, keys, repeat(0)))
+        left = list(map(self._readers.pop, keys, repeat(0)))
         assert 0 not in left, "a chunk was unpinned more often than it was pinned"
         if max(left, default=1) > 1:
-            readers.update((key, count - 1) for key, count in zip(keys, left, strict=True) if count > 1)
+            self._readers.update((key, count - 1) for key, count in zip(keys, left, strict=True) if count > 1)
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
