@@ -19,7 +19,7 @@ from spillway_gateway.turns import Turns
 CHECK_SECONDS = 1.0
 UNBOUNDED = 2**63
 EXPIRED_PER_TICK = 32
-TICKS_PER_CHECK = 8  # of ten a second: each checks an equal share, and so few at least:
+TICKS_PER_CHECK = 8  # of the ten a second; each checks an equal share of the connections
 CHECKED_PER_TICK_MIN = 128
 REQUESTS_PER_ITERATION = 16  # of half a millisecond each: parsed, then its task's first step
 FRAMES_PER_ITERATION = 512  # that proxies send to the endpoint picker

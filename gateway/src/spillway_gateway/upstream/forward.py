@@ -50,7 +50,7 @@ _OF_REPLIES = frozenset(
     {
         b"content-length",
         b"content-type",
-        b"metadata",  # of poolings whose numbers are bytes: without it nobody knows their shapes
+        b"metadata",  # of poolings whose numbers are bytes: which has their shapes
         b"retry-after",
     }
 )
