@@ -53,7 +53,7 @@ def test_a_failover_is_followed(watched, tier_on: Callable[..., RedisTier], kill
     _until_stored(tier, key_of(2))
     watched.replica.until(lambda: watched.replica.client.role()[0] == b"master")
     _until_stored(tier, key_of(3))
-    assert watched.replica.client.dbsize() >= 3
+    assert watched.replica.client.dbsize() >= 2  # block 2 may have reached the former primary alone
     assert load(tier, key_of(1)) == payload_of(1)
     assert load(tier, key_of(3)) == payload_of(1)
 
