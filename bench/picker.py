@@ -278,8 +278,8 @@ _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was"
 
 
 def _extended(chats: Sequence[bytes]) -> Iterator[bytes]:
-    """Chats in turn, each behind an answer and a message that nobody has sent before. After TURNS of them a chat goes
-    on from its beginning."""
+    """Chats in turn, each behind an answer and a message that are new to the gateway. After TURNS of them a chat
+    starts again from its beginning."""
     draw, name = random.Random("turns"), os.urandom(4).hex()
     said = [" ".join(draw.choices(_WORDS, k=NEW_TOKENS)) for _ in range(CHATS)]
     begun = [chat[: chat.rindex(b"]")] for chat in chats]

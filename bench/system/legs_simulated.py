@@ -5,8 +5,9 @@
 
 The systems, the mixes and the rates of arrivals are those of disaggregation.py. Engines have the times of rates.py,
 steps of 2,048 tokens and one CPU tier of the node. The n-th run of each system has the same arrivals; its prompts
-differ, as on real engines, where they must not be found again. So equal costs are decided by other hashes, and two runs
-of one system differ. `plain_again` is `plain` with other prompts: how far figures differ by that alone.
+differ, as they do on real engines, which would find a prompt that they have served before. So other hashes decide
+between equal costs, and two runs of one system differ. `plain_again` is `plain` with other prompts: how far figures
+differ by that alone.
 
 Prints each figure over the same run of `plain` (median, and the mean's standard error), and writes OUTPUT (flat).
 """

@@ -57,6 +57,13 @@ HOLD_SHARE = 0.25
 ROUND_TRIPS_MS = (1, 10, 50)
 _INSTALLED = Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, recognised=True)
 
+
+def _with_queue(tiers: str, storing: Storing, *, shared: bool = False, node: bool = False) -> System:
+    """With the chunks of waiting requests protected and the queue ordered by prefix."""
+    design = Design(storing, PROTECT_SHARE, OVERTAKE_SECONDS, shared=shared, node=node)
+    return System(f"Spillway, {tiers}, {storing}, protect and order", _gateway, design)
+
+
 # Beside spillway_recognised each has one thing more, which needs a load of its own kind (simulate.py).
 FOR_AGENTS: dict[str, System] = {
     "spillway_named": System(
@@ -108,26 +115,10 @@ SYSTEMS: dict[str, System] = {
     "spillway_eager": System(
         "Spillway, as installed but with storing: eager", _gateway, replace(_INSTALLED, storing=Storing.EAGER)
     ),
-    "spillway_nvme_eager": System(
-        "Spillway, NVMe, eager, protect and order",
-        _gateway,
-        Design(Storing.EAGER, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True),
-    ),
-    "spillway_nvme_late": System(
-        "Spillway, NVMe, exclusive, protect and order",
-        _gateway,
-        Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, shared=True),
-    ),
-    "spillway_node_eager": System(
-        "Spillway, one CPU tier for the node, eager, protect and order",
-        _gateway,
-        Design(Storing.EAGER, PROTECT_SHARE, OVERTAKE_SECONDS, node=True),
-    ),
-    "spillway_node_late": System(
-        "Spillway, one CPU tier for the node, exclusive, protect and order",
-        _gateway,
-        Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, node=True),
-    ),
+    "spillway_nvme_eager": _with_queue("NVMe", Storing.EAGER, shared=True),
+    "spillway_nvme_late": _with_queue("NVMe", Storing.EXCLUSIVE, shared=True),
+    "spillway_node_eager": _with_queue("one CPU tier for the node", Storing.EAGER, node=True),
+    "spillway_node_late": _with_queue("one CPU tier for the node", Storing.EXCLUSIVE, node=True),
     **{
         f"spillway_chain_{milliseconds}_ms": System(
             f"Spillway, NVMe over an object store {milliseconds} ms away, eager, protect and order",

@@ -163,7 +163,7 @@ def test_every_label_is_documented():
 
 
 # A member of kv_transfer_params, a utility of EngineCore, and what `make bench-system` and `bench-routing` simulate.
-SYSTEM = re.compile(r'^    "(spillway_\w+)": System\(', re.MULTILINE)
+SYSTEM = re.compile(r'^    "(spillway_\w+)": ', re.MULTILINE)
 POLICY = re.compile(r'^        "(spillway_\w+)": lambda', re.MULTILINE)
 SIMULATED = {
     *SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_text()),

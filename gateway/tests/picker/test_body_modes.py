@@ -241,6 +241,17 @@ async def test_one_of_a_given_and_a_changed_body_is_kept(
             call.cancel()
 
 
+async def up_to_reply(call: Call, body: bytes, status: bytes) -> None:
+    """The request with a kept body is answered, and the head of the engine's reply is sent."""
+    await call.send(opening(KEPT))
+    await call.answer()
+    await call.send(request_body={"body": body, "end_of_stream": True})
+    await call.answer()
+    head = HttpHeaders()
+    head.headers.headers.add(key=":status", raw_value=status)
+    await call.send(response_headers=head)
+
+
 @pytest.mark.parametrize("status", ["200", "400"])
 async def test_a_plain_reply_passes_on_before_its_trailers(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, status: str
@@ -251,13 +262,7 @@ async def test_a_plain_reply_passes_on_before_its_trailers(
     body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
     async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
         call = begin()
-        await call.send(opening(KEPT))
-        await call.answer()
-        await call.send(request_body={"body": body, "end_of_stream": True})
-        await call.answer()
-        head = HttpHeaders()
-        head.headers.headers.add(key=":status", raw_value=status.encode())
-        await call.send(response_headers=head)
+        await up_to_reply(call, body, status.encode())
         await call.send(response_body={"body": b'{"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}'})
         answers = [await call.answer() for _ in range(2)]
         assert [each.WhichOneof("kind") for each in answers] == ["response_headers", "response_body"]
@@ -276,13 +281,7 @@ async def test_an_error_with_trailers_is_answered(start_engine: StartEngine, mon
     body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()
     async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
         call = begin()
-        await call.send(opening(KEPT))
-        await call.answer()
-        await call.send(request_body={"body": body, "end_of_stream": True})
-        await call.answer()
-        head = HttpHeaders()
-        head.headers.headers.add(key=":status", raw_value=b"503")
-        await call.send(response_headers=head)
+        await up_to_reply(call, body, b"503")
         await call.send(response_body={"body": b'{"error":{"message":"full"}}'})
         answer = (await call.answer()).immediate_response
         assert answer.status.code == 503 and b"without an end" in answer.body

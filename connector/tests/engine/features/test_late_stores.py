@@ -254,7 +254,7 @@ def test_held_blocks_leave_free_what_running_requests_take_in_the_next_step(regi
 
     rig.step()
 
-    assert len(rig.jobs[0].blocks) == 3 and rig.pool.get_num_free_blocks() == 6, "one is copied where it lies"
+    assert len(rig.jobs[0].blocks) == 3 and rig.pool.get_num_free_blocks() == 6, "one is copied, but not held"
 
 
 def test_an_ended_requests_blocks_leave_free_what_others_take_in_the_next_step(region: HostRegion):

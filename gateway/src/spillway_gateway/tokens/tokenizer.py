@@ -119,8 +119,8 @@ class PromptTokenizer:
     ) -> bytes | None:
         """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
         the event loop, if handing the text to a thread would cost more. owner: whose texts are cached apart. on_loop:
-        it is called there; of text that is slow it takes INLINE_NEW_CHARS_MAX, and of a text longer than
-        INLINE_CHARS_MAX few places where a special token could begin."""
+        the caller runs there. Then at most INLINE_NEW_CHARS_MAX characters may be slow, and a text of more than
+        INLINE_CHARS_MAX may have few beginnings of special tokens."""
         if add_special_tokens or self._special is None:
             if self._is_too_long([text], new_chars_max, on_loop):
                 return None

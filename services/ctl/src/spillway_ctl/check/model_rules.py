@@ -1,4 +1,4 @@
-"""Rules of the model: where it, its tokenizer and its adapters lie, its heads and downloads. Pure."""
+"""Rules of the model: its location, tokenizer, adapters, heads and downloads. Pure."""
 
 from __future__ import annotations
 
