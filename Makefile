@@ -92,7 +92,8 @@ test-vllm: $(STAMP) $(ENGINE_STAMP) ## What another vLLM runs of the tests, e.g.
 
 .PHONY: test-generations
 test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. About 20 minutes
-	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM))
+##+ GENERATIONS="--columns 'two ranks' LoRA" runs these alone and leaves the file's others as they are
+	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM)) $(GENERATIONS)
 
 .PHONY: test-unit
 test-unit: $(STAMP) ## Tests that need no vLLM and no server. Under four minutes on two idle cores

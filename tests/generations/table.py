@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
 
 from generations.cells import CELLS, CONTRACTS
 
@@ -21,23 +21,25 @@ _WHY_CHARACTERS = 2000
 
 
 class Cell(TypedDict):
-    """result: a key of SHOWN. why: of what is not passed."""
+    """result: a key of SHOWN. why: of what is not passed. commit, day: of its run, in the file."""
 
     result: str
     seconds: float
     why: str
+    commit: NotRequired[str]
+    day: NotRequired[str]
 
 
-def read_cells(junit: str) -> dict[str, Cell]:
+def read_cells(columns: Sequence[str], junit: str) -> dict[str, Cell]:
     """Column -> result, from pytest's XML of test_cells.py; a column without a test case was not run."""
     found = {case.get("name", ""): case for case in ElementTree.fromstring(junit).iter("testcase")}
-    return {column: _cell(found.get(test)) for column, test in CELLS.items()}
+    return {column: _cell(found.get(CELLS[column])) for column in columns}
 
 
-def read_contracts(junit: str) -> dict[str, Cell]:
+def read_contracts(columns: Sequence[str], junit: str) -> dict[str, Cell]:
     """Column -> result, from pytest's XML (family xunit1) of the tests that CONTRACTS names."""
     cases = list(ElementTree.fromstring(junit).iter("testcase"))
-    return {column: _contract(cases, CONTRACTS.get(column, ())) for column in CELLS}
+    return {column: _contract(cases, CONTRACTS.get(column, ())) for column in columns}
 
 
 def _contract(cases: list[ElementTree.Element], tests: tuple[str, ...]) -> Cell:
@@ -56,12 +58,17 @@ def _contract(cases: list[ElementTree.Element], tests: tuple[str, ...]) -> Cell:
     return Cell(result="contract", seconds=round(seconds, 1), why=", ".join(tests))
 
 
-def nothing_ran(why: str) -> dict[str, Cell]:
-    return {column: Cell(result=NOT_RUN, seconds=0.0, why=why) for column in CELLS}
+def nothing_ran(columns: Sequence[str], why: str) -> dict[str, Cell]:
+    return {column: Cell(result=NOT_RUN, seconds=0.0, why=why) for column in columns}
 
 
 def render(results: Mapping[str, Mapping[str, Cell]]) -> str:
-    """Version -> its cells, as Markdown; below it why a cell is not `yes`."""
+    """Version -> its cells, as Markdown; below it why a cell is not `yes`, and what was run on which day.
+
+    A column without a cell was not run.
+    """
+    missing = nothing_ran(list(CELLS), "not asked for so far")
+    results = {version: missing | dict(cells) for version, cells in results.items()}
     lines = [
         f"| vLLM | {' | '.join(CELLS)} |",
         f"| --- |{' --- |' * len(CELLS)}",
@@ -76,6 +83,11 @@ def render(results: Mapping[str, Mapping[str, Cell]]) -> str:
         for column in CELLS
         if cells[column]["result"] != "passed"
     ]
+    runs = {
+        version: dict.fromkeys(f"{cell['commit']} on {cell['day']}" for cell in cells.values() if "commit" in cell)
+        for version, cells in results.items()
+    }
+    notes += [f"{version} ran at {', '.join(of_version)}" for version, of_version in runs.items() if of_version]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 

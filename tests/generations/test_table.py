@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lanes.rules import CELLS_TESTED, LOCAL_VLLM, OTHER_VLLM, ROOT, WITHOUT_ENGINE
@@ -14,6 +17,7 @@ from generations import __main__ as command
 from generations.cells import CELLS, CONTRACTS
 from generations.table import nothing_ran, read_cells, read_contracts, render
 
+COLUMNS = list(CELLS)
 PASSED = "".join(f'<testcase name="{test}" time="1.25"/>' for test in CELLS.values())
 
 
@@ -46,15 +50,15 @@ def test_what_stands_for_a_column_runs_where_no_engine_does() -> None:
 def test_one_failed_test_fails_each_column_that_it_stands_for() -> None:
     passed = {test: f"{test}/test_it.py" if "." not in test else test for one in CONTRACTS.values() for test in one}
     cases = [f'<testcase name="test_it" file="{file}" time="1.0"/>' for file in passed.values()]
-    cells = read_contracts(report("".join(cases)))
+    cells = read_contracts(COLUMNS, report("".join(cases)))
     assert {name for name, cell in cells.items() if cell["result"] == "contract"} == CONTRACTS.keys()
     assert {cell["result"] for name, cell in cells.items() if name not in CONTRACTS} == {"engine"}
     assert "| by contract |" in render({"0.33": cells}) and "| needs an engine |" in render({"0.33": cells})
 
     broken = '<testcase name="other" file="tests/stock_tiers/test_tiers.py"><failure message="wrong byte"/></testcase>'
-    cells = read_contracts(report("".join([*cases, broken])))
+    cells = read_contracts(COLUMNS, report("".join([*cases, broken])))
     assert {name for name, cell in cells.items() if cell["result"] == "failed"} == {"NVMe", "Redis"}
-    cells = read_contracts(report("".join(case for case in cases if "stock_tiers" not in case)))
+    cells = read_contracts(COLUMNS, report("".join(case for case in cases if "stock_tiers" not in case)))
     assert (cells["Redis"]["result"], cells["CPU tier"]["result"]) == ("not run", "contract")
 
 
@@ -65,7 +69,7 @@ def test_results_of_pytest_become_cells() -> None:
         '<testcase name="test_redis" time="0"><error message="no server"/></testcase>'
         '<testcase name="test_lora" time="0"><skipped message="There are none."/></testcase>'
     )
-    cells = read_cells(report(cases))
+    cells = read_cells(COLUMNS, report(cases))
     assert cells["CPU tier"] == {"result": "passed", "seconds": 12.3, "why": ""}
     assert (cells["NVMe"]["result"], cells["NVMe"]["why"]) == ("failed", "AssertionError: 1 != 2")
     assert cells["Redis"]["result"] == "failed"
@@ -74,7 +78,9 @@ def test_results_of_pytest_become_cells() -> None:
 
 
 def test_the_table_shows_every_column_and_why_not() -> None:
-    lines = render({"0.23": read_cells(report(PASSED)), "9.9": nothing_ran("no such thing")}).splitlines()
+    lines = render(
+        {"0.23": read_cells(COLUMNS, report(PASSED)), "9.9": nothing_ran(COLUMNS, "no such thing")}
+    ).splitlines()
     assert lines[0] == f"| vLLM | {' | '.join(CELLS)} |"
     assert lines[2] == "| 0.23 |" + " yes |" * len(CELLS)
     assert lines[3] == "| 9.9 |" + " not run |" * len(CELLS)
@@ -85,7 +91,40 @@ def test_the_table_shows_every_column_and_why_not() -> None:
 def test_a_gap_fails_the_command(
     cases: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "run_cells", lambda version: read_cells(report(cases)))
+    monkeypatch.setattr(command, "run_cells", lambda version, columns: read_cells(COLUMNS, report(cases)))
     assert command.main(["0.23", "--output", str(tmp_path / "build" / "table.json")]) == status
     assert json.loads((tmp_path / "build" / "table.json").read_text())["0.23"]["CPU tier"]["result"] == "passed"
     assert "| 0.23 | yes |" in capsys.readouterr().out
+
+
+def test_a_run_of_some_columns_leaves_the_others_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "table.json"
+    asked: list[list[str]] = []
+    commits = iter(("first", "second", "third"))
+
+    def run_cells(version: str, columns: list[str]) -> dict[str, Any]:
+        asked.append(columns)
+        return read_cells(columns, report(PASSED))
+
+    monkeypatch.setattr(command, "run_cells", run_cells)
+    monkeypatch.setattr(command, "commit", lambda: next(commits))
+    assert command.main(["0.32", "--output", str(output), "--columns", "CPU tier", "LoRA"]) == 0
+    assert "0.32, NVMe: not asked for so far" in capsys.readouterr().out
+    assert command.main(["0.23", "--output", str(output), "--columns", "LoRA"]) == 0
+    assert command.main(["0.32", "--output", str(output), "--columns", "LoRA"]) == 0
+    found = json.loads(output.read_text())
+    assert asked == [["CPU tier", "LoRA"], ["LoRA"], ["LoRA"]]
+    assert {(v, c): cell["commit"] for v, cells in found.items() for c, cell in cells.items()} == {
+        ("0.23", "LoRA"): "second",
+        ("0.32", "CPU tier"): "first",
+        ("0.32", "LoRA"): "third",
+    }
+    assert "0.32 ran at first on" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_of_a_vllm_without_engines_nothing_runs_for_columns_that_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "interpreter", lambda version: Path(sys.executable))
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: pytest.fail("pytest without a name runs all"))
+    assert {cell["result"] for cell in command.run_cells(WITHOUT_ENGINE[0], ["two ranks"]).values()} == {"engine"}
