@@ -23,20 +23,20 @@ class Explanation(NamedTuple):
 
 
 _DAMAGED = (
-    "no answer used it; the disk, the store or another writer damages blocks: `spillway tier verify` lists them, and "
-    "--remove-damaged removes them"
+    "no answer used it; the disk, the store or another writer damages blocks, which `spillway tier verify "
+    "--remove-damaged` lists and removes"
 )
 _OVERLOADED = "fewer engines for each server, a faster store or network, more ioThreads (redis.connections)"
 
 # By reason, whatever the type of the tier.
 GENERAL: Mapping[str, Explanation] = {
     CorruptReason.SHORT: Explanation("a block is shorter than it announces: its write was cut", _DAMAGED),
-    CorruptReason.MAGIC: Explanation("what lies under the name of a block is no block", _DAMAGED),
+    CorruptReason.MAGIC: Explanation("no block lies under the name of one", _DAMAGED),
     CorruptReason.VERSION: Explanation(
         "a block has a format that this release cannot read", "finish the upgrade of the engines"
     ),
     CorruptReason.HEADER: Explanation("the header of a block is damaged", _DAMAGED),
-    CorruptReason.KEY: Explanation("what lies under the name of a block is another block", _DAMAGED),
+    CorruptReason.KEY: Explanation("another block lies under the name of one", _DAMAGED),
     CorruptReason.LENGTH: Explanation("a block has another size than this engine's", _DAMAGED),
     CorruptReason.PAYLOAD: Explanation("the bytes of a block are damaged", _DAMAGED),
     CorruptReason.SEAL: Explanation(
@@ -67,7 +67,7 @@ GENERAL: Mapping[str, Explanation] = {
         "those of a workload identity renew themselves; those of a Secret need a new one and engine.secretsRevision",
     ),
     RefusedReason.NO_CREDENTIALS: Explanation(
-        "no credentials: none are in the environment, and neither an identity nor the node's metadata service gave any",
+        "neither the environment, an identity nor the node's metadata service gave credentials",
         "name a Secret (s3.existingSecret), or annotate engine.serviceAccount and let engines reach STS",
     ),
     RefusedReason.WRONG_REGION: Explanation("the bucket is in another region", "correct s3.region"),
@@ -127,7 +127,7 @@ GENERAL: Mapping[str, Explanation] = {
         "storeTimeoutSeconds",
     ),
     MISS: Explanation(
-        "a block that a lookup found was gone at its load: it was evicted or has expired meanwhile",
+        "a block that a lookup found was gone at its load: it was evicted or has expired",
         "a larger tier, or a longer lifetime of its blocks, if it is frequent",
     ),
 }
@@ -168,8 +168,8 @@ OF_TYPE: Mapping[tuple[str, str], Explanation] = {
         "replies end halfway, so that half an object came", "look at proxies before the store, and at its log"
     ),
     ("s3", MISS): Explanation(
-        "an object that a lookup found was gone at its load: a lifecycle rule or a purge removed it meanwhile, or a "
-        "replica of the store does not have it yet",
+        "an object that a lookup found was gone at its load: a lifecycle rule or a purge removed it, or a replica of "
+        "the store does not have it yet",
         "a longer lifecycle rule, or one site of the store for all engines, if it is frequent",
     ),
 }
