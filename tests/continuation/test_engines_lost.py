@@ -67,7 +67,7 @@ def test_a_client_sees_one_whole_answer(tmp_path: Path, fault: str) -> None:
             assert continued.keys() == {"idle_timeout"}
             assert continued["idle_timeout"] >= moved
         else:
-            reason = "disconnected" if fault == "killed" else "failed"
+            reason = "disconnected" if fault == "killed" else "ending"
             assert continued.keys() == {reason}
             assert 0 < continued[reason] <= moved, "an answer may have ended before the fault met its engine"
         assert gateway.sum_of("spillway_gateway_in_flight_requests") == 0

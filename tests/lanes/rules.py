@@ -155,6 +155,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/real_engines": (NOTHING,),
     "tests/reference_answers": (NOTHING,),
     "tests/reference_answers/test_float32.py": ("engine",),
+    "tests/replica": ("servers",),
     "tests/repository": (NOTHING,),
     "tests/self_check": ("engine",),
     "tests/self_check/test_reference.py": ("vllm",),

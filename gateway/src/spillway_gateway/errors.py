@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from spillway_settings.wire import ENDING_ERROR
+
 
 class GatewayError(Exception):
     """Root of everything the gateway itself raises for a request."""
@@ -218,8 +220,19 @@ class EngineEnding(UpstreamError):
     """The engine is shutting down, and the time for its running requests is over."""
 
     status = 503
-    code = "engine_ending"
+    code = ENDING_ERROR
     reason = "ending"
+    retry_after_seconds = 2
+
+    def __init__(self, engine_name: str) -> None:
+        super().__init__(f"Engine {engine_name} is shutting down, and this reply was not finished in time")
+
+
+def engine_failure(engine_name: str, message: str) -> EngineFailed | EngineEnding:
+    """What the engine itself said of its failure. message: ENDING_ERROR if it ends for a reason that no request is."""
+    if message == ENDING_ERROR:
+        return EngineEnding(engine_name)
+    return EngineFailed(f"Engine {engine_name} failed: {message}")
 
 
 class AdapterNotServed(UpstreamError):

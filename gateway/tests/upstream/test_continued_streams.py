@@ -15,6 +15,8 @@ from spillway_gateway.testing.faults import DieInStream, ErrorInStream, HoldInSt
 from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
 from spillway_gateway.testing.spelled_answers import SpelledAnswer
 from spillway_gateway.upstream.exchange import SILENT_SECONDS, Exchange
+from spillway_gateway.upstream.suspects import EngineLooks
+from spillway_settings.wire import ENDING_ERROR
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -163,7 +165,12 @@ async def test_a_tokenizer_that_disagrees_ends_the_answer(start_engine: Any, cli
         assert_idle(running)
 
 
-async def test_a_draining_engine_that_aborts_hands_over(start_engine: Any, client: aiohttp.ClientSession) -> None:
+@pytest.mark.parametrize("how", ["aborts", "says that it ends"])
+async def test_a_draining_engine_hands_over(
+    start_engine: Any, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "says that it ends":
+        monkeypatch.setattr(EngineLooks, "at", None)  # its word is enough
     answer, engines = await engines_with(start_engine, CHAT)
     async with running_gateway(config(engines)) as running:
         chosen = await first_choice(client, running, CHAT, engines)
@@ -172,7 +179,10 @@ async def test_a_draining_engine_that_aborts_hands_over(start_engine: Any, clien
             scripted = answer.script(path, body)
             assert scripted is not None
             del scripted.events[4:]
-            scripted.events[3]["choices"][0] |= {"finish_reason": "abort", "token_ids": []}
+            if how == "aborts":
+                scripted.events[3]["choices"][0] |= {"finish_reason": "abort", "token_ids": []}
+            else:
+                scripted.events[3] = {"error": {"message": "it ends", "type": ENDING_ERROR, "code": 503}}
             return scripted
 
         chosen.script = aborts

@@ -37,6 +37,7 @@ from spillway_gateway.upstream.suspects import (
     Suspects,
     fingerprint_of,
 )
+from spillway_settings.wire import ENDING_ERROR
 
 POISON = {"model": "fake", "prompt": "x" * 64, "vllm_xargs": {"kv_transfer_params": "boom"}}
 HARMLESS = {"model": "fake", "prompt": "y" * 64}
@@ -272,6 +273,55 @@ async def test_a_request_whose_engine_was_to_end_goes_to_another_and_is_no_suspe
             fleet.ends_max = ended
             assert (await ask(http, urls[0], POISON))[0] == 200
             assert len(fleet.dead) == ended
+
+
+ENDING = {"error": {"message": "it ends", "type": ENDING_ERROR, "param": None, "code": 503}}
+ROUTES = {
+    "/v1/completions": {"prompt": "x" * 64},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 64}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x" * 64}], "max_tokens": 9},
+    "/v1/responses": {"input": "x" * 64},
+}
+
+
+async def found_ended(looks: EngineLooks, engine: Engine) -> Look:
+    return Look.ENDED
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_lone_request_whose_engine_says_that_it_ends_goes_to_another_and_is_no_suspect(
+    start_engine: Any, monkeypatch: pytest.MonkeyPatch, route: str, stream: bool, fronts: int
+) -> None:
+    """Also if the gateway has not polled it yet, and finds its port closed. With none left, clients get 503."""
+    monkeypatch.setattr(EngineLooks, "at", found_ended)
+    engines = [await start_engine(name) for name in "abc"]
+    ends: set[str] = set()
+
+    def script(engine: FakeEngine) -> Scripted | None:
+        ends.add(engine.name)
+        return Scripted(ENDING, status=503, events=[ENDING]) if len(ends) < 3 else None
+
+    async def ask_route(http: aiohttp.ClientSession, url: str) -> tuple[int, str | None, bytes]:
+        body = {"model": "fake", "stream": stream, **ROUTES[route]}
+        async with http.post(url + route, json=body) as reply:
+            return reply.status, reply.headers.get("retry-after"), await reply.read()
+
+    document = gateway_config(engines, limits={"retryRatio": 0, "retryBurst": 0})
+    async with gateways(fronts, document) as urls, aiohttp.ClientSession() as http:
+        for engine in engines:
+            engine.script = lambda path, body, engine=engine: script(engine)
+        for url in urls:  # two engines end at each
+            ends.clear()
+            assert (await ask_route(http, url))[0] == 200
+            assert len(ends) == 3
+        for engine in engines:
+            engine.script = lambda path, body: Scripted(ENDING, status=503, events=[ENDING])
+        for _ in range(2):
+            status, retry_after, body = await ask_route(http, urls[0])
+            assert (status, bool(retry_after)) == (503, True)
+            assert b"is shutting down" in body
 
 
 def test_whose_engine_had_others_or_a_begun_reply_may_be_sent_once_more() -> None:

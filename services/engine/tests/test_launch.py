@@ -326,7 +326,16 @@ def test_a_further_pod_whose_leader_serves_already_starts_nothing(pods: list[Pod
     assert "vLLM starts" not in output
 
 
-SERVING = ENGINE + "tell(event='serving'); tell(event='ready'); signal.pause()"
+SERVING = (
+    ENGINE
+    + """
+tell(event="serving"); tell(event="ready")
+for order in orders():
+    print("order", order["order"], flush=True)
+    if order["order"] == "abandon":
+        tell(event="drained", finished=0, cancelled=1)
+"""
+)
 
 
 @pytest.fixture
@@ -353,21 +362,49 @@ def joined(port: int) -> bool:
     return any(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "01" for line in tables.splitlines()[1:])
 
 
-@pytest.mark.parametrize("how", ["its parent process", "its engine"])
-def test_a_leader_that_serves_ends_with_all_processes_once_a_further_pod_is_killed(
+def group_of(pod: Pod) -> int:
+    return int(next(line for line in pod.lines if line.startswith("group")).split()[1])
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_leader_that_loses_a_further_pod_answers_its_requests_and_ends_with_all_processes(
     pair: tuple[Pod, Pod], how: str
 ) -> None:
     leader, further = pair
-    group = int(next(line for line in further.lines if line.startswith("group")).split()[1])
-    if how == "its engine":
-        os.kill(group, signal.SIGKILL)
-    else:
+    if how == "killed":
         further.process.kill()
+    else:
+        further.send(signal.SIGTERM)  # its leader serves no port, so it ends at once
+    leader.wait_for("order abandon")
+    leader.wait_for("drained: 0 requests finished, 1 cancelled")
+    assert group_members(group_of(leader)), "it still says to gateways that it ends"
+    leader.send(signal.SIGTERM)  # the replica is deleted meanwhile
     code, output = leader.end()
     assert code == 6
     assert "pod 1 of this replica is gone" in output
-    ours = int(next(line for line in leader.lines if line.startswith("group")).split()[1])
-    assert not group_members(ours)
+    assert not group_members(group_of(leader))
+
+
+def test_a_leader_whose_further_pod_lost_its_engine_crashes_like_one_that_lost_its_own(pair: tuple[Pod, Pod]) -> None:
+    """A request may be the cause of both."""
+    leader, further = pair
+    os.kill(group_of(further), signal.SIGKILL)
+    code, output = leader.end()
+    assert code == 6
+    assert "pod 1 of this replica has lost its engine, which failed" in output
+    assert "order abandon" not in output
+    assert not group_members(group_of(leader))
+
+
+def test_a_leader_ends_at_once_if_it_has_lost_a_pod_and_is_asked_twice(pair: tuple[Pod, Pod]) -> None:
+    leader, further = pair
+    further.process.kill()
+    leader.wait_for("drained")
+    leader.send(signal.SIGTERM)
+    leader.send(signal.SIGINT)
+    code, output = leader.end()
+    assert code == 6
+    assert "again: killing the engine" in output
 
 
 def test_a_leader_that_drains_does_not_wait_for_a_lost_pod_either(pair: tuple[Pod, Pod]) -> None:

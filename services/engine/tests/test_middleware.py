@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from spillway_engine import middleware
 from spillway_engine.middleware import ReadinessMiddleware
 from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
+from spillway_engine.settling import Settled
+from spillway_settings.wire import ENDING_ERROR
 
 Serving = Callable[[Any], AbstractAsyncContextManager[str]]
 
@@ -193,6 +197,7 @@ async def test_a_drain_waits_for_running_requests(serving: Serving) -> None:
 
     assert refused.status_code == 503
     assert refused.json()["error"]["message"] == "the engine is draining and takes no new requests"
+    assert refused.json()["error"]["type"] == ENDING_ERROR
     assert health.status_code == 200
     assert answer.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."
     assert drained == {"event": "drained", "finished": 1, "cancelled": 0, "stored": 0, "left": 0}
@@ -213,8 +218,14 @@ async def test_it_keeps_serving_during_the_delay(serving: Serving) -> None:
     assert answer.status_code == 200
 
 
-async def test_what_outlives_the_drain_is_ended_with_a_clear_error(serving: Serving) -> None:
-    engine = Engine()
+@pytest.mark.parametrize("how", ["a hurried drain", "lost ranks", "ranks that are lost during a drain"])
+async def test_what_outlives_the_drain_is_ended_with_a_clear_error(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Lost ranks store nothing, so nothing waits for the engine core, which waits for them."""
+    settled = AsyncMock(return_value=Settled())
+    monkeypatch.setattr(middleware, "settle", settled)
+    engine = Engine(brief={"settles": True})
     async with serving(engine.app) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:
         await engine.event("ready")
         whole = asyncio.create_task(client.post("/v1/chat/completions", json={"hold": True}))
@@ -222,18 +233,21 @@ async def test_what_outlives_the_drain_is_ended_with_a_clear_error(serving: Serv
             lines = streamed.aiter_lines()
             first = await anext(lines)
             await engine.entered.wait()
-            engine.order({"order": "drain", "delay_seconds": 600, "timeout_seconds": 600})
-            engine.order({"order": "hurry"})
+            if how != "lost ranks":
+                engine.order({"order": "drain", "delay_seconds": 600, "timeout_seconds": 600})
+            engine.order({"order": "hurry" if how == "a hurried drain" else "abandon"})
             rest = [line async for line in lines if line]
         answer = await whole
         drained = await engine.event("drained")
 
     assert first == 'data: {"choices": []}'
-    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == 503
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["type"] == ENDING_ERROR
     assert answer.status_code == 503
     assert "shutting down" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == ENDING_ERROR
     assert drained["cancelled"] == 2
     assert engine.aborted == 2
+    assert settled.called == (how == "a hurried drain")
 
 
 async def test_a_clients_own_disconnect_is_passed_on(serving: Serving) -> None:

@@ -22,7 +22,7 @@ def hello(index: int) -> bytes:
 
 class Leader:
     def __init__(self) -> None:
-        self.lost: list[tuple[int, str]] = []
+        self.lost: list[tuple[int, str, bool]] = []
         self.selector = selectors.DefaultSelector()
         self.lines = LeaderLines(0, 3, self.selector, lambda *found: self.lost.append(found))
 
@@ -63,7 +63,7 @@ def test_a_line_that_ends_is_a_lost_pod_and_others_stay(leader: Leader) -> None:
         assert leader.lost == []
         third.close()
         leader.run()
-        assert leader.lost == [(3, "is gone")]
+        assert leader.lost == [(3, "is gone", False)]
 
 
 STRANGE = [b"", b"\x00", b"\x00\x00", b"\x00\x01", b"\xff\xff", b"GET / HTTP/1.1\r\n\r\n", b"spillway pod "]
@@ -97,10 +97,11 @@ def test_strangers_that_stay_silent_are_few_and_keep_no_pod_out(leader: Leader) 
         with leader.connect(hello(2)) as line:
             line.close()
             leader.run()
-        assert [index for index, _ in leader.lost] == [2]
+        assert [index for index, *_ in leader.lost] == [2]
 
 
-def test_a_pod_that_strangers_keep_out_tries_again_until_its_line_is_accepted(leader: Leader) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_pod_that_strangers_keep_out_tries_again_until_its_line_is_accepted(leader: Leader, failed: bool) -> None:
     with ExitStack() as silent:
         for _ in range(STRANGERS_MAX):
             silent.enter_context(leader.connect())
@@ -110,11 +111,11 @@ def test_a_pod_that_strangers_keep_out_tries_again_until_its_line_is_accepted(le
     while 2 not in leader.lines._lines.values():
         assert time.monotonic() < deadline
         leader.run()
-    further.close()
+    further.close(failed=failed)
     while not leader.lost:
         assert time.monotonic() < deadline
         leader.run()
-    assert leader.lost == [(2, "is gone")]
+    assert leader.lost == [(2, "has lost its engine, which failed" if failed else "is gone", failed)]
 
 
 def test_a_pod_that_says_nothing_is_lost_after_the_bound_and_not_before(leader: Leader) -> None:
@@ -125,7 +126,7 @@ def test_a_pod_that_says_nothing_is_lost_after_the_bound_and_not_before(leader: 
         leader.run()
         assert leader.lost == []
         leader.lines.look()
-        assert leader.lost == [(1, f"said nothing for {SILENT_SECONDS:g} s")]
+        assert leader.lost == [(1, f"said nothing for {SILENT_SECONDS:g} s", False)]
         assert quiet.recv(1) == b"+" and closed(quiet)
 
 

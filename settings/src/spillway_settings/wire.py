@@ -25,6 +25,9 @@ SETTLE_UTILITY = "spillway_settle"  # likewise
 WEIGHTS_PATH = "/spillway/weights"
 WEIGHTS_UTILITY = "spillway_weights"  # likewise
 
+# The type of an error by which an engine says that it ends, for a reason that no request is.
+ENDING_ERROR = "engine_ending"
+
 # What the gateway says of a session in a request's kv_transfer_params, and the connector reads.
 SESSION_MEMBER = "spillway_session"
 SESSION_ID = "id"

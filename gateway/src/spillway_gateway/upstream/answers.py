@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from spillway_gateway.error_bodies import Dialect, error_in
+from spillway_settings.wire import ENDING_ERROR
 
 
 class Kind(Enum):
@@ -45,7 +46,8 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """message: of an error. binds: what the client may do next depends on this event, so that it is not held back."""
+    """message: of an error; ENDING_ERROR if the engine ends for a reason that no request is. binds: what the client may
+    do next depends on this event, so that it is not held back."""
 
     kind: Kind
     message: str = ""
@@ -229,7 +231,10 @@ def ends_unmarked(last_events: bytes, dialect: Dialect, choices: int = 1) -> boo
 
 
 def plain_failure(status: int, body: bytes, dialect: Dialect) -> str | None:
-    """The engine's message if a whole plain reply of JSON says that the engine failed."""
+    """The engine's message, as in Event, if a whole plain reply of JSON says that the engine failed or ends."""
+    if status == 503:
+        error = error_in(body)
+        return ENDING_ERROR if error is not None and error.type == ENDING_ERROR else None
     if status == 500:
         error = error_in(body)
         failed = error is not None and (_DEAD_CORE in error.message or error.message == _GENERATION_ERROR)
@@ -302,6 +307,12 @@ def is_engines_fault(error: Mapping[str, Any]) -> bool:
     if quoted is not None:
         return is_engines_fault({"code": int(quoted[1])})
     return not any(isinstance(word, str) and _is_clients(word) for word in (code, kind))
+
+
+def message_in(error: Mapping[str, Any]) -> str:
+    """The message of an engine's error object, as in Event."""
+    message = ENDING_ERROR if error.get("type") == ENDING_ERROR else error.get("message")
+    return message if isinstance(message, str) else "no message"
 
 
 def _is_clients(word: str) -> bool:
@@ -433,6 +444,4 @@ def _has_payload(block: object) -> bool:
 def _error(error: object) -> Event:
     if not isinstance(error, dict):
         return Event(Kind.FAILED, str(error))
-    message = error.get("message")
-    text = message if isinstance(message, str) else "no message"
-    return Event(Kind.FAILED if is_engines_fault(error) else Kind.REFUSED, text)
+    return Event(Kind.FAILED if is_engines_fault(error) else Kind.REFUSED, message_in(error))

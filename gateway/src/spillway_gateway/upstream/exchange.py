@@ -219,8 +219,7 @@ class Exchange:
 
     def engine_ends(self, engine: Engine) -> None:
         """The engine terminates, and the time for its running requests is over."""
-        message = f"Engine {engine.name} is shutting down, and this reply was not finished in time"
-        self._happens(Event.ENGINE_ENDS, EngineEnding(message), engine)
+        self._happens(Event.ENGINE_ENDS, EngineEnding(engine.name), engine)
 
     def abort(self, cause: Exception) -> None:
         """The gateway shuts down."""

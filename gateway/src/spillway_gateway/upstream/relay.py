@@ -19,11 +19,11 @@ from spillway_gateway.errors import (
     EngineBadReply,
     EngineDisconnected,
     EngineEnding,
-    EngineFailed,
     EngineRefused,
     GatewayError,
     NoEngineReady,
     UpstreamError,
+    engine_failure,
 )
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
@@ -267,7 +267,7 @@ class Relay:
                     self._attempt_status = status = connection.status
                     body = await collect(connection, REPLY_BYTES_MAX)
                     if (failure := plain_failure(status, body, request.dialect)) is not None:
-                        raise EngineFailed(f"Engine {engine.name} failed: {failure}")
+                        raise engine_failure(engine.name, failure)
         except TimeoutError:
             return LegsReason.PREFILL_LATE
         finally:

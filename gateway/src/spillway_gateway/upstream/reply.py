@@ -17,7 +17,7 @@ import time
 from time import perf_counter
 
 from spillway_gateway.error_bodies import body_of, event_of, event_of_reply, headers_of
-from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError
+from spillway_gateway.errors import EngineFailed, GatewayError, UpstreamError, engine_failure
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.fleet_view import TierLabel
 from spillway_gateway.upstream.adapter_refusals import require_adapter
@@ -150,6 +150,8 @@ class Reply:
                 held.give_back()
             if not connection.complete:
                 raise EngineErrorTooLong(attempt.engine, connection.status)
+            if (failure := plain_failure(connection.status, body, self._request.dialect)) is not None:
+                raise engine_failure(attempt.engine.name, failure)
             raise EngineAnsweredError(attempt.engine, connection.status, connection.headers, body)
         if streams:
             await self.stream.relay(attempt, connection, trace)
@@ -208,7 +210,7 @@ class Reply:
         status, dialect = connection.status, self._request.dialect
         judged = self._request.computes and _is_json(connection)  # not what was computed before
         if (status == 500 or judged) and (failure := plain_failure(status, body, dialect)) is not None:
-            raise EngineFailed(f"Engine {attempt.engine.name} failed: {failure}")
+            raise engine_failure(attempt.engine.name, failure)
         judged = judged and status == 200
         if judged and connection.complete and is_cut_inside(body):
             raise EngineFailed(f"Engine {attempt.engine.name} failed: its reply is no whole JSON document")

@@ -14,7 +14,7 @@ import time
 from time import perf_counter
 from typing import Protocol
 
-from spillway_gateway.errors import EngineDisconnected, EngineFailed
+from spillway_gateway.errors import EngineDisconnected, EngineFailed, engine_failure
 from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
 from spillway_gateway.upstream.answers import (
     BEFORE_AN_ANSWER,
@@ -38,6 +38,7 @@ from spillway_gateway.upstream.reply_counts import ReplyCounts
 from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX, EventFramer, is_done
 from spillway_gateway.upstream.usage import Usage
+from spillway_settings.wire import ENDING_ERROR
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class StreamRelay:
             if not begun and whole:
                 event = first_event(chunk, dialect, ids_asked=self._request.asks_ids)
                 if event.kind is Kind.FAILED and not passing:
-                    raise EngineFailed(f"Engine {engine.name} failed: {event.message}")
+                    raise engine_failure(engine.name, event.message)
                 if connection.status == 200 and ends_too_early(event, dialect):
                     raise EngineFailed(f"Engine {engine.name} failed: it ended an answer that it had not begun")
                 if event.kind is Kind.NOTHING and connection.status == 200:
@@ -190,7 +191,7 @@ class StreamRelay:
             if chunk:
                 await reply.pass_events(chunk)
             if failure is not None:
-                raise EngineFailed(f"Engine {engine.name} failed: {failure}")
+                raise engine_failure(engine.name, failure)
             if begun and not silent:
                 exchange.heard(loop_time())
         await self._end(attempt, connection, held)
@@ -250,7 +251,8 @@ class StreamRelay:
         for event in found:
             if event.kind is Kind.FAILED and not self._engine_failed:
                 self._engine_failed = True
-                attempt.failed(time.monotonic())
+                if event.message != ENDING_ERROR:  # which is no fault of the engine
+                    attempt.failed(time.monotonic())
             elif not self.ended and not self._engine_failed:
                 attempt.succeeded()  # also if it refuses: the request is at fault
             self.ended = True
@@ -294,7 +296,7 @@ class StreamRelay:
             if passed:
                 await self._reply.pass_events(passed)
             if answer.failure is not None:
-                raise EngineFailed(f"Engine {name} failed: {answer.failure}")
+                raise engine_failure(name, answer.failure)
             if goes_on:
                 exchange.heard(loop_time())
         raise EngineDisconnected("it ended the reply early")

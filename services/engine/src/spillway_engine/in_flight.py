@@ -11,6 +11,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from spillway_settings.wire import ENDING_ERROR
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -99,7 +101,7 @@ class _Request:
         if self._finished:
             return
         body = json.dumps(
-            error_body("the engine is shutting down and had no time left to finish this request", 503)
+            error_body("the engine is shutting down and had no time left to finish this request", 503, ENDING_ERROR)
         ).encode()
         try:
             async with asyncio.timeout(CLOSING_SEND_SECONDS):
@@ -113,9 +115,9 @@ class _Request:
             return
 
 
-def error_body(message: str, status: int) -> dict[str, Any]:
+def error_body(message: str, status: int, kind: str = "service_unavailable") -> dict[str, Any]:
     """OpenAI's error shape."""
-    return {"error": {"message": message, "type": "service_unavailable", "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 async def send_json(send: Send, status: int, body: bytes) -> None:

@@ -37,6 +37,7 @@ LATE_EXIT_CODE = 5
 LOST_EXIT_CODE = 6
 DRAIN_REPLY_SECONDS = 10.0  # beyond delay and timeout: for aborting the last requests and saying so
 HURRIED_REPLY_SECONDS = 7.0
+FAREWELL_SECONDS = 2.0  # from the last answer until the end: gateways learn meanwhile that it comes
 LEADER_LOOK_SECONDS = 1.0  # between two looks at the leader's port, and of one
 FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
@@ -116,6 +117,7 @@ class _Pod:
         self._deadline: float | None = None
         self._asked_to_stop = False
         self._refusal: tuple[int, str] | None = None  # exit code and reason
+        self._abandoned = False  # ranks of another pod are lost; vLLM cannot end by itself
         self._tail = OutputTail()
         self._messages = MessageBuffer()
         self._shared_memory: set[Path] = set()  # of the whole group; after its end the owner of a file cannot be found
@@ -160,7 +162,9 @@ class _Pod:
                 self._on_look()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
-        if self._lines is not None:
+        if isinstance(self._lines, FurtherLine):
+            self._lines.close(failed=not self._asked_to_stop)
+        elif self._lines is not None:
             self._lines.close()
         return self._conclude()
 
@@ -192,17 +196,24 @@ class _Pod:
         self._look_at = time.monotonic() + BEAT_SECONDS
         self._lines.look()
 
-    def _on_pod_lost(self, index: int, what: str) -> None:
-        """Its ranks are lost to all others, which would wait for them without end."""
-        if self._phase in (Phase.STOPPING, Phase.ENDED):
+    def _on_pod_lost(self, index: int, what: str, failed: bool) -> None:
+        """Its ranks are lost to all others, which would wait for them without end. Requests are answered first, so that
+        gateways take none for the cause of this end; one may be if the engine of that pod failed."""
+        if self._abandoned or self._phase in (Phase.STOPPING, Phase.ENDED):
             return
         self._refusal = (
             LOST_EXIT_CODE,
             f"pod {index} of this replica {what}, and no rank can do without its ranks. Ending with status "
             f"{LOST_EXIT_CODE}, so that the LeaderWorkerSet controller starts the whole replica again",
         )
-        self._phase = Phase.STOPPING
-        self._kill()
+        if failed or self._phase is Phase.STARTING:
+            self._phase = Phase.STOPPING
+            self._kill()
+        else:
+            self._abandoned = True
+            self._phase = Phase.DRAINING
+            self._deadline = time.monotonic() + HURRIED_REPLY_SECONDS
+            self._order({"order": "abandon"})
 
     def _on_output(self) -> None:
         data = os.read(self._output_fd, 65_536)
@@ -238,7 +249,7 @@ class _Pod:
                 self._drain()
         elif event == "ready":
             self._log("ready")
-        elif event == "self_check_failed":
+        elif event == "self_check_failed" and self._phase is Phase.SERVING:
             self._refusal = SELF_CHECK_EXIT_CODE, str(message["reason"])
             self._stop()
         elif event == "refused":
@@ -248,7 +259,10 @@ class _Pod:
                 f", {message['stored']} chunks stored, {message['left']} left behind" if message.get("stored") else ""
             )
             self._log(f"drained: {message['finished']} requests finished, {message['cancelled']} cancelled{stored}")
-            self._stop()
+            if self._abandoned:
+                self._deadline = time.monotonic() + FAREWELL_SECONDS
+            else:
+                self._stop()
 
     def _on_signals(self, reader: socket.socket) -> None:
         for number in reader.recv(64):
@@ -268,12 +282,12 @@ class _Pod:
             elif self._leader is not None:
                 self._log(f"{name}: waiting for the leader's drain (another {name} ends the wait)")
                 self._await_leader()
-            else:
+            elif self._phase is Phase.STARTING:
                 self._log(f"{name}: stopping, the engine served nothing yet")
                 self._stop()
         elif self._phase is Phase.DRAINING and self._leader is not None:
             self._stop()
-        elif self._phase is Phase.DRAINING:
+        elif self._phase is Phase.DRAINING and not self._abandoned:
             self._log(f"{name} again: ending the running requests now")
             self._order({"order": "hurry"})
             self._deadline = time.monotonic() + HURRIED_REPLY_SECONDS
@@ -282,7 +296,9 @@ class _Pod:
             self._kill()
 
     def _on_deadline(self) -> None:
-        if self._phase is Phase.DRAINING and self._leader is not None:
+        if self._abandoned:
+            self._kill()
+        elif self._phase is Phase.DRAINING and self._leader is not None:
             if time.monotonic() < self._leader_time and answers(self._leader):
                 self._deadline = time.monotonic() + LEADER_LOOK_SECONDS
             else:

@@ -27,7 +27,7 @@ from spillway_engine.self_check import SelfCheckFailed, check_ranks
 from spillway_engine.settling import IDLE_SECONDS, IDLE_SETTLE_SECONDS_MAX, Settled, settle
 from spillway_engine.weight_names import WeightNames
 from spillway_settings.vllm_salts import why_salts_are_dropped
-from spillway_settings.wire import CONFIG_PATH, PROMOTE_PATH, WEIGHTS_PATH
+from spillway_settings.wire import CONFIG_PATH, ENDING_ERROR, PROMOTE_PATH, WEIGHTS_PATH
 
 logger = logging.getLogger("vllm.spillway_engine")
 
@@ -51,6 +51,7 @@ class ReadinessMiddleware:
         self._weights = WeightNames(self._brief.data_parallel_ranks)
         self._refusal: str | None = None  # the answer to new requests; None: they are served
         self._hurry = asyncio.Event()
+        self._ranks_lost = False
         self._parent: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine: Any = None  # vLLM's application, once it has started
@@ -69,7 +70,7 @@ class ReadinessMiddleware:
         elif scope["path"] == WEIGHTS_PATH and self._refusal is None:
             await self._weights.answer(scope, receive, send)
         elif self._refusal is not None:
-            body = error_body(self._refusal, 503)
+            body = error_body(self._refusal, 503, ENDING_ERROR)
             await send_json(send, 503, json.dumps(body).encode())
         else:
             await self._requests.run(self._app, scope, receive, send)
@@ -158,6 +159,10 @@ class ReadinessMiddleware:
                     self._start(self._drain(order["delay_seconds"], order["timeout_seconds"]))
                 elif order["order"] == "hurry":
                     self._hurry.set()
+                elif order["order"] == "abandon":
+                    self._ranks_lost = True
+                    self._hurry.set()
+                    self._start(self._drain(0.0, 0.0))
         # The parent is gone without having stopped us. The watchdog ends this group within moments; should it have been
         # killed as well, no other process will.
         await asyncio.sleep(ORPHAN_SECONDS)
@@ -200,7 +205,7 @@ class ReadinessMiddleware:
         )
 
     async def _settle(self, seconds: float, interrupted: Callable[[], bool]) -> Settled:
-        if self._engine is None or not self._brief.settles or seconds <= 0:
+        if self._engine is None or not self._brief.settles or self._ranks_lost or seconds <= 0:
             return Settled()
         return await settle(self._engine, self._brief.data_parallel_ranks, seconds, interrupted)
 

@@ -4,6 +4,7 @@ One socket pair, inherited by the API server alone; one JSON object per line in 
 the middleware that the parent is gone, whatever killed it.
 
     parent -> middleware   {"order": "drain", "delay_seconds": 5, "timeout_seconds": 60}   {"order": "hurry"}
+                           {"order": "abandon"}: nothing can be computed or stored any more
     middleware -> parent   {"event": "serving"}  {"event": "ready"}  {"event": "self_check_failed", "reason": "..."}
                            {"event": "drained", "finished": 3, "cancelled": 1, "stored": 40, "left": 0}
     server.py  -> parent   {"event": "refused", "reason": "..."}, before there is a middleware

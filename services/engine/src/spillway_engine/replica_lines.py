@@ -4,7 +4,8 @@ until Kubernetes has noticed the loss.
 
 A further pod says once which one it is, until the leader accepts its line, and then a byte each second. It holds one
 line in its life: its ranks cannot join a second time either. A line that ends before the leader does, or is silent,
-means that the pod's ranks are lost. Whoever else connects is no pod, and means nothing. As at the port where the ranks
+means that the pod's ranks are lost. Its last byte says so if its engine failed: a request may be the cause then, and of
+nothing else that ends a line. Whoever else connects is no pod, and means nothing. As at the port where the ranks
 meet, who says that it is a pod is believed; a NetworkPolicy keeps others out.
 """
 
@@ -22,6 +23,8 @@ STRANGERS_MAX = 16  # connections that have not said which pod they are
 _HELLO = b"spillway pod "  # and the pod's index; no other protocol begins like that
 _INDEX_BYTES = 2
 _ACCEPTED = b"+"
+_BEAT = b"."
+_FAILED = b"!"
 
 
 class LeaderLines:
@@ -31,11 +34,11 @@ class LeaderLines:
         port: to listen on.
         pods: how many further ones there are.
         selector: calls a key's data once its file is ready.
-        on_lost: called with the index of a pod and what happened.
+        on_lost: called with the index of a pod, what happened, and whether its engine failed.
     """
 
     def __init__(
-        self, port: int, pods: int, selector: selectors.BaseSelector, on_lost: Callable[[int, str], None]
+        self, port: int, pods: int, selector: selectors.BaseSelector, on_lost: Callable[[int, str, bool], None]
     ) -> None:
         self._pods = pods
         self._selector = selector
@@ -99,13 +102,15 @@ class LeaderLines:
                 self._lines[line] = index
                 with suppress(OSError):  # it is gone again, which its end says
                     line.send(_ACCEPTED)
+        elif _FAILED in data:
+            self._end(line, "has lost its engine, which failed", failed=True)
 
-    def _end(self, line: socket.socket, what: str) -> None:
+    def _end(self, line: socket.socket, what: str, *, failed: bool = False) -> None:
         self._selector.unregister(line)
         line.close()
         del self._silent_looks[line]
         if index := self._lines.pop(line):
-            self._on_lost(index, what)
+            self._on_lost(index, what, failed)
 
 
 class FurtherLine:
@@ -120,11 +125,15 @@ class FurtherLine:
         self._leader = leader
         self._hello = _HELLO + index.to_bytes(_INDEX_BYTES, "big")
         self._ended = threading.Event()
+        self._last_word = b""
         self._thread = threading.Thread(target=self._hold, name="line to the leader", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        """failed: the pod's engine ended unasked."""
+        self._last_word = _FAILED if failed else b""
         self._ended.set()
+        self._thread.join(BEAT_SECONDS)  # longer only while it looks the leader up, to which it has no line then
 
     def _hold(self) -> None:
         while not self._ended.is_set():
@@ -139,7 +148,8 @@ class FurtherLine:
     def _beat(self, line: socket.socket) -> None:
         with suppress(OSError):  # the leader has ended
             while not self._ended.wait(BEAT_SECONDS):
-                line.sendall(b".")
+                line.sendall(_BEAT)
+            line.sendall(self._last_word)
 
 
 def _index_in(data: bytes) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from spillway_gateway.upstream.answers import is_engines_fault
+from spillway_gateway.upstream.answers import is_engines_fault, message_in
 
 TEXTS_MAX = 48  # chunks with text that are kept, the last ones
 GROWTH_TOKENS = 1024  # between two requests for room
@@ -302,7 +302,7 @@ class SentAnswer:
 def failure_of(chunk: Chunk) -> str | None:
     """Why the engine ends an answer that it has not finished: the message of its error event, or an abort."""
     if chunk.error is not None:
-        return str(chunk.error.get("message")) if is_engines_fault(chunk.error) else None
+        return message_in(chunk.error) if is_engines_fault(chunk.error) else None
     if any(choice.finish_reason == "abort" for choice in chunk.choices):
         return "it aborted the request"
     return None

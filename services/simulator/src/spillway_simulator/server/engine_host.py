@@ -15,6 +15,7 @@ from spillway_simulator.model.engine import SimulatedEngine
 from spillway_simulator.model.request import EngineRequest, Progress
 from spillway_simulator.model.tiers import SharedTier
 from spillway_simulator.server.faults import (
+    DRAINING,
     Clear,
     DieInStream,
     Drain,
@@ -227,7 +228,7 @@ class EngineHost:
         elif isinstance(fault, NotReady):
             faults.not_ready = fault.reason
         elif isinstance(fault, Drain):
-            faults.not_ready, faults.refuse, faults.refusals_left = "draining", Refuse(503), None
+            faults.not_ready, faults.refuse, faults.refusals_left = DRAINING, Refuse(503), None
             loop = asyncio.get_running_loop()
             self._drain_end = loop.call_later(fault.timeout_seconds, self._end_drain)
         elif isinstance(fault, DropEvents):

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from spillway_settings.wire import CONFIG_PATH
+from spillway_settings.wire import CONFIG_PATH, ENDING_ERROR
 from spillway_simulator.errors import RequestTooLong
 from spillway_simulator.server.engine_host import EngineHost
+from spillway_simulator.server.faults import DRAINING
 from spillway_simulator.server.generation import Asked, BadBody, Generation, read_asked, read_prompt
 from spillway_simulator.server.http_connection import HttpConnection
 from spillway_simulator.wire.metrics_text import CONTENT_TYPE, metrics_page
@@ -181,7 +182,8 @@ class EngineRoutes:
             return None
         status = host.faults.refusal()
         if status is not None:
-            connection.reply(status, error(f"simulated fault: status {status}", status))
+            kind = ENDING_ERROR if host.faults.not_ready == DRAINING else ""
+            connection.reply(status, error(f"simulated fault: status {status}", status, kind))
             return None
         return read_asked(body, self._tokens, host, chat=chat)
 

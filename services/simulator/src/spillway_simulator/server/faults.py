@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+DRAINING = "draining"  # what an engine pod answers while it shuts down
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -40,7 +41,7 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse", tag_field="fault", forbi
 class NotReady(msgspec.Struct, frozen=True, tag="not_ready", tag_field="fault", forbid_unknown_fields=True):
     """/ready answers 503 with this reason. Until cleared."""
 
-    reason: str = "draining"
+    reason: str = DRAINING
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", tag_field="fault", forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from spillway_settings.wire import ENDING_ERROR
 from spillway_simulator.model.request import EngineRequest, Progress
 from spillway_simulator.server.engine_host import EngineHost
 from spillway_simulator.server.faults import DieInStream
@@ -136,7 +137,7 @@ class Generation:
     def drained(self) -> None:
         """As the engine service ends what a drain leaves no time for."""
         self._connection.on_gone = None
-        reason = error("the engine is shutting down and had no time left to finish this request", 503)
+        reason = error("the engine is shutting down and had no time left to finish this request", 503, ENDING_ERROR)
         if self._asked.stream and self._sent:
             self._connection.end_stream(b"data: " + reason + b"\n\n")
         else:

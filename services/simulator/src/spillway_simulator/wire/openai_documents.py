@@ -124,8 +124,8 @@ def usage(prompt_tokens: int, answer_tokens: int, cached: CachedTokens) -> dict[
     }
 
 
-def error(message: str, status: int) -> bytes:
-    kind = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}.get(
+def error(message: str, status: int, kind: str = "") -> bytes:
+    kind = kind or {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}.get(
         status, "InternalServerError"
     )
     return encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
