@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import RequestOffloadingContext, make_offload_key
@@ -33,6 +34,7 @@ from spillway_connector.testing.generation import (
     step_output,
 )
 from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.vllm_parts import part_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 from spillway_settings.wire import PROMOTE_UTILITY
 
@@ -479,8 +481,9 @@ def test_the_engine_core_gets_the_utility():
     connector = SimpleNamespace(
         hint_refused=lambda: None, prefix_expected=lambda request, seconds: taken.append((request, seconds))
     )
-    core = SimpleNamespace(
-        scheduler=SimpleNamespace(connector=connector),
+    core = part_of(
+        EngineCore,
+        scheduler=part_of(Scheduler, connector=connector),
         request_block_hasher=lambda request: [bytes(request.prompt_token_ids)],
     )
     promote = getattr(EngineCore, PROMOTE_UTILITY)

@@ -15,6 +15,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.engine.features.fair_steps import FairSteps, awaiting_others
@@ -22,6 +24,8 @@ from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.plan.step_shares import FLOOD_STEPS, HELD_SHARE, LEAST_TOKENS
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.generation import RequestState
+from spillway_connector.testing.vllm_parts import part_of
 
 STEP_TOKENS, BLOCK_TOKENS, PROMPT = 1000, 16, 3000
 BLOCKED = (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
@@ -39,7 +43,8 @@ class Rig:
         self.clock = SteppedClock()
         self.states: dict[str, Any] = {}
         self.steps = FairSteps(self.states.get, STEP_TOKENS, self.clock)
-        self.scheduler: Any = SimpleNamespace(
+        self.scheduler: Any = part_of(
+            Scheduler,
             running=[],
             waiting=FCFSRequestQueue(),
             max_num_scheduled_tokens=STEP_TOKENS,
@@ -55,7 +60,7 @@ class Rig:
         made = Request(name, [1] * PROMPT, SamplingParams(), None)
         made.num_computed_tokens = computed
         hint = SessionHint(session.encode())
-        self.states[name] = SimpleNamespace(req_context=TenantContext(req_id=name, session=hint))
+        self.states[name] = part_of(RequestState, req_context=TenantContext(req_id=name, session=hint))
         self.steps.came(self.states[name])
         return made
 
@@ -297,8 +302,9 @@ def a_flood_whose_steps_were_measured() -> Rig:
 def seconds_until_planned(rig: Rig, *coming: str, under_way: bool = True) -> float:
     """How long the engine takes requests before it plans; coming: their sessions."""
     connector = SimpleNamespace(scheduler_features=[rig.steps])
-    core: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(connector=connector),
+    core: Any = part_of(
+        EngineCoreProc,
+        scheduler=part_of(Scheduler, connector=connector),
         batch_queue=[object()] if under_way else None,
         input_queue=InputQueue(rig, *coming),
         _handle_client_request=lambda _, session: rig.request(f"comes of {session}", session),

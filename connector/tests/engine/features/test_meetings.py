@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import PoolingParams
+from vllm.config import SchedulerConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import RequestOffloadingContext
@@ -37,6 +38,7 @@ from spillway_connector.testing.generation import (
     step_output,
 )
 from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.vllm_parts import part_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
 CHUNKS, CHUNK_TOKENS, ROWS = 16, 16, 24
@@ -122,7 +124,7 @@ class Engine:
         self.half, self.meetings = half, half.meetings
         self.now = 1000.0
         self.meetings._clock = lambda: self.now
-        self.config = SimpleNamespace(long_prefill_token_threshold=0)
+        self.config = part_of(SchedulerConfig, long_prefill_token_threshold=0)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.pause_state = PauseState.UNPAUSED

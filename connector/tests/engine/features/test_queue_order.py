@@ -23,6 +23,7 @@ from spillway_connector.engine.features.queue_order import (
 )
 from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.vllm_parts import part_of
 from spillway_settings.queue_order import CANDIDATES_MAX
 
 BLOCK_TOKENS, BLOCKS, BOUND = 4, 8, 4.0
@@ -258,12 +259,7 @@ def test_every_request_leaves_once_and_by_the_rules_whatever_happens(policy: str
 @pytest.mark.parametrize("queue", [FCFSRequestQueue, PriorityRequestQueue])
 def test_a_scheduler_without_such_an_order_keeps_its_queue(queue: type[Any]) -> None:
     enqueue = ordering_queue(Scheduler._enqueue_waiting_request)
-    scheduler = SimpleNamespace(
-        waiting=queue(),
-        connector=object(),
-        _is_blocked_waiting_status=lambda status: False,
-        _holds_kv_blocks=lambda request: False,
-    )
-    enqueue(scheduler, Rig().request("a"))  # type: ignore[arg-type]
+    scheduler = part_of(Scheduler, waiting=queue(), connector=object())
+    enqueue(scheduler, Rig().request("a"))
 
     assert type(scheduler.waiting) is queue and len(scheduler.waiting) == 1

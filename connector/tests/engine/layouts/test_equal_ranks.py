@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import ParallelConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -17,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from spillway_connector.engine.layouts.equal_ranks import ranks_hold_the_same
+from spillway_connector.testing.vllm_parts import part_of
 
 _COMMON: dict[str, Any] = {"block_size": 128, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
 LATENT, HEADS = MLAAttentionSpec(**_COMMON), FullAttentionSpec(**_COMMON)
@@ -41,7 +41,7 @@ def held_by(
         decode_context_parallel_size=decode,
         distributed_executor_backend="mp",
     )
-    config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(use_mla=use_mla))
+    config = part_of(VllmConfig, parallel_config=parallel, model_config=part_of(ModelConfig, use_mla=use_mla))
     caches = KVCacheConfig(1, [], [KVCacheGroupSpec([f"layer {at}"], group) for at, group in enumerate(groups)])
     return ranks_hold_the_same(config, caches)
 

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.attention import Attention, set_default_quant_scales
+from vllm.v1.attention.backend import AttentionBackend
 
 from spillway_connector.engine.layouts import kv_layout
 from spillway_connector.engine.layouts.kv_layout import _memory_format, layout_facts, read_layouts, write_layout
 from spillway_connector.errors import ConfigError
+from spillway_connector.testing.vllm_parts import part_of
 
 BLOCKS = 20
 CONFIG = VllmConfig()
@@ -58,9 +61,16 @@ def test_other_caches(other):
 
 
 def test_backend_and_scales_of_a_layer_count():
-    def layer(backend: str, scale: float) -> SimpleNamespace:
-        named = SimpleNamespace(get_name=lambda: backend)
-        return SimpleNamespace(get_attn_backend=lambda: named, _k_scale_float=scale, _v_scale_float=1.0)
+    def layer(backend: str, scale: float) -> Attention:
+        class Named(AttentionBackend):
+            get_name = staticmethod(lambda: backend)
+
+        made = part_of(Attention, get_attn_backend=lambda: Named)
+        torch.nn.Module.__init__(made)
+        set_default_quant_scales(made, register_buffer=True)
+        assert (made._k_scale_float, made._v_scale_float) == (1.0, 1.0)
+        made._k_scale_float = scale
+        return made
 
     found = []
     for module in (layer("FLASH_ATTN", 1.0), layer("FLEX_ATTENTION", 1.0), layer("FLASH_ATTN", 0.5)):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.platforms.interface import Platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
@@ -37,6 +38,7 @@ from spillway_connector.testing.kv_caches import (
     kv_cache_config,
     of_scheduler,
 )
+from spillway_connector.testing.vllm_parts import part_of
 
 ROW_BLOCK_BYTES = 985_664  # of the 62 pages of full attention: 21 of 37,376 and of 8,448 bytes, and 20 of 1,168
 BLOCKS, ROWS = 3, 2
@@ -67,7 +69,7 @@ def test_a_saving_that_is_not_worth_a_copy_for_each_layer_is_left(worker_config:
 def test_the_parts_of_an_npu_are_counted_as_vllm_counts_them(
     worker_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_blocks, "current_platform", SimpleNamespace(device_type="npu"))
+    monkeypatch.setattr(packed_blocks, "current_platform", part_of(Platform, device_type="npu"))
     for config in (worker_config, of_scheduler(worker_config)):
         assert row_block_bytes(config, 1_002_240) == 1_002_240
 

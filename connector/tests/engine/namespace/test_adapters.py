@@ -24,8 +24,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -53,6 +55,7 @@ from spillway_connector.testing.generation import (
     step_output,
 )
 from spillway_connector.testing.requests import new_request
+from spillway_connector.testing.vllm_parts import part_of
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 32
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -85,10 +88,12 @@ class EngineProcess:
         self.half = scheduler
         self.digests = StepExecutor()
         self.adapters = scheduler.adapters = AdapterRegistry(executor=self.digests)
-        self.core = EngineCore.__new__(EngineCore)
-        self.core.scheduler = SimpleNamespace(connector=self)
-        self.core.model_executor = SimpleNamespace(add_lora=lambda request: True)
-        self.core.mm_receiver_cache = None
+        self.core = part_of(
+            EngineCore,
+            scheduler=part_of(Scheduler, connector=self),
+            model_executor=part_of(UniProcExecutor, add_lora=lambda request: True),
+            mm_receiver_cache=None,
+        )
         hash_fn = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hash_fn)
         self.core.request_block_hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
@@ -441,7 +446,7 @@ def test_a_failed_reload_keeps_what_there_was(engine: EngineProcess, folder: Pat
     def fail(request: LoRARequest) -> bool:
         raise ValueError("unexpected modules")
 
-    engine.core.model_executor = SimpleNamespace(add_lora=fail)
+    engine.core.model_executor = part_of(UniProcExecutor, add_lora=fail)
     with pytest.raises(ValueError, match="unexpected modules"):
         engine.core.add_lora(adapter(folder, load_inplace=True))
     assert engine.matched("reader", adapter(folder)) == TOKENS

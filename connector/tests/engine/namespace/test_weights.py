@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_worker import Worker
 
 from spillway_connector.engine.namespace.weights import HARMLESS, WeightsNamed, may_change_weights
 from spillway_connector.errors import ConfigError
 from spillway_connector.testing.generation import patch_vllm
+from spillway_connector.testing.vllm_parts import part_of
 from spillway_settings.wire import WEIGHTS_UTILITY
 
 # RPCs of vLLM's workers that change weights, may do anything, or no caller sends to a running engine.
@@ -70,14 +72,15 @@ def order() -> list[str]:
 def core(order: list[str]) -> EngineCore:
     """vLLM's own class; what it would start (model, workers) is not there."""
     patch_vllm("weight-changes", "sleeps")
-    core = EngineCore.__new__(EngineCore)
-    core.scheduler = SimpleNamespace(connector=Listener(order))
-    core.model_executor = SimpleNamespace(
+    executor = part_of(
+        UniProcExecutor,
         collective_rpc=lambda method, timeout, args, kwargs: order.append(f"ran {getattr(method, '__name__', method)}"),
         sleep=lambda level: order.append(f"slept at level {level}"),
     )
-    core.pause_scheduler = lambda mode, clear_cache: None
-    return core
+    scheduler = part_of(Scheduler, connector=Listener(order))
+    return part_of(
+        EngineCore, scheduler=scheduler, model_executor=executor, pause_scheduler=lambda mode, clear_cache: None
+    )
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "start_weight_update", "update_weights", "finish_weight_update"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
+from transformers import PretrainedConfig
+from vllm.config import LoadConfig, ModelConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as FORMATS
+from vllm.model_executor.model_loader.tensorizer import TensorizerConfig
 
 from spillway_connector.engine.namespace.weights_identity import (
     LOCAL_FORMATS,
@@ -19,6 +21,7 @@ from spillway_connector.engine.namespace.weights_identity import (
 )
 from spillway_connector.errors import WeightsUnknown
 from spillway_connector.identity.model import SAFETENSORS_FIRST
+from spillway_connector.testing.vllm_parts import part_of
 
 COMMIT = "c" * 40
 MODELS = [*(Path(vllm.__file__).parent / "model_executor/models").rglob("*.py")]
@@ -47,7 +50,7 @@ def write_to_the_hubs_cache(cache: Path, name: str, commit: str = COMMIT, weight
 
 def engine(
     model: str, load: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **fields: Any
-) -> SimpleNamespace:
+) -> VllmConfig:
     """The part of vLLM's configuration that says where the weights come from."""
     of_model = {
         "model": model,
@@ -56,14 +59,15 @@ def engine(
         "code_revision": None,
         "seed": 0,
         "trust_remote_code": False,
-        "hf_config": SimpleNamespace(to_dict=lambda: config or {}),
+        "hf_config": part_of(PretrainedConfig, to_dict=lambda: config or {}),
         "hf_overrides": {},
         "multimodal_config": None,
     }
     of_load = {"load_format": "auto", "model_loader_extra_config": {}, "download_dir": None}
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**{**of_model, **fields}),
-        load_config=SimpleNamespace(**{**of_load, **(load or {})}),
+    return part_of(
+        VllmConfig,
+        model_config=part_of(ModelConfig, **{**of_model, **fields}),
+        load_config=part_of(LoadConfig, **{**of_load, **(load or {})}),
         speculative_config=None,
     )
 
@@ -94,7 +98,10 @@ def test_every_format_of_this_vllm_is_local_or_not_known_to_be():
         ({"load_format": "modelexpress"}, "modelexpress"),
         ({"load_format": "netloader"}, "netloader"),
         ({"load_format": "sharded_state", "model_loader_extra_config": {"pattern": "../other/{rank}"}}, "pattern"),
-        ({"model_loader_extra_config": SimpleNamespace(tensorizer_uri="s3://b/m")}, "model_loader_extra_config"),
+        (
+            {"model_loader_extra_config": part_of(TensorizerConfig, tensorizer_uri="s3://b/m")},
+            "model_loader_extra_config",
+        ),
     ],
 )
 def test_weights_from_elsewhere_are_not_shared_unless_their_version_is_named(
@@ -261,14 +268,14 @@ def test_a_drafter_counts_by_its_weights_and_its_revision(tmp_path: Path, hub: P
     for number in (1, 2):
         config = engine(write_model(tmp_path / "target"))
         drafter = engine(write_model(tmp_path / str(number), bytes([number]) * 64)).model_config
-        config.speculative_config = SimpleNamespace(draft_model_config=drafter, draft_load_config=None)
+        config.speculative_config = part_of(SpeculativeConfig, draft_model_config=drafter, draft_load_config=None)
         identities.append(drafter_identity(config, pinned=False))
         assert facts(config)["drafter"] == identities[-1]
     assert len(set(identities)) == 2
     write_to_the_hubs_cache(hub, "org/m")
     config = engine("org/m", revision=COMMIT)
     drafter = engine("org/m").model_config
-    config.speculative_config = SimpleNamespace(draft_model_config=drafter, draft_load_config=None)
+    config.speculative_config = part_of(SpeculativeConfig, draft_model_config=drafter, draft_load_config=None)
     assert drafter_identity(config, pinned=False) == f"hub:org/m@{COMMIT}"
     drafter.revision = COMMIT
     assert drafter_identity(config, pinned=False) is None  # the target's own layers
@@ -277,7 +284,7 @@ def test_a_drafter_counts_by_its_weights_and_its_revision(tmp_path: Path, hub: P
 @pytest.mark.parametrize("which", ["encoder_scales", "quantization_file"])
 def test_the_content_of_files_that_settings_name_counts(tmp_path: Path, which: str):
     named = tmp_path / "named.json"
-    multimodal = SimpleNamespace(mm_encoder_fp8_scale_path=str(named))
+    multimodal = part_of(MultiModalConfig, mm_encoder_fp8_scale_path=str(named))
     fields = {
         "encoder_scales": {"multimodal_config": multimodal},
         "quantization_file": {"hf_overrides": {"quantization_config_file": str(named)}},

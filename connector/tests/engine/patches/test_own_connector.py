@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from spillway_connector.engine.connector import SpillwayConnector
 from spillway_connector.engine.features.hints import HintListener
@@ -16,6 +17,7 @@ from spillway_connector.engine.namespace.weights import WeightsListener
 from spillway_connector.engine.patches.own_connector import is_among_others, own_connector
 from spillway_connector.errors import ConfigError
 from spillway_connector.testing.generation import patch_vllm
+from spillway_connector.testing.vllm_parts import part_of
 
 
 class Ours:
@@ -28,13 +30,11 @@ class Ours:
 
 def together(*connectors: object) -> MultiConnector:
     """vLLM's class; its constructor would build the connectors itself."""
-    combined = MultiConnector.__new__(MultiConnector)
-    combined._connectors = list(connectors)
-    return combined
+    return part_of(MultiConnector, _connectors=list(connectors))
 
 
-def scheduler(connector: object) -> Any:
-    return SimpleNamespace(connector=connector)
+def scheduler(connector: object) -> Scheduler:
+    return part_of(Scheduler, connector=connector)
 
 
 def test_alone_and_beside_others():
@@ -64,9 +64,8 @@ def test_two_of_ours_are_refused():
 def test_a_change_of_weights_is_heard_beside_another_connector():
     patch_vllm("weight-changes")
     ours = Ours()
-    core = EngineCore.__new__(EngineCore)
-    core.scheduler = scheduler(together(object(), ours))
-    core.model_executor = SimpleNamespace(collective_rpc=lambda method, timeout, args, kwargs: None)
+    executor = part_of(UniProcExecutor, collective_rpc=lambda method, timeout, args, kwargs: None)
+    core = part_of(EngineCore, scheduler=scheduler(together(object(), ours)), model_executor=executor)
 
     core.collective_rpc("reload_weights")
 

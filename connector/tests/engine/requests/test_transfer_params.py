@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -31,6 +31,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
 )
 from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.vllm_parts import part_of
 
 BLOCK_TOKENS = 16
 KNOWN = {
@@ -168,8 +169,7 @@ def preprocess(monkeypatch: pytest.MonkeyPatch) -> Any:
     patch_vllm("transfer-params")
 
     def run(connector: object, params: object) -> object:
-        core = EngineCore.__new__(EngineCore)
-        core.scheduler = SimpleNamespace(connector=connector)
+        core = part_of(EngineCore, scheduler=part_of(Scheduler, connector=connector))
         request, wave = core.preprocess_add_request(a_request(params))
         assert wave == 0
         return request.kv_transfer_params
@@ -178,9 +178,7 @@ def preprocess(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def together(*connectors: object) -> MultiConnector:
-    combined = MultiConnector.__new__(MultiConnector)
-    combined._connectors = list(connectors)
-    return combined
+    return part_of(MultiConnector, _connectors=list(connectors))
 
 
 def test_an_engine_takes_in_known_members_alone(preprocess: Any):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spillway_connector.engine.scheduler.written_blocks import next_step_blocks
+from spillway_connector.testing.generation import RequestState, step_output
+from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.vllm_parts import part_of
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,9 @@ from spillway_connector.engine.scheduler.written_blocks import next_step_blocks
 def test_what_the_next_step_may_take(
     scheduled: dict[str, int], prompts: dict[str, tuple[int, int]], blocks: int
 ) -> None:
-    states: dict[str, Any] = {
-        name: SimpleNamespace(req=SimpleNamespace(num_tokens=tokens, num_computed_tokens=computed))
-        for name, (tokens, computed) in prompts.items()
-    }
-    output: Any = SimpleNamespace(num_scheduled_tokens=scheduled)
-    assert next_step_blocks(output, states.get, 64, 16) == blocks
+    states: dict[str, Any] = {}
+    for name, (tokens, computed) in prompts.items():
+        request = request_of(name, [], tokens=tokens, block_tokens=16)
+        request.num_computed_tokens = computed
+        states[name] = part_of(RequestState, req=request)
+    assert next_step_blocks(step_output(scheduled), states.get, 64, 16) == blocks

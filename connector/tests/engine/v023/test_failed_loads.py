@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from spillway_connector.testing.generation import patch_vllm
 from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.vllm_parts import part_of
 
 
 def request(name: str, computed: int) -> Request:
@@ -29,12 +29,13 @@ def group(spec: type) -> KVCacheGroupSpec:
 def scheduler() -> Scheduler:
     """vLLM's own class with as much in it as these methods read: two requests, two groups."""
     patch_vllm("failed-loads")
-    scheduler = Scheduler.__new__(Scheduler)
     blocks = {"hurt": ([1, 2, 3], [0, 4, 5]), "fine": ([6, 7, 8], [0, 9, 10])}
-    scheduler.kv_cache_config = KVCacheConfig(16, [], [group(FullAttentionSpec), group(SlidingWindowSpec)])
-    scheduler.kv_cache_manager = SimpleNamespace(get_block_ids=blocks.__getitem__)
-    scheduler.block_size = 16
-    return scheduler
+    return part_of(
+        Scheduler,
+        kv_cache_config=KVCacheConfig(16, [], [group(FullAttentionSpec), group(SlidingWindowSpec)]),
+        kv_cache_manager=part_of(KVCacheManager, get_block_ids=blocks.__getitem__),
+        block_size=16,
+    )
 
 
 @pytest.mark.parametrize("bad_block", [2, 5])
@@ -54,7 +55,7 @@ def test_requests_that_run_are_not_those_that_load(scheduler: Scheduler):
 @pytest.mark.parametrize(("spec", "kept"), [(FullAttentionSpec, 16), (SlidingWindowSpec, 0)])
 def test_only_attention_to_everything_keeps_what_came_before(scheduler: Scheduler, spec: type, kept: int):
     scheduler.kv_cache_config = KVCacheConfig(16, [], [group(spec)])
-    scheduler.kv_cache_manager = SimpleNamespace(get_block_ids={"hurt": ([1, 2, 3],)}.__getitem__)
+    scheduler.kv_cache_manager = part_of(KVCacheManager, get_block_ids={"hurt": ([1, 2, 3],)}.__getitem__)
     hurt = request("hurt", 48)
     found = scheduler._update_requests_with_invalid_blocks([hurt], {2}, {}, evict_blocks=False)
     assert found == ({"hurt"}, 48 - kept, set())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, UnitaryKVCacheCoordinator, get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -17,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from spillway_connector.testing.generation import patch_vllm
+from spillway_connector.testing.vllm_parts import part_of
 
 BLOCK = 16
 COMMON = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -67,7 +67,8 @@ def test_other_allocations_are_vllm_s():
     opened = coordinator(num_blocks=8, window_blocks=2)
     opened.allocate_new_computed_blocks("r", ([], []), 0, 0)
     assert opened.get_blocks("r") == ([], [])
-    single = SimpleNamespace(single_type_managers=[SimpleNamespace(allocate_new_computed_blocks=lambda *seen: None)])
+    attention = part_of(FullAttentionManager, allocate_new_computed_blocks=lambda *seen: None)
+    single = part_of(UnitaryKVCacheCoordinator, single_type_managers=[attention])
     KVCacheCoordinator.allocate_new_computed_blocks(single, "r", ([],), 0, BLOCK)  # needs no pool
 
 

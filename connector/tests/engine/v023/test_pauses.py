@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCoreProc
 
 from spillway_connector.testing.generation import patch_vllm
+from spillway_connector.testing.vllm_parts import part_of
 
 
 class Connector:
@@ -30,12 +30,17 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
     patch_vllm("pauses", "failed-pauses")
     patch_vllm("pauses", "failed-pauses")
-    scheduler = Scheduler.__new__(Scheduler)
-    scheduler.connector = Connector()
-    scheduler.running, scheduler.waiting, scheduler.skipped_waiting = [], [], []
-    scheduler.requests, scheduler.finished_req_ids, scheduler.num_waiting_for_streaming_input = {}, set(), 0
-    scheduler._pause_state = PauseState.UNPAUSED
-    return scheduler
+    return part_of(
+        Scheduler,
+        connector=Connector(),
+        running=[],
+        waiting=[],
+        skipped_waiting=[],
+        requests={},
+        finished_req_ids=set(),
+        num_waiting_for_streaming_input=0,
+        _pause_state=PauseState.UNPAUSED,
+    )
 
 
 @pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
@@ -65,11 +70,8 @@ def test_a_pause_that_fails_at_its_end_leaves_the_engine(scheduler: Any):
 
     first: Future[Any] = Future()
     second: Future[Any] = Future()
-    core = EngineCoreProc.__new__(EngineCoreProc)
-    core._idle_state_callbacks = [
-        partial(fails, future=first),
-        partial(lambda engine, future: future.set_result(None), future=second),
-    ]
+    succeeds = partial(lambda engine, future: future.set_result(None), future=second)
+    core = part_of(EngineCoreProc, _idle_state_callbacks=[partial(fails, future=first), succeeds])
 
     core._notify_idle_state_callbacks()
 
@@ -79,7 +81,6 @@ def test_a_pause_that_fails_at_its_end_leaves_the_engine(scheduler: Any):
 
 
 def test_what_has_no_caller_is_raised(scheduler: Any):
-    core = EngineCoreProc.__new__(EngineCoreProc)
-    core._idle_state_callbacks = [lambda engine: SimpleNamespace().missing]
+    core = part_of(EngineCoreProc, _idle_state_callbacks=[lambda engine: engine.missing])
     with pytest.raises(AttributeError):
         core._notify_idle_state_callbacks()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from vllm.config import ParallelConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.engine import core
 
 from spillway_connector.engine.v023.spec import region_id
+from spillway_connector.testing.vllm_parts import part_of
 
 
 class _Stop(Exception):
@@ -28,9 +28,10 @@ def parallel_config_in(monkeypatch: pytest.MonkeyPatch, *, rank: int, is_moe: bo
     monkeypatch.setattr(core.DPEngineCoreProc, "__init__", begin)
     for name in ("set_process_title", "maybe_init_worker_tracer", "decorate_logs"):
         monkeypatch.setattr(core, name, lambda *_: None)
-    config = SimpleNamespace(
+    config = part_of(
+        VllmConfig,
         parallel_config=ParallelConfig(data_parallel_size=2, data_parallel_size_local=2, is_moe_model=is_moe),
-        model_config=SimpleNamespace(is_moe=is_moe),
+        model_config=part_of(ModelConfig, is_moe=is_moe),
         kv_transfer_config=None,
     )
     with pytest.raises(_Stop):
@@ -42,6 +43,6 @@ def parallel_config_in(monkeypatch: pytest.MonkeyPatch, *, rank: int, is_moe: bo
 @pytest.mark.parametrize("is_moe", [False, True])
 def test_data_parallel_ranks_never_map_the_same_rows(monkeypatch: pytest.MonkeyPatch, is_moe: bool) -> None:
     configs = [parallel_config_in(monkeypatch, rank=rank, is_moe=is_moe) for rank in range(2)]
-    regions = {region_id(cast(Any, SimpleNamespace(instance_id="i", parallel_config=each))) for each in configs}
+    regions = {region_id(part_of(VllmConfig, instance_id="i", parallel_config=each)) for each in configs}
 
     assert len(regions) == 2

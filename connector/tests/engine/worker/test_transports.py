@@ -9,6 +9,7 @@ import pytest
 from acl_emulator import build
 from acl_emulator.control import Emulator
 from cuda_double import CudaDouble
+from vllm.platforms.interface import Platform, PlatformEnum
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
@@ -20,6 +21,7 @@ from spillway_connector.device.npu.copier import NpuCopier
 from spillway_connector.device.pinned import PinMethod
 from spillway_connector.engine.worker.transports import OpenTransport, device_state, open_transport
 from spillway_connector.errors import ConfigError
+from spillway_connector.testing.vllm_parts import part_of
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_the_npu_transport_can_be_named(region):
 
 def test_the_cuda_platform_copies_through_the_driver(region, monkeypatch):
     double = CudaDouble()
-    platform = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    platform = part_of(Platform, _enum=PlatformEnum.CUDA, device_type="cuda")
     monkeypatch.setattr("spillway_connector.engine.worker.transports.current_platform", platform)
     monkeypatch.setattr("spillway_connector.engine.worker.transports.torch_cuda_device", lambda: (0, lambda: 0))
     monkeypatch.setattr(CudaDriver, "load", lambda path: CudaDriver(double.proc_address))
@@ -87,7 +89,7 @@ def test_an_npu_without_its_runtime_names_the_missing_file(region):
 
 @pytest.mark.parametrize("transport", ["auto", "cpu"])
 def test_a_platform_without_a_transport_is_refused(region, monkeypatch, transport):
-    platform = SimpleNamespace(is_cpu=lambda: False, device_type="tpu")
+    platform = part_of(Platform, _enum=PlatformEnum.TPU, device_type="tpu")
     monkeypatch.setattr("spillway_connector.engine.worker.transports.current_platform", platform)
     with pytest.raises(ConfigError, match="does not serve platform 'tpu'"):
         opened(region, transport=transport)

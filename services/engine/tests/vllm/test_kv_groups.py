@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PretrainedConfig
+from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -21,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from spillway_connector.plan.kv_groups import KvGroup
+from spillway_connector.testing.vllm_parts import part_of
 from spillway_engine.drafters import with_drafter
 from spillway_engine.model_shape import ModelShape, read_model_shape
 
@@ -60,8 +63,8 @@ def test_layers_in_chunks_are_one_group_with_the_others() -> None:
     heads = {"num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
     specs: dict[str, KVCacheSpec] = {f"f{n}": FullAttentionSpec(block_size=16, **heads) for n in range(12)}
     specs |= {f"c{n}": ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=8192, **heads) for n in range(36)}
-    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=True)
-    [group] = planning.get_kv_cache_groups(SimpleNamespace(scheduler_config=scheduler), specs)  # type: ignore[arg-type]
+    config = VllmConfig(scheduler_config=SchedulerConfig.default_factory(disable_hybrid_kv_cache_manager=True))
+    [group] = planning.get_kv_cache_groups(config, specs)
     llama_4 = {
         "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120,
         "layer_types": [*["chunked_attention"] * 3, "full_attention"] * 12,
@@ -71,37 +74,27 @@ def test_layers_in_chunks_are_one_group_with_the_others() -> None:
     assert (len(group.layer_names), 1) == (shape.group_layers, shape.kv_groups)
 
 
+@cache
+def engine_config() -> VllmConfig:
+    """vLLM's configuration of one worker, whose model is known by its length alone."""
+    config = VllmConfig(
+        scheduler_config=SchedulerConfig.default_factory(
+            max_num_batched_tokens=8192, disable_hybrid_kv_cache_manager=False
+        )
+    )
+    own: dict[str, Any] = {"hf_config": PretrainedConfig(), "hf_text_config": PretrainedConfig()}
+    own |= {"max_model_len": 1024, "original_max_model_len": None}
+    if hasattr(ModelConfig, "supports_kv_cache_grouping"):  # since vLLM 0.33
+        own["supports_kv_cache_grouping"] = False
+    object.__setattr__(config, "model_config", part_of(ModelConfig, **own))
+    if LAYOUT is not None:
+        object.__setattr__(config.cache_config, "get_resolved_kv_cache_layout", lambda: LAYOUT)
+    return config
+
+
 def configured(specs: dict[str, KVCacheSpec], memory_bytes: int) -> Any:
     """What vLLM configures for one worker with these layers."""
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=8192),
-        cache_config=SimpleNamespace(
-            num_gpu_blocks_override=None,
-            prefix_cache_retention_interval=None,
-            enable_prefix_caching=True,
-            mamba_cache_mode="align",
-            get_resolved_kv_cache_layout=lambda: LAYOUT,
-        ),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        speculative_config=None,
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            pipeline_parallel_size=1,
-        ),
-        model_config=SimpleNamespace(
-            max_model_len=1024,
-            supports_kv_cache_grouping=False,
-            original_max_model_len=None,
-            hf_config=SimpleNamespace(),
-            hf_text_config=SimpleNamespace(),
-        ),
-        kv_transfer_config=None,
-        num_prefill_lookahead_tokens=0,
-        max_in_flight_tokens=8192,
-        max_concurrent_batches=1,
-    )
+    config = engine_config()
     groups_of = getattr(planning, "get_global_kv_cache_groups", None)  # apart since vLLM 0.33
     groups = () if groups_of is None else (groups_of(config, [specs]),)
     (found,) = planning.get_kv_cache_configs(config, [specs], [memory_bytes], *groups)
