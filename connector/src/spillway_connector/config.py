@@ -294,7 +294,7 @@ def _parse_one(tier_type: str, options: Mapping[str, Any]) -> TierConfig:
 
 
 class Names(Protocol):
-    """What the settings of one section are called where a person set them."""
+    """The names of one section's settings, as the person who set them knows them."""
 
     def name(self, path: str, /) -> str: ...
 

@@ -108,7 +108,7 @@ class RefusedReason(StrEnum):
     RESOURCES = "resources"  # EMFILE, ENFILE, ENOMEM of this process
     PROTOCOL = "protocol"  # the peer does not speak RESP, or answered out of turn
     NAMESPACE = "namespace"  # another document is stored under our namespace
-    QUEUE_FULL = "queue_full"  # this process has too many bytes in hand
+    QUEUE_FULL = "queue_full"  # this process has too many bytes under way
     QUEUE_AGE = "queue_age"  # waited too long in this process
     BEHIND = "behind"  # so little of it had arrived that computing it would have been faster
     BREAKER_OPEN = "breaker_open"

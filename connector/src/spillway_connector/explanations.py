@@ -13,7 +13,7 @@ from spillway_connector.errors import MISS, CorruptReason, RefusedReason, Unreac
 
 
 class Explanation(NamedTuple):
-    """remedy: empty if the reason only follows from another one."""
+    """`remedy` is empty if the reason only follows from another one."""
 
     meaning: str
     remedy: str

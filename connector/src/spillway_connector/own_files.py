@@ -151,7 +151,7 @@ def is_regular(status: os.stat_result) -> bool:
 
 
 def kind_of(status: os.stat_result) -> str:
-    """What is no regular file, for people."""
+    """A name for the kind of a file that is not regular, for messages."""
     return _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
 
 
@@ -217,7 +217,7 @@ def remove_empty_folder(path: AnyPath, depth: int) -> bool:
 
 def clear_the_place(path: AnyPath, depth: int, *, links: int = 1) -> None:
     """Take away what lies in the place of a file of the store and is none: a link or a special file is removed, a
-    folder renamed. What is a regular file stays. Raises OSError."""
+    folder renamed. Regular files stay. Raises OSError."""
     with folder_of(path, depth) as (folder, name):
         try:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -1,4 +1,5 @@
-"""What a setting is called where a person set it, so that a message names what its reader can change.
+"""Translates a setting's path into the name under which a person set it, so that a message names what its reader can
+change.
 
 An engine is configured in one of three places: a YAML file with `--set`, whose keys are the paths of the settings; the
 chart, where the same key is one of values.yaml; `make up`, where it is an environment variable.

@@ -201,7 +201,7 @@ class Gateway:
         return self.live.current
 
     def _collect_router_families(self) -> None:
-        """What the process that routes and counts knows alone."""
+        """Export what only the process that routes and counts knows."""
         self.metrics.collect_from(lambda: live_families(self.fleets))
         self.metrics.collect_from(self.pod_costs.families)
         self.metrics.collect_from(lambda: discovery_families(self.sources, self.fleets))
@@ -233,7 +233,7 @@ class Gateway:
         return given
 
     async def apply(self, config: GatewayConfig) -> None:
-        """Put a changed configuration into effect, as far as config.follower.LIVE_SECTIONS goes."""
+        """Put the sections config.follower.LIVE_SECTIONS of a changed configuration into effect."""
         before = self.config
         await self.roster.apply(config)
         self._shares = self._descriptor_shares(config)

@@ -25,7 +25,7 @@ async def supervised(
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> None:
     """Run `work()` until it returns or is cancelled. When it fails, which is a defect, log that and run it again after
-    a pause that doubles with each failure in a row. pause: waits for so many seconds."""
+    a pause that doubles with each failure in a row. pause: waits for the given seconds."""
     loop = asyncio.get_running_loop()
     seconds = RESTART_SECONDS_MIN
     while True:

@@ -61,7 +61,7 @@ class Copier(Protocol):
         """Make the computation that is launched from here on wait for an awaited job; unknown ids count as ended.
 
         The device waits, not the host, unless the host computes or the runtime's events serve only once.
-        Returns why the job has failed, as far as that is known by now; its result tells it too.
+        Returns why the job has failed, if that is known by now; its result has the reason, too.
         """
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class HostPin:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Addresses inside the memory where one registration ends and the next begins."""
+        """The addresses inside the memory at which one registration ends and the next begins."""
         return tuple(chunk.address for chunk in self._chunks[1:]) if self.pinned else ()
 
     def release(self) -> None:

@@ -176,7 +176,7 @@ class ConnectorBase(OffloadingConnector):
 
     @property
     def scheduler_features(self) -> list[Feature]:
-        """What the scheduler half tells of its requests (engine/features/feature.py)."""
+        """The features that the scheduler half informs about its requests (engine/features/feature.py)."""
         return self._half.features
 
     def weights_changing(self, cause: str) -> None:

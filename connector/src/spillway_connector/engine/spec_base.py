@@ -138,11 +138,11 @@ class SpecBase(OffloadingSpec):
 
     @abstractmethod
     def _engine(self) -> tuple[VllmConfig, KVCacheConfig]:
-        """What the namespace of shared chunks is made of. Raises ConfigError if it is unknown."""
+        """The properties that make the namespace of shared chunks. Raises ConfigError if it is unknown."""
 
     @property
     def _choice(self) -> Path:
-        """Where the processes of a replica agree on whose rows they use."""
+        """The store through which the processes of a replica agree on whose rows they use."""
         return region_path(self._region_id).with_suffix(".node")
 
     def _open_node_region(self) -> NodeRegion | None:
@@ -288,7 +288,7 @@ class SpecBase(OffloadingSpec):
         self._registered_layout = layout
 
     def _open_worker(self, kv_caches: CanonicalKVCaches, rank: int) -> tuple[CopyLayout, OpenTransport]:
-        """What a worker copies between, and with. Each rank's process, once, when the caches exist.
+        """The memory between which a worker copies, and its copiers. Each rank's process, once, when the caches exist.
 
         Raises ConfigError if the platform's transport cannot be opened.
         """

@@ -23,7 +23,7 @@ _flock = ctypes.PyDLL(None).flock
 
 
 class IndexLock:
-    """For one thread of a process. `descriptor`: becomes the lock's to close; its file is on this machine."""
+    """One thread of a process uses it. `descriptor`: becomes the lock's to close; its file is on this machine."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor

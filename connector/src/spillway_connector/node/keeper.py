@@ -29,7 +29,7 @@ _OVERHEAD_SHARE = 128
 
 @dataclass(frozen=True, slots=True)
 class RegionState:
-    """What a region holds, as of about now."""
+    """The contents of a region a moment ago."""
 
     row_bytes: int
     num_rows: int
@@ -62,8 +62,8 @@ class NodeKeeper:
     _regions: dict[int, NodeRegion] = field(default_factory=dict)
 
     def tick(self) -> None:
-        """Answer who asks, and look for engines that have ended. What is wrong with one folder stops no other. Raises
-        OSError if the path cannot be read."""
+        """Answer who asks, and look for engines that have ended. A failure in one folder does not stop the work on
+        another. Raises OSError if the path cannot be read."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for row_bytes in self._sizes():
             try:

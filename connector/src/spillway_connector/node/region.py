@@ -271,7 +271,7 @@ class NodeRegion:
         return place
 
     def sweep(self, own: int | None, now_ms: int) -> int:
-        """As NodeIndex.sweep, by the leases. With the lock of the index. Raises OSError."""
+        """Like NodeIndex.sweep, it judges by the leases. The caller holds the lock of the index. Raises OSError."""
         before = self.index.numbers()
         released = self.index.sweep(lambda number: self._may_run(number, now_ms), own, now_ms)
         for number in before - self.index.numbers():  # now: of an engine that ended, another sweep finds the lease
@@ -351,7 +351,7 @@ def agreed_region(choice: Path, open_region: Callable[[int], NodeRegion], may_be
 
 
 def _chosen(choice: Path, open_region: Callable[[int], NodeRegion]) -> NodeRegion | None:
-    """As the file says. Raises OSError (FileNotFoundError), HostMemoryError."""
+    """The values are those of the file. Raises OSError (FileNotFoundError), HostMemoryError."""
     words = read_own(choice, 1).decode("utf-8", "replace")
     if words == "private":
         return None

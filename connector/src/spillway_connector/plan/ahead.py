@@ -1,4 +1,4 @@
-"""What promotions ahead of a request's turn may cost when they turn out to be of no use. Pure."""
+"""Bounds the cost of promotions ahead of a request's turn that turn out to be useless. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WASTED_SECONDS_MAX = 0.5  # at once, before the share counts
 
 
 class AheadOutcome(StrEnum):
-    """What became of a chunk that was promoted before its request's turn. Value of the metric's label."""
+    """The fate of a chunk that was promoted before its request's turn. Value of the metric's label."""
 
     PROMOTED = "promoted"  # its load was begun
     USED = "used"  # in the CPU tier, or nearly, when its request's turn came

@@ -7,7 +7,7 @@ the first chunk behind its prompt is remembered, and a later prompt that holds i
 - An answer counts when it is sent back, when its session goes on without it, or when ANSWERS_MAX newer ones were given.
   One that is sent back after its session went on otherwise, as a sub-agent's request does, counts as sent back.
 - Below SENT_BACK_SHARE_MIN of at least COUNTED_MIN answers it does not pay to keep them; from SENT_BACK_SHARE_AGAIN on
-  it does again. Answers are kept until so many have counted.
+  it does again. Answers are kept until this number of them has been counted.
 
 A chunk's key covers all tokens before it, the tenant's salt and the adapter, so no answer is taken for another.
 

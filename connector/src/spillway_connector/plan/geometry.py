@@ -47,7 +47,8 @@ class ChunkGeometry:
         return (rank // self.stage_ranks if self.one_cell else rank) * self.rank_cell_bytes
 
     def store_share(self, rank: int) -> tuple[int, int]:
-        """(n, of how many): which part of a store's cell this rank copies. A load copies all of it on every rank."""
+        """(n, count): a store copies part n of `count` equal parts of the cell on this rank. A load copies all of it on
+        every rank."""
         return (rank % self.stage_ranks, self.stage_ranks) if self.one_cell else (0, 1)
 
     @property

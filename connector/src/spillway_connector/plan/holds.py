@@ -27,7 +27,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class RetentionMark(NamedTuple):
-    """How long a prompt is kept, from its first token on. tokens: up to this one; None: all of it."""
+    """How long a prompt is kept, from its first token up to token number `tokens`; None: all of it."""
 
     tokens: int | None
     seconds: float
@@ -69,7 +69,7 @@ class Holds(Generic[_Key]):
         self.keys: KeysView[_Key] = self._spans.keys()  # held, or until a moment ago
 
     def resize(self, chunks: int, now: float) -> None:
-        """The tier has room for so many chunks from now on. Tenants' shares follow with their next requests."""
+        """From now on the tier has room for this number of chunks. Tenants' shares follow with their next requests."""
         self._chunks, self._chunks_max = chunks, int(chunks * TOTAL_SHARE_MAX)
         while len(self._spans) > self._chunks_max:
             self._give_up_one(self._giving(next(iter(self._tenants.values())), now), now)

@@ -113,7 +113,7 @@ def whole_groups(groups: Sequence[KvGroup]) -> int:
 def held_tokens(
     groups: Sequence[KvGroup], rows: int, prompt_tokens: int, *, every_window: bool, drafts: bool = False
 ) -> int:
-    """Tokens that so many rows hold in prompts of this length, in whole chunks of full attention."""
+    """The tokens that this number of rows holds in prompts of this length, in whole chunks of full attention."""
     whole = whole_chunk_tokens(groups)
     tokens = -(-prompt_tokens // whole) * whole
     stored = sum(stored_chunks(groups, tokens, every_window=every_window, drafts=drafts))

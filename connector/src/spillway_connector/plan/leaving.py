@@ -27,7 +27,7 @@ class LeavingWindow:
 
     def __init__(self, blocks_per_step: int, blocks_max: float = math.inf) -> None:
         """blocks_per_step: that one step computes at most; the least that is kept ready for one. blocks_max: how many
-        to look at, unless the next step and losses need more. What has been copied ahead is in both tiers."""
+        to look at, unless the next step and losses need more. Blocks that have been copied ahead are in both tiers."""
         self._least = blocks_per_step
         self._blocks_max = blocks_max
         self._most_taken = 0.0
@@ -55,7 +55,7 @@ class LeavingWindow:
         self._taken_since_look += blocks
 
     def lost(self, blocks: int) -> None:
-        """vLLM has taken so many blocks that had not been copied."""
+        """vLLM has taken this number of blocks before they had been copied."""
         self._margin = min(self._margin + blocks, _STEPS_MAX * max(self.next_step_blocks, self._taken_this_step))
 
     def end_step(self) -> None:

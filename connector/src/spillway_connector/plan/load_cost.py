@@ -81,7 +81,7 @@ class PrefillTimer:
         self._last_ended_at = 0.0
 
     def begin_step(self, tokens: int, now: float) -> None:
-        """The scheduler hands a step of so many tokens to the workers."""
+        """The scheduler hands a step with this number of tokens to the workers."""
         self._steps.append(_Step(now, tokens))
 
     @property
@@ -125,9 +125,9 @@ def is_behind(
 ) -> bool:
     """Whether a load is to be given up because computing has overtaken it.
 
-    For BEHIND_SHARE of the time to compute all of it nothing is asked of it; from then on what has arrived must be more
-    than would be computed by then. So a load that is too slow from its beginning costs that share, whatever rate the
-    tier was believed to reach. An unmeasured tier is tried at the same price.
+    During BEHIND_SHARE of the time that computing all of it would take, the load is not judged; after that more must
+    have arrived than would have been computed. So a load that is too slow from its beginning costs that share, whatever
+    rate the tier was believed to reach. An unmeasured tier is tried at the same price.
 
     Args:
         elapsed_seconds: since the load was begun.
@@ -187,7 +187,8 @@ class LoadGate:
         self._probed_at = now
 
     def given_up(self, chunks: float, seconds: float, now: float) -> None:
-        """A load was given up after it had got so many chunks, which is the tier's rate from now on."""
+        """A load was given up after it had received this number of chunks; they determine the tier's rate from now
+        on."""
         self.load_rate.replace(max(chunks * self._bytes, 1.0), seconds, now)
         self.measured(now)
 

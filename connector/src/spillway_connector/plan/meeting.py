@@ -19,7 +19,7 @@ JOB_SECONDS = 1.0  # of loading; a job that is much longer would be given up at 
 
 
 class MeetingOutcome(StrEnum):
-    """What became of a prompt that is computed while its end is loaded. Value of the metric's label."""
+    """The outcome for a prompt that is computed while its end is loaded. Value of the metric's label."""
 
     PLANNED = "planned"  # its load was begun
     MET = "met"  # all that was not computed had been loaded: the prompt goes on behind it
@@ -37,7 +37,8 @@ def meeting_point(position: float, loaded_from: int, rates: Rates, busy_seconds:
     """The first chunk to be loaded, so that the load is not late when computing has got there.
 
     position: chunks computed, or on their way to be. loaded_from: chunks from here on are loaded. busy_seconds: until
-    the device computes behind `position`; loading goes on meanwhile. Never before `position` nor behind `loaded_from`.
+    the device computes behind `position`; loading goes on meanwhile. It is neither before `position` nor behind
+    `loaded_from`.
     """
     missing = max(0.0, loaded_from - position - busy_seconds * rates.loaded)
     computed = missing * rates.computed / (rates.computed + rates.loaded)
@@ -52,7 +53,8 @@ def meeting_pays(begin: int, end: int, rates: Rates) -> bool:
 
 def step_tokens_max(distance: int, chunk_tokens: int, rates: Rates) -> int:
     """How many tokens the next step may compute, `distance` before the meeting point. This is half of the way, because
-    the other half may be loaded sooner than its rate says, or all of a short way. At least STEP_SECONDS of computing.
+    the other half may be loaded sooner than its rate says, or all of a short way. The result takes at least
+    STEP_SECONDS to compute.
     """
     shortest = chunk_tokens * max(1, math.ceil(STEP_SECONDS * rates.computed))
     if distance <= 0:

@@ -46,7 +46,7 @@ _USE_AT, _USE = np.uint64(STATE_BITS), np.uint64(0xFFFF_FFFF)  # what a check ho
 _RECORD = struct.Struct(f"<QBB6x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
 _RECORD_WORDS = _RECORD.size // 8
 _OWNER_AT, _NAMESPACE_AT = 8, 16  # in a record
-_FEW_ROWS = 16  # up to so many, words one by one are faster than an array
+_FEW_ROWS = 16  # up to this number, reading words one by one is faster than an array
 _NO_PINS = bytes(ENGINES_MAX)
 _NO_HOLDS = bytes(4 * ENGINES_MAX)
 _NO_ENGINE_HOLDS = bytes(8 * ENGINES_MAX)
@@ -57,8 +57,8 @@ _HEADER_WORDS = 512
 _ENGINES_FROM = 64
 # Words of the header.
 _MARK, _VERSION, _ROWS, _ROW_BYTES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(9)
-# How often rows have changed: under the lock, and by the engine at each place, which published them. So many words
-# there are for each segment, too.
+# How often rows have changed: under the lock, and by the engine at each place, which published them. Each segment has
+# this number of words, too.
 _CHANGES_FROM, _CHANGE_WORDS = 256, 1 + ENGINES_MAX
 
 
@@ -197,7 +197,7 @@ class NodeIndex:
         return claims
 
     def publish(self, claimed: Sequence[Claimed], place: int) -> list[int] | None:
-        """What the engine at `place` was writing is there. Without the lock.
+        """Publish the chunks that the engine at `place` has written. Without the lock.
 
         Returns the rows' new stamps: when they are read again, another engine may have given a row to another chunk.
         None if one of these rows is not as it was claimed: the index was cut, or the engine was taken for dead. Another
@@ -244,19 +244,19 @@ class NodeIndex:
             self._pins[row * ENGINES_MAX + place] = 1
 
     def unpin(self, rows: Rows, place: int) -> None:
-        """The same engine reads them no longer. Without the lock: it only allows more."""
+        """The same engine reads them no longer. The caller needs no lock, as the change only allows more."""
         for row in rows:
             self._pins[row * ENGINES_MAX + place] = 0
 
     def use(self, rows: Rows, now_ms: int) -> None:
-        """A request uses these rows. Without the lock: the order of eviction follows it, nothing else."""
+        """A request uses these rows. The caller needs no lock, as only the order of eviction depends on it."""
         for row in rows:
             self.used_ms[row] = now_ms
 
     def hold(self, rows: Rows, place: int, until_s: int) -> None:
         """Clients of the engine at `place` asked to retain what is in these rows until this second; 0: no longer.
 
-        Without the lock: the order of eviction follows it, nothing else.
+        The caller needs no lock, as only the order of eviction depends on it.
         """
         self._engines[place, 2] = max(int(self._engines[place, 2]), until_s)  # first, or a kill leaves holds behind
         for row in rows:
@@ -323,8 +323,8 @@ class NodeIndex:
     def sweep(self, is_held: Callable[[int], bool], own: int | None, now_ms: int) -> int:
         """Release what killed engines had claimed. Returns how many rows.
 
-        is_held: whether a process of the engine of that number still runs. What such an engine read is let go at once;
-        what it was writing, DEAD_ROWS_KEPT_MS later.
+        is_held: whether a process of the engine of that number still runs. Rows that such an engine read are released
+        at once, rows that it was writing DEAD_ROWS_KEPT_MS later.
         """
         released = 0
         for place in np.flatnonzero(self._engines[:, 0]).tolist():

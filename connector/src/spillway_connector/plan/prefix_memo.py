@@ -188,7 +188,8 @@ class PrefixMemo(Generic[_Key, _Condition]):
         self.stamp = 0
         self._condition: _Condition | None = None  # of requests in general
         self._positions = chunk_log.position, request_log.position
-        # By earlier positions; requests that wait since the same step share one entry. None: perhaps all have changed.
+        # Keys are earlier positions; requests that have waited since the same step share one entry. None: perhaps all
+        # have changed.
         self._changed_since: dict[tuple[int, int], _Changed[_Key] | None] = {}
 
     def begin_step(self, now: float, condition: _Condition) -> Step[_Condition]:

@@ -23,11 +23,11 @@ LATE_SECONDS_MIN = 15.0
 # The least deviation that is assumed for a session's first pause: a person is not late before a minute. A session whose
 # pauses turn out to be regular is late sooner.
 _FIRST_DEVIATION_SECONDS_MIN = 12.0
-# An overdue session is expected after so many times as long as it has been overdue. Without this, sessions that end
-# without a word would be kept before all others until they are late.
+# An overdue session is expected after this multiple of the time for which it has been overdue. Without this, sessions
+# that end without a word would be kept before all others until they are late.
 _OVERDUE_FACTOR = 2.0
-# A session that is overdue by so many of its tenant's usual pauses is gone as far as the order of eviction goes: of
-# exponential pauses one in 400 is longer.
+# The order of eviction treats a session as gone if it is overdue by this number of its tenant's usual pauses: one in
+# 400 exponential pauses is longer.
 _GONE_PAUSES = 5.0
 _GONE_SECONDS_MIN = 1.0
 _NEWEST_SHARE = 0.5  # of the last pause in the usual one, and of the last request's duration
@@ -62,7 +62,7 @@ class SessionHint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Habits:
-    """What is known of a tenant's sessions before one of them has paused itself."""
+    """The expectation for a tenant's sessions before any of them has paused."""
 
     sessions: int = 0
     came_back: int = 0  # of those
@@ -161,7 +161,7 @@ class SessionTimes:
         return expected_at(self.due_at, self.late_at, now) if pause is None else max(self.due_at, now + pause)
 
     def is_gone(self, now: float) -> bool:
-        """Whether so few sessions as late as this one still come back that what others may use is worth more."""
+        """Whether sessions that are as late as this one come back so rarely that other chunks are worth more."""
         if self.running or self.due_at is None:
             return False
         pause = max(self.expected_pause or 0.0, self.habits.pause or 0.0)

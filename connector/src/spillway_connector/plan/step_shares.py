@@ -1,4 +1,4 @@
-"""Whose prompts an engine's next step computes while one party floods the engine, and how many tokens of them.
+"""Decides whose prompts an engine's next step computes while one party floods the engine, and how many of their tokens.
 
 A party is a session of a tenant; a tenant's requests that name no session are one party. Its attained service is the
 prompt tokens that were computed for it, which count half a half-life later (least attained service, L. Kleinrock,
@@ -57,9 +57,9 @@ class Party(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Whose prompts a step computes.
+    """The parties whose prompts a step computes.
 
-    tokens: of them, at most; None: as many as the engine's step takes.
+    tokens: the most of their tokens; None: as many as the engine's step takes.
     begins: whether prompts that wait may begin; else those that have begun are computed alone.
     pauses: whose requests that decode are left out.
     held_seconds: for how long the step behind this one shall not be planned, unless a party comes that is no flood.
@@ -135,7 +135,7 @@ class _FloodSteps:
         return self._asked, 0.0
 
     def planned(self, tokens: int, now: float) -> None:
-        """A step is planned with so many prompt tokens."""
+        """A step is planned with this number of prompt tokens."""
         seconds, (before, last) = now - self._planned_at, self._last_two
         if before == last == LEAST_TOKENS:
             self._least_seconds.append(seconds)
@@ -148,7 +148,8 @@ class _FloodSteps:
 
 
 class StepShares:
-    """What the parties of one engine attained. step_tokens: the most that the engine computes in one step."""
+    """The prompt tokens that an engine has computed for its parties. step_tokens: the most that the engine computes in
+    one step."""
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
@@ -172,7 +173,7 @@ class StepShares:
         return len(self._parties) < 2
 
     def next_step(self, waiting: Collection[Party], now: float, present: Collection[Party] = ()) -> Step | None:
-        """Whose step is next.
+        """The party whose prompts the next step computes.
 
         Args:
             waiting: Those with a prompt to compute.
@@ -209,14 +210,14 @@ class StepShares:
         return Step(frozenset({least}), tokens, held_seconds=held_seconds)
 
     def computed_alone(self, tokens: int, now: float) -> None:
-        """A step has computed so many tokens while no more than one party was there lately. Those of its answers may
-        be among them: to tell them apart would cost every engine time in each step."""
+        """A step has computed this number of tokens while at most one party had requests lately. Those of its answers
+        may be among them: to tell them apart would cost every engine time in each step."""
         self._flood_steps.planned(tokens, now)
         for party in list(self._parties):
             self._add(party, tokens, now)
 
     def computed(self, tokens: Mapping[Party, int], now: float) -> None:
-        """A step has computed so many prompt tokens of each party."""
+        """A step has computed these numbers of prompt tokens, by party."""
         self._flood_steps.planned(sum(tokens.values()), now)
         for party, count in tokens.items():
             if count:

@@ -15,7 +15,7 @@ from spillway_connector.errors import RefusedReason, TierRefused
 
 
 class Borrow(Protocol):
-    """For several threads at once."""
+    """Several threads may use it at once."""
 
     def begin(self) -> memoryview | None:
         """The memory; None: it was taken back, for good. After a memory :meth:`end` must follow within milliseconds.
@@ -25,7 +25,7 @@ class Borrow(Protocol):
         ...
 
     def end(self) -> None:
-        """What was to be done with the memory is done."""
+        """The memory is not needed any more."""
         ...
 
 

@@ -85,7 +85,7 @@ class Tier(Protocol):
     def evictions(self) -> Mapping[EvictionReason, int]:
         """Intact frames that this process removed since it started, by reason; reasons without a frame may be absent.
 
-        What a server evicts by itself is not included.
+        Evictions that a server makes by itself are not included.
         """
         ...
 
@@ -195,7 +195,7 @@ class BorrowingTier(Tier, Protocol):
         ...
 
     def receive(self, key: bytes, borrow: Borrow, deadline: float) -> None:
-        """What :meth:`load` does. What is in the memory counts only when this returns."""
+        """What :meth:`load` does. The contents of the memory are valid only after this returns."""
         ...
 
     def send(self, key: bytes, borrow: Borrow, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
@@ -209,7 +209,8 @@ class ReceivingTier(Tier, Protocol):
 
     @property
     def received_bytes(self) -> int | None:
-        """What loads have received since the start, also those that failed later. Never falls. None: it cannot tell."""
+        """The bytes that loads have received since the start, including loads that failed later. The number never
+        falls. None: it cannot tell."""
         ...
 
 
@@ -237,7 +238,8 @@ class SessionTier(Tier, Protocol):
     """A tier whose order of eviction follows sessions. What it learns is a hint: one that is lost costs hits."""
 
     def use_session(self, use: SessionUse) -> None:
-        """A request of a session uses chunks, in the tier or not. From memory without waiting; taken in later."""
+        """A request of a session uses chunks, in the tier or not. The call only notes it in memory and does not wait;
+        the tier takes it in later."""
         ...
 
     def store_of_session(

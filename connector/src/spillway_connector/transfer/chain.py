@@ -78,7 +78,7 @@ class TierChain:
         return self.lookup_prefix((key,), request_id).found[0]
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> Answers:
-        """What SharedTier.lookup_prefix says, of both tiers together. PENDING at most as long as both of them wait."""
+        """Like SharedTier.lookup_prefix, for both tiers together. PENDING at most as long as both of them wait."""
         asked = self._asked(request_id)
         if len(asked) == 1:
             answers = asked[0].lookup_prefix(keys, request_id)
@@ -258,7 +258,7 @@ class TierChain:
         return any(tier.has_work() for tier in self.members)
 
     def weights_changed(self) -> None:
-        """See SharedTier.weights_changed. What the tier above holds of the former weights is not demoted any more."""
+        """See SharedTier.weights_changed. Chunks of the former weights in the tier above are not demoted any more."""
         self.demotions.clear()
         for load in self._loads.values():
             load.from_above = ()

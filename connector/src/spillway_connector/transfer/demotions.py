@@ -31,7 +31,7 @@ KNOWN_CHUNKS_MAX = 262_144  # of one engine; some 60 MB
 
 
 class DemotionOutcome(StrEnum):
-    """What became of a chunk that was idle."""
+    """The outcome for a chunk that was idle."""
 
     STORED = "stored"
     PRESENT = "present"  # in the tier below already
@@ -123,7 +123,7 @@ class Demotions:
             self._keys_of.clear()
 
     def take_stored(self) -> list[bytes]:
-        """What the tier below holds since the last call, in this order."""
+        """The chunks that the tier below has received since the last call, in this order."""
         taken = []
         while self._stored:
             taken.append(self._stored.popleft())

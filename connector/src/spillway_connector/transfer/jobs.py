@@ -28,7 +28,7 @@ from spillway_connector.tiers.tier import NO_TENANT
 from spillway_connector.transfer.stats import Operation, SkipReason
 
 ARRIVALS_REPORTED_FROM = 0.25  # of a job: no early load starts with less
-ARRIVALS_REPORTED_PARTS = 8  # at most so many reports for one job before its end
+ARRIVALS_REPORTED_PARTS = 8  # the most reports for one job before its end
 
 
 class ItemState(IntEnum):
@@ -48,7 +48,8 @@ class Settled(Enum):
 
 
 class Behind(NamedTuple):
-    """What the tier had given when a load was given up: chunks, parts of them included, and in how many seconds."""
+    """The chunks, parts of them included, that the tier had delivered when a load was given up, and the seconds that it
+    took."""
 
     chunks: float
     seconds: float

@@ -221,8 +221,8 @@ class Movers:
 
     @property
     def received_chunks(self) -> float:
-        """What has arrived since the start, parts of chunks included. If the tier cannot tell these apart, what its
-        threads are loading counts as a whole."""
+        """The chunks that have arrived since the start, parts of them included. If the tier cannot tell these apart,
+        what its threads are loading counts as a whole."""
         received = None if self._receiving is None else self._receiving.received_bytes
         if received is not None:
             return received / self._payload_bytes

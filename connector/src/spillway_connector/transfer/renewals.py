@@ -41,7 +41,7 @@ class Renewals:
     def hold(
         self, tenant: bytes, share: float, seconds: float, keys: Sequence[bytes], *, room_bytes: int, chunk_bytes: int
     ) -> None:
-        """room_bytes: of the store, as far as it is known. Nothing is held if a renewal keeps nothing there."""
+        """room_bytes: The room of the store, if it is known. Nothing is held if a renewal keeps nothing there."""
         if not self._tier.renews:
             return
         with self._lock:
@@ -57,7 +57,7 @@ class Renewals:
             return self._holds.held_of(keys, self._clock())
 
     def clear(self) -> None:
-        """What was held is of no use any more."""
+        """The held chunks are useless from now on."""
         with self._lock:
             self._holds.clear()
 

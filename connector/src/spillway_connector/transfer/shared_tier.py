@@ -204,8 +204,8 @@ class SharedTier:
         session: of the request whose chunks these are. hand_over: another engine is to load them as soon as they are
         announced, so they are announced when the store has ended, and a tier under pressure admits them. Keys that are
         there already, or on their way by another job, count as done; so do others that a tier under pressure does not
-        admit, and all once the weights have changed. With the breaker open or too many bytes in hand the rest is
-        dropped and counted: no request waits for a store.
+        admit, and all once the weights have changed. If the breaker is open or too many bytes are under way, the rest
+        is dropped and counted: no request waits for a store.
         """
         job = self._open(job_id, Operation.STORE, keys, row_indices, tenant)
         job.hand_over = hand_over

@@ -21,7 +21,7 @@ class Operation(Enum):
 
 
 class Upkeep(Enum):
-    """What a tier is asked though no request needs it. A failure counts, and no breaker hears of it."""
+    """Look-ups of a tier that no request needs. A failure counts, and no breaker hears of it."""
 
     __hash__ = object.__hash__
 
@@ -143,7 +143,7 @@ class TierCounters(Counts):
     _failure_lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count_failure(self, of: Operation | Upkeep, reason: str, number: int = 1) -> None:
-        """Count what the tier did not deliver, by the reason of its TierError. From any thread."""
+        """Count what the tier did not deliver, by the reason of its TierError. Any thread may call it."""
         if reason is RefusedReason.BEHIND:
             return  # nothing has failed: it was not worth the wait
         counts = self.shed if reason in SHED_REASONS else self.failures

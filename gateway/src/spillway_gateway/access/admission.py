@@ -25,7 +25,7 @@ from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
 from spillway_gateway.turns import Turns
 from spillway_settings.queue_order import OVERTAKE_SECONDS, admission_order
 
-NEWCOMERS_PART = 8  # one place beyond so many, for sessions without a request; and one for tenants
+NEWCOMERS_PART = 8  # one place beyond this number for sessions without a request, and one for tenants
 CANDIDATES_MAX = 16  # of one session that are compared: each asks the prefix index
 ADMITTING_SECONDS_MAX = 0.002  # in one iteration of the event loop: an engine may become ready for a thousand requests
 REFUSALS_PER_ITERATION = 16  # of the event loop; thousands may have waited for equally long
@@ -102,8 +102,8 @@ class Admission:
 
     def _may_enter_beyond(self, tenant: str, session: Session, priority: Priority) -> bool:
         """Whether the request gets a place beyond the engines' room, which are for those who have none at the moment:
-        a part for sessions, and as much again for tenants, so that the sessions of one take it from no other. Not
-        while a request of a higher priority waits."""
+        a part for sessions, and as much again for tenants, so that the sessions of one take it from no other. It gets
+        none while a request of a higher priority waits."""
         if any(self._waiting[other] for other in Priority if other < priority):
             return False
         beyond, places = len(self._beyond), self._capacity() // NEWCOMERS_PART
@@ -213,7 +213,7 @@ class Admission:
         raise AssertionError("waiting_requests counts a request that is not queued")
 
     def _first_of(self, tenant: str, queue: deque[_Waiting]) -> int:
-        """Which of one tenant's requests is next."""
+        """Decides which of one tenant's requests is next."""
         if len(queue) == 1:
             return 0
         positions = self.turns.next_of(tenant, [each.session for each in queue])[:CANDIDATES_MAX]

@@ -1,4 +1,4 @@
-"""From a request's headers to its tenant, the tenant's limits and salt, and the headers for the engine.
+"""Derives from a request's headers its tenant, the tenant's limits and salt, and the headers for the engine.
 
 Without a keys file every request has the tenant NOBODY: the client's headers pass unchanged, and its salt with a prefix
 of clients' salts.

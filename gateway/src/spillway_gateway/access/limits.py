@@ -42,7 +42,8 @@ def limited(tenant: Tenant, limit: Limit, retry_after_seconds: int) -> TenantLim
 
 
 class Settlement(NamedTuple):
-    """What an admitted request takes at its end beyond what it took at its beginning; negative amounts are returned."""
+    """The amounts that an admitted request takes at its end beyond those of its beginning; negative ones are given
+    back."""
 
     requests: int = 0
     prompt_tokens: int = 0

@@ -40,7 +40,7 @@ class SessionTurns:
         self._turns: dict[str, int] = {}  # of each tenant, while several of its sessions wait
 
     def charge(self, tenant: str, session: Session, tokens: int) -> None:
-        """The session gets so many tokens computed."""
+        """The session gets this number of tokens computed."""
         if not self._half_life_seconds:
             return
         served = self._served.setdefault(tenant, OrderedDict())

@@ -37,7 +37,7 @@ BACKGROUND_SECONDS = 1.0  # deadline of a round trip that no request waits for
 
 @dataclass
 class _Account:
-    """What this replica has to report of one tenant."""
+    """The counts that this replica has to report for one tenant."""
 
     tenant: Tenant
     key: str

@@ -61,7 +61,8 @@ def keyed_session(prompt_cache_key: object) -> dict[str, str]:
 
 
 def choices_of(n: object, prompts: int = 1) -> int:
-    """Answers to so many prompts, n to each. Raises ClientBadRequest for a text that engines might read as more."""
+    """The number of answers to this number of prompts, n to each. Raises ClientBadRequest for a text that engines might
+    read as more."""
     if isinstance(n, str) and len(n) > NUMBER_CHARS_MAX:
         raise ClientBadRequest(f"n: a text of {len(n)} characters given, a whole number needed")
     return prompts * max(1, _whole_number(n) or 1)

@@ -28,7 +28,7 @@ _TIME = OVERHEAD_HEADER.encode()
 
 
 class _At(Enum):
-    """What comes next."""
+    """The kind of what follows."""
 
     ANYTHING = auto()
     COLON = auto()
@@ -49,7 +49,7 @@ class TransferParamsFilter:
         self._blanked = 0  # bytes of the value so far
 
     def feed(self, part: bytes, *, last: bool) -> bytes:
-        """What of the reply can be passed on by now."""
+        """The part of the reply that can be passed on by now."""
         if self._at is _At.ANYTHING and not self._held and b"_transfer_params" not in part and not _ends_open(part):
             self._before = part[-1:] or self._before
             return part

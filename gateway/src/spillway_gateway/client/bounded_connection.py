@@ -356,7 +356,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._feed(held)
 
     def expect_body(self, seconds: float) -> None:
-        """Until the body is complete, each period of so many seconds has to bring bodyBytesPerSecondMin a second.
+        """Until the body is complete, each period of this length has to bring bodyBytesPerSecondMin a second.
         A slower body ends receive() with `body_timed_out` set."""
         self._body_seconds = seconds
         self._body_bytes_before = 0

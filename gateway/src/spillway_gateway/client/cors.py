@@ -36,7 +36,7 @@ class Cors:
         self._headers = ", ".join(sorted({*_SAFE_HEADERS, *config.headers}))
 
     def answer_headers(self, request: Headers) -> Headers:
-        """What every answer to this request has besides its own headers."""
+        """The headers that every answer to this request gets besides its own."""
         if not self._origins:
             return []
         origin = next((value for name, value in request if name == b"origin"), None)
@@ -46,7 +46,7 @@ class Cors:
         return [(_ORIGIN, origin), vary] if origin is not None and origin in self._origins else [vary]
 
     def refusal_headers(self, read: Headers) -> Headers:
-        """What a refusal has besides its own headers. read: those of the request that came before its fault, perhaps
+        """The headers that a refusal gets besides its own. read: The request's headers before its fault, perhaps
         without its origin."""
         return [(_ORIGIN, b"*")] if self._any else self.answer_headers(read)
 

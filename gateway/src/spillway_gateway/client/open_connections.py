@@ -39,7 +39,7 @@ class Connection(Protocol):
         """End it at once, to make room for another."""
 
     def stalled_since(self) -> float | None:
-        """Since when its client has read nothing of a reply, as far as is_expired() has seen; None: it reads."""
+        """The time since which its client has read nothing of a reply, as is_expired() has seen it; None: it reads."""
 
 
 class OpenConnections:

@@ -43,7 +43,7 @@ class ReplyBudget:
 
 
 class UnreadBytes:
-    """What one client has not read yet. It counts in the budget until hold(0).
+    """The bytes that one client has not read yet. It counts in the budget until hold(0).
 
     Args:
         budget: for all clients.

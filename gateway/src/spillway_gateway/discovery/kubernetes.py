@@ -38,8 +38,8 @@ class _Stopped(Exception):
 
 
 class KubernetesSource:
-    """chance: 0 to 1, for jitter. clock: monotonic seconds. pause: waits for that event, at most so many seconds. run()
-    is called once."""
+    """chance: 0 to 1, for jitter. clock: monotonic seconds. pause: waits for that event, at most the given seconds.
+    run() is called once."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From the settings of a model's discovery to the source that follows them."""
+"""Makes the source of engines from the settings of a model's discovery."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """A bound on cold prompts that engines compute at a time: the others wait here, and warm ones pass them.
 
 A prompt is cold if it takes an engine COLD_PROMPT_SECONDS or more: a conversation's first turn, or any turn after the
-engine that served it has died. What a cold prompt brings to an engine evicts what others there are about to use. If the
-sessions of a dead engine all came at once, each of the rest would compute them all, and evict its own sessions
-meanwhile, which then come as cold ones too. So an engine is sent no more of them than keep it busy for COLD_SECONDS.
-If prompts find less than half of their tokens anywhere, most evicted blocks would not have been found anyway, so no
-prompt waits.
+engine that served it has died. The blocks of a cold prompt evict blocks that others on its engine are about to use. If
+the sessions of a dead engine all came at once, each of the rest would compute them all, and evict its own sessions
+meanwhile, which then come as cold ones too. So an engine is sent no more of them than keep it busy for COLD_SECONDS. If
+prompts find less than half of their tokens anywhere, most evicted blocks would not have been found anyway, so no prompt
+waits.
 
 None waits for longer than OVERTAKE_SECONDS, as in the engines' own queue, and none fails because of it. Those that wait
 for one engine are sent in order of arrival. When an engine's state changes, all are routed again, a few in each event

@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def was_to_end(self) -> bool:
-        """Whether its process ends for a reason that no request is."""
+        """Whether its process ends for a reason other than a request."""
         return self.terminating or self.draining
 
     @property

@@ -22,7 +22,7 @@ _NEWEST_WEIGHT = 0.3
 
 
 class HandOverPrice:
-    """What a hand-over takes, in milliseconds. clock: monotonic seconds.
+    """Measures how long hand-overs take, in milliseconds. clock: monotonic seconds.
 
     The price returns to the default while no request takes two legs, and a single measurement moves it by a part:
     otherwise one slow hand-over, such as the first behind a gateway that has just begun to follow its engines, would
@@ -90,7 +90,7 @@ class HandOver:
             await self._looks.wait()
 
     async def arrived(self, seconds_max: float) -> bool:
-        """The first leg has ended: wait until the prompt can be loaded. False: it cannot, after so many seconds."""
+        """The first leg has ended: wait until the prompt can be loaded. False: it still cannot after these seconds."""
         began = self._clock()
         try:
             async with asyncio.timeout(seconds_max):

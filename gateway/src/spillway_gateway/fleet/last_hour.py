@@ -1,4 +1,5 @@
-"""What prompts were expected to find and found, minute by minute for an hour: the curves of the operations page."""
+"""The cached tokens that prompts were expected to find, and found, in each minute of the last hour: the curves of the
+operations page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine says of itself. Pure.
+"""The models that an engine lists, as it reports them. Pure.
 
 Its /v1/models lists the model, its limit, and the LoRA adapters that are loaded now; its /version names its vLLM.
 """

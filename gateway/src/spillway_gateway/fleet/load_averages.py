@@ -25,7 +25,7 @@ class BusyShare:
         self._at = 0.0
 
     def add(self, seconds: float, now: float) -> None:
-        """Work of so many seconds was sent."""
+        """Work that takes this number of seconds was sent."""
         self._share = self.at(now) + seconds / BUSY_SECONDS
         self._at = now
 
@@ -35,7 +35,7 @@ class BusyShare:
 
 
 class RequestMeans:
-    """What an average request of a model takes; 0 before the first. For work of other senders, whose sizes are not
+    """The cost of a model's average request; 0 before the first. For work of other senders, whose sizes are not
     known, for how long KV cache is occupied, and for what a prompt displaces."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class RequestMeans:
         self.seconds = 0.0  # from being sent to an engine until the end of the reply
 
     def sent(self, uncached_tokens: int) -> None:
-        """A request with so many uncached tokens was sent."""
+        """A request with this number of uncached tokens was sent."""
         self.uncached_tokens += REQUEST_WEIGHT * (uncached_tokens - self.uncached_tokens)
 
     @property
@@ -63,16 +63,16 @@ class RequestMeans:
 
     @property
     def reload_token_ms(self) -> float:
-        """What the load of one token takes that is not on the device any more; 0 if none was loaded."""
+        """The time to load one token that is not on the device any more; 0 if none was loaded."""
         return self._load_ms / self._loaded_tokens if self._loaded_tokens else 0.0
 
     def found(self, device_tokens: int, loaded_tokens: int, load_ms: float) -> None:
-        """A request was sent to an engine that is expected to have so many of its tokens on its device, and to load so
-        many from its lower tiers, which takes load_ms."""
+        """A request was sent to an engine, which is expected to have device_tokens of its tokens on its device, and to
+        load loaded_tokens from its lower tiers within load_ms."""
         self._device_tokens += REQUEST_WEIGHT * (device_tokens - self._device_tokens)
         self._loaded_tokens += REQUEST_WEIGHT * (loaded_tokens - self._loaded_tokens)
         self._load_ms += REQUEST_WEIGHT * (load_ms - self._load_ms)
 
     def finished(self, seconds: float) -> None:
-        """A request has ended so many seconds after it was sent."""
+        """A request has ended this number of seconds after it was sent."""
         self.seconds += REQUEST_WEIGHT * (seconds - self.seconds)

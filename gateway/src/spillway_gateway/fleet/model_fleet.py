@@ -366,7 +366,7 @@ class ModelFleet:
     def expected_choice(
         self, prompt: PromptBlocks, only: str | None = None, session: SessionKey | None = None
     ) -> Decision | None:
-        """What `choose` would decide now; counts nothing. None: no engine could take the request."""
+        """The decision that `choose` would make now; counts nothing. None: no engine could take the request."""
         return self._decide(prompt, frozenset(), only, session, now=self._clock(), adapter=None)
 
     def _decide(
@@ -413,7 +413,7 @@ class ModelFleet:
         )
 
     def held(self, prompt: PromptBlocks) -> dict[str, HeldPrefix]:
-        """What engines would use of what they hold, by engine."""
+        """The blocks that each engine would use of those that it holds."""
         held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
         for tokens_per_block, keys in prompt.other_keys.items():
             for name, found in self._match(prompt, keys, tokens_per_block).items():

@@ -31,7 +31,7 @@ class PrefillQueue:
         self.cold_tokens = 0  # of those that are cold (cold_prompts.py)
 
     def add(self, request: object, tokens: int, cold: ColdPrompt | None = None) -> None:
-        """A prompt with so many uncached tokens was sent. Each request once."""
+        """A prompt with this number of uncached tokens was sent. Each request once."""
         if not self._prompts:
             self._begun_at = self._clock()
         self._prompts[request] = tokens

@@ -122,7 +122,7 @@ class PrefixIndex:
         return len(self._stores)
 
     def shared_reach_of(self, engine_name: str) -> SharedReach:
-        """What an engine can load of them."""
+        """How many blocks an engine can load from stores, by their type."""
         return self._stores.reach_of(engine_name)
 
     def stores_of(self, engine_name: str) -> frozenset[str]:
@@ -168,7 +168,7 @@ class PrefixIndex:
 
     def clear_engine(self, name: str) -> Iterator[None]:
         """Drop all blocks of an engine that stays, and from which stores it loads; what lies in these stays known, with
-        or without its tokens, and what it declines. Events applied from now on count at once. In steps, as
+        or without its tokens, and what it declines. Events applied from now on count at once. It works in steps, like
         retire_engine()."""
         declined = self._stores.declined_by(name)
         before = self._engines.get(name)

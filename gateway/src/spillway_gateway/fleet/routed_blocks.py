@@ -1,4 +1,4 @@
-"""What the index expects of an engine that a prompt was sent to."""
+"""The blocks that the index expects of an engine to which a prompt was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prompt that waits while engines are full would find on an engine that has room again."""
+"""The blocks that a waiting prompt would find on an engine that has room again."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from spillway_gateway.fleet.model_fleet import ModelFleet
 
 
 def discovered(sources: Mapping[str, SourceStatus], fleets: Sequence[ModelFleet]) -> dict[str, Any]:
-    """By model. heardAt: when the source last confirmed the list; error: why the last attempt failed."""
+    """The report of each model: `heardAt` says when the source last confirmed the list, `error` why the last attempt
+    failed."""
     return {
         fleet.name: {
             "source": status.description,

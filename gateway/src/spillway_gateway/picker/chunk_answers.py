@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-# None: the chunk goes to the client as it came. Bytes: they go in its place.
+# None: the chunk goes to the client unchanged. Bytes: they go in its place.
 Answer = bytes | None
 
 

@@ -48,7 +48,7 @@ class Flag:
 
 
 class Setting(IntEnum):
-    """Settings of a connection, as far as they are used here."""
+    """The settings of a connection that are used here."""
 
     ENABLE_PUSH = 2
     MAX_CONCURRENT_STREAMS = 3
@@ -133,7 +133,7 @@ class FrameReader:
 
 
 def frame_head(kind: Kind, flags: int, number: int, payload_bytes: int) -> bytes:
-    """What precedes a frame's payload."""
+    """The header before a frame's payload."""
     return _HEAD.pack(payload_bytes >> 8, payload_bytes & 0xFF, kind, flags, number)
 
 

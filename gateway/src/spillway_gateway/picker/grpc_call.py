@@ -28,7 +28,7 @@ Handler = Callable[["Call"], Coroutine[Any, Any, None]]
 
 
 class Status(IntEnum):
-    """gRPC's, as far as they are used here."""
+    """The status codes of gRPC that are used here."""
 
     OK = 0
     UNKNOWN = 2
@@ -57,10 +57,10 @@ class MessageTooLong(CallFailed):
 
 
 class Connection(Protocol):
-    """What a call needs of its connection."""
+    """The part of its connection that a call needs."""
 
     def send(self, call: Call) -> None:
-        """As much of what the call has unsent as the windows take."""
+        """Send the part of the call's unsent bytes that fits into the windows."""
 
     def open_window(self, call: Call, more_bytes: int) -> None: ...
 

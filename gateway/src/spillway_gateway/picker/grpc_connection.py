@@ -142,7 +142,7 @@ class GrpcConnection(asyncio.Protocol):
             self._read_frames()
 
     def _read_frames(self) -> None:
-        """Handle what has arrived, as far as this iteration of the event loop has turns for it. One packet may have
+        """Handle the part of what has arrived for which this iteration of the event loop has turns. One packet may have
         thousands of frames."""
         if self._transport.is_closing():
             return
@@ -462,7 +462,7 @@ class GrpcConnection(asyncio.Protocol):
         self._transport.close()
 
     async def _until_idle(self, seconds: float) -> None:
-        """Until no call is unfinished, or so many seconds."""
+        """Wait until no call is unfinished, at most for the given seconds."""
         self._idle.clear()
         if self._unfinished:
             with suppress(TimeoutError):

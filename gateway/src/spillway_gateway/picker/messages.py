@@ -1,4 +1,4 @@
-"""The messages of Envoy's external processing and of gRPC's health protocol, as far as the picker has them.
+"""The messages of Envoy's external processing and of gRPC's health protocol that the picker uses.
 
 Names and numbers of fields are those of ``envoy/service/ext_proc/v3/external_processor.proto``, the files that it
 imports, and ``grpc/health/v1/health.proto``; enums are numbers. The package with all of Envoy's messages (xds-protos)

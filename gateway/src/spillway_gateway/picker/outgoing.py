@@ -70,7 +70,7 @@ class Outgoing:
             self._transport.writelines(parts)
 
     def send(self, call: Call) -> None:
-        """As much of what the call has unsent as the windows take."""
+        """Send the part of the call's unsent bytes that fits into the windows."""
         unsent = call.unsent
         if not unsent or not self.writable:
             return
@@ -104,7 +104,7 @@ class Outgoing:
         self.send_all()
 
     def end_stream(self, number: int, block: bytes, *, half_closed: bool) -> None:
-        """With the headers that end it. half_closed: the client sends no more."""
+        """End the call with the headers that end it. half_closed: The client sends no more."""
         self.write(frame(Kind.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, number, block))
         if not half_closed:  # what the client still sends is not needed
             self.write(reset_frame(number, Code.NO_ERROR))

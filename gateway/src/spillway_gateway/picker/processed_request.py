@@ -119,7 +119,7 @@ class ProcessedRequest:
     # -- ASGI --------------------------------------------------------------------------------------------------------
 
     async def receive(self) -> Message:
-        """What is here of the request's body, at least its next part."""
+        """Receive what has arrived of the request's body, at least its next part."""
         if self._lost:
             return {"type": "http.disconnect"}
         if self._modes.keeps_request and not self._read:

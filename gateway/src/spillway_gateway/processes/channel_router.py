@@ -177,7 +177,7 @@ UNCOUNTED = Uncounted()
 
 
 class ChannelRouter:
-    """On the event loop. hint: sends an engine the first so many tokens of a prompt."""
+    """On the event loop. hint: sends an engine the first tokens of a prompt, as many as are given."""
 
     def __init__(self, client: RouterClient, hint: Hint) -> None:
         self._client = client

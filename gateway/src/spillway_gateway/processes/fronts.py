@@ -44,7 +44,7 @@ Spawn = Callable[[socket.socket], Awaitable[Process]]
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process, as far as /proc says."""
+    """Whether a signal has stopped the process, as /proc shows it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):

@@ -81,7 +81,7 @@ class Route(Message, tag=4, frozen=True):
 
 
 class Kind(IntEnum):
-    """What became of an attempt; the methods of fleet.model_fleet.Attempt."""
+    """The outcome of an attempt, as the methods of fleet.model_fleet.Attempt name it."""
 
     PREFILL_ASSUMED = 0
     FIRST_BYTE = 1  # of a plain reply
@@ -103,7 +103,7 @@ class Report(Message, tag=5, frozen=True):
 
 
 class EngineFault(IntEnum):
-    """What a request found out about an engine; the methods of upstream.router.Router."""
+    """What a request learned about an engine, as the methods of upstream.router.Router name it."""
 
     REFUSED = 0
     FAILED = 1
@@ -120,7 +120,7 @@ class EngineFaultReport(Message, tag=6, frozen=True):
 
 
 class Noted(Message, tag=7, frozen=True):
-    """A first byte of an engine's, or, without one, a continuation. For the live page."""
+    """A first byte of an engine's, or, without one, a continuation. It is for the live page."""
 
     model: str
     engine: str | None
@@ -128,7 +128,7 @@ class Noted(Message, tag=7, frozen=True):
 
 
 class Cached(Message, tag=8, frozen=True):
-    """The prompt tokens that were expected and those that were reported to be cached. For the live page."""
+    """The prompt tokens that were expected and those that were reported to be cached. It is for the live page."""
 
     model: str
     expected: HeldPrefix
@@ -276,8 +276,8 @@ class Routed(Message, tag=70, frozen=True):
 
 
 class Waiting(Message, tag=71, frozen=True):
-    """The request waits, or its first leg is under way; as things are it would go to this engine, which could load the
-    first so many tokens."""
+    """The request waits, or its first leg is under way. At the moment it would go to this engine, which could load the
+    first `tokens` tokens."""
 
     number: int
     engine: str

@@ -40,7 +40,7 @@ class Objectives:
     Args:
         fleets: those in service.
         list_once: the priorities of a namespace's objectives, by their name. Raises SourceFailed.
-        pause: waits for so many seconds.
+        pause: waits for the given seconds.
     """
 
     def __init__(

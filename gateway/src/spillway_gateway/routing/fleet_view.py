@@ -38,7 +38,7 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
         return self.device_tokens + self.cpu_tokens + self.shared_tokens
 
     def scaled(self, tokens: int, of_tokens: int) -> HeldPrefix:
-        """The same shares of a prompt of so many tokens. of_tokens: what these are counted in, positive."""
+        """The same shares of a prompt of another length. of_tokens: what these are counted in, positive."""
         return HeldPrefix(
             self.device_tokens * tokens // of_tokens,
             self.cpu_tokens * tokens // of_tokens,

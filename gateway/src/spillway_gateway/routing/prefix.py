@@ -22,7 +22,7 @@ _encode = msgspec.json.encode
 _hash = xxhash.xxh3_64_intdigest
 _UINT32 = "I"
 # Keys of one prompt at one block size; the rest of a longer prompt counts as not held. With 128 tokens each these are
-# 2 Mi tokens. Hashing, matching and counting so many takes about 10 ms of the event loop.
+# 2 Mi tokens. Hashing, matching and counting this number takes about 10 ms of the event loop.
 KEYS_MAX = 16_384
 RUN_BLOCKS = 64  # whose keys are remembered together
 TOKEN_BYTES = 4  # of a token id in the form that is hashed
@@ -108,7 +108,7 @@ class KeyChains:
         return len(self._runs)
 
     def keys(self, namespace: int, data: bytes, block_bytes: int) -> list[int]:
-        """As chain_blocks()."""
+        """Like chain_blocks()."""
         runs, run_bytes = self._runs, RUN_BLOCKS * block_bytes
         end = min(len(data) // block_bytes, KEYS_MAX) * block_bytes
         keys: list[int] = []

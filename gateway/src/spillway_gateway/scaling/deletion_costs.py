@@ -13,7 +13,7 @@ from dataclasses import dataclass
 SHARE = 1000  # the cost of everything of one kind: sessions, blocks, requests
 COST_MAX = 3 * SHARE
 STEP = 30  # a smaller change is not worth a write
-# Below so many for each pod a difference does not count in full: nearly idle pods are about equal.
+# Below this number for each pod a difference does not count in full: nearly idle pods are about equal.
 SESSIONS_PER_POD = 4
 BLOCKS_PER_POD = 128
 REQUESTS_PER_POD = 2

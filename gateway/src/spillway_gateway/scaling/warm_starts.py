@@ -28,7 +28,7 @@ PREFIXES_MAX = 32
 
 
 class Hints(Protocol):
-    """Sends an engine the first so many tokens of a prompt; see upstream/promotion_hints.py."""
+    """Sends an engine the first tokens of a prompt, as many as are given; see upstream/promotion_hints.py."""
 
     def send(self, engine: Engine, tokens: PromptTokens, first: int) -> Awaitable[str]: ...
 

@@ -1,1 +1,1 @@
-"""From a request body to the blocks that routing hashes."""
+"""Turns a request body into the blocks that routing hashes."""

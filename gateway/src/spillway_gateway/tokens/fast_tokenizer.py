@@ -72,7 +72,7 @@ class _Kept(threading.local):
     _chars = 0
 
     def have_to_go(self, owner: str, chars: int) -> bool:
-        """Whether the tables have to be emptied before a text of so many characters. They are then counted as empty."""
+        """Whether the tables have to be emptied before a text of this length. They are then counted as empty."""
         self._chars += chars
         if owner == self._owner and self._chars <= KEPT_CHARS:
             return False

@@ -1,4 +1,4 @@
-"""From a parsed body to the blocks that routing hashes: by the model's tokens if possible, by text otherwise."""
+"""Turns a parsed body into the blocks that routing hashes: by the model's tokens if possible, by text otherwise."""
 
 from __future__ import annotations
 

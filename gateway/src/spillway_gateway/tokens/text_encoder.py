@@ -56,7 +56,7 @@ class TextEncoder:
         return self._fast is not None
 
     def is_fast_for(self, text: str) -> bool:
-        """As `fast`, for this text."""
+        """Like `fast`, for this text."""
         return self._fast is not None and (not self._fast.left_out or self._fast.left_out not in text)
 
     def encode(self, text: str, *, add_special_tokens: bool, owner: str = "") -> bytes:

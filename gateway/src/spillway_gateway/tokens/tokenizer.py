@@ -173,9 +173,9 @@ class PromptTokenizer:
         tokens_max: int | None = None,
         late: Callable[[], bool] = lambda: False,
     ) -> Generator[None, None, Encoded]:
-        """As encode(), and yields after each STEP_CHARS of new text. Stops early, with the ids of the text's beginning:
-        above tokens_max (no engine takes such a prompt), when late() after a step, and if a long text cannot be cut.
-        On a tokenizer thread. Raises UnicodeEncodeError for lone surrogates."""
+        """Like encode(), but yields after each STEP_CHARS of new text. Stops early, with the ids of the text's
+        beginning: above tokens_max (no engine takes such a prompt), when late() after a step, and if a long text cannot
+        be cut. On a tokenizer thread. Raises UnicodeEncodeError for lone surrogates."""
         if len(text) <= SEARCH_CHARS:  # most prompts: one step, with all look-ups together
             ids = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS, owner=owner)
             if ids is not None:

@@ -249,14 +249,14 @@ def plain_failure(status: int, body: bytes, dialect: Dialect) -> str | None:
 
 
 def is_cut(beginning: bytes, end: bytes) -> bool:
-    """Whether a plain reply with these edges is no whole JSON document, as far as its first and last byte tell."""
+    """Whether the first and last byte show that a plain reply is no whole JSON document."""
     first, last = beginning.lstrip(_JSON_BLANKS)[:1], end.rstrip(_JSON_BLANKS)[-1:]
     return not first or not last or _ENDS_OF.get(first[0]) != last[0]
 
 
 def is_cut_inside(body: bytes) -> bool:
-    """Whether a plain reply is no whole JSON document: as far as its reading takes little time, and else as its edges
-    tell. What JSON does not know but clients may (NaN) does not count, nor what lies too deep to be read."""
+    """Whether a plain reply is no whole JSON document. A short reply is read for that; of a long one only the edges are
+    looked at. What JSON does not know but clients may (NaN) does not count, nor what lies too deep to be read."""
     if len(body) <= READ_BYTES_MAX:
         try:
             _skip_document(body)

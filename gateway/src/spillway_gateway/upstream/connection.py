@@ -97,7 +97,7 @@ class EngineConnection(asyncio.BufferedProtocol):
 
     @property
     def alive(self) -> bool:
-        """Whether neither side has closed the connection, as far as the event loop has seen."""
+        """Whether the event loop has seen neither side close the connection."""
         return (
             self._failure is None and not self._eof and self._transport is not None and not self._transport.is_closing()
         )

@@ -88,8 +88,8 @@ class JsonWalk:
         self.text_bytes = 0
 
     def advance(self, bytes_max: int) -> bool:
-        """Scan so many more bytes; True at the end. Raises NotAnObject, ClientBadRequest for a name that is repeated
-        too often, and RecursionError for values nested deeper than DEPTH_MAX."""
+        """Scan this number of further bytes; True at the end. Raises NotAnObject, ClientBadRequest for a name that is
+        repeated too often, and RecursionError for values nested deeper than DEPTH_MAX."""
         end = min(self.at + bytes_max, len(self._body))
         while self.at < end:
             if self._next is _Next.NESTED:

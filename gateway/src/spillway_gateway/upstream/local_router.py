@@ -68,7 +68,7 @@ class LocalRouter:
         log_decision(request_id, decision, tried)
 
     def tell(self, engine: Engine, request: OutboundRequest, first: int) -> None:
-        """Tell an engine that the first so many tokens of a request's prompt are coming."""
+        """Announce the first `tokens` tokens of a request's prompt to an engine."""
         if request.prompt.tokens is not None and request.adapter is None:
             self._hints.tell(engine, request.prompt.tokens, first)
 

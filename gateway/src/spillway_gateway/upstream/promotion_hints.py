@@ -54,7 +54,7 @@ class PromotionHints:
         return engine.name if self.tell(engine, tokens, decision.held.total_tokens) else None
 
     def tell(self, engine: Engine, tokens: PromptTokens, first: int) -> bool:
-        """Send an engine the first so many tokens of a prompt. False if too many are under way."""
+        """Send an engine the first tokens of a prompt, as many as are given. False if too many are under way."""
         if self._session is None:
             return False
         if len(self._under_way) >= HINTS_MAX:
@@ -66,7 +66,8 @@ class PromotionHints:
         return True
 
     async def send(self, engine: Engine, tokens: PromptTokens, first: int) -> str:
-        """Send an engine the first so many tokens of a prompt; the outcome, as counted."""
+        """Send an engine the first tokens of a prompt, as many as are given, and return the outcome as it is
+        counted."""
         session, model, body = self._session, engine.model, hint_body(tokens, first)
         if session is None:
             return "dropped"
@@ -96,6 +97,6 @@ class PromotionHints:
 
 
 def hint_body(tokens: PromptTokens, first: int) -> bytes:
-    """The body of a hint of the first so many tokens. Pure."""
+    """The body of a hint of the first tokens of a prompt, as many as are given. Pure."""
     ids = array("I", tokens.ids[: first * array("I").itemsize])
     return msgspec.json.encode({"token_ids": ids.tolist(), "cache_salt": tokens.cache_salt})

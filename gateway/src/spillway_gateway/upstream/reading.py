@@ -55,7 +55,7 @@ class HeldBytes:
         self._taken = 0
 
     def has_room_for(self, size: int) -> bool:
-        """Whether a body that has so many bytes by now may become longer."""
+        """Whether a body that has this number of bytes by now may become longer."""
         more = size - self._taken
         if not self._client.take_reply_bytes(more):
             return size < ROOM_BYTES_MIN

@@ -1,5 +1,5 @@
-"""What one request's reply takes of its tenant's limits: the engine's counts as far as they are possible, and estimates
-for what it does not count."""
+"""The tokens that one request's reply takes of its tenant's limits: the engine's counts if they are possible, and
+estimates for what it does not count."""
 
 from __future__ import annotations
 
@@ -92,8 +92,9 @@ class ReplyCounts:
         self._usage = within(usage, COUNT_MAX, COUNT_MAX)
 
     def abandoned(self, engine: Engine, seconds: float) -> None:
-        """The client left before a plain reply was whole, and the engine counts nothing then: what the request asked
-        for, or without a length what its answers may have in so many seconds."""
+        """The count for a client that left before a plain reply was complete, of which the engine reports nothing: the
+        length that the request asked for, or without one the length that its answers may have after this number of
+        seconds."""
         request = self._request
         most = request.reply_tokens_max
         if most is None:

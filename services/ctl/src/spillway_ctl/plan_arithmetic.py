@@ -5,8 +5,8 @@
 - First token, computed: `tokens / prefill rate`. Attention grows with the square of the length, so long prompts take
   longer than this and gain more.
 - First token, loaded: whole chunks come from the tier, the rest is computed; of a prompt at least one token always is,
-  as vLLM needs its logits. From the shared tier bytes are read into the CPU tier and copied to the device, one after
-  the other.
+  as vLLM needs its logits. A load reads bytes from the shared tier into the CPU tier, and then copies them to the
+  device.
 """
 
 from __future__ import annotations

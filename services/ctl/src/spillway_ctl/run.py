@@ -57,7 +57,7 @@ class Run:
 
     @property
     def where(self) -> str:
-        """What and where the store is, for messages."""
+        """The kind and place of the store, for messages."""
         name = {"nvme": "NVMe tier", "redis": "Redis tier", "s3": "S3 tier"}[self.store.kind]
         layout = f" ({self.store.layout})" if self.store.layout else ""
         return f"{name} at {self.store.location}{layout}"

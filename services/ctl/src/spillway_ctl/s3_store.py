@@ -191,7 +191,7 @@ class S3BucketStore:
 
 
 def _described(frame: StoredFrame, header: FrameHeader) -> StoredFrame:
-    """As far as the header shows."""
+    """The header alone decides."""
     if header.namespace != frame.namespace:
         return _damaged(frame, CorruptReason.NAMESPACE)
     if header.key != frame.key or header.part.count != 1:

@@ -29,7 +29,7 @@ class Pace:
         self._free_at = clock()
 
     def after(self, size_bytes: int) -> None:
-        """Call when so many bytes have been read: returns when the next may be."""
+        """Call when this number of bytes has been read; it returns when the next ones may be read."""
         if self._rate is None:
             return
         now = self._clock()

@@ -43,7 +43,7 @@ def _kept_weights(arguments: Sequence[str], ranks: int, cores: int, weight_bytes
     if group > 0 and argument_value(arguments, "--offload-backend") != "uva":
         layers = min(group, max(1, int(_number(arguments, "--offload-num-in-group") or 1)))
         kept_bytes = weight_bytes * layers // group * cores
-    else:  # so many of each device
+    else:  # the number for each device
         kept_bytes = int((_number(arguments, "--cpu-offload-gb") or 0.0) * _GIB) * ranks * cores
     if any(argument_name(each) == "--enable-sleep-mode" for each in arguments):
         kept_bytes += weight_bytes * cores  # a sleeping engine has all of its weights in host memory

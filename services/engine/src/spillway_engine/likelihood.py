@@ -70,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the engine was started with, as far as it decides what a healthy one answers."""
+    """The settings of the engine that decide how a healthy one answers."""
 
     dtype: str
     quantised_kv: bool

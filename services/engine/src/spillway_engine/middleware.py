@@ -174,7 +174,8 @@ class ReadinessMiddleware:
             self._parent.write(encode_message(event))
 
     async def _drain(self, delay_seconds: float, timeout_seconds: float) -> None:
-        """Not ready at once; still serving for the delay; then no new work; then wait; then end what is left."""
+        """Report "not ready" at once, serve on during the delay, then refuse new work, wait for what runs, and end what
+        is left."""
         if self._reason == "draining":
             return
         self._reason = "draining"

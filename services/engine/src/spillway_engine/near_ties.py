@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Natural logarithms. How far rounding may move a log-probability between two ways of computing it. bfloat16 keeps 8
-# bits, so logits between 16 and 32, where a sure model's are, lie 0.125 apart, and a log-probability is the difference
+# bits, so logits between 16 and 32, as a sure model has them, lie 0.125 apart, and a log-probability is the difference
 # of two of them.
 ROUNDING = 0.25
 TOP = 5  # tokens that an engine is asked for at each position

@@ -169,5 +169,5 @@ def _tier_bounds(engine: EngineSettings | Engine, row_bytes: int, names: Setting
 
 
 def _share_evenly(heads: int, ranks: int) -> bool:
-    """As vLLM has it: several whole heads for each rank, or one head for several ranks."""
+    """vLLM gives each rank several whole heads, or several ranks one head."""
     return not (heads % ranks if ranks < heads else ranks % heads)

@@ -5,8 +5,8 @@ until Kubernetes has noticed the loss.
 A further pod says once which one it is, until the leader accepts its line, and then a byte each second. It holds one
 line in its life: its ranks cannot join a second time either. A line that ends before the leader does, or is silent,
 means that the pod's ranks are lost. Its last byte says so if its engine failed: a request may be the cause then, and of
-nothing else that ends a line. Whoever else connects is no pod, and means nothing. As at the port where the ranks
-meet, who says that it is a pod is believed; a NetworkPolicy keeps others out.
+nothing else that ends a line. Whoever else connects is no pod, and means nothing. The port believes every peer that
+claims to be a pod, like the port at which the ranks meet; a NetworkPolicy keeps others out.
 """
 
 from __future__ import annotations

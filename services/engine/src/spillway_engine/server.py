@@ -40,7 +40,7 @@ def main() -> int:
         _tell(brief, reason)
         return REFUSED_EXIT_CODE
     sys.argv = [module, *arguments]
-    # As `python -m MODULE` does it, also for the processes that vLLM spawns from here.
+    # This does what `python -m MODULE` does, also for the processes that vLLM spawns from here.
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 

@@ -97,7 +97,8 @@ class EngineSettings(CamelSection, frozen=True):
     lifecycle: LifecycleSettings = LifecycleSettings()
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = msgspec.field(default_factory=dict)
-    # What all of these are called where a person set them: written by the chart and the local stack.
+    # The door through which a person set these values, so that messages use its names; the chart and the local stack
+    # write it.
     names: SettingNames = msgspec.field(default=PLAIN_NAMES, name="door")
 
     @property

@@ -1,4 +1,4 @@
-"""From YAML text and `--set` overrides to frozen settings; the only place that sees camelCase keys and raw values."""
+"""Turns YAML text and `--set` overrides into frozen settings; only this module sees camelCase keys and raw values."""
 
 from __future__ import annotations
 

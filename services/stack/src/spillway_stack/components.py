@@ -1,4 +1,5 @@
-"""From settings to the processes of the stack: names, commands, configuration files, readiness. Pure, no I/O."""
+"""Derives the processes of the stack from its settings: names, commands, configuration files, readiness. Pure, no
+I/O."""
 
 from __future__ import annotations
 

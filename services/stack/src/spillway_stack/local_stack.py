@@ -205,7 +205,7 @@ class LocalStack:
         return self._end(f"engine-{index}", signal.SIGKILL, timeout_seconds=60.0)
 
     def kill_gateway(self) -> ProcessIdentity:
-        """As :meth:`kill_engine`."""
+        """Like :meth:`kill_engine`."""
         return self._end("gateway", signal.SIGKILL, timeout_seconds=60.0)
 
     def restart_engine(self, index: int, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:

@@ -1,4 +1,5 @@
-"""Which way descriptors go to the runtime: one batched call, or one call each. Decided where it runs, not built in.
+"""Which way descriptors go to the runtime: one batched call, or one call each. The process decides this when it runs,
+not when it is built.
 
 vllm-ascend decides when its wheel is built; a wheel built against old headers then never batches, and one built
 against new headers fails on an old CANN.

@@ -130,7 +130,8 @@ def _party(state: RequestFields) -> Party:
 
 
 def _computes_prompt(request: Request) -> bool:
-    """Whether a running request has more to compute than its next token: a prompt, or all of it behind a preemption."""
+    """Whether a running request has more to compute than its next token: the rest of its prompt, or everything again
+    after a preemption."""
     return request.num_computed_tokens < request.num_tokens - 1
 
 
@@ -140,8 +141,8 @@ def _queues(scheduler: Scheduler) -> Sequence[Any]:
 
 @contextmanager
 def _left_out(scheduler: Scheduler, running: Sequence[Request], waiting: set[Request]) -> Iterator[None]:
-    """Within the context vLLM plans without these requests. The waiting ones come back behind the others, in their
-    order: of one party none overtakes another."""
+    """Hide these requests from vLLM's planning within the context. The waiting ones come back behind the others, in
+    their order: of one party none overtakes another."""
     marks = [(request, request.next_decode_eligible_step) for request in running]
     for request in running:
         request.next_decode_eligible_step = _LATER
@@ -162,7 +163,8 @@ def _left_out(scheduler: Scheduler, running: Sequence[Request], waiting: set[Req
 
 @contextmanager
 def _bounded(scheduler: Scheduler, prompt_tokens: int | None) -> Iterator[None]:
-    """Within the context vLLM plans so many tokens at most, or one block, besides those of requests that decode."""
+    """Limit vLLM's planning within the context to this number of prompt tokens, or to one block; requests that decode
+    are not limited."""
     before = scheduler.max_num_scheduled_tokens
     if prompt_tokens is not None:
         decoding = sum(1 for request in scheduler.running if not _computes_prompt(request))

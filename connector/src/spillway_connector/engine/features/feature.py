@@ -29,7 +29,7 @@ class Feature:
         """A request has arrived."""
 
     def admitted(self, request_id: str, loaded_tokens: int) -> None:
-        """vLLM has given the request blocks, and it loads so many tokens."""
+        """vLLM has given the request blocks, and the request loads this number of tokens."""
 
     def end_step(self, output: SchedulerOutput) -> None:
         """vLLM has planned a step; its stores have no rows yet."""

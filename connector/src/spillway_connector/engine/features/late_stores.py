@@ -67,7 +67,8 @@ _NO_JOB: tuple[_Job | None, OffloadKey] = None, OffloadKey(b"")
 
 
 class LateStores:
-    """What the device holds and the CPU tier does not, and the stores of it. EngineCore process, scheduler thread.
+    """The chunks that the device holds and the CPU tier does not, and their stores. EngineCore process, scheduler
+    thread.
 
     For models whose chunks are single blocks of one KV group: a chunk's key then is vLLM's hash of the block.
     """
@@ -154,8 +155,8 @@ class LateStores:
     # -- of the CPU tier
 
     def postpones(self, keys: Collection[OffloadKey], context: ReqContext) -> bool:
-        """Whether these new chunks are stored later; they are owed then. A chunk that cannot be found on the device by
-        its key, such as an adapter's, is stored at once."""
+        """Whether these new chunks are stored later; if so, they are owed from now on. A chunk that cannot be found on
+        the device by its key, such as an adapter's, is stored at once."""
         if self._tier.free_rows() >= len(keys) or self._manager.spills.at_once(context):
             return False
         if any(self._block_of(key) is None for key in keys):

@@ -86,7 +86,7 @@ class _Jump:
 
 
 class SchedulerControl(ABC):
-    """What a meeting does to the scheduler of one generation of vLLM, on the scheduler's thread."""
+    """The operations of a meeting on the scheduler of one generation of vLLM; they run on the scheduler's thread."""
 
     @abstractmethod
     def bounded(self, scheduler: Scheduler, tokens: Mapping[str, int]) -> AbstractContextManager[None]:
@@ -184,7 +184,7 @@ class Meetings(SteeringFeature):
 
     @override
     def ended(self, request_id: str) -> None:
-        """Forget the request. What is being read for it may still reach the CPU tier."""
+        """Forget the request. Chunks that are being read for it may still reach the CPU tier."""
         if request_id in self._meetings:
             self._abandon(request_id)
         self._jumped.pop(request_id, None)
@@ -281,7 +281,7 @@ class Meetings(SteeringFeature):
             meeting.no_more, meeting.asked_from = True, meeting.loaded_from
 
     def _promote(self, meeting: Meeting, meet: int, rates: Rates) -> None:
-        """Load the next chunks, from the last one backwards, as far as `meet`."""
+        """Load the next chunks, from the last one back to `meet`."""
         begin = max(meet, meeting.asked_from - job_chunks_max(rates), 0)
         wanted = meeting.keys[begin : meeting.asked_from][::-1]
         if not wanted:

@@ -5,9 +5,9 @@ vLLM is shown next. Requests of another priority are never compared. A request t
 in vLLM. Requests that vLLM has passed over (a load under way, a grammar) are its own affair: it keeps them apart or
 puts them back in front.
 
-Whether a prefix is at hand is asked of the device's prefix cache and of the CPU tier, which neither marks anything as
-used nor begins a load. What only a shared tier holds counts when it has been promoted, which begins when the request
-arrives (engine/features/ahead.py).
+The device's prefix cache and the CPU tier say whether a prefix is there; asking them neither marks a block as used nor
+begins a load. A chunk that only a shared tier holds counts from its promotion on, which begins when the request arrives
+(engine/features/ahead.py).
 
 EngineCore process, scheduler thread; no method blocks.
 """
@@ -50,7 +50,7 @@ class _Owner(Protocol):
 
 
 class QueueOrder(Feature):
-    """Which request of a queue is next. For models with one KV group that attention reads whole."""
+    """Decides which request of a queue is next. It serves models with one KV group, all of which attention reads."""
 
     def __init__(self, owner: _Owner, overtake_seconds: float) -> None:
         """overtake_seconds: for so long others may be admitted before a request that waits."""
@@ -113,7 +113,7 @@ class QueueOrder(Feature):
         return status.arrived_at
 
     def _tokens_at_hand(self, request: Request) -> int:
-        """What it would find if it were admitted now, in whole chunks."""
+        """The tokens that the request would find if it were admitted now, in whole chunks."""
         status, device = self._owner.known_state(request.request_id), self._owner.device_blocks
         if status is None or request.skip_reading_prefix_cache:
             return 0

@@ -53,9 +53,9 @@ class Window:
     Args:
         group: Its index.
         chunk_tokens: Tokens of a chunk.
-        chunks: How many chunks before the end of a prefix are read at most.
-        searched_chunks: How many chunks before an end amid a prompt are kept: with states, so many that one of them
-            ends with a step.
+        chunks: The most chunks before the end of a prefix that are read.
+        searched_chunks: The number of chunks that are kept before an end amid a prompt; with states it is large enough
+            that one of them ends with a step.
     """
 
     group: int
@@ -76,7 +76,7 @@ class Window:
         return cls(group, chunk_tokens, chunks, chunks)
 
     def first_chunk(self, end_tokens: int) -> int:
-        """The first chunk that is read for a prefix of so many tokens; below 0 if all of them are."""
+        """The first chunk that is read for a prefix of this length; below 0 if all chunks are read."""
         return end_tokens // self.chunk_tokens - self.chunks
 
     def is_stored(self, chunk: int, end_tokens: int, ends_amid: Iterable[int]) -> bool:
@@ -150,7 +150,8 @@ class WindowStores:
                 self._leave_out(request, resident)
 
     def keeps_state(self, request: RequestFields, group: int, tokens: int) -> bool:
-        """Whether the state of so many tokens is stored, which vLLM 0.32 hands over by itself. group: its index."""
+        """Whether the state after this number of tokens is stored; vLLM 0.32 hands these states over by itself. group:
+        its index."""
         window = next(window for window in self._windows if window.group == group)
         if request.window_ends is None or tokens % window.chunk_tokens:  # the state of a prompt's end within a chunk
             return True

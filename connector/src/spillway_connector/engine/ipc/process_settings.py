@@ -59,7 +59,7 @@ def device_name() -> str:
 
 
 def memory_lock_limit() -> str:
-    """What this process may lock, in bytes, or `unlimited`."""
+    """The memory that this process may lock, in bytes, or `unlimited`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 

@@ -55,7 +55,7 @@ def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: Chun
 
 
 def plan_job(layout: CopyLayout, device: GPULoadStoreSpec, host: LoadStoreSpec) -> CopyPlan:
-    """What a job of vLLM's copies. Raises PlanError."""
+    """The spans that one of vLLM's jobs copies. Raises PlanError."""
     assert isinstance(host, BlockIDsLoadStoreSpec)
     return plan_copies(
         layout,
@@ -67,7 +67,7 @@ def plan_job(layout: CopyLayout, device: GPULoadStoreSpec, host: LoadStoreSpec) 
 
 
 def _starts(kv_caches: CanonicalKVCaches) -> list[int]:
-    """Where each tensor's bytes begin in those of a block of all tensors."""
+    """The offset of each tensor's bytes within one block of all tensors."""
     if isinstance(kv_caches, PlacedKVCaches):
         return kv_caches.row_offsets
     return list(itertools.accumulate((cache.page_size_bytes for cache in kv_caches.tensors), initial=0))[:-1]

@@ -52,7 +52,8 @@ def _module_facts(module: Any) -> dict[str, Any]:
 
 
 def _tensor_facts(tensor: torch.Tensor, num_blocks: int) -> dict[str, Any]:
-    """Without what follows from the memory an engine has: the number of blocks, and strides that cross blocks."""
+    """The facts of a tensor without those that follow from an engine's memory: the number of blocks, and strides that
+    cross blocks."""
     size_bytes = tensor.element_size()
     blocks = _block_dimension(tensor, num_blocks)
     stride_bytes = [stride * size_bytes for stride in tensor.stride()]
@@ -79,7 +80,7 @@ def _memory_format(tensor: torch.Tensor) -> int | None:
 
 
 def _block_dimension(tensor: torch.Tensor, num_blocks: int) -> int:
-    """Where the blocks are counted: before or behind the pair of K and V, or of the layers."""
+    """The position of the dimension that counts blocks: before or behind that of K and V, or that of the layers."""
     sizes = list(tensor.shape)
     for dim, size in enumerate(sizes):
         if size == num_blocks:

@@ -77,7 +77,7 @@ def layer_specs(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
 
 
 def plain_page_bytes(spec: KVCacheSpec) -> int:
-    """What a page holds, without padding."""
+    """The bytes of a page without its padding."""
     if not isinstance(spec, AttentionSpec | MambaSpec):
         return int(spec.page_size_bytes)
     without: dict[str, Any] = {"page_size_padded": None}

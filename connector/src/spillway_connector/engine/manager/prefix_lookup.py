@@ -367,7 +367,7 @@ class PrefixLookupManager(OffloadingManager):
         return _Asked(stop, valid_until, condition, len(hits) == len(found) - (stop is not None), why)
 
     def _promote(self, tier: SecondaryTierManager, keys: list[OffloadKey], req_context: ReqContext, wait: Wait) -> int:
-        """Allocate rows for leading `keys`, as far as the bounds allow, and queue their loads. Returns how many."""
+        """Allocate rows for the leading `keys` that the bounds allow, and queue their loads. Returns how many."""
         bounds = self._bounds
         room = min(
             bounds.in_flight_rows_max - bounds.rows_in_flight, bounds.request_rows_max - wait.rows_promoted, len(keys)

@@ -1,4 +1,5 @@
-"""What requests that wait for promotions may use: time and rows, each request and all together. What is under way."""
+"""The time and rows that requests may use while they wait for promotions, each request and all together. What is under
+way."""
 
 from __future__ import annotations
 

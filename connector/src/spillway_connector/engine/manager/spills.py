@@ -2,10 +2,10 @@
 
 A tier that keeps up is given every chunk when the CPU tier has received it. If it cannot take everything, waiting
 stores would pin the rows that they read, so that the CPU tier would evict others, and the tier would drop what waited
-for too long, at random. So no more is in hand than a small part of the rows. All else waits in the CPU tier, where it
-can be used and evicted like any other chunk, and the tier is given what the CPU tier gives up next: the conversation
-that was used longest ago, from the head of its prefix on, as fast as it takes it. While loads from the tier do not pay,
-it is given one such batch now and then, so that a later probe finds something to measure.
+for too long, at random. So stores that are under way hold only a small part of the rows. Everything else waits in the
+CPU tier, which can use and evict it like any other chunk. The shared tier gets what the CPU tier gives up next: the
+conversation that was used longest ago, from the head of its prefix on, as fast as it takes it. While loads from the
+tier do not pay, it is given one such batch now and then, so that a later probe finds something to measure.
 
 What another engine or a client waits for goes at once: what its request computes and, for another engine, what of its
 prefix waits already. What a client retains is held in the CPU tier until its turn.
@@ -28,7 +28,7 @@ from spillway_connector.engine.requests.tenancy import hands_over, is_awaited, s
 from spillway_connector.engine.shared_tiers.prefix_tier import SharedTierBase
 
 IN_HAND_LEAST = 32  # chunks, so that a prompt of usual length waits for nothing
-_IN_HAND_ROWS_PART = 64  # of the CPU tier: one in so many rows may be in hand
+_IN_HAND_ROWS_PART = 64  # stores under way hold at most one in this number of the CPU tier's rows
 _BATCH_CHUNKS = 8  # the least that is given at once, which keeps the jobs few
 _CONVERSATIONS_MAX = 1024
 _LOOKS_MAX = 4096  # at chunks of conversations, in one step
@@ -44,7 +44,7 @@ def _name_of(context: ReqContext) -> _Name:
 
 
 class Spills:
-    """What waits for one shared tier. Scheduler thread; no method blocks.
+    """The chunks that wait for one shared tier. Scheduler thread; no method blocks.
 
     Args:
         submit: gives chunks to the tier; they are in the CPU tier.
@@ -75,12 +75,12 @@ class Spills:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the tier gets what comes when it comes."""
+        """Whether the tier gets new chunks at once."""
         return not self._waiting and self._pays()
 
     @property
     def waiting_chunks(self) -> int:
-        """What would be given to the tier if the engine had nothing else to do."""
+        """The chunks that the tier would get if the engine had nothing else to do."""
         return sum(len(keys) for _, keys in self._waiting.values()) if self._pays() else 0
 
     def use(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
@@ -120,7 +120,7 @@ class Spills:
             self._waiting.popitem(last=False)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-        """Those that the tier neither holds nor is going to, as far as is known."""
+        """The chunks of which the engine does not know that the tier holds them or will hold them."""
         return set(keys) - self._tier.known(keys)
 
     def give(self) -> None:
@@ -183,8 +183,8 @@ class Spills:
         return chunks + [key for key in others if key not in known]
 
     def _room(self) -> int:
-        """Chunks that the tier may be given now. While the CPU tier has free rows, those in hand take them from
-        nobody, and the tier's own bounds hold."""
+        """Chunks that the tier may be given now. While the CPU tier has free rows, stores under way displace no chunk,
+        and only the tier's own bounds apply."""
         if self._cpu_tier.free_rows():
             return self._in_hand_max + len(self._cpu_tier.ready)
         return self._in_hand_max - self._tier.stores_in_hand()
@@ -197,7 +197,7 @@ class LateRows(Duplicates, Protocol):
 
 
 class AllSpills:
-    """What waits for each of an engine's shared tiers.
+    """The chunks that wait for each of an engine's shared tiers.
 
     Args:
         tiers: Spillway's own, each with whether loads from it pay now.

@@ -85,7 +85,7 @@ class TieringManager(PrefixLookupManager):
         self.answers = AnswerReuse() if config.generated_tokens == "auto" else None
         self._transfer_jobs: dict[int, TierJob] = {}  # under way
         self._last_job_id = -1
-        # By request: tiers of vLLM's that want all of its chunks, not only those it computes.
+        # By request: vLLM's tiers that want all chunks of the request, not only those that it computes.
         self._request_level_tiers: dict[str, list[SecondaryTierManager]] = {}
         self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
         pays = {tier: partial(self._gates[tier].pays, self.prefill_rate) for tier in self._shared_tiers}
@@ -120,7 +120,7 @@ class TieringManager(PrefixLookupManager):
         self._process_settings = settings
 
     def settings(self) -> dict[str, object]:
-        """What this manager obeys, by name."""
+        """The settings that this manager uses, by name."""
         return {
             "cpu_blocks": self._num_rows,
             "chunk_tokens": self._chunk_tokens,
@@ -194,7 +194,8 @@ class TieringManager(PrefixLookupManager):
         tier.submit_store(self._begin_job(keys, pinned.block_ids.tolist(), False, context))
 
     def weights_changed(self) -> None:
-        """The shared tiers hold KV of other weights from now on, so they rest. So does what is known of answers."""
+        """The shared tiers hold KV of other weights from now on, so they rest. The memory of answers ends with it,
+        too."""
         if self.answers is not None:
             self.answers = AnswerReuse()
         self.primary_tier.weights_changed()
@@ -454,7 +455,7 @@ class TieringManager(PrefixLookupManager):
         self._count(metrics.MEETINGS, 1, outcome.value)
 
     def take_samples(self) -> Samples | None:
-        """What happened since the last call; None if nothing did. Called once per engine step."""
+        """The events since the last call; None if nothing did. Called once per engine step."""
         kept = len(self.primary_tier.waiting.kept)
         changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at, kept
         if (

@@ -136,7 +136,8 @@ class AdapterRegistry:
                 self._begin(request, None, loaded=False)
 
     def loaded_by_workers(self, loads: Mapping[int, AbstractSet[bytes | None]]) -> None:
-        """What the ranks loaded within a step, by id; several states if they disagree."""
+        """The ranks have loaded these adapters within a step, by id; an adapter has several states if ranks
+        disagree."""
         with self._lock:
             for lora_int_id, states in loads.items():
                 state = next(iter(states)) if len(states) == 1 else None
@@ -298,7 +299,7 @@ def numbered_extra_keys(extra_keys: Any) -> Callable[[Any], list[Any]]:
 
 
 class AdapterLoads:
-    """What a rank's LoRA manager has loaded since the last report."""
+    """The adapters that a rank's LoRA manager has loaded since the last report."""
 
     _of_engine: dict[int, tuple[LoRAConfig, AdapterLoads]] = {}  # noqa: RUF012 - by the engine's own configuration object
 

@@ -81,7 +81,7 @@ def require_shareable_hashes(vllm_config: VllmConfig) -> None:
 
 
 def hash_seed() -> str | None:
-    """What the first block's hash is made of; None: at random. Since 0.30 vLLM has a fixed one for sha256."""
+    """The input of the first block's hash; None: at random. Since 0.30 vLLM has a fixed one for sha256."""
     return os.environ.get("PYTHONHASHSEED", getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None))
 
 
@@ -233,7 +233,7 @@ def _versions_of(*names: str) -> dict[str, str]:
 
 
 def json_value(value: Any, path: str) -> Any:
-    """As JSON, without credentials, so that different values never look alike.
+    """The value as JSON without credentials, so that different values never look alike.
 
     Raises ConfigError naming what has no such form.
     """
@@ -292,7 +292,8 @@ def _is_the_whole(model: Any) -> bool:
 
 
 def _physical_layout(vllm_config: VllmConfig) -> str:
-    """How the platform's attention kernels arrange a block's bytes, as one word; `layout` describes it fully."""
+    """The arrangement of a block's bytes by the platform's attention kernels, as one word; `layout` describes it
+    fully."""
     cache = vllm_config.cache_config
     # Since 0.30 vLLM resolves a layout and says so; before, a variable may choose one.
     resolved = getattr(cache, "kv_cache_layout", None) or os.environ.get("VLLM_KV_CACHE_LAYOUT", "default")

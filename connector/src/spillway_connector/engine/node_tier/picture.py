@@ -34,7 +34,7 @@ STORE_ID_BYTES = 8
 
 
 class NodePicture(LruRows):
-    """What this engine knows of the rows, and how it changes them. EngineCore process, scheduler thread."""
+    """The state of the rows as this engine knows it, and its changes to them. EngineCore process, scheduler thread."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class NodePicture(LruRows):
 
     @override
     def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
-        """What this engine has changed itself."""
+        """Announce the rows that this engine has changed itself."""
         super()._announce(changed := list(keys), removed)
         if self.news is not None:
             (self.news.removed if removed else self.news.storing)(changed)
@@ -252,7 +252,8 @@ class NodePicture(LruRows):
             seen[row] = stamps[row]
 
     def _publish(self) -> None:
-        """What this engine has written is there for all. No lock: until now the rows are this engine's alone."""
+        """Make the rows that this engine has written available to all engines. No lock: until now the rows are this
+        engine's alone."""
         claimed, self._unpublished = list(self._unpublished.values()), {}
         published = self._index.publish(claimed, self._place)
         if published is None:
@@ -288,7 +289,8 @@ class NodePicture(LruRows):
 
     def _try_to_rejoin(self) -> None:
         """Use the rows again, if the lock can be had at once and the files are those that this engine's processes map.
-        What it still reads or writes has its pins and claims; other claims are released, all else is seen anew."""
+        Rows that it still reads or writes keep their pins and claims; its other claims are released, and all other rows
+        are read again."""
         if self._files_are_gone or self._weights_changed or self._clock() < self._sweep_at:
             return
         self._sweep_at = self._clock() + _REJOIN_SECONDS
@@ -350,7 +352,7 @@ class NodePicture(LruRows):
 
 
 class _Together(AbstractContextManager[None]):
-    """What is completed within it is published at the end of the outermost."""
+    """Rows that are completed within the context are published at the end of the outermost one."""
 
     def __init__(self, picture: NodePicture) -> None:
         self._picture = picture

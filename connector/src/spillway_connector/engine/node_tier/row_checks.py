@@ -42,7 +42,8 @@ class RowChecks:
             self._loading[copy_id] = host
 
     def still_held(self, copy_id: int) -> bool:
-        """Whether the rows of a copy that has ended held all the while what was to be loaded. Once for each copy."""
+        """Whether the rows of a copy that has ended held the wanted chunks from its beginning to its end. Once for each
+        copy."""
         host = self._loading.pop(copy_id, None)
         if host is None or self._holds(host):
             return True

@@ -1,4 +1,4 @@
-"""Where an engine holds Spillway's connector: at its scheduler, alone or beside others in vLLM's MultiConnector."""
+"""Finds Spillway's connector at an engine's scheduler: alone, or beside others in vLLM's MultiConnector."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class SchedulerHalf(ResettableHalf):
                 self.features.append(QueueOrder(self, settings.queue_overtake_seconds))
             if settings.fair_steps == "on":
                 self.features.append(FairSteps(self.known_state, step_tokens))
-            # Without a prefix cache on the device there is no hit behind a preemption.
+            # Without a prefix cache on the device, a preempted request finds no block there.
             if settings.compute_while_loading == "on" and one_prefix and loading is not None:
                 self.meetings = Meetings(self.manager, control, self._prefill_timer, self._chunk_tokens)
                 self.features.append(self.meetings)
@@ -131,7 +131,7 @@ class SchedulerHalf(ResettableHalf):
         self.manager.serve_half(loads_begin_early=one_block, late_stores=self.late_stores, kv_groups=groups)
 
     def settings(self) -> dict[str, object]:
-        """What this half and its manager obey, by name."""
+        """The settings that this half and its manager use, by name."""
         generated_tokens = "off" if self.config.offload_prompt_only else "on"
         return {
             **self.manager.settings(),
@@ -325,7 +325,7 @@ class SchedulerHalf(ResettableHalf):
         return found
 
     def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
-        """Whether the device's prefix cache holds all of the prompt but its last block, which it never covers whole.
+        """Whether the device's prefix cache holds all of the prompt except its last block, which no hit covers whole.
 
         To load that block costs an engine step, and often a wait until it has been stored."""
         computed = req_status.num_locally_computed_tokens

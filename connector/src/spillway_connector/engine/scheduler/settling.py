@@ -1,10 +1,10 @@
 """Stores of an engine without work: `EngineCore.spillway_settle(seconds)`.
 
 The engine service calls it when the last request of a drain has ended, and when an engine has been idle for a while,
-again and again until nothing is left; the end of a request that another engine goes on with has the same effect. For so
-many seconds the engine core then steps without requests: copies that the last steps began are reported and offered to
-the shared tiers, and chunks that the device alone holds are stored. A request that comes meanwhile is scheduled like
-any other.
+again and again until nothing is left; the end of a request that another engine goes on with has the same effect. For
+that time the engine core steps without requests: copies that the last steps began are reported and offered to the
+shared tiers, and chunks that the device alone holds are stored. A request that comes meanwhile is scheduled like any
+other.
 
 An engine that has just started steps too, until it has announced the stores that it loads from: vLLM publishes events
 behind a step, and the gateway has an engine compute prompts for another one only if it knows the store of both.
@@ -22,13 +22,13 @@ from spillway_connector.engine.patches.own_connector import own_connector
 # After the start; until then an engine steps without requests to announce the stores that it loads from.
 INTRODUCTION_SECONDS_MAX = 10.0
 HAND_OVER_SECONDS = 2.0  # after a request that another engine goes on with, until its chunks are stored and announced
-_SETTLING_ROWS_PART = 4  # of the CPU tier: one in so many rows may be on its way to the shared tiers
+_SETTLING_ROWS_PART = 4  # at most one in this number of the CPU tier's rows is on its way to the shared tiers
 IN_FLIGHT_BYTES_MAX = 256 << 20  # between the device and the shared tiers at once, so that no store waits for seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """What would be lost if the engine ended now. chunks: stored by this engine while it settled, so far."""
+    """The chunks that would be lost if the engine ended now. chunks: stored by this engine while it settled, so far."""
 
     left: int
     chunks: int
@@ -43,7 +43,7 @@ class SettlingConnector(Protocol):
 
 
 class SharedChunks(Protocol):
-    """As much of the manager as this needs."""
+    """The part of the manager that this module needs."""
 
     settled_chunks: int
 

@@ -52,7 +52,7 @@ class StepLoadingHalf(SchedulerHalf):
         self._planned: list[StepLoad] = []  # of the step that is being scheduled
         self._planned_blocks = 0
         self._step_loads: dict[int, _Load] = {}
-        # By load under way, those of before a reset included.
+        # By load under way, including loads from before a reset.
         self._step_requests: dict[int, str] = {}
         self._step_blocks: dict[int, frozenset[int]] = {}  # of the device
 

@@ -24,6 +24,6 @@ def has_replaced_adapter(request: RequestFields) -> bool:
 
 
 def holds_any(blocks: AbstractSet[int]) -> IsSuspect:
-    """Device blocks that their load did not fill. With another connector's (vLLM's MultiConnector) that is known only
-    after the step that reads them; a load of ours has no store beside it."""
+    """Device blocks that their load did not fill. A load of another connector (vLLM's MultiConnector) shows this only
+    after the step that reads its blocks; a load of Spillway's has no store beside it."""
     return lambda request: any(not blocks.isdisjoint(state.block_ids) for state in request.group_states)

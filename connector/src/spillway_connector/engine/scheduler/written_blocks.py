@@ -1,6 +1,6 @@
 """Which device blocks a step writes to, and how many the next one may take.
 
-Only for a block that a step writes to must a store that still reads it end first.
+A store that still reads a block must end before a step writes to that block, and only then.
 Upstream takes all blocks of a request that is new in a step for newly allocated ones, those of a hit in the device's
 prefix cache included. A request whose prefix was computed just before would wait until all of it has been copied to the
 CPU tier, before its own forward pass, which only reads it.
@@ -18,7 +18,7 @@ from spillway_connector.engine.requests.state import RequestFields
 def written_blocks(output: SchedulerOutput, group: int, block_tokens: int) -> set[int]:
     """Ids of the blocks of one KV group of full attention that this step's forward pass fills, or copies to.
 
-    block_tokens: of a device block of that group. For a new or resumed request `output` names all blocks. The step does
+    block_tokens: of a device block of that group. `output` names all blocks of a new or resumed request. The step does
     not write the blocks before its computed tokens: they were found in the device's cache, or a load of an earlier step
     filled them.
     """

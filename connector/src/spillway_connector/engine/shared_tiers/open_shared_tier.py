@@ -1,4 +1,4 @@
-"""From one configured entry to the shared tier that the scheduler drives: one tier, or one behind another."""
+"""Makes the shared tier that the scheduler drives from one configured entry: one tier, or one behind another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one configured tier to its open backend."""
+"""Opens the backend of one configured tier."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def _layout_of(config: NvmeTierConfig) -> Mode:
 
 
 def _secret(variable: str | None) -> str | None:
-    """Without line ends behind it, like a password file's. Raises ConfigError when the named environment variable is
-    not set: an empty login is never meant."""
+    """A secret from an environment variable, without line ends behind it. Raises ConfigError when the named environment
+    variable is not set: an empty login is never meant."""
     if variable is None:
         return None
     if variable not in os.environ:

@@ -167,7 +167,8 @@ class SharedTierBase(PrefixTier):
             self._shared.end_request_of_session(*named)
 
     def known(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-        """Those that the tier holds, the upper one of two, or that are on their way to it, as far as is known."""
+        """The keys of which the engine knows that the tier (the upper one of two) holds them, or that they are on their
+        way to it."""
         return cast("set[OffloadKey]", self._members[0].known(keys))
 
     def stores_in_hand(self) -> int:

@@ -59,7 +59,7 @@ REPORTED = (
 
 
 class TierReport:
-    """The last reported values of one tier. For the scheduler thread."""
+    """The last reported values of one tier. The scheduler's thread alone uses it."""
 
     def __init__(self, tier_type: str, shared: SharedTier, clock: Clock = time.monotonic) -> None:
         self._tier_type = tier_type

@@ -7,8 +7,8 @@ In `kv_connector_extra_config`:
 or, where the plugin is not loaded, with the class name and `"module_path": "spillway_connector.engine.stock.tiers"`.
 The other keys are those of Spillway's own connector (config.parse_tier), and vLLM's `backpressure` and `locality`.
 
-The contract is vLLM's `SecondaryTierManager`, the same in 0.30, 0.32 and 0.33 as far as it is used here; a test per
-version compares it with the wheel. All methods are called by one thread at a time (0.33: under the manager's lock).
+The contract is vLLM's `SecondaryTierManager`, which is the same in 0.30, 0.32 and 0.33 in all that is used here; a test
+per version compares it with the wheel. All methods are called by one thread at a time (0.33: under the manager's lock).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def take_stats(report: TierReport) -> OffloadingConnectorStats | None:
-    """What changed since the last call; None if nothing did."""
+    """The changes since the last call; None if nothing did."""
     samples = Samples()
     report.add_to(samples)
     return connector_stats(samples)
@@ -204,7 +204,7 @@ class StockTier(SecondaryTierManager):
 
         Blocks until no thread touches a row, at most until the deadline of the jobs under way. Which of the reasons it
         is, vLLM does not say, and blocks of other weights must not be loaded: the tier rests until the engine restarts.
-        Then `weights_version` names the weights, those of an earlier name, too.
+        From then on `weights_version` identifies the weights, also those that had another name.
         """
         longest = max(self._limits.load_timeout_seconds, self._limits.store_timeout_seconds)
         while not self._shared.drain(longest):

@@ -42,8 +42,8 @@ def _full_recompute(
     if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return own(requests)
     if evict_blocks:
-        # For running requests. Loads here are asynchronous: until one has ended, its blocks belong to one request, and
-        # that request waits.
+        # vLLM asks so for running requests. Loads here are asynchronous: until one has ended, its blocks belong to one
+        # request, and that request waits.
         return set(), 0, set()
     return recompute_from_start(scheduler.kv_cache_manager, requests, invalid_block_ids)
 

@@ -1,4 +1,4 @@
-"""From the connector's counts to vLLM's `/metrics`: deltas travel worker -> scheduler -> API server."""
+"""Brings the connector's counts to vLLM's `/metrics`: deltas travel worker -> scheduler -> API server."""
 
 from __future__ import annotations
 

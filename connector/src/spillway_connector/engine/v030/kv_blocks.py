@@ -40,7 +40,7 @@ def place_kv_caches(
     group_ids: Sequence[int],
     room_bytes: int | None = None,
 ) -> PlacedKVCaches:
-    """Choose where the parts of a block lie in a row.
+    """Choose the place of each part of a block in a row.
 
     Args:
         kv_caches: As vLLM registers them, by layer.
@@ -81,7 +81,7 @@ def place_kv_caches(
 
 
 def block_bytes(placed: PlacedKVCaches) -> int:
-    """How many bytes of a row one block takes, of whichever group."""
+    """The bytes of a row that one block takes, in every group."""
     tensors = zip(placed.row_offsets, placed.tensors, strict=True)
     return max((offset + tensor.page_size_bytes for offset, tensor in tensors), default=0)
 

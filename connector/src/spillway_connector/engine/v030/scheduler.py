@@ -171,8 +171,8 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        """Upstream's contract, except that a bound of 0 tokens is one, of a request of which nothing may be stored, and
-        that states which no prefix ends with are left out."""
+        """Upstream's contract with two differences: a bound of 0 tokens counts as a bound (nothing of the request may
+        be stored), and states with which no prefix ends are left out."""
         state = scheduler_output.kv_connector_block_state
         handoffs = (state.boundary_state_offloads if state else None) or {}
         for request_id in list(handoffs):

@@ -19,8 +19,9 @@ class SchedulerControlV030(SchedulerControl):
     @contextmanager
     @override
     def bounded(self, scheduler: Scheduler, tokens: Mapping[str, int]) -> Iterator[None]:
-        """By vLLM's last word on the length of each prompt's part of a step. The bound for long prompts does not hold
-        for a request that is alone there, and may be raised to a fair share of the step."""
+        """Bounds a step by the method with which vLLM decides last how much of each prompt a step computes. The bound
+        for long prompts does not hold for a request that is alone there, and may be raised to a fair share of the
+        step."""
         inner: Any = scheduler._reserve_prefill_lookahead
 
         def reserve(request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:

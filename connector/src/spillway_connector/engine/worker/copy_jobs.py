@@ -299,11 +299,11 @@ class CopyJobs:
         return invalid
 
     def take_report(self) -> StepReport:
-        """What ended since the last call."""
+        """The jobs that ended since the last call."""
         report, self._report = self._report, StepReport()
         return report
 
     def take_samples(self) -> Samples:
-        """What is to be counted since the last call."""
+        """The samples since the last call."""
         samples, self._samples = self._samples, Samples()
         return samples

@@ -41,7 +41,7 @@ class WorkerHalf(OffloadingConnectorWorker):
             self._layerwise = LayerwiseLoads(loader, self._jobs)
 
     def _take_samples(self) -> Samples:
-        """What is to be counted since the last call, and now and then the settings of this process."""
+        """The samples since the last call, and now and then the settings of this process."""
         samples = self._jobs.take_samples()
         settings: ProcessSettings | None = getattr(self.spec, "process_settings", None)
         if settings is not None:

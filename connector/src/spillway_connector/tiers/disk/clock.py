@@ -33,7 +33,7 @@ def boot_tag() -> str | None:
 
 
 class AgeClock:
-    """Seconds and nanoseconds since 1970, as far as the wall clock was right when the clock was set.
+    """Seconds and nanoseconds since 1970, if the wall clock was right when this clock was set.
 
     Private to the process until :meth:`share`. Safe from several threads.
     """

@@ -88,7 +88,7 @@ class RedisTier:
         self._wall_clock = wall_clock
         self._plan = StripePlan.of(payload_bytes, stripe_bytes_max)
         self._router = RedisRouter(endpoint, connections, clock)
-        # On a cluster each node has so many, and which node has a block is not known before.
+        # On a cluster each node has this number, because it is not known beforehand which node has a block.
         self.transfers_at_once = None if endpoint.topology is Topology.CLUSTER else connections
         lanes = min(payload_connections, connections, self._plan.count)
         self._lanes = Lanes(lanes, connections)
@@ -232,7 +232,7 @@ class RedisTier:
 
     def send(self, key: bytes, borrow: Borrow, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         if self._prepared_at is not None and self._clock() - self._prepared_at > DOCUMENT_SECONDS:
-            self._prepared_at = None  # it may be lost with all else: FLUSHALL, or a restart without persistence
+            self._prepared_at = None  # it may be lost with all other keys: FLUSHALL, or a restart without persistence
         self.prepare(deadline)
         names = self._plan.names(self._names.block(key))
         # A block that another engine has stored takes one small round trip, no payload.

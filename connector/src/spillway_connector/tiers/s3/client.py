@@ -1,4 +1,4 @@
-"""One bucket for several threads: requests with a deadline, so many at once, on an event loop of its own.
+"""One bucket for several threads: requests with a deadline, a bounded number at once, on an event loop of its own.
 
 obstore signs, pools connections, renews credentials and repeats what the store asks to repeat (503, 429), with pauses
 that double. Here are the bounds: a request that passes its deadline is cancelled, pauses included.
@@ -58,7 +58,7 @@ class S3Client:
     puts_per_second_max, gets_per_second_max: HEAD counts as GET, as on a bill; None: no bound.
 
     Attributes:
-        requests: How many were begun, by kind: put, get, head, delete. What obstore repeats counts once.
+        requests: How many were begun, by kind: put, get, head, delete. A request that obstore repeats counts once.
     """
 
     def __init__(

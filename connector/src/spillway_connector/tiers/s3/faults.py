@@ -22,7 +22,7 @@ _STATUS = re.compile(r"status code: ([0-9]{3})")
 _TEXT_MAX = 300
 # Addresses of what gives credentials, not of the store: the node's metadata service, STS.
 _IDENTITY = re.compile(r"169\.254\.|/latest/(?:api/token|meta-data)|//sts[.-]|AssumeRoleWithWebIdentity")
-# As rustls says it, apart from the address.
+# The message of rustls without the address.
 _TLS = re.compile(r"certificate|invalidmessage|alertreceived|handshake|tls")
 # An object of which a part came; obstore asks for the rest by a range, which not every store gives.
 _HALF = re.compile(r"body|incomplete|connection reset|connection closed|content-range")

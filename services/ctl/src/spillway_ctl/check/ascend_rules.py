@@ -60,7 +60,7 @@ def _hccl(group: Group) -> Iterator[Finding]:
 
 
 def _overlaps(release: Release) -> Iterator[Finding]:
-    """Overlaps of groups that may share a node on its own network."""
+    """Find overlaps of port ranges between groups that may share a node and use its network."""
     on_host: list[Group] = []
     for group in release.groups:
         taken = _hccl_ports(group)

@@ -182,7 +182,7 @@ def _chunks(engine: Engine, path: str, row: int, found: list[Finding]) -> tuple[
 
 
 def _tier_fitting(key: str, row: int, free: int) -> str:
-    """The largest tier that fits into so many bytes, as a part of a remedy; empty if none does."""
+    """The largest tier that fits into this number of bytes, as a part of a remedy; empty if none does."""
     chunks = free // row
     if chunks < 1:
         return ""

@@ -59,7 +59,7 @@ class DropEvents(msgspec.Struct, frozen=True, tag="drop_events", tag_field="faul
 
 
 class DieInStream(msgspec.Struct, frozen=True, tag="die_in_stream", tag_field="fault", forbid_unknown_fields=True):
-    """The next `requests` replies end after so many tokens: by a broken connection, or by vLLM's error event."""
+    """The next `requests` replies end after this number of tokens: by a broken connection, or by vLLM's error event."""
 
     after_tokens: Annotated[int, msgspec.Meta(ge=0)] = 1
     how: Literal["abort", "error_event"] = "abort"

@@ -135,7 +135,7 @@ class Generation:
             connection.stream(self._before + _encode(text)[1:-1] + self._after)
 
     def drained(self) -> None:
-        """As the engine service ends what a drain leaves no time for."""
+        """End the answers for which a drain leaves no time, as the engine service does."""
         self._connection.on_gone = None
         reason = error("the engine is shutting down and had no time left to finish this request", 503, ENDING_ERROR)
         if self._asked.stream and self._sent:

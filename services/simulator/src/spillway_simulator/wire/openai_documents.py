@@ -71,7 +71,7 @@ class OpenAiEnvelope:
         return self.chunk(text, None)
 
     def piece_with_ids(self, text: str, tokens: Sequence[int], *, first: bool) -> bytes:
-        """piece() for a client that asked for ids."""
+        """Like piece(), for a client that asked for ids."""
         return self.chunk(text, None, tokens=tokens, first=first)
 
     def end(self, text: str, tokens: Sequence[int], completed: Completed) -> bytes:

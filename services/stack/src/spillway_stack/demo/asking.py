@@ -83,7 +83,7 @@ def ask_one_token(port: int, model: str) -> None:
 
 
 def take_blocks(port: int, model: str, blocks: int) -> None:
-    """As many short answers at the same time, each in a device block of its own; caches nothing.
+    """Ask for that many short answers at the same time, each in a device block of its own; nothing of them is cached.
 
     At the same time, as vLLM 0.30 and newer reuse a block that caches nothing before any other: one such request after
     the other would always get the same block. Several tokens each, so that the last has begun before the first ends.

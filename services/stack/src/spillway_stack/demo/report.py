@@ -1,4 +1,4 @@
-"""From samples to rows, and rows to build/demo/report.json. Pure except for the write."""
+"""Turns samples into rows, and writes the rows to build/demo/report.json. Pure except for the write."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 FREE, WRITING, LIVE = 0, 0x57, 0x4C  # far apart in bits: one flip does not turn one into another
 SMALL, MAIN = 0, 1
 FREQUENCY_MAX = 3
-SMALL_SHARE = 10  # the small queue's share is one in so many
+SMALL_SHARE = 10  # the small queue gets one slot in this number
 _BATCH = 512  # oldest entries looked up at once; one lookup passes over the whole array
 _U32 = (1 << 32) - 1
 

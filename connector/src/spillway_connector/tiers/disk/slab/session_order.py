@@ -31,7 +31,7 @@ from spillway_connector.plan.sessions import expected_at
 from spillway_connector.tiers.disk.slab.layout import SESSION_ROWS_MAX
 from spillway_connector.tiers.disk.slab.policy import LIVE, Put
 
-NOBODY = 0  # uses a slot, as far as is known
+NOBODY = 0  # no session is known to use the slot
 SEVERAL = 0xFFFFFFFF
 UNKNOWN = 0xFFFFFFFF  # when a session comes back; or that it cannot be late
 NO_PLACE = 0xFFFFFFFF  # in the prefix: known when the request that stored the chunk ends

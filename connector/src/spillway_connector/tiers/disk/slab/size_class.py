@@ -136,7 +136,7 @@ class OpenSizeClass:
         return self._size_class
 
     def replaced(self, index: SlabIndex) -> bool:
-        """Whether the index was removed, or replaced by a larger or rebuilt one. About a microsecond."""
+        """Whether the index file was removed, or replaced by a larger or rebuilt one. About a microsecond."""
         try:
             status = os.stat(self._index_path, follow_symlinks=False)
         except OSError:

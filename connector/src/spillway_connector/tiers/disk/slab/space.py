@@ -203,7 +203,8 @@ class SlabSpace:
         return False
 
     def make_room(self, size_class: SizeClass, needed_bytes: int) -> bool:
-        """Whether so many bytes more are within the bound, if need be by dropping stale chunks. Under the lock."""
+        """Whether this number of further bytes fits within the bound; drops stale chunks if that is needed. Under the
+        lock."""
         left_bytes = self.measure().left_bytes
         while left_bytes < needed_bytes:
             dropped_bytes = self.drop_stalest(None, also=size_class)

@@ -21,7 +21,7 @@ from spillway_connector.tiers.tier import Clock
 
 REPLY_BYTES_MAX = 4 * 1024 * 1024  # that redis-py's parser may take in for one exchange; values do not pass through it
 STRETCH_BYTES = 1024 * 1024  # of one read within a value: who gets it then finds it in the processor's caches
-BULK_BYTES = 512 * 1024  # if at least so many are missing from a value, a wait ends once they are there
+BULK_BYTES = 512 * 1024  # if at least this number of bytes is missing from a value, a wait ends once they have arrived
 _STEP_BYTES = 512  # of one read while the length of a value is expected: the start of the value in it is copied
 _LINE_BYTES_MAX = 64 * 1024
 _POLL_SECONDS_MAX = 86_400.0  # poll(2) takes milliseconds in 31 bits

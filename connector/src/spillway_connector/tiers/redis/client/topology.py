@@ -55,11 +55,12 @@ class ServerMap(ABC):
 
     @abstractmethod
     def locate(self, name: bytes, deadline: float) -> Route:
-        """The server that has the key ``name``, as far as known; discovers first if nothing is known."""
+        """The server that is believed to have the key ``name``; discovers first if nothing is known."""
 
     @abstractmethod
     def reroute(self, name: bytes, asked: Route, error: TierError, deadline: float) -> Route | None:
-        """Where else to send a command after ``error``; None: ``error`` is final. At most one discovery."""
+        """The server to which a command is sent again after ``error``; None: ``error`` is final. It makes at most one
+        discovery."""
 
     @abstractmethod
     def servers(self, deadline: float) -> list[Address]:
@@ -179,7 +180,7 @@ class SentinelMap(_DiscoveredMap[Address]):
         self._primary.close()
 
     def discover_master(self, service_name: str) -> Address:
-        """What redis-py's pool asks."""
+        """The method that redis-py's pool calls."""
         return self._discovery.get(connect_deadline())
 
     @override
@@ -277,7 +278,7 @@ def parse_slots(reply: Reply, asked: Address) -> list[Address | None]:
 
 
 def _may_be_elsewhere(error: TierError) -> bool:
-    """Whether another server than the one that failed may do what it did not."""
+    """Whether a server other than the one that failed may carry out the command."""
     if isinstance(error, TierRefused):
         return error.reason in (RefusedReason.READ_ONLY, RefusedReason.MOVED, RefusedReason.LOADING)
     return isinstance(error, TierUnreachable)
