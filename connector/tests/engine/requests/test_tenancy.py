@@ -103,7 +103,7 @@ def test_anything_else_is_no_session_or_one_within_bounds(params: object):
 
     assert hint is None or (
         hint.session
-        and hint.ended in (True, False)
+        and isinstance(hint.ended, bool)
         and (hint.return_seconds is None or 0 <= hint.return_seconds <= SESSION_RETURN_SECONDS_MAX)
     )
 
