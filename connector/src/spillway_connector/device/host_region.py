@@ -99,7 +99,8 @@ class HostRegion:
             descriptor = open_own(self.path, os.O_RDWR, REGION_DEPTH)
         except NotOwn as error:
             raise HostMemoryError(
-                f"the CPU tier's memory cannot be shared: {error.strerror}; every user may put files there"
+                f"the CPU tier's memory cannot be shared: {error.strerror}; every user may put files there: remove "
+                "this one"
             ) from error
         deadline = time.monotonic() + _OPEN_TIMEOUT_SECONDS
         while os.fstat(descriptor).st_size < self.size_bytes:

@@ -91,7 +91,9 @@ class SealKey:
             with path.open("rb") as file:
                 text = file.read(KEY_FILE_BYTES_MAX).decode("ascii")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"encryption.keyFile: {path} cannot be read as text: {error}") from error
+            raise ConfigError(
+                f"encryption.keyFile: {path} cannot be read as text; make it readable, in hex or base64: {error}"
+            ) from error
         return cls.parse(key_id, text, f"encryption.keyFile {path}")
 
     @classmethod

@@ -129,7 +129,9 @@ def read_keys(path: Path, reading: unique_yaml.Reading | None = None) -> KeyRing
     except OSError as error:
         raise ConfigError(f"auth.keysFile {path}: cannot be read ({error.strerror}); give a readable file") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"auth.keysFile {path}: is not YAML text ({error.__class__.__name__})") from error
+        raise ConfigError(
+            f"auth.keysFile {path}: is not YAML text ({error.__class__.__name__}); save it as UTF-8 YAML"
+        ) from error
     return parse_keys(document, f"auth.keysFile {path}")
 
 

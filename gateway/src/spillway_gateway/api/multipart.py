@@ -65,7 +65,7 @@ def audio_of(body: Body, parts: Iterable[Part]) -> ParsedBody:
     try:
         name = model.decode() if model else None
     except UnicodeDecodeError as error:
-        raise ClientBadRequest("The form field 'model' is not UTF-8 text", "model") from error
+        raise ClientBadRequest("The form field 'model' is not UTF-8 text; send a model's name", "model") from error
     return ParsedBody(
         name,
         names_salt=False,

@@ -58,9 +58,11 @@ def render_chart(helm: str, chart: Path, values: Sequence[Path], sets: Sequence[
             f"--helm {helm}: no such program; give Helm's path, or --rendered with the output of helm template"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise CommandError(f"helm template took more than {HELM_SECONDS:g} s") from error
+        raise CommandError(
+            f"helm template took more than {HELM_SECONDS:g} s; run it yourself and give its output with --rendered"
+        ) from error
     if done.returncode != 0:
-        raise CommandError(f"helm template refused: {done.stderr.strip()}")
+        raise CommandError(f"helm template refused these values, correct them: {done.stderr.strip()}")
     return done.stdout
 
 

@@ -60,7 +60,7 @@ def apart(lines: Iterable[str], rates: ApartRates) -> Apart:
         requests, last_window = requests + 1, max(last_window, window)
         prompt_tokens, computed_tokens = prompt_tokens + given, computed_tokens + computed
     if not requests:
-        raise CommandError("--trace: no request in it")
+        raise CommandError("--trace: no request in it; give a file with a line of JSON for each request")
     windows = last_window - min(prefill) + 1
     busiest = [max(seconds.values()) / WINDOW_SECONDS for seconds in (prefill, decode)]
     mean = [sum(seconds.values()) / WINDOW_SECONDS / windows for seconds in (prefill, decode)]
@@ -89,5 +89,8 @@ def _read(line: str, number: int) -> tuple[float, int, int, list[int]]:
             f"--trace: line {number}: {error!r}; timestamp, input_length, output_length and hash_ids are needed"
         ) from error
     if found[0] < 0 or not math.isfinite(found[0]) or found[1] < 1 or found[2] < 0 or not found[3]:
-        raise CommandError(f"--trace: line {number}: a time or a length below its least, or no hash_ids")
+        raise CommandError(
+            f"--trace: line {number}: a time or a length below its least, or no hash_ids; needed are a timestamp and "
+            "an output_length from 0, an input_length from 1, and one of hash_ids"
+        )
     return found

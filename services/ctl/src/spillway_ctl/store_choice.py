@@ -102,8 +102,13 @@ def choice_from_config(path: Path, *, below: bool = False) -> StoreChoice:
     if chosen == "s3":
         return replace(with_key, s3=S3Place.of(tier.s3))
     if below:
-        raise CommandError(f"--config {path}: offload.sharedTier.below.type is none, so no tier is below this one")
-    raise CommandError(f"--config {path}: offload.sharedTier.type is none, so this engine has no shared tier")
+        raise CommandError(
+            f"--config {path}: offload.sharedTier.below.type is none, so no tier is below this one; leave out --below"
+        )
+    raise CommandError(
+        f"--config {path}: offload.sharedTier.type is none, so this engine has no shared tier; name one by --nvme, "
+        "--redis or --s3"
+    )
 
 
 def place_of(url: str, endpoint: str | None, region: str | None, ca_file: str | None) -> S3Place:

@@ -61,16 +61,20 @@ def choice_of(given: argparse.Namespace) -> StoreChoice:
     else:
         raise CommandError(NO_STORE)
     if given.below and given.config is None:
-        raise CommandError("--below belongs to --config, which is not given")
+        raise CommandError(
+            "--below belongs to --config, which is not given: give --config engine.yaml, or leave out --below"
+        )
     for option in ("s3_endpoint", "s3_region"):
         if getattr(given, option) is not None and given.s3 is None:
-            raise CommandError(f"--{option.replace('_', '-')} belongs to --s3, which is not given")
+            raise CommandError(
+                f"--{option.replace('_', '-')} belongs to --s3, which is not given: give --s3, or leave it out"
+            )
     login = {name: getattr(given, name) for name in _LOGIN if getattr(given, name) is not None}
     if choice.s3 is not None:
         login.pop("tls_ca_file", None)  # in the place already
     if login and choice.redis is None:
         kind = "a directory" if choice.nvme is not None else "a bucket"
-        raise CommandError(f"--{next(iter(login)).replace('_', '-')} is for Redis; this tier is {kind}")
+        raise CommandError(f"--{next(iter(login)).replace('_', '-')} is for Redis; this tier is {kind}: leave it out")
     if "password_env" in login or "password_file" in login:
         choice = replace(choice, password_env=None, password_file=None)
     key_file = getattr(given, "encryption_key_file", None)

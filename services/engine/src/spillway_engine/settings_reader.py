@@ -77,7 +77,7 @@ def _with_override(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SettingsError(f"{override!r}: the value is not YAML: {error}") from error
+        raise SettingsError(f"{override!r}: the value is not YAML, quote it: {error}") from error
     return _placed(tree, path.split("."), value, override)
 
 
@@ -87,7 +87,7 @@ def _placed(tree: Mapping[str, Any], path: list[str], value: Any, override: str)
         return {**tree, key: value}
     below = tree.get(key) or {}
     if not isinstance(below, dict):
-        raise SettingsError(f"{override!r}: {key} holds no further keys")
+        raise SettingsError(f"{override!r}: {key} holds no further keys; set {key} itself")
     return {**tree, key: _placed(below, rest, value, override)}
 
 

@@ -124,7 +124,8 @@ def _logs(folder: StateFolder, component: str, count: int) -> int:
     if component:
         logs = [log for log in logs if log.stem == component]
         if not logs:
-            raise StackError(f"no log of {component!r} in {folder.logs}")
+            known = ", ".join(sorted(log.stem for log in folder.logs.glob("*.log"))) or "none; run make up first"
+            raise StackError(f"no log of {component!r} in {folder.logs}; there are: {known}")
     for log in logs:
         print(f"==> {log}")
         print("\n".join(last_lines(log, count)))

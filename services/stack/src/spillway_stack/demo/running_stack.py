@@ -76,7 +76,9 @@ def require_offload(settings: StackSettings) -> None:
     if settings.shared_tier == "none":
         raise StackError(f"SHARED_TIER=none: engines share nothing; {again} SHARED_TIER=nvme or SHARED_TIER=redis")
     if not settings.gateway:
-        raise StackError("the stack runs without a gateway; the demo shows its headers")
+        raise StackError(
+            "the stack runs without a gateway, whose headers the demo shows; run `make down` and then `make up`"
+        )
 
 
 def limits_from_configuration(configuration: dict[str, Any]) -> EngineLimits:

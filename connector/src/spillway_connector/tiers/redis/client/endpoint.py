@@ -143,10 +143,14 @@ class RedisEndpoint:
                 secret = file.read(SECRET_FILE_BYTES_MAX).decode("utf-8").rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise TierRefused(
-                RefusedReason.AUTHENTICATION, f"{self}: passwordFile {self.password_file} cannot be read: {error}"
+                RefusedReason.AUTHENTICATION,
+                f"{self}: passwordFile {self.password_file} cannot be read; make it readable as UTF-8: {error}",
             ) from error
         if not secret:
-            raise TierRefused(RefusedReason.AUTHENTICATION, f"{self}: passwordFile {self.password_file} is empty")
+            raise TierRefused(
+                RefusedReason.AUTHENTICATION,
+                f"{self}: passwordFile {self.password_file} is empty; write the password to it",
+            )
         return secret
 
     def __str__(self) -> str:
