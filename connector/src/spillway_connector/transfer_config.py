@@ -9,7 +9,7 @@ LOAD_FAILURES = {"kv_load_failure_policy": "recompute"}  # vLLM's default ends t
 
 
 def transfer_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config`. options: the connector's settings, perhaps with another `spec_name` or module."""
+    """vLLM's `kv_transfer_config`. options: The connector's settings; they may name another `spec_name` or module."""
     return {
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",

@@ -16,7 +16,8 @@ GROUPS_MAX = 16  # copies of a load; a model of 40 layers has three layers a gro
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """layouts: of each group, in the order of the layers. group_of: by a layer's name, an index of `layouts`."""
+    """layouts: The layout of each group, in the order of the layers. group_of: The index into `layouts` for each
+    layer's name."""
 
     layouts: tuple[CopyLayout, ...]
     group_of: Mapping[str, int]

@@ -1,6 +1,6 @@
 """Whether a load may go layer by layer under the step that uses it. Pure.
 
-A load of its own (asynchronous) delays nobody, and costs its request the time of the whole copy and a step. A load
+An asynchronous load delays no other request, and costs its own request the time of the whole copy and one step. A load
 within the step hides behind the computation of the layers before, but every request of the batch waits for it.
 """
 

@@ -50,7 +50,7 @@ PARTIES_MAX = 128  # followed at a time; the one that was served least lately is
 
 
 class Party(NamedTuple):
-    """A session of a tenant. session: None: all requests of the tenant that name none."""
+    """A session of a tenant. `session` None stands for all requests of the tenant that name no session."""
 
     tenant: bytes
     session: bytes | None = None

@@ -299,7 +299,7 @@ class SealedTier:
 
     @contextmanager
     def _buffer(self) -> Iterator[memoryview]:
-        """A buffer for one sealed payload, kept for the next operation."""
+        """Lend a buffer for one sealed payload, and keep it for the next operation."""
         with self._buffers_lock:
             buffer = self._buffers.pop() if self._buffers else None
         if buffer is None:

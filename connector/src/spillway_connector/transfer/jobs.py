@@ -57,7 +57,7 @@ class Behind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """The result of one job. ``done``: keys stored or loaded; ``failed``: the others, each with its error.
+    """The result of one job. ``done``: keys stored or loaded; ``failed`` has the other items, each with its error.
 
     ``moved``: how many of ``done`` were moved by this job; the others were there already.
     """

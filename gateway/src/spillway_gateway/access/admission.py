@@ -86,7 +86,7 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Whether a request that asks now waits for engines that are there."""
+        """Whether a request that comes now has to wait until an existing engine has room."""
         capacity = self._capacity()
         return capacity > 0 and (self.waiting_requests > 0 or not self._has_room())
 

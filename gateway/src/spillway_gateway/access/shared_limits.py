@@ -97,7 +97,7 @@ class SharedLimits:
             self._work.set()
 
     async def run(self) -> None:
-        """Report ended requests, renew leases, and detect when Redis answers again. Until cancelled."""
+        """Report ended requests, renew leases, and detect when Redis answers again. Runs until it is cancelled."""
         config = self._config
         if self.connected and not await self._answers():
             self._disconnect("no answer at the start")

@@ -182,7 +182,7 @@ class ClientRequest:
 
     def set_disconnect_callback(self, callback: Callable[[], None]) -> None:
         """Call back in the event loop iteration in which the connection is lost, or in the next one if it is lost
-        already. Until clear_disconnect_callback()."""
+        already. It stays until clear_disconnect_callback()."""
         connection = self._connection
         connection.set_disconnect_callback(callback)
         if self._cycle.disconnected or connection.transport.is_closing():

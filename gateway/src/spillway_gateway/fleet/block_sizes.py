@@ -36,7 +36,7 @@ class BlockSizes:
         blocks: of that size, in one event.
 
         A partial block may be the first to arrive, so a larger size displaces a smaller one, once as many blocks of it
-        have come in a row, ATTESTED_BLOCKS at most. A single block of a wrong size so costs an engine nothing. A
+        have come in a row, ATTESTED_BLOCKS at most. So a single block of a wrong size costs an engine nothing. A
         smaller size displaces one that is not attested. Keys of different sizes never meet, so engines of several sizes
         share one index; blocks that an engine stored under another size stay until it removes them.
         """

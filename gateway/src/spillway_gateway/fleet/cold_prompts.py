@@ -71,7 +71,7 @@ class ColdTurn:
 
 
 class ColdPrompts:
-    """Those of one model that wait. On the event loop. clock: monotonic seconds."""
+    """The cold prompts of one model that wait. On the event loop. clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

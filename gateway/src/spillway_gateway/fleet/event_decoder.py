@@ -38,7 +38,8 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """block_hashes: engine keys, position order. token_ids: all tokens of all listed blocks, or empty."""
+    """block_hashes: The engine's keys, in the order of positions. token_ids: all tokens of all listed blocks, or
+    empty."""
 
     block_hashes: list[int]
     parent_hash: int | None
@@ -54,7 +55,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """block_hashes: engine keys of blocks that left the tier. store: as in BlockStored."""
+    """block_hashes: The engine's keys of blocks that left the tier. store: as in BlockStored."""
 
     block_hashes: list[int]
     tier: Tier

@@ -44,7 +44,8 @@ class PrefillRate:
         self.reported: float | None = None  # by the engine, which times whole steps
 
     def sample(self, tokens: int, seconds: float) -> None:
-        """tokens: computed by the engine between the request and its first byte, others queued before it included."""
+        """tokens: The tokens that the engine computed between the request and its first byte, including those of
+        requests queued before it."""
         if tokens >= SAMPLE_TOKENS_MIN and seconds > 0:
             self._samples.add(tokens / seconds)
             self._fleet.add(tokens / seconds)

@@ -16,7 +16,7 @@ _SCAN_BYTES = 4096
 
 
 class Owner(NamedTuple):
-    """tokens: of the response and of all before it, as reported by its usage; 0 until then."""
+    """tokens: The tokens of the response and of all before it, as its usage reports them; 0 until then."""
 
     tenant: str
     model: str

@@ -111,7 +111,7 @@ class EngineFault(IntEnum):
 
 
 class EngineFaultReport(Message, tag=6, frozen=True):
-    """text: the engine's answer, or the adapter."""
+    """text: The engine's answer, or the adapter's name."""
 
     model: str
     engine: str
@@ -120,7 +120,7 @@ class EngineFaultReport(Message, tag=6, frozen=True):
 
 
 class Noted(Message, tag=7, frozen=True):
-    """A first byte of an engine's, or, without one, a continuation. It is for the live page."""
+    """The first byte of an engine's reply came, or (without one) an answer was continued. It is for the live page."""
 
     model: str
     engine: str | None

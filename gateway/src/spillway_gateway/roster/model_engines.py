@@ -35,7 +35,7 @@ class ModelEngines(Protocol):
     def model_removed(self, served: ServedModel) -> None: ...
 
     def is_full(self, model: str) -> bool:
-        """Whether a request that asks now waits for engines that are there."""
+        """Whether a request that comes now has to wait until an existing engine has room."""
 
     def start(self, clients: Clients) -> None:
         """Start the tasks of all models and engines."""

@@ -34,7 +34,7 @@ DEPTHS = _depths()  # in blocks
 
 
 class HotPrefix(NamedTuple):
-    """key: of its last block. requests: lately, decayed."""
+    """key: The key of its last block. requests: The number of recent requests, which decays."""
 
     key: int
     blocks: int

@@ -90,7 +90,7 @@ def cost_of(engine: EngineView, prompt_tokens: int, computed_from: int = 0, comp
 
 
 def crowding(rho: float) -> float:
-    """rho / (1 - rho), bounded: delay of others per unit of work on a resource with the busy share rho. 0 to 4."""
+    """The delay of others per unit of work on a resource whose busy share is rho: rho / (1 - rho), bounded. 0 to 4."""
     if rho <= 0.0:
         return 0.0
     return rho / (1.0 - rho) if rho < RHO_MAX else RHO_MAX / (1.0 - RHO_MAX)

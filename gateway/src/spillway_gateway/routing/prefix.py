@@ -4,8 +4,8 @@ A key covers its block and everything before it, so equal keys mean equal prefix
 shared prefix of two requests is the longest common start of their key lists. They do not
 depend on the engine's hash algorithm, seed or version (fleet/prefix_index.py maps an engine's keys to them).
 
-XXH3 is not collision-resistant. A collision here misplaces one request and never mixes up content, because engines
-match blocks by their hashes.
+XXH3 is not collision-resistant. A collision here sends one request to the wrong engine and never mixes up content,
+because engines match blocks by their own hashes.
 """
 
 from __future__ import annotations

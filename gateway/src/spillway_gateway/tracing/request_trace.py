@@ -151,7 +151,7 @@ class AttemptTrace:
         self._span.set_attribute(names.FIRST_CHUNK_SECONDS, (now - self._sent_ns) / 1e9)
 
     def end(self, status: int, error: str | None) -> None:
-        """status: of the engine's reply, 0 without one. error: why the attempt failed."""
+        """status: The status of the engine's reply, 0 without one. error: Why the attempt failed."""
         if status:
             self._span.set_attribute(names.HTTP_STATUS, status)
         if error is not None:

@@ -111,7 +111,7 @@ class Router(Protocol):
     # -- counts of the live page (fleet/recent.py)
 
     def count_first_byte(self, model: str, engine: str, seconds: float) -> None:
-        """seconds: to the first byte of a reply."""
+        """seconds: The time to the first byte of a reply."""
 
     def count_cached(self, model: str, expected: HeldPrefix, cached_tokens: int) -> None:
         """An engine reported how many tokens of a prompt were cached. expected: by routing."""

@@ -52,7 +52,7 @@ class Exposition:
             self._series.setdefault(name, []).append((found, value))
 
     def series(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """(all labels, value) of those that carry `labels`."""
+        """Returns (all labels, value) of the samples that carry `labels`."""
         return [
             (found, value)
             for found, value in self._series.get(name, [])

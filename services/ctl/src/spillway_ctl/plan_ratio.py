@@ -20,7 +20,8 @@ USED_SHARE = 0.8  # of an engine's time in the busiest window; the rest is for a
 
 @dataclass(frozen=True, slots=True)
 class ApartRates:
-    """token_seconds: between two tokens of an answer. answers: at once on one decode engine, at that pace."""
+    """token_seconds: The time between two tokens of an answer. answers: How many answers one decode engine gives at
+    once at that pace."""
 
     prefill_tokens_per_second: float
     token_seconds: float

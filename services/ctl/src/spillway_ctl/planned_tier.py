@@ -23,7 +23,7 @@ class PlannedTier:
 
     @classmethod
     def of(cls, memory: Mapping[str, Any], offload: Mapping[str, Any]) -> PlannedTier:
-        """memory: the chart's figures of a pod. offload: of the engine service's configuration."""
+        """memory: The chart's figures of a pod. offload: That section of the engine service's configuration."""
         chunk_tokens, table = int(memory["chunkTokens"]), memory.get("groups", [[1, 0]])
         # Blocks of several sizes: a chunk has as many of each.
         per_chunk = chunk_tokens // max((block for _, _, *blocks in table for block in blocks), default=chunk_tokens)

@@ -17,7 +17,8 @@ DEFAULT_IMAGE_CACHE_GIB = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ArgumentMemory:
-    """process_bytes: of the engine's processes. shared_bytes: of /dev/shm. Both of all data parallel ranks together."""
+    """process_bytes: Memory of the engine's processes. shared_bytes: Memory in /dev/shm. Both of all data parallel
+    ranks together."""
 
     process_bytes: int
     shared_bytes: int
@@ -26,8 +27,8 @@ class ArgumentMemory:
 def argument_memory(
     arguments: Sequence[str], *, on_cpu: bool, ranks: int, cores: int, weight_bytes: int
 ) -> ArgumentMemory:
-    """ranks: devices of one data parallel rank; cores: data parallel ranks; weight_bytes: of one of these. On a CPU the
-    weights are in host memory anyway, and are counted there."""
+    """ranks: The devices of one data parallel rank; cores: The number of data parallel ranks; weight_bytes: The weights
+    of one of them. On a CPU the weights are in host memory anyway, and are counted there."""
     process_bytes = 0 if on_cpu else _kept_weights(arguments, ranks, cores, weight_bytes)
     image_cache_gib = _number(arguments, "--mm-processor-cache-gb")
     if argument_value(arguments, "--mm-processor-cache-type") == "shm":

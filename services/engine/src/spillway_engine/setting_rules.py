@@ -113,7 +113,8 @@ def contradictions(engine: EngineSettings | Engine, names: SettingNames) -> Iter
 
 
 def _ports(engine: EngineSettings | Engine, names: SettingNames) -> Iterator[Contradiction]:
-    """vLLM publishes the events of data parallel rank r at the port + r, and answers their replays so too."""
+    """vLLM publishes the events of data parallel rank r at the port + r, and answers their replays at the replay port +
+    r."""
     ranks, nodes = engine.data_parallel_size, engine.nodes_per_replica
     cores_here = ranks_of_pod(ranks, 1, nodes)[0]
     ports = {"port": range(engine.port, engine.port + 1)}

@@ -188,7 +188,7 @@ class CpuTier(OffloadingManager):
                 self._free_list.append(row)
 
     def get_kv_memoryview(self) -> memoryview:
-        """(rows, bytes of a row), of all ranks."""
+        """The pair (rows, bytes of a row), for all ranks together."""
         return self._view
 
     @override

@@ -30,7 +30,7 @@ _FACTS = ("rank_block_bytes", "ranks_hold_the_same")
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """ranks_hold_the_same: KV, byte for byte, within a stage."""
+    """ranks_hold_the_same: Whether all ranks of a stage hold the same KV, byte for byte."""
 
     rank_block_bytes: int  # of a device block of one rank; NOT_KNOWN_HERE
     ranks_hold_the_same: bool

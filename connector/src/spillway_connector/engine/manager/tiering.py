@@ -159,7 +159,7 @@ class TieringManager(PrefixLookupManager):
         return (news is None or news.introduced) and all(tier.introduced for tier in self._shared_tiers)
 
     def take_announcements(self) -> Iterator[tuple[str, Announcement]]:
-        """(tier type, announcement) of all tiers that others share. Called once per engine step."""
+        """Yields (tier type, announcement) of all tiers that other engines share. Called once per engine step."""
         for announcement in self.primary_tier.take_announcements():
             yield NODE_STORE, announcement
         for tier in self._shared_tiers:

@@ -143,7 +143,7 @@ def is_awaited(context: ReqContext) -> bool:
 
 
 def session_of_context(context: ReqContext) -> tuple[bytes, SessionHint] | None:
-    """(tenant, session) of a request that names one."""
+    """The (tenant, session) of a request that names a session."""
     if isinstance(context, TenantContext) and context.session is not None:
         return context.tenant, context.session
     return None

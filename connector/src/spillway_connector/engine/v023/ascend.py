@@ -2,7 +2,7 @@
 
 vLLM 0.23 expects one tensor a layer that begins where its storage begins. vLLM-Ascend (0.23) has several
 (engine/layouts/kv_parts.py), and hybrid models whose attention layer (K slice, then V slice) and Mamba layer (states)
-share one raw tensor. So every part is taken by its own address, stride and shape, never by its storage.
+share one raw tensor. Therefore every part is located by its own address, stride and shape, never by its storage.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class SpillwayConnector(ConnectorBase):
         self._queue_stores()
 
     def unregister_kv_caches(self) -> None:
-        """vLLM's contract since 0.33, before a sleep unmaps the device's KV: here no copy touches it from now on.
+        """vLLM 0.33 and later call this before a sleep unmaps the device's KV; from now on no copy touches that memory.
 
         There is nothing to restore after it: vLLM maps the KV at the same addresses again, and what is page-locked or
         registered with the device are the rows of the CPU tier, which stay.

@@ -50,7 +50,7 @@ class WorkerHalf(OffloadingConnectorWorker):
 
     @abstractmethod
     def _sides_of(self, job: Any) -> Sides:
-        """(source, destination) of a job in the metadata."""
+        """The pair (source, destination) of a job in the metadata."""
 
     @abstractmethod
     def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:

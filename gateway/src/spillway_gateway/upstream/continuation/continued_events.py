@@ -116,7 +116,7 @@ _value = msgspec.json.decode
 
 
 def plan_of(body: Body, *, chat: bool) -> Plan:
-    """body: as the first engine got it. Raises NotContinuable."""
+    """body: The body that the first engine got. Raises NotContinuable."""
     if len(body) > BODY_BYTES_MAX:
         raise NotContinuable("its length")
     try:

@@ -131,7 +131,7 @@ class SentAnswer:
     )
 
     def __init__(self, kept: KeptBytes, *, chat: bool, tokens_max: int) -> None:
-        """kept: room for tokens, shared by all streams. tokens_max: of prompt and answer."""
+        """kept: The room for tokens, which all streams share. tokens_max: The bound of prompt and answer together."""
         self.chat = chat
         self._usual = _USUAL[chat].search
         self._kept = kept

@@ -34,7 +34,7 @@ _ODD_FOLDER = re.compile(r"(/\.\.?(/|$)|\s$)")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """shape: of its KV cache. heads: of attention; 0: not known."""
+    """shape: The shape of its KV cache. heads: The number of attention heads; 0: not known."""
 
     shape: ModelShape
     heads: int

@@ -102,7 +102,7 @@ def variables(at: str, given: Iterable[EnvironmentVariable], own: Mapping[str, s
 
 
 def containers(path: str, section: PodSettings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(setting, container) of all that the values add to the pods of the section at `path`."""
+    """Yields (setting, container) for each container that the values add to the pods of the section at `path`."""
     for kind, listed in (("initContainers", section.init_containers), ("sidecars", section.sidecars)):
         for index, container in enumerate(listed):
             yield f"{path}.{kind}[{index}]", container

@@ -58,7 +58,7 @@ def resolved(tree: Mapping[str, Any]) -> ResolvedEngine:
 
 @contextmanager
 def running(tree: Mapping[str, Any], offload: Mapping[str, Any], folder: Path, name: str) -> Iterator[EngineClient]:
-    """folder: for the configuration and the log. Raises EngineFailed with the end of the log."""
+    """folder: Holds the configuration and the log. Raises EngineFailed with the end of the log."""
     port = _free_port()
     configuration, log_file = folder / f"{name}.yaml", folder / f"{name}.log"
     configuration.write_text(yaml.safe_dump(changed(tree, offload, port), sort_keys=False))

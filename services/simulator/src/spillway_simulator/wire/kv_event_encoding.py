@@ -18,7 +18,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_batch(seconds: float, events: Sequence[KvEvent], block_tokens: int, form: EventForm) -> bytes:
-    """seconds: the engine's wall clock, as in `ts`."""
+    """seconds: The engine's wall clock, which `ts` carries."""
     shape = _array if form == "array" else _map
     return _encode([seconds, [shape(event, block_tokens) for event in events], None])
 

@@ -36,7 +36,7 @@ class _OpenFile:
 
 
 class CachedFrame:
-    """A frame that lay in the page cache a moment ago."""
+    """The frame was in the page cache a moment ago."""
 
     __slots__ = ("_file", "_files", "_offset")
 

@@ -171,7 +171,8 @@ class SlotClaims:
         return int(index.used_s[slot]) < oldest_s and index.fresh("used_s", slot) < oldest_s
 
     def _slot_for(self, size_class: SizeClass, tenant: int, room: _Room) -> int | None:
-        """A FREE slot: within the tenant's quota, from a new chunk, by eviction, or an orphaned one. Under the lock.
+        """Finds a FREE slot: within the tenant's quota, in a new chunk, by an eviction, or from an orphaned claim.
+        Under the lock.
 
         None: the store is not admitted.
         """

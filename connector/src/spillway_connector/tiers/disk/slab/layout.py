@@ -135,7 +135,7 @@ class SizeClassShape:
 
     @property
     def session_rows(self) -> int:
-        """A power of two: one session for about eight slots, at most SESSION_ROWS_MAX."""
+        """The number of sessions, a power of two: one for about eight slots, at most SESSION_ROWS_MAX."""
         return min(SESSION_ROWS_MAX, max(_SESSION_ROWS_MIN, 1 << (self.slots // 8).bit_length()))
 
     def rows(self, column: Column) -> int:

@@ -211,7 +211,8 @@ class SessionOrder:
         self._put("row_ended", row, ended)
 
     def _free_row(self, tenant: int) -> int:
-        """A free row, or one of an ended session, or one of the tenant with the most; the least recently used."""
+        """Takes a free row, else the least recently used one of ended sessions, else that of the tenant with the most
+        rows."""
         arrays = self._arrays
         free = np.flatnonzero(arrays.row_number == 0)
         if len(free):
