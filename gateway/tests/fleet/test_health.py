@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import aiohttp
@@ -46,6 +47,30 @@ async def test_health_is_asked_where_there_is_no_ready(start_engine: Any) -> Non
         await HealthPoller(engine, session, HealthConfig()).poll_once()
 
     assert engine.state is EngineState.READY
+
+
+async def test_an_engine_that_hangs_is_polled_again_before_its_pages_are_read() -> None:
+    """Each page would time out as well, so that three polls would take as long as nine."""
+    asked: list[str] = []
+    silent = asyncio.Event()
+
+    async def never(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        await silent.wait()
+        return web.Response()
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", never)
+    async with TestServer(application) as server, aiohttp.ClientSession() as session:
+        engine = Engine("fake", EngineConfig("hung", str(server.make_url(""))), RoutingConfig())
+        engine.set_state(EngineState.READY, "ready")
+        poller = HealthPoller(engine, session, HealthConfig(timeout_seconds=0.05, timeouts_before_down=3))
+        while engine.state is EngineState.READY:
+            await poller.poll_once()
+            await poller.observe_once()
+        silent.set()
+
+    assert asked == ["/ready"] * 3 and engine.state is EngineState.DOWN
 
 
 async def test_a_slow_answer_counts_only_after_several(start_engine: Any) -> None:

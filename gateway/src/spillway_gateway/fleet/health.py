@@ -140,10 +140,10 @@ class HealthPoller:
 
     async def observe_once(self) -> None:
         """Read a ready engine's /metrics and /v1/models, at most once per metricsPeriodSeconds; never raises but on
-        cancellation."""
+        cancellation. One that did not answer the poll is polled again at once: each page would take as long."""
         config = self._config
         now = asyncio.get_running_loop().time()
-        ready = any(engine.state is EngineState.READY for engine in self._ranks)
+        ready = not self._timeouts and any(engine.state is EngineState.READY for engine in self._ranks)
         if ready and now - self._asked_at >= config.metrics_period_seconds:
             self._asked_at = now
             before = {engine: engine.running_requests for engine in self._ranks}
