@@ -41,6 +41,7 @@ FREED_SECONDS_MAX = 60.0
 WARM_SECONDS = 6.0
 RAMP_SECONDS = 8.0
 BLOCK_TOKENS = 128
+WATCHDOG = b"spillway_engine.watchdog"
 GRAPH_SIZES = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
 PERFORMANCE = [
     "--max-num-batched-tokens=8192",
@@ -96,6 +97,10 @@ class Ports:
 
     def nixl(self, at: int) -> int:
         return self._first + 92 + at
+
+    def gateway(self, at: int) -> int:
+        """Of several at once; the first one is the router."""
+        return self._first + 110 + at if at else self.router
 
 
 def engine_document(options: argparse.Namespace, system: RealSystem, folder: Path, at: int) -> dict[str, Any]:
@@ -216,8 +221,30 @@ class Processes:
         """Ends a process and all that it started, as a lost node does."""
         os.killpg(self._running[name].pid, signal.SIGKILL)
 
+    def halt(self, name: str) -> None:
+        """Stops an engine with all its processes, so that its connections stay open and silent."""
+        for group in self._groups(name):
+            os.killpg(group, signal.SIGSTOP)
+
+    def go_on(self, name: str) -> None:
+        """Lets what was halted go on."""
+        for group in self._groups(name):
+            os.killpg(group, signal.SIGCONT)
+
+    def _groups(self, name: str) -> list[int]:
+        """The process groups of an engine; its watchdog, which has to act if the engine ends, has one of its own."""
+        parent = self._running[name].pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="utf-8").split()
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        engines = {os.getpgid(int(pid)) for pid, line in lines.items() if WATCHDOG not in line}
+        return [parent, *sorted(engines - {parent})]
+
+    def terminate(self, name: str) -> None:
+        """Ask a process to end, as Kubernetes asks the first one of a container."""
+        self._running[name].terminate()
+
     def wait(self, name: str) -> None:
-        """Waits for the end of a killed process and of its group, which holds ports and memory until then."""
+        """Waits for the end of a process and of its group, which holds ports and memory until then."""
         process = self._running[name]
         process.wait()
         self._wait_for_group(process.pid)

@@ -3,7 +3,8 @@
     PYTHONPATH=bench:... python -m system.disaggregation --model FOLDER [--engines 2] [--tiny]
         [--systems plain always auto auto_both] [--mixes prefill_heavy decode_heavy mixed] [--seconds 15]
         [--store nvme|node] [--shared-folder /dev/shm/spillway-bench] [--engine-set KEY=VALUE ...]
-        [--gateway-set KEY=VALUE ...] [--killed-requests 200 --killed-seconds 240 [--gpus 2]]
+        [--gateway-set KEY=VALUE ...] [--windows 5]
+        [--killed-requests 200 --killed-seconds 240 [--ends kill stop drain] [--gpus 2]]
 
 The engines start once and share one NVMe tier, or with `--store node` one CPU tier; roles and decisions are settings of
 the gateway. Systems: `plain`, no roles; `always` and `auto`, one half of the engines prefill and the other one decode;
@@ -20,8 +21,14 @@ A name may be given several times: `--systems plain auto_both plain auto_both` s
 Figures are then those of all its requests, `..._by_run_...` compares runs of the same number, which have the same
 arrivals, and conversations are asked in the first run alone.
 
+`--windows` has the gateways of all systems run at once over the engines, and gives them the mixes in turns, so many
+times, without conversations: `plain`, `auto`, then `auto`, `plain`. One window begins when the last one's requests are
+answered, and no prompt comes twice. A mix that is given twice comes twice as often. `..._by_run_mean` is the geometric
+mean of the ratios of windows with the same arrivals, `..._by_run_standard_error` its standard error. The first tokens
+of each window are written to WORK/windows.json.
+
 A hand-over lasts from the end of the first leg until the second one's engine was chosen; its median is interpolated
-within the metric's buckets. `--killed-requests` adds, at the end, requests while engines of both sides are killed
+within the metric's buckets. `--killed-requests` adds, at the end, requests while engines of both sides end or hang
 (legs_killed.py); `--systems` without a name measures these alone. Writes OUTPUT (flat; units are in the keys), also
 `auto` over the better of `plain` and `always`. `--tiny`: CPU engines and a small load, as `make bench-disaggregation`
 does with the bundled model. device.md says how to carry it to a machine with GPUs.
@@ -37,8 +44,9 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +54,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from system import device_run
 from system.device_run import BLOCK_TOKENS, Ports, Processes, RealSystem, counters, read
-from system.legs_killed import Engines, killed
-from system.legs_load import Kind, LegsLoad
+from system.legs_killed import ENDS, Engines, killed
+from system.legs_load import Kind, LegsLoad, Timed
 from system.legs_report import Run, Runs, compared, legs_counted, median_of_buckets, table
 from system.legs_scale import CUDA, TINY, Scale
 from system.legs_systems import DEFAULT_SYSTEMS, SYSTEMS, Way
@@ -65,9 +73,10 @@ INDEX_BLOCKS = "spillway_gateway_index_blocks{"
 HAND_OVER = "spillway_gateway_hand_over_seconds"
 
 
-def gateway_document(options: argparse.Namespace, way: Way) -> dict[str, Any]:
-    """spillway_gateway's configuration file of one system."""
+def gateway_document(options: argparse.Namespace, way: Way, beside: int = 0) -> dict[str, Any]:
+    """spillway_gateway's configuration file of one system. beside: so many other gateways."""
     document = device_run.gateway_document(options)
+    document["listen"]["port"] = Ports(options.first_port).gateway(beside)
     engines = document["models"][0]["engines"]
     for at, engine in enumerate(engines):
         engine["role"] = way.roles[2 * at // len(engines)]
@@ -126,11 +135,11 @@ def cached_on(urls: Sequence[str]) -> float:
 
 
 @contextmanager
-def gateway(options: argparse.Namespace, way: Way, name: str) -> Iterator[str]:
-    """The URL of one that knows the stores of all engines, which run."""
-    folder, url = options.work, f"http://127.0.0.1:{Ports(options.first_port).router}"
+def gateway(options: argparse.Namespace, way: Way, name: str, beside: int = 0) -> Iterator[str]:
+    """The URL of one that knows the stores of all engines, which run. beside: so many other gateways."""
+    folder, url = options.work, f"http://127.0.0.1:{Ports(options.first_port).gateway(beside)}"
     file, processes = folder / f"gateway-{name}.yaml", Processes(folder)
-    file.write_text(json.dumps(gateway_document(options, way), indent=1), encoding="utf-8")
+    file.write_text(json.dumps(gateway_document(options, way, beside), indent=1), encoding="utf-8")
     try:
         processes.start(f"gateway-{name}", [sys.executable, "-m", "spillway_gateway", "--config", str(file)])
         processes.wait_ready({f"gateway-{name}": f"{url}/ready"})
@@ -157,20 +166,67 @@ def measure(options: argparse.Namespace, name: str, engine_urls: Sequence[str], 
             run.values |= asyncio.run(conversations(load, scale, engine_urls[:half] if with_legs else ()))
             run.values["quiet_hand_over_p50_seconds"] = median_of_buckets(read(f"{url}/metrics"), HAND_OVER)
         for mix in options.mixes:
-            kinds, times = scale.mixes()[mix], options.rate * len(engine_urls) / 2
-            timed = asyncio.run(load.arriving(kinds, times, options.seconds, options.seed + number))
-            for error in sorted({one.error for one in timed if one.error is not None})[:3]:
-                print(f"   {name}, {mix}: failed: {error}", flush=True)
-            run.timed[mix] = timed
-        page = read(f"{url}/metrics")
-        run.values["hand_over_p50_seconds"] = median_of_buckets(page, HAND_OVER)
-        for decision in ("one", "two"):
-            run.values[f"requests_of_{decision}_leg{'s' if decision == 'two' else ''}"] = legs_counted(page, decision)
+            run.timed[mix] = arrived(options, load, name, mix, number)
+        run.values |= of_gateway(url)
         return run
 
 
+def arrived(options: argparse.Namespace, load: LegsLoad, name: str, mix: str, number: int) -> list[Timed]:
+    """The requests of one mix. number: of the arrivals, which depend on nothing else."""
+    kinds, times = options.scale.mixes()[mix], options.rate * options.engines / 2
+    timed = asyncio.run(load.arriving(kinds, times, options.seconds, options.seed + number))
+    for error in sorted({one.error for one in timed if one.error is not None})[:3]:
+        print(f"   {name}, {mix}: failed: {error}", flush=True)
+    return timed
+
+
+def of_gateway(url: str) -> dict[str, float]:
+    """What a gateway has counted since its start."""
+    page = read(f"{url}/metrics")
+    counts = {"one_leg": legs_counted(page, "one"), "two_legs": legs_counted(page, "two")}
+    found = {f"requests_of_{legs}": count for legs, count in counts.items()}
+    return found | {"hand_over_p50_seconds": median_of_buckets(page, HAND_OVER)}
+
+
+def measure_windows(options: argparse.Namespace, runs: Runs, *, nixl: bool) -> Iterator[None]:
+    """Gateways of all systems of one sort at once, which get the mixes in turns: a Run for each window, added to
+    `runs`. Yields after each round."""
+    names = [name for name in dict.fromkeys(options.systems) if SYSTEMS[name].nixl is nixl]
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(gateway(options, SYSTEMS[name], name, at)) for at, name in enumerate(names)}
+        longest = options.scale.request_seconds
+        loads = {
+            name: LegsLoad(url, "model", options.vocabulary, f"{options.seed} {name}", request_seconds=longest)
+            for name, url in urls.items()
+        }
+        turns: Counter[str] = Counter()
+        for _ in range(options.windows):
+            for mix in options.mixes:
+                for name in names if turns[mix] % 2 == 0 else reversed(names):
+                    runs.add(name, Run({}, {mix: arrived(options, loads[name], name, mix, turns[mix])}))
+                turns[mix] += 1
+            for name, url in urls.items():
+                runs.of(name)[0].values = of_gateway(url)
+            yield
+
+
+def first_tokens(runs: Runs, systems: Sequence[str]) -> dict[str, list[dict[str, list[list[float]]]]]:
+    """By system and window: the mix, and of each request the length of its prompt and the seconds to its first token,
+    in order of arrival."""
+    return {
+        name: [
+            {
+                mix: [[one.kind.prompt_tokens, round(one.first_token_seconds, 5)] for one in timed]
+                for mix, timed in run.timed.items()
+            }
+            for run in runs.of(name)
+        ]
+        for name in systems
+    }
+
+
 def measure_killed(options: argparse.Namespace, engines: Engines) -> dict[str, float]:
-    """Requests of two legs while engines are killed."""
+    """Requests of two legs while engines end or hang."""
     with gateway(options, SYSTEMS["always"], "killed") as url:
         values = asyncio.run(
             killed(
@@ -181,6 +237,7 @@ def measure_killed(options: argparse.Namespace, engines: Engines) -> dict[str, f
                 prompt_tokens=options.scale.killed_tokens,
                 seconds=options.killed_seconds,
                 request_seconds=options.scale.killed_request_seconds,
+                ends=options.ends,
             )
         )
         return values | {"requests_of_two_legs": legs_counted(read(f"{url}/metrics"), "two")}
@@ -221,7 +278,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="*", choices=list(SYSTEMS), default=DEFAULT_SYSTEMS)
     parser.add_argument("--mixes", nargs="*", choices=list(CUDA.mixes()), default=list(CUDA.mixes()))
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals in each mix")
-    parser.add_argument("--killed-requests", type=int, default=0, help="asked while engines are killed")
+    parser.add_argument("--windows", type=int, default=0, metavar="TIMES", help="all gateways at once, in turns")
+    parser.add_argument("--killed-requests", type=int, default=0, help="asked while engines end or hang")
+    parser.add_argument("--ends", nargs="+", choices=list(ENDS), default=["kill"], help="of engines, in turns")
     parser.add_argument("--killed-seconds", type=float, default=240.0, help="from the first of them to the last")
     parser.add_argument("--rate", type=float, default=1.0, help="times the rates of arrivals")
     parser.add_argument("--seed", type=int, default=1)
@@ -315,7 +374,13 @@ def run(options: argparse.Namespace, written: dict[str, float], runs: Runs, *, n
         print(f"   engines are ready after {time.monotonic() - began:.0f} s", flush=True)
         for at, url in enumerate(engine_urls):
             asyncio.run(warm_up(LegsLoad(url, "model", options.vocabulary, f"warm {at}"), options.scale))
-        for name in options.systems:
+        if options.windows:
+            for _ in measure_windows(options, runs, nixl=nixl):
+                names = [name for name in dict.fromkeys(options.systems) if runs.of(name)]
+                (options.work / "windows.json").write_text(json.dumps(first_tokens(runs, names)), encoding="utf-8")
+                for name in names:
+                    add(name, runs.figures(name))
+        for name in () if options.windows else options.systems:
             if SYSTEMS[name].nixl is nixl:
                 runs.add(name, measure(options, name, engine_urls, len(runs.of(name))))
                 add(name, runs.figures(name))
@@ -328,7 +393,7 @@ def run(options: argparse.Namespace, written: dict[str, float], runs: Runs, *, n
 
 def show(options: argparse.Namespace, written: dict[str, float], runs: Runs, systems: Sequence[str]) -> None:
     """Compare what has run until now, and add it to `written`."""
-    beside = compared(written, systems, options.mixes) | runs.paired()
+    beside = compared(written, systems, list(dict.fromkeys(options.mixes))) | runs.paired()
     written |= {key: round(value, 4) for key, value in beside.items()}
     options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if systems:

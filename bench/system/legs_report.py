@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,20 @@ from system.device_run import counters
 from system.legs_load import Timed
 from system.legs_scale import Scale
 from system.report import percentile
+
+COMPARED = (
+    "first_token_p50_seconds",
+    "first_token_geometric_mean_seconds",  # of all requests alike, so that runs differ less by chance
+    "between_tokens_p99_seconds",
+    "goodput_requests_per_second",
+)
+
+
+def mean_ratio(ratios: Sequence[float]) -> tuple[float, float]:
+    """The geometric mean of two or more ratios, and its standard error."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = math.exp(statistics.fmean(logs))
+    return mean, mean * statistics.stdev(logs) / len(logs) ** 0.5
 
 
 def median_of_buckets(page: str, name: str) -> float:
@@ -58,6 +73,7 @@ def figures(timed: Sequence[Timed], seconds: float, scale: Scale) -> dict[str, f
         "failed_requests": len(timed) - len(answered),
         "first_token_p50_seconds": percentile(firsts, 0.5),
         "first_token_p99_seconds": percentile(firsts, 0.99),
+        "first_token_geometric_mean_seconds": statistics.geometric_mean(firsts),
         "between_tokens_p50_seconds": percentile(gaps, 0.5),
         "between_tokens_p99_seconds": percentile(gaps, 0.99),
         "goodput_requests_per_second": len(good) / seconds,
@@ -95,9 +111,9 @@ class Runs:
         for key in dict.fromkeys(key for run in runs for key in run.values):
             given = [run.values[key] for run in runs if key in run.values]
             found[key] = sum(given) if key.startswith("requests_") else statistics.fmean(given)
-        for mix in runs[0].timed:
-            requests = [one for run in runs for one in run.timed[mix]]
-            all_runs = figures(requests, self._seconds * len(runs), self._scale)
+        for mix in dict.fromkeys(mix for run in runs for mix in run.timed):
+            timed = [run.timed[mix] for run in runs if mix in run.timed]
+            all_runs = figures(list(itertools.chain(*timed)), self._seconds * len(timed), self._scale)
             found |= {f"{mix}_{key}": value for key, value in all_runs.items()}
         if len(runs) > 1:
             for number, run in enumerate(runs, 1):
@@ -106,34 +122,42 @@ class Runs:
 
     def paired(self, base: str = "plain") -> dict[str, float]:
         """Compare each system that ran as often as the base did with the base's run of the same number: the median, the
-        lowest and the highest ratio, and the base's own lowest over its highest. More is better for all."""
+        lowest and the highest ratio, their geometric mean with its standard error, and the base's own lowest over its
+        highest. More is better for all."""
         found: dict[str, float] = {}
         bases = [self._compared(run) for run in self.of(base)]
         if len(bases) < 2:
             return found
-        for key in bases[0]:
-            own = [self._speed(key, each[key]) for each in bases]
+        keys = dict.fromkeys(key for each in bases for key in each)
+        for key in keys:
+            own = [self._speed(key, each[key]) for each in bases if key in each]
             if max(own):
                 found[f"{base}_{key}_lowest_over_highest"] = min(own) / max(own)
         for name, runs in self._runs.items():
             if name == base or len(runs) < 2:
                 continue
-            for key in bases[0]:
-                pairs = zip(map(self._compared, runs), bases, strict=False)
-                both = [(self._speed(key, own[key]), self._speed(key, other[key])) for own, other in pairs]
+            pairs = list(zip(map(self._compared, runs), bases, strict=False))
+            for key in keys:
+                both = [
+                    (self._speed(key, own[key]), self._speed(key, other[key])) for own, other in pairs if key in own
+                ]
                 ratios = [own / other for own, other in both if other]
                 if ratios:
                     shown = f"{name}_{key}_speed" if key.endswith("_seconds") else f"{name}_{key}"
                     found[f"{shown}_over_{base}_by_run_median"] = statistics.median(ratios)
                     found[f"{shown}_over_{base}_by_run_lowest"] = min(ratios)
                     found[f"{shown}_over_{base}_by_run_highest"] = max(ratios)
+                if len(ratios) > 1 and min(ratios) > 0:
+                    mean, error = mean_ratio(ratios)
+                    found[f"{shown}_over_{base}_by_run_mean"] = mean
+                    found[f"{shown}_over_{base}_by_run_standard_error"] = error
         return found
 
     def _compared(self, run: Run) -> dict[str, float]:
         found = {}
         for mix, requests in run.timed.items():
             values = figures(requests, self._seconds, self._scale)
-            for key in ("first_token_p50_seconds", "between_tokens_p99_seconds", "goodput_requests_per_second"):
+            for key in COMPARED:
                 found[f"{mix}_{key}"] = values[key]
         return found
 

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from system import disaggregation
 from system.disaggregation import (
     HAND_OVER,
     engine_document,
@@ -191,3 +194,38 @@ def test_a_request_without_an_answer_has_failed_and_the_others_count():
     assert silent.error is not None and "Timeout" in silent.error
     found = figures([silent, timed(0.5, [0.01])], 1.0, CUDA)
     assert (found["requests"], found["failed_requests"]) == (2, 1)
+
+
+def test_gateways_take_turns_in_windows_of_the_same_arrivals(options, monkeypatch):
+    ports, seen = [], []
+
+    @contextmanager
+    def gateway(options, way, name, beside=0):
+        ports.append(gateway_document(options, way, beside)["listen"]["port"])
+        yield name
+
+    def arrived(options, load, name, mix, number):
+        seen.append((name, mix, number))
+        return [timed(0.1 if name == "plain" else 0.05 * (2 + number), [0.01])]
+
+    monkeypatch.setattr(disaggregation, "gateway", gateway)
+    monkeypatch.setattr(disaggregation, "arrived", arrived)
+    monkeypatch.setattr(disaggregation, "of_gateway", lambda url: {"requests_of_two_legs": 0.0})
+    options.systems, options.mixes, options.windows = ["plain", "auto"], ["mixed", "mixed", "decode_heavy"], 2
+    runs = Runs(options.seconds, CUDA)
+    assert len(list(disaggregation.measure_windows(options, runs, nixl=False))) == 2
+
+    assert len(set(ports)) == 2
+    assert seen[:4] == [("plain", "mixed", 0), ("auto", "mixed", 0), ("auto", "mixed", 1), ("plain", "mixed", 1)]
+    assert seen[4:6] == [("plain", "decode_heavy", 0), ("auto", "decode_heavy", 0)]
+    assert [number for name, mix, number in seen if (name, mix) == ("auto", "mixed")] == [0, 1, 2, 3]
+    assert runs.figures("auto")["mixed_requests"] == 4
+    assert runs.figures("auto")["decode_heavy_requests"] == 2
+    beside = runs.paired()
+    key = "auto_mixed_first_token_p50_seconds_speed_over_plain_by_run"
+    ratios = [1.0, 1 / 1.5, 1 / 2, 1 / 2.5]
+    assert beside[f"{key}_highest"] == 1.0 and beside[f"{key}_lowest"] == pytest.approx(0.4)
+    assert beside[f"{key}_mean"] == pytest.approx(math.prod(ratios) ** 0.25)
+    assert 0.1 < beside[f"{key}_standard_error"] < 0.2
+    written = disaggregation.first_tokens(runs, ["plain", "auto"])
+    assert written["plain"][0] == {"mixed": [[100, 0.1]]} and len(written["auto"]) == 6
