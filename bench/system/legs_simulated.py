@@ -58,11 +58,7 @@ VOCABULARY = 49_152
 WARM_UP = 8_192, 0.23  # tokens that an engine has computed before, and the seconds that it took
 SHAPE = EngineShape(BLOCK_TOKENS, 2_000, 2_000, max_batched_tokens=2_048, max_model_tokens=16_384)
 # The request's own cost is that of token ids: one engine's first token of 8,192 of them came after 0.24 s.
-RATES = replace(
-    H200_QWEN3_8B,
-    request_overhead_seconds=0.015,
-    shared=LinkRates(H200_QWEN3_8B.cpu.load_tokens_per_second, float("inf"), H200_QWEN3_8B.cpu.load_fixed_seconds),
-)
+RATES = replace(H200_QWEN3_8B, request_overhead_seconds=0.015)
 NODE_BLOCKS = (48 << 30) // (KV_BYTES_PER_TOKEN * BLOCK_TOKENS)
 
 
@@ -90,11 +86,17 @@ class _Asked:
 
 
 class LegsRun:
-    """One system under one mix. prompts: the seed of the prompts alone."""
+    """One system under one mix. prompts: the seed of the prompts alone. transfers_slower: so many times as slowly as
+    from an engine's own CPU tier, whose rate the gateway expects, a prompt is loaded that another engine computed."""
 
-    def __init__(self, way: Way, terms: DisaggregationConfig, *, engines: int, prompts: str) -> None:
-        node = SharedTier(NODE_BLOCKS)
-        self.engines = [SimulatedEngine(f"engine-{at}", SHAPE, RATES, node) for at in range(engines)]
+    def __init__(
+        self, way: Way, terms: DisaggregationConfig, *, engines: int, prompts: str, transfers_slower: float = 1.0
+    ) -> None:
+        node, cpu = SharedTier(NODE_BLOCKS), RATES.cpu
+        link = LinkRates(cpu.load_tokens_per_second / transfers_slower, float("inf"), cpu.load_fixed_seconds)
+        rates = replace(RATES, shared=link)
+        shape = replace(SHAPE, gates_loads=not terms.by_connector)
+        self.engines = [SimulatedEngine(f"engine-{at}", shape, rates, node) for at in range(engines)]
         self.chosen: list[tuple[str, str]] = []  # the decision and its engine, in order
         self._intervals = {engine.name: (0, 0.0) for engine in self.engines}  # tokens behind first ones, seconds
         self._time = FastForward(self.engines, self._progress, self._events)
@@ -191,7 +193,10 @@ class LegsRun:
             attempt.first_byte(now, measures_prefill=True)
         if asked.leg is Leg.SECOND:
             attempt.close()
-            self._hand_over(progress.request_id, now)
+            if asked.loading is None:  # the second leg transfers
+                self._route(progress.request_id)
+            else:
+                self._hand_over(progress.request_id, now)
             return
         if progress.first:
             timed.first_token_seconds, timed.cached_tokens = now - asked.sent, progress.cached.total
@@ -213,7 +218,7 @@ class LegsRun:
         wanted = (len(asked.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         arrived = self._fleet.held(asked.blocks).get(asked.loading, NOTHING_HELD).total_tokens >= wanted
         if arrived or now - began >= self._terms.hand_over_seconds_max:
-            self._fleet._hand_over_price.measured(now - began)
+            self._fleet._hand_overs.waits.measured(wanted, now - began)
             self._route(name)
         else:
             self._time.at(now + LOOK_SECONDS, partial(self._hand_over, name, began))
@@ -239,8 +244,10 @@ def measured(options: argparse.Namespace, name: str, mix: str, number: int) -> d
         strict_roles=SIMULATED[name].strict,
         uncached_tokens_min=options.uncached_tokens_min,
         token_ms_max=options.token_ms_max,
+        hand_over=options.hand_over,
     )
-    run = LegsRun(SIMULATED[name], terms, engines=options.engines, prompts=f"{options.seed} {name} {number}")
+    prompts, slower = f"{options.seed} {name} {number}", options.transfers_slower
+    run = LegsRun(SIMULATED[name], terms, engines=options.engines, prompts=prompts, transfers_slower=slower)
     plan = arrivals(CUDA.mixes()[mix], options.rate * options.engines / 2, options.seconds, options.seed + number)
     found = figures(run.run(plan), options.seconds, CUDA)
     return {key: found[key] for key in FIGURES} | {"share_of_two_legs": run.legs["two"] / len(run.chosen)}
@@ -264,6 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--uncached-tokens-min", type=int, default=CUDA.uncached_tokens_min)
     parser.add_argument("--token-ms-max", type=float)
+    parser.add_argument("--hand-over", choices=["store", "connector"], default="store")
+    parser.add_argument("--transfers-slower", type=float, default=1.0, help="times, than the gateway expects")
     parser.add_argument("--output", type=Path, default=Path("build/bench/disaggregation-simulated.json"))
     options = parser.parse_args(arguments)
     written: dict[str, float] = {"seconds": options.seconds, "runs": options.runs, "engines": options.engines}

@@ -34,6 +34,18 @@ def test_always_takes_two_legs_and_strict_roles_keep_answers_on_decode_engines()
     assert {engine for decision, engine in strict if decision == "one"} == {"engine-1"}
 
 
+def test_the_price_of_two_legs_follows_transfers_that_are_slow() -> None:
+    """No gate leaves a transfer of the engines' own connectors out: only the price keeps further prompts from it."""
+    terms = DisaggregationConfig(mode="auto", strict_roles=True, hand_over="connector")
+    load = arrivals((Kind(8_192, 8, 3.0),), 1.0, 20.0, 3)
+    shares = {}
+    for slower in (1.0, 100.0):
+        run = LegsRun(SYSTEMS["auto_strict"], terms, engines=2, prompts="a", transfers_slower=slower)
+        run.run(load)
+        shares[slower] = run.legs["two"] / len(load)
+    assert 0 < shares[100.0] < shares[1.0] / 2
+
+
 def test_runs_are_compared_with_those_of_plain(tmp_path) -> None:
     output = tmp_path / "simulated.json"
     arguments = ["--systems", "plain", "auto", "--mixes", "decode_heavy", "--runs", "2", "--seconds", "2"]

@@ -108,6 +108,44 @@ def test_auto_sends_each_request_to_the_engine_that_equal_engines_without_roles_
     assert split.chosen == plain.chosen
 
 
+def two_legs(fleet: ModelFleet, now: list[float], seconds: float) -> Attempt:
+    """A prompt over a connector whose second leg's first token comes after so many seconds."""
+    prompt = PromptBlocks([1 + at for at in range(64)], BLOCK, 64 * BLOCK + 5, 1)
+    first = fleet.choose_unless_held(prompt, frozenset(), turn=ColdTurn(urgent=True), leg=Leg.OPEN)
+    assert first is not None and first.engine.name == "e0"
+    first.first_byte(now[0], measures_prefill=True)
+    first.close()
+    second = fleet.choose_unless_held(prompt, frozenset(), turn=ColdTurn(urgent=True), leg=Leg.SECOND)
+    assert second is not None and second.engine.name == "e1"
+    assert second.decision.uncached_tokens == 5 and second.engine.queued_tokens == 5, "the rest is transferred"
+    now[0] += seconds
+    second.first_byte(now[0], measures_prefill=True)
+    return second
+
+
+def test_a_transferred_prompt_is_not_taken_for_one_that_its_engine_computes() -> None:
+    now = [100.0]
+    fleet = fleet_of(["prefill", "decode"], "always", now, hand_over="connector")
+    before = fleet.engines["e1"].rates.prefill_tokens_per_second
+    for _ in range(20):
+        two_legs(fleet, now, 0.05).close(now[0])
+    assert fleet.engines["e1"].rates.prefill_tokens_per_second == before
+
+
+def test_slow_transfers_raise_the_price_of_two_legs() -> None:
+    prices = []
+    for seconds in (0.1, 10.0):
+        now = [100.0]
+        fleet = fleet_of(["prefill", "decode"], "always", now, hand_over="connector")
+        two_legs(fleet, now, seconds).close(now[0])
+        now[0] = 111.0
+        prompt = PromptBlocks([1_000 + at for at in range(64)], BLOCK, 64 * BLOCK + 5, 1_000)
+        attempt = fleet.choose_unless_held(prompt, frozenset(), turn=ColdTurn(urgent=True), leg=Leg.OPEN)
+        assert attempt is not None and attempt.decision.legs is not None
+        prices.append(attempt.decision.legs.two_legs_ms or 0.0)
+    assert prices[1] > prices[0] + 2000.0
+
+
 @pytest.mark.parametrize(
     ("mode", "strict_roles", "binds"),
     [("auto", False, False), ("auto", True, True), ("always", False, True), ("off", False, False)],

@@ -168,6 +168,17 @@ def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask
     )
 
 
+def test_a_connector_without_a_gate_makes_each_load(shape, rates, ask):
+    slow = replace(rates, shared=rates.shared._replace(load_tokens_per_second=10.0))
+    shared = SharedTier(100)
+    filler = SimulatedEngine("filler", shape, rates, shared)
+    filler.submit(ask("a", range(40)), 0.0)
+    finish(filler)
+    engine = SimulatedEngine("e", replace(shape, gates_loads=False), slow, shared)
+    engine.submit(ask("b", range(40)), 100.0)
+    assert finish(engine)["b"].cached == CachedTokens(shared=36)
+
+
 def test_waiting_is_first_come_first_served_and_bounded_by_the_batch(shape, rates, ask):
     engine = SimulatedEngine("e", replace(shape, max_running=1), rates)
     for at in range(3):

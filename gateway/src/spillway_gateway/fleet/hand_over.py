@@ -12,39 +12,116 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
+from spillway_gateway.routing.load import certain_ms
+from spillway_gateway.routing.route import Decision
 from spillway_gateway.turns import Turns
 
 LOOK_SECONDS = 0.01
 LOOKS_PER_ITERATION = 32  # of the event loop, each of 50 us or less
 HINTED_SHARE = 0.25  # of the prompt, that has arrived since the last hint
 HALF_LIFE_SECONDS = 10.0  # of what was measured, in the price of a hand-over
+FIXED_TOKENS = 1024  # of a prompt of so many, either part of the price moves as much
 _NEWEST_WEIGHT = 0.3
 
 
 class HandOverPrice:
-    """Measures how long hand-overs take, in milliseconds. clock: monotonic seconds.
+    """Measures how long hand-overs take, in milliseconds: a fixed part, and one for each token. clock: monotonic seconds.
 
     The price returns to the default while no request takes two legs, and a single measurement moves it by a part:
     otherwise one slow hand-over, such as the first behind a gateway that has just begun to follow its engines, would
-    make all requests take one leg for as long as it counts.
+    make all requests take one leg for as long as it counts. One that is overdue counts in full until it ends, so that
+    not all prompts follow one into a link that stands still.
     """
 
-    def __init__(self, default_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, default_ms: float, clock: Callable[[], float] = time.monotonic, *, counted_from_seconds: float = 0.0
+    ) -> None:
+        """counted_from_seconds: a hand-over that takes less counts as none."""
         self._default_ms = default_ms
+        self._counted_from_seconds = counted_from_seconds
         self._clock = clock
-        self._above_default_ms = 0.0
+        self._above_ms = self._token_ms = 0.0  # above the default, and for each token
         self._measured_at = clock()
+        self._due: dict[Awaited, float] = {}
 
     @property
-    def ms(self) -> float:
-        age_seconds = self._clock() - self._measured_at
-        return self._default_ms + self._above_default_ms * math.exp2(-age_seconds / HALF_LIFE_SECONDS)
+    def terms(self) -> tuple[float, float]:
+        """The fixed part, and that of a token."""
+        now = self._clock()
+        kept = math.exp2((self._measured_at - now) / HALF_LIFE_SECONDS)
+        overdue_ms = 1000.0 * self._counted(now - min(self._due.values(), default=now))
+        return max(self._default_ms + kept * self._above_ms, overdue_ms), kept * self._token_ms
 
-    def measured(self, seconds: float) -> None:
-        """Count the time from the end of a first leg until its prompt could be loaded, or was given up."""
-        now_ms = self.ms
-        self._above_default_ms = now_ms + _NEWEST_WEIGHT * (1000.0 * seconds - now_ms) - self._default_ms
-        self._measured_at = self._clock()
+    def ms(self, tokens: int) -> float:
+        """The price for a prompt of which so many tokens are handed over."""
+        fixed_ms, token_ms = self.terms
+        return max(0.0, fixed_ms + token_ms * tokens)
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        """Count a hand-over: both parts move by the least that takes the price by a part of the way to what it took (a
+        normalised least mean squares filter)."""
+        now = self._clock()
+        kept = math.exp2((self._measured_at - now) / HALF_LIFE_SECONDS)
+        above_ms, token_ms = kept * self._above_ms, kept * self._token_ms
+        share = tokens / FIXED_TOKENS
+        error_ms = 1000.0 * self._counted(seconds) - self._default_ms - above_ms - token_ms * tokens
+        step_ms = _NEWEST_WEIGHT * error_ms / (1.0 + share * share)
+        self._above_ms, self._token_ms = above_ms + step_ms, token_ms + step_ms * share / FIXED_TOKENS
+        self._measured_at = now
+
+    def awaited(self, tokens: int, seconds: float) -> Awaited:
+        """A second leg has begun. seconds: until its first token, if the hand-over took nothing."""
+        awaited = Awaited(self, tokens)
+        self._due[awaited] = self._clock() + seconds
+        return awaited
+
+    def ended(self, awaited: Awaited, *, came: bool) -> None:
+        """came: with its first token."""
+        due = self._due.pop(awaited, None)
+        if came and due is not None:
+            self.measured(awaited.tokens, self._clock() - due)
+
+    def _counted(self, seconds: float) -> float:
+        return seconds if seconds >= self._counted_from_seconds else 0.0
+
+
+class Awaited:
+    """A second leg whose first token is awaited."""
+
+    __slots__ = ("_price", "tokens")
+
+    def __init__(self, price: HandOverPrice, tokens: int) -> None:
+        self._price = price
+        self.tokens = tokens
+
+    def ended(self, *, came: bool) -> None:
+        """came: with its first token. May be called more than once."""
+        self._price.ended(self, came=came)
+
+
+class HandOverPrices:
+    """What hand-overs of a model take. waits: until a computed prompt can be loaded from a store.
+
+    Late second legs come on top: their load from a store, or the transfer by the engines' own connectors, takes longer
+    than it was priced, by more than late_seconds. Below that, other requests may be the reason, for which one leg waits
+    as well.
+    """
+
+    def __init__(self, default_ms: float, late_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.waits = HandOverPrice(default_ms, clock)
+        self._late = HandOverPrice(0.0, clock, counted_from_seconds=late_seconds)
+
+    @property
+    def terms(self) -> tuple[float, float]:
+        """Milliseconds: a fixed part, and that of a token."""
+        (waits_ms, wait_token_ms), (late_ms, late_token_ms) = self.waits.terms, self._late.terms
+        return waits_ms + late_ms, wait_token_ms + late_token_ms
+
+    def await_second_leg(self, decision: Decision) -> Awaited:
+        """A second leg begins on the engine of this decision."""
+        chosen = next(each for each in decision.candidates if each.engine.name == decision.engine_name)
+        loaded_tokens = decision.held.cpu_tokens + decision.held.shared_tokens
+        return self._late.awaited(loaded_tokens, certain_ms(chosen.engine, chosen.cost) / 1000.0)
 
 
 class HandOver:
@@ -54,7 +131,7 @@ class HandOver:
         arrived_tokens: those of the prompt that the second engine could load or has.
         wanted_tokens: those that it will be able to load.
         tell: called with the number of tokens that are there, for the second engine.
-        price: called with the time that the hand-over took.
+        price: counts the time that the hand-over took.
         looks: the turns in which all prompts look at what has arrived.
         pause: sleeps for a number of seconds.
     """
@@ -99,7 +176,7 @@ class HandOver:
             return False
         finally:
             self.end()
-            self._price.measured(self._clock() - began)
+            self._price.measured(self._wanted_tokens, self._clock() - began)
         return True
 
     def end(self) -> None:

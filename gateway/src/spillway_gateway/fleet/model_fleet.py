@@ -19,7 +19,7 @@ from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelC
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
 from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, being_computed, is_cold
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
-from spillway_gateway.fleet.hand_over import LOOKS_PER_ITERATION, HandOver, HandOverPrice
+from spillway_gateway.fleet.hand_over import LOOKS_PER_ITERATION, Awaited, HandOver, HandOverPrices
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_queue import ColdPrompt
 from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
@@ -28,6 +28,7 @@ from spillway_gateway.fleet.routed_blocks import RoutedBlocks
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
 from spillway_gateway.fleet.steps import Steps
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, Leg, RouteRequest, SplitTerms
+from spillway_gateway.routing.legs import handed_over
 from spillway_gateway.routing.load import load_time_ms, shared_time_ms
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
@@ -46,6 +47,7 @@ class Attempt:
 
     __slots__ = (
         "_ahead_tokens",
+        "_awaited",
         "_closed",
         "_dequeued",
         "_held",
@@ -67,9 +69,12 @@ class Attempt:
         dequeued: Callable[[Engine], None] = lambda engine: None,
         *,
         first_block: int = 0,
+        awaited: Awaited | None = None,
     ) -> None:
-        """dequeued: called when the prompt leaves the engine's queue. first_block: the key of the prompt's."""
+        """dequeued: called when the prompt leaves the engine's queue. first_block: the key of the prompt's. awaited:
+        the first token of a second leg."""
         self.engine = engine
+        self._awaited = awaited
         self._dequeued = dequeued
         self._routed = routed
         self.decision = decision
@@ -116,6 +121,8 @@ class Attempt:
             return
         if measures_prefill:
             self.engine.prefill.sample(self._ahead_tokens + self._queued, now - self._started)
+            if self._awaited is not None:
+                self._awaited.ended(came=True)
         self._dequeue()
 
     def began(self) -> None:
@@ -140,6 +147,8 @@ class Attempt:
             return
         self._closed = True
         self._dequeue()
+        if self._awaited is not None:
+            self._awaited.ended(came=False)
         if self._routed is not None:
             self._routed.withdraw()
             self._routed = None
@@ -179,7 +188,8 @@ class ModelFleet:
     ) -> None:
         self._breaker = breaker
         self.disaggregation = disaggregation or DisaggregationConfig()
-        self._hand_over_price = HandOverPrice(self.disaggregation.hand_over_ms, clock)
+        asked = self.disaggregation
+        self._hand_overs = HandOverPrices(asked.hand_over_ms, asked.hand_over_seconds_max, clock)
         self._hand_over_looks = Turns(LOOKS_PER_ITERATION)
         self.config = config
         self.name = config.name
@@ -323,7 +333,9 @@ class ModelFleet:
             seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
             routed = RoutedBlocks(self.index, self._steps, engine.name, keys, held_seconds=None if live else seconds)
             routed.expect(now + seconds)
-        attempt = Attempt(engine, decision, now, routed, self.cold.left, first_block=prompt.spread_key)
+        awaited = self._hand_overs.await_second_leg(decision) if leg is Leg.SECOND else None
+        first_block = prompt.spread_key
+        attempt = Attempt(engine, decision, now, routed, self.cold.left, first_block=first_block, awaited=awaited)
         if session is not None and (decision.legs is None or decision.legs.prefill is None):
             self.sessions.served(session, engine.name, now)
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
@@ -358,7 +370,7 @@ class ModelFleet:
             arrived_tokens,
             wanted_tokens,
             tell,
-            self._hand_over_price,
+            self._hand_overs.waits,
             self._hand_over_looks,
             clock=self._clock,
         )
@@ -381,6 +393,10 @@ class ModelFleet:
         leg: Leg = Leg.WHOLE,
     ) -> Decision | None:
         held = self.held(prompt)
+        if leg is Leg.SECOND and self.disaggregation.by_connector:  # no event shows what is transferred
+            whole = prompt.prompt_tokens, prompt.tokens_per_block
+            reading = [each.name for each in self.engines.values() if each.config.role is not EngineRole.PREFILL]
+            held |= {name: handed_over(held.get(name, NOTHING_HELD), *whole, near=True) for name in reading}
         last = self.sessions.engine_of(session) if session is not None else None
         request = RouteRequest(
             prompt.prompt_tokens,
@@ -402,14 +418,15 @@ class ModelFleet:
         return decision
 
     def _terms(self, prompt: PromptBlocks) -> SplitTerms:
-        asked = self.disaggregation
+        asked, (hand_over_ms, token_ms) = self.disaggregation, self._hand_overs.terms
         return SplitTerms(
             asked.mode == "always",
             asked.uncached_tokens_min,
-            self._hand_over_price.ms,
+            hand_over_ms,
             asked.token_ms_max,
             prompt.tokens_per_block,
             asked.by_connector,
+            token_ms,
         )
 
     def held(self, prompt: PromptBlocks) -> dict[str, HeldPrefix]:

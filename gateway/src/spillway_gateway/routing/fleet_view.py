@@ -119,7 +119,8 @@ class Leg(IntEnum):
 
 class SplitTerms(msgspec.Struct, frozen=True, gc=False):
     """What is asked of two legs. always: no price is compared. token_ms_max: None: no bound. by_connector: the engines'
-    own connectors hand prompts over, so that no common store is needed."""
+    own connectors hand prompts over, so that no common store is needed. hand_over_token_ms: for each token that the
+    second engine loads, on top of hand_over_ms."""
 
     always: bool
     uncached_tokens_min: int
@@ -127,6 +128,7 @@ class SplitTerms(msgspec.Struct, frozen=True, gc=False):
     token_ms_max: float | None
     block_tokens: int
     by_connector: bool = False
+    hand_over_token_ms: float = 0.0
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):

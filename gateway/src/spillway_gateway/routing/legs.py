@@ -23,7 +23,7 @@ from enum import StrEnum
 
 import msgspec
 
-from spillway_gateway.routing.fleet_view import EngineView, Leg, SplitTerms
+from spillway_gateway.routing.fleet_view import EngineView, HeldPrefix, Leg, SplitTerms
 from spillway_gateway.routing.load import Cost, cost_of
 from spillway_settings.roles import EngineRole
 from spillway_settings.wire import names_a_node
@@ -104,10 +104,12 @@ def plan_legs(
                 continue
             common = first.stores & second.stores - second.declined_stores
             if common or terms.by_connector:
-                begins_ms = cost.total_ms - cost.displaced_ms + terms.hand_over_ms
                 near = terms.by_connector or any(map(names_a_node, common))
-                second_ms = _second_leg_ms(second, prompt[0], terms.block_tokens, begins_ms, near=near)
-                price = cost.total_ms + terms.hand_over_ms + second_ms
+                later = handed_over(second.held, prompt[0], terms.block_tokens, near=near)
+                loaded_ms = terms.hand_over_token_ms * (later.cpu_tokens + later.shared_tokens)
+                hand_over_ms = max(0.0, terms.hand_over_ms + loaded_ms)
+                begins_ms = cost.total_ms - cost.displaced_ms + hand_over_ms
+                price = cost.total_ms + hand_over_ms + _second_leg_ms(second, later, prompt[0], begins_ms)
                 if best is None or price < best[0]:
                     best = price, first, cost, second
                 break
@@ -147,15 +149,19 @@ def _of(engines: Sequence[EngineView], role: EngineRole) -> list[EngineView]:
     ]
 
 
-def _second_leg_ms(engine: EngineView, prompt_tokens: int, block_tokens: int, begins_ms: float, *, near: bool) -> float:
-    """Cost on an engine, from `begins_ms` from now on, once it can load all whole blocks but the one with the last
-    token. near: at the CPU tier's rate."""
-    held, rates = engine.held, engine.rates
+def handed_over(held: HeldPrefix, prompt_tokens: int, block_tokens: int, *, near: bool) -> HeldPrefix:
+    """What a second leg's engine can use of a prompt: all whole blocks but the one with the last token. near: it loads
+    what it does not hold at the CPU tier's rate."""
     loadable = (prompt_tokens - 1) // block_tokens * block_tokens
     new = max(0, loadable - held.total_tokens)
-    later = msgspec.structs.replace(
+    return msgspec.structs.replace(
         held, cpu_tokens=held.cpu_tokens + new * near, shared_tokens=held.shared_tokens + new * (not near)
     )
+
+
+def _second_leg_ms(engine: EngineView, held: HeldPrefix, prompt_tokens: int, begins_ms: float) -> float:
+    """Cost on an engine from `begins_ms` from now on. held: by then."""
+    rates = engine.rates
 
     def left(tokens: int, tokens_per_second: float) -> int:
         return max(0, tokens - int(begins_ms / 1000.0 * tokens_per_second))
@@ -164,7 +170,7 @@ def _second_leg_ms(engine: EngineView, prompt_tokens: int, block_tokens: int, be
     below = left(engine.below_link_tokens, rates.below_load_tokens_per_second or rates.shared_load_tokens_per_second)
     after = msgspec.structs.replace(
         engine,
-        held=later,
+        held=held,
         queued_tokens=left(engine.queued_tokens, rates.prefill_tokens_per_second),
         cpu_link_tokens=left(engine.cpu_link_tokens, rates.cpu_load_tokens_per_second),
         shared_link_tokens=above + below,

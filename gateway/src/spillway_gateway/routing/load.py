@@ -89,6 +89,13 @@ def cost_of(engine: EngineView, prompt_tokens: int, computed_from: int = 0, comp
     return Cost(queue_ms, link_ms, load_ms, prefill_ms, displaced_ms, total_ms, adapter_ms)
 
 
+def certain_ms(engine: EngineView, cost: Cost) -> float:
+    """Return the part of a cost that passes before the first token whatever else runs: without the share per running
+    request, and without what the prompt displaces."""
+    queue_ms = cost.queue_ms - engine.running_requests * engine.rates.running_request_ms
+    return max(queue_ms, cost.link_ms) + cost.load_ms + cost.prefill_ms + cost.adapter_ms
+
+
 def crowding(rho: float) -> float:
     """The delay of others per unit of work on a resource whose busy share is rho: rho / (1 - rho), bounded. 0 to 4."""
     if rho <= 0.0:

@@ -39,6 +39,7 @@ class EngineShape:
     max_batched_tokens: int = 8_192
     max_model_tokens: int = 131_072
     announce_shared: bool = True  # events for the shared tier, as engines with Spillway's connector send them
+    gates_loads: bool = True  # leave out loads that take longer than computing; other connectors make them
     whole_decodes: bool = True  # report runs of decode steps at once: for virtual time, in which no client reads tokens
 
 
@@ -116,6 +117,7 @@ class SimulatedEngine:
             counters=self.counters,
             emit=self._events.append,
             announce_shared=shape.announce_shared,
+            gates_loads=shape.gates_loads,
         )
 
     # -- what the outside sees ---------------------------------------------------------------------------------------

@@ -111,8 +111,10 @@ class Tiering:
         counters: EngineCounters,
         emit: Callable[[KvEvent], None],
         announce_shared: bool,
+        gates_loads: bool = True,
     ) -> None:
         self.cpu = LruTier(cpu_blocks)
+        self._gates_loads = gates_loads
         self._block_tokens = block_tokens
         self._rates = rates
         self._counters = counters
@@ -177,7 +179,7 @@ class Tiering:
         recompute = self._rates.prefill_seconds(tokens, (start + first) * self._block_tokens)
         load = self._ready_at(level, where.count(level), now) - now
         level.meter.add(load, recompute, now)
-        return load <= WORTH_RATIO * recompute
+        return not self._gates_loads or load <= WORTH_RATIO * recompute
 
     def _cpu_ready_at(self, blocks: int, now: float) -> float:
         return max(now, self._cpu_load_free_at) + self._load_seconds(self._rates.cpu, blocks) if blocks else now
