@@ -33,7 +33,7 @@ from system.legs_load import REQUEST_SECONDS_MAX, LegsLoad
 from system.report import percentile
 
 ENDS = {"kill": "kills", "stop": "stops", "drain": "drains"}
-HALTED_SECONDS = 15.0  # polls find an engine silent after 6 to 9 s (health.timeoutSeconds, timeoutsBeforeDown)
+HALTED_SECONDS = 15.0  # polls find an engine silent after 6 to 10 s (health.timeoutSeconds, timeoutsBeforeDown)
 ANSWER_TOKENS = 32
 TOGETHER = 8  # requests; one that was alone on an engine that died is not sent to another engine
 REFERENCES_AT_ONCE = 4

@@ -7,6 +7,7 @@ token:
     one leg  = the lowest cost on an engine that may serve the whole request
     two legs = cost on the prefill engine + hand-over + cost on the decode engine, which then has to load the prompt
 
+The hand-over is what such requests took lately, by the tokens that the second engine loads (fleet/hand_over.py).
 What a prompt displaces on an engine that answers others is a part of its cost, so that two legs are cheaper if a decode
 engine is busy and prefill engines answer nothing (Disaggregation.roles_bind). If they do, the whole request costs
 less on the prefill engine than two legs that begin there: no price splits a request, and `auto` chooses as it would
