@@ -108,8 +108,8 @@ def test_auto_sends_each_request_to_the_engine_that_equal_engines_without_roles_
     assert split.chosen == plain.chosen
 
 
-def two_legs(fleet: ModelFleet, now: list[float], seconds: float) -> Attempt:
-    """A prompt over a connector whose second leg's first token comes after so many seconds."""
+def two_legs(fleet: ModelFleet, now: list[float], seconds: float, *, stream: bool = True) -> Attempt:
+    """A prompt over a connector; its second leg's first token comes after so many seconds, and shows in streams."""
     prompt = PromptBlocks([1 + at for at in range(64)], BLOCK, 64 * BLOCK + 5, 1)
     first = fleet.choose_unless_held(prompt, frozenset(), turn=ColdTurn(urgent=True), leg=Leg.OPEN)
     assert first is not None and first.engine.name == "e0"
@@ -118,8 +118,11 @@ def two_legs(fleet: ModelFleet, now: list[float], seconds: float) -> Attempt:
     second = fleet.choose_unless_held(prompt, frozenset(), turn=ColdTurn(urgent=True), leg=Leg.SECOND)
     assert second is not None and second.engine.name == "e1"
     assert second.decision.uncached_tokens == 5 and second.engine.queued_tokens == 5, "the rest is transferred"
+    if not stream:
+        second.prefill_assumed()
     now[0] += seconds
-    second.first_byte(now[0], measures_prefill=True)
+    if stream:
+        second.first_byte(now[0], measures_prefill=True)
     return second
 
 
@@ -134,16 +137,19 @@ def test_a_transferred_prompt_is_not_taken_for_one_that_its_engine_computes() ->
 
 def test_slow_transfers_raise_the_price_of_two_legs() -> None:
     prices = []
-    for seconds in (0.1, 10.0):
+    for seconds, stream in ((0.1, True), (10.0, True), (10.0, False)):
         now = [100.0]
         fleet = fleet_of(["prefill", "decode"], "always", now, hand_over="connector")
-        two_legs(fleet, now, seconds).close(now[0])
+        answered = two_legs(fleet, now, seconds, stream=stream)
+        if stream:
+            answered.close(now[0])
         now[0] = 111.0
         prompt = PromptBlocks([1_000 + at for at in range(64)], BLOCK, 64 * BLOCK + 5, 1_000)
         attempt = fleet.choose_unless_held(prompt, frozenset(), turn=ColdTurn(urgent=True), leg=Leg.OPEN)
         assert attempt is not None and attempt.decision.legs is not None
         prices.append(attempt.decision.legs.two_legs_ms or 0.0)
     assert prices[1] > prices[0] + 2000.0
+    assert prices[2] == pytest.approx(prices[0], abs=20.0), "a whole answer takes as long as it takes"
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,6 @@ class Attempt:
             return
         self._closed = True
         self._dequeue()
-        if self._awaited is not None:
-            self._awaited.ended(came=False)
         if self._routed is not None:
             self._routed.withdraw()
             self._routed = None
@@ -170,6 +168,8 @@ class Attempt:
         engine.below_link_tokens -= self._held.below_tokens
         self._queued = 0
         self._held = NOTHING_HELD
+        if self._awaited is not None:
+            self._awaited.ended(came=False)
         self._dequeued(engine)
 
 
