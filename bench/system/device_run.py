@@ -99,7 +99,7 @@ class Ports:
         return self._first + 92 + at
 
     def gateway(self, at: int) -> int:
-        """Of several at once; the first one is the router."""
+        """The port of one of several gateways; the first one is the router."""
         return self._first + 110 + at if at else self.router
 
 
