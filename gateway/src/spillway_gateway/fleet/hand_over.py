@@ -25,7 +25,9 @@ _NEWEST_WEIGHT = 0.3
 
 
 class HandOverPrice:
-    """Measures how long hand-overs take, in milliseconds: a fixed part, and one for each token. clock: monotonic seconds.
+    """Measures how long hand-overs take, in milliseconds: a fixed part, and one for each token.
+
+    clock: monotonic seconds.
 
     The price returns to the default while no request takes two legs, and a single measurement moves it by a part:
     otherwise one slow hand-over, such as the first behind a gateway that has just begun to follow its engines, would
