@@ -54,6 +54,7 @@ def work(
     chosen = random.Random(seed)
     keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * num_rows)]
     region, tier = join(folder, num_rows)
+    tier._spare_rows = (seed % 2 * max(1, num_rows // 8)).__index__  # type: ignore[method-assign]
     checks = RowChecks(region)
     view = region.memory.create_kv_memoryview().cast("B")
     for copy_id in range(1 << 30):

@@ -21,7 +21,7 @@ from spillway_connector.node.keeper import NodeKeeper
 from spillway_connector.node.pages import take_pages
 from spillway_connector.node.region import REFUSED, WANTED, NodeRegion
 from spillway_connector.own_files import write_new
-from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, WRITING
+from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, RESERVED, WRITING
 from spillway_connector.testing.directory_contract import FOREIGNERS, Victims
 from spillway_connector.tiers.disk.slab.writers import WriterLease, new_number
 
@@ -98,12 +98,12 @@ def test_engines_go_on_without_the_keeper_and_the_next_one_finds_what_they_hold(
     place = region.join(1)
     del keeper  # killed
     with region.changing() as index:
-        ((stamp, _),) = index.claim([2], OURS, [b"k" * 36], place, 5)
-        index.publish([(2, stamp)], place)
+        index.claim([2], index.reserve([2], place), OURS, [b"k" * 36], place, now_ms=5)
+        index.publish([2], [index.stamps[2]], place)
     again = keeper_of(tmp_path)
     again.tick()
     (state,) = again.states()
-    assert state.rows == {FREE: ROWS - 1, WRITING: 0, READY: 1}
+    assert state.rows == {FREE: ROWS - 1, WRITING: 0, READY: 1, RESERVED: 0}
     assert state.engines == 1
     assert state.namespaces == {OURS: 1}
     region.close()
@@ -119,7 +119,7 @@ def test_what_a_keeper_left_that_was_killed_while_it_took_memory_is_made_anew(tm
     region.close()
 
 
-def test_what_a_killed_engine_was_writing_is_free_again(tmp_path: Path):
+def test_what_a_killed_engine_was_writing_or_had_reserved_is_free_again(tmp_path: Path):
     now = [100.0]
     asked(tmp_path)
     keeper = keeper_of(tmp_path)
@@ -128,7 +128,7 @@ def test_what_a_killed_engine_was_writing_is_free_again(tmp_path: Path):
     region = engine_of(tmp_path)
     place = region.join(int(now[0] * 1000))
     with region.changing() as index:
-        index.claim([0, 1], OURS, [b"k" * 36, b"l" * 36], place, 5)
+        index.claim([0], index.reserve([0, 1], place)[:1], OURS, [b"k" * 36], place, now_ms=5)
     region.close()  # as the kernel does when the engine is killed
     keeper.tick()
     now[0] += DEAD_ROWS_KEPT_MS / 1000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +15,19 @@ from spillway_connector.plan.node_index import (
     ENGINES_MAX,
     FREE,
     READY,
+    RESERVED,
     WRITING,
-    Claimed,
     Entry,
     NodeIndex,
 )
 
 ROWS, ROW_BYTES = 5, 4096
 NAMESPACE = b"n" * 16
-ACTIONS = ("claim", "publish", "free", "killed in a claim", "killed behind a claim", "killed behind a publish")
-steps = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sets(st.integers(0, ROWS - 1), min_size=1)), max_size=40)
+ACTIONS = ("reserve", "claim", "publish", "free", "killed in a reserve", "killed in a claim", "killed in a publish")
+KILLED_BEHIND = ("killed behind a reserve", "killed behind a claim", "killed behind a publish")
+steps = st.lists(
+    st.tuples(st.sampled_from(ACTIONS + KILLED_BEHIND), st.sets(st.integers(0, ROWS - 1), min_size=1)), max_size=40
+)
 
 
 def new_index(rows: int = ROWS) -> NodeIndex:
@@ -33,71 +36,110 @@ def new_index(rows: int = ROWS) -> NodeIndex:
     return index
 
 
-def claimed(index: NodeIndex, rows: list[int]) -> list[Claimed]:
-    return [(row, index.stamps[row]) for row in rows]
+def claim(index: NodeIndex, rows: list[int], keys: list[bytes], place: int) -> list[int]:
+    """Returns the stamps."""
+    assert index.claim(rows, index.reserve(rows, place), NAMESPACE, keys, place, now_ms=0) is not None
+    return [index.stamps[row] for row in rows]
 
 
 class _Killed(Exception):
     pass
 
 
-def _die(*_: object) -> None:
-    raise _Killed
+class _Dying:
+    """In the place of words that the engine does not live to write."""
+
+    def __init__(self, words: Any) -> None:
+        self._words = words
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._words[at]
+
+    def __setitem__(self, *_: object) -> None:
+        raise _Killed
 
 
 @given(steps)
-def test_what_each_row_holds_is_as_claimed_and_published_wherever_holders_of_the_lock_were_killed(taken):
+def test_what_each_row_holds_is_as_reserved_claimed_and_published_wherever_an_engine_was_killed(taken):
     index = new_index()
     model: dict[int, tuple[int, bytes]] = {}
+    stamps_of: dict[int, int] = {}  # that the engine at place 0 has of its rows
     generations: set[int] = set()
     seen, segments = np.zeros(ROWS, np.uint64), index.new_segments()
     for number, (action, chosen) in enumerate(taken):
         index.begin()
-        free = [row for row in sorted(chosen) if row not in model]
-        writing = [row for row in sorted(chosen) if row in model and model[row][0] == WRITING]
-        keys = {row: b"%d of %d" % (row, number) for row in free}
-        if action.startswith("killed"):
-            written = index.stamps
-            if action == "killed in a claim":
-                index.stamps = None  # type: ignore[assignment]  # whoever writes them has died
+        state = {"reserve": FREE, "claim": RESERVED, "publish": WRITING}.get(action.rpartition(" ")[2])
+        rows = [row for row in sorted(chosen) if model.get(row, (FREE, b""))[0] == state]
+        keys = {row: b"%d of %d" % (row, number) for row in rows}
+        stamps, counts = index.stamps, index.counts
+        given_stamps = [stamps_of[row] for row in rows if state in (RESERVED, WRITING)]
+        if action.startswith("killed in"):
+            index.stamps = _Dying(stamps)  # type: ignore[assignment]
+        elif action.startswith("killed behind"):
+            index.counts = _Dying(counts)  # type: ignore[assignment]
+        has_died = False
+        try:
+            if action == "free":
+                index.free([row for row in chosen if row in model])
+                model = {row: held for row, held in model.items() if row not in chosen}
+            elif action.endswith("reserve"):
+                index.reserve(rows, 0)
+            elif action.endswith("claim"):
+                index.claim(rows, given_stamps, NAMESPACE, list(keys.values()), 0, now_ms=number)
             else:
-                index._note = _die  # type: ignore[method-assign]
-            touched = writing if action == "killed behind a publish" else free
-            with pytest.raises((_Killed, TypeError)) if touched or index._note is _die else nullcontext():
-                if action == "killed behind a publish":
-                    index.publish(claimed(index, writing), 0)
+                index.publish(rows, given_stamps, 0)
+        except _Killed:
+            has_died = True
+        index.stamps, index.counts = stamps, counts
+        assert has_died or not rows or not action.startswith("killed")
+        if not action.startswith(("killed in", "free")):
+            for row in rows:
+                if action.endswith("reserve"):
+                    model[row] = RESERVED, b""
+                elif action.endswith("claim"):
+                    model[row] = WRITING, keys[row]
                 else:
-                    index.claim(free, NAMESPACE, list(keys.values()), 0, number)
-            index.stamps = written
-            index.__dict__.pop("_note", None)
-        elif action == "claim":
-            index.claim(free, NAMESPACE, list(keys.values()), 0, number)
-        elif action == "publish":
-            index.publish(claimed(index, writing), 0)
-        else:
-            index.free([row for row in chosen if row in model])
-        if action in ("claim", "killed behind a claim"):
-            model |= {row: (WRITING, key) for row, key in keys.items()}
-        elif action in ("publish", "killed behind a publish"):
-            model |= {row: (READY, model[row][1]) for row in writing}
-        elif action == "free":
-            model = {row: held for row, held in model.items() if row not in chosen}
-        if not action.startswith("killed"):
+                    model[row] = READY, model[row][1]
+                stamps_of[row] = index.stamps[row]
+        if not has_died:
             index.end()
         index.begin()  # the next holder
         index.end()
         for row in range(ROWS):
             entry = index.entry(row)
             assert isinstance(entry, Entry)
-            state, key = model.get(row, (FREE, b""))
-            assert (entry.state, entry.key) == (state, key)
-        new = [index.stamps[row] >> 2 for row in keys if row in model and model[row][1] == keys[row]]
+            assert (entry.state, entry.key) == model.get(row, (FREE, b""))
+        given = rows if action.endswith("reserve") else ()
+        new = [index.stamps[row] >> 2 for row in given if row in model]
         assert generations.isdisjoint(new)
         generations.update(new)
         assert index.free_rows == ROWS - len(model)
         changed = index.changed_rows(seen, segments)
         assert changed == [row for row in range(ROWS) if seen[row] != index.stamps[row]]
         seen[changed] = index.stamp_array[changed]
+
+
+def test_rows_that_are_not_as_an_engine_reserved_or_claimed_them_are_left_alone():
+    index = new_index()
+    index.begin()
+    reserved = index.reserve([0, 1], 0)
+    assert index.claim([0, 1], reserved, NAMESPACE, [b"a", b"b"], 0, now_ms=0) is not None
+    assert index.claim([0, 1], reserved, NAMESPACE, [b"c", b"d"], 0, now_ms=0) is None
+    claimed = [index.stamps[row] for row in (0, 1)]
+    index.free([0])  # the engine was taken for dead
+    again = claim(index, [0], [b"e"], 0)
+    assert not index.publish([0, 1], claimed, 0)
+    assert index.publish([0], again, 0)
+    assert [index.entry(row).key for row in (0, 1)] == [b"e", b"b"]
+
+
+def test_a_claim_writes_no_owner():
+    """A sweep reads the owners meanwhile, and releases the rows of those that have ended."""
+    index = new_index()
+    reserved = index.reserve([2], 3)
+    index._owners[2] = 5
+    assert index.claim([2], reserved, NAMESPACE, [b"a"], 3, now_ms=0) is not None
+    assert index.owned_by(5) == [2]
 
 
 @given(st.integers(1, 3000), st.data())
@@ -109,7 +151,7 @@ def test_free_rows_are_found_wherever_the_last_search_ended(rows: int, data: st.
         found = index.take_free(count)
         assert len(found) == min(count, index.free_rows)
         assert len(set(found)) == len(found)
-        index.claim(found, NAMESPACE, [b"%d %d" % (number, row) for row in found], 0, 0)
+        claim(index, found, [b"%d %d" % (number, row) for row in found], 0)
         index.free(list(data.draw(st.sets(st.sampled_from(found)))) if found else [])
     assert index.free_rows == index.count()[FREE]
 
@@ -117,11 +159,14 @@ def test_free_rows_are_found_wherever_the_last_search_ended(rows: int, data: st.
 def test_a_row_may_leave_that_holds_a_chunk_which_no_engine_reads():
     index = new_index()
     index.begin()
-    index.claim([0, 1, 2], NAMESPACE, [b"a", b"b", b"c"], 0, 0)
-    index.publish(claimed(index, [0, 1]), 0)
+    claims = claim(index, [0, 1, 2], [b"a", b"b", b"c"], 0)
+    index.publish([0, 1], claims[:2], 0)
     index.pin([1], 3)
-    assert list(map(index.may_leave, range(4))) == [True, False, False, False]
-    assert [index.all_may_leave(rows) for rows in ([0], [0, 1], [0, 2], [0, 3])] == [True, False, False, False]
+    index.reserve([4], 0)
+    assert list(map(index.may_leave, range(5))) == [True, False, False, False, False]
+    for many in (1, 100):
+        may = [index.all_may_leave(many * rows) for rows in ([0], [0, 1], [0, 2], [0, 3], [0, 4])]
+        assert may == [True, False, False, False, False]
 
 
 def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long():
@@ -129,9 +174,10 @@ def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long(
     index.begin()
     dead, alive = index.join(11), index.join(13)
     assert (dead, alive) == (0, 1)
-    index.claim([0, 1], NAMESPACE, [b"a", b"b"], 0, 0)
-    index.claim([2], NAMESPACE, [b"c"], 1, 0)
-    index.publish(claimed(index, [0]), 0)
+    claims = claim(index, [0, 1], [b"a", b"b"], 0)
+    claim(index, [2], [b"c"], 1)
+    index.reserve([3], 0)
+    index.publish([0], claims[:1], 0)
     index.pin([0], 0)
     assert [index.is_pinned(row) for row in (0, 1)] == [True, False]
     running = {13}.__contains__
@@ -139,8 +185,8 @@ def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long(
     assert not index.is_pinned(0)
     assert index.sweep(running, 1, 999 + DEAD_ROWS_KEPT_MS) == 0
     assert index.engines() == 2
-    assert index.sweep(running, 1, 1000 + DEAD_ROWS_KEPT_MS) == 1
-    assert index.count() == {FREE: ROWS - 2, WRITING: 1, READY: 1}
+    assert index.sweep(running, 1, 1000 + DEAD_ROWS_KEPT_MS) == 2
+    assert index.count() == {FREE: ROWS - 2, WRITING: 1, READY: 1, RESERVED: 0}
     assert index.engines() == 1
     places = [index.join(number) for number in range(100, 100 + ENGINES_MAX)]
     assert places[-1] is None

@@ -85,8 +85,8 @@ def test_two_engines_share_what_the_command_makes_and_it_may_be_killed_and_start
     places = first.join(1), second.join(1)
     keeper.kill()
     with first.changing() as index:
-        ((stamp, _),) = index.claim([3], OURS, [b"k" * 36], places[0], 5)
-        index.publish([(3, stamp)], places[0])
+        index.claim([3], index.reserve([3], places[0]), OURS, [b"k" * 36], places[0], now_ms=5)
+        index.publish([3], [index.stamps[3]], places[0])
     assert second.index.count()[READY] == 1
     third = opened(path)  # a region that is there needs nobody
     again = Keeper(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from spillway_connector.errors import HostMemoryError, TierTimeout
 from spillway_connector.node.region import REFUSED, WANTED, NodeRegion
 from spillway_connector.own_files import clear_the_place, unlink_own, write_new
-from spillway_connector.plan.node_index import FREE, READY, WRITING
+from spillway_connector.plan.node_index import FREE, READY, RESERVED, WRITING
 from spillway_connector.tiers.disk.slab.writers import new_number
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ class RegionState:
 
     row_bytes: int
     num_rows: int
-    rows: dict[int, int]  # by FREE, WRITING, READY
+    rows: dict[int, int]  # by FREE, WRITING, READY, RESERVED
     engines: int
-    namespaces: dict[bytes, int]  # -> rows in use
+    namespaces: dict[bytes, int]  # -> rows with a chunk
 
 
 @dataclass(slots=True)
@@ -195,4 +195,4 @@ class NodeKeeper:
 
 def state_names() -> dict[int, str]:
     """The words for the states of a row."""
-    return {FREE: "free", WRITING: "writing", READY: "ready"}
+    return {FREE: "free", WRITING: "writing", READY: "ready", RESERVED: "reserved"}

@@ -1,13 +1,13 @@
 """The index of rows that the engines of a node share: which chunk is in which row, and who uses it.
 
-It lies in memory that all of them map. Every change is made by the holder of one lock (node/region.py); a look-up reads
+It lies in memory that all of them map. Changes are made by the holder of one lock (node/region.py); a look-up reads
 without it. One word of a row, its stamp, says all that counts: the generation, a number that no other use of any row
-ever has, and the state. The holder of the lock writes what belongs to a claim before its stamp. So if it is killed
-between two words, each row is as it was before or as it was to be. The next holder counts again what is merely derived:
+ever has, and the state. What belongs to a change is written before the stamp. So if an engine is killed between two
+words, each row is as it was before or as it was to be. The next holder of the lock counts again what is merely derived:
 the number of free rows, and which segments have changed.
 
-One change needs no lock: the engine that writes a row publishes it. No other engine changes a row that is being
-written while its engine lives, and each engine counts what it publishes in words of its own.
+With the lock an engine reserves rows, which no other engine changes then while it lives. So it needs no lock to give
+them to chunks and, when those are written, to publish them. It counts such changes in words of its own.
 
 Pure: no I/O, no lock, no clock.
 """
@@ -16,36 +16,40 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-VERSION = 6
+VERSION = 7
 ENGINES_MAX = 64
 KEY_BYTES_MAX = 64
 NAMESPACE_BYTES = 16
 IDENTITY_BYTES = 16
 HEAD_BYTES = 64  # of the index, that tell whose it is
-FREE, WRITING, READY = 0, 1, 2  # the state of a row, in the low bits of its stamp
-NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such state
+# The state of a row, in the low bits of its stamp. Of those with the lowest bit the row is one engine's alone.
+FREE, WRITING, READY, RESERVED = 0, 1, 2, 3
+NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such generation
 DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends within it
 
 Rows = Sequence[int]
-Claim = tuple[int, int]  # the stamp and the check of a row that is being written
-Claimed = tuple[int, int]  # such a row, and its stamp
+Stamps = Sequence[int]
+RowArray = npt.NDArray[np.intp]
 U64 = npt.NDArray[np.uint64]
 
 _MAGIC = int.from_bytes(b"spillnod", "little")
 _STATE_MASK = 3
 _STATE = np.uint64(_STATE_MASK)
+_OWNED = 1
+_IS_OWNED = np.uint64(_OWNED)
 STATE_BITS = 2
-_USE_AT, _USE = np.uint64(STATE_BITS), np.uint64(0xFFFF_FFFF)  # what a check holds of the generation
-# What the index holds of each row beside its stamp: check, engine that writes it, length of the key, namespace, key.
-_RECORD = struct.Struct(f"<QBB6x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
-_RECORD_WORDS = _RECORD.size // 8
-_OWNER_AT, _NAMESPACE_AT = 8, 16  # in a record
+RESERVED_TO_WRITING, WRITING_TO_READY = WRITING - RESERVED, READY - WRITING
+_USE_MASK = 0xFFFF_FFFF  # what a check holds of the generation
+_USE_AT, _USE = np.uint64(STATE_BITS), np.uint64(_USE_MASK)
+# What the index holds of each row's chunk: check, length of the key, namespace, key.
+_RECORD = struct.Struct(f"<QB7x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
+_NAMESPACE_AT = 16  # in a record
 _FEW_ROWS = 16  # up to this number, reading words one by one is faster than an array
 _NO_PINS = bytes(ENGINES_MAX)
 _NO_HOLDS = bytes(4 * ENGINES_MAX)
@@ -57,13 +61,13 @@ _HEADER_WORDS = 512
 _ENGINES_FROM = 64
 # Words of the header.
 _MARK, _VERSION, _ROWS, _ROW_BYTES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(9)
-# How often rows have changed: under the lock, and by the engine at each place, which published them. Each segment has
-# this number of words, too.
+# How often rows have changed: under the lock, and by the engine at each place, which claimed or published them. Each
+# segment has this number of words, too.
 _CHANGES_FROM, _CHANGE_WORDS = 256, 1 + ENGINES_MAX
 
 
 class Entry(NamedTuple):
-    """What a row holds. The stamp of a free row counts alone."""
+    """What a row holds. Without a chunk, free or reserved, it has a stamp alone."""
 
     stamp: int
     namespace: bytes = b""
@@ -101,18 +105,19 @@ class NodeIndex:
         self._num_segments = (num_rows >> _SEGMENT_BITS) + 1
         segments = column(8, _CHANGE_WORDS * self._num_segments)
         self._records = column(_RECORD.size)
+        self._owners = column(1)  # the engine that a row is reserved for, or that writes it
         self._pins = column(ENGINES_MAX)
         self._holds = column(4 * ENGINES_MAX)  # of each engine the second until which it holds the row
         self._words, self.stamps, self.used_ms = header.cast("Q"), stamps.cast("Q"), used_ms.cast("Q")
-        self._segment_words, self._record_words = segments.cast("Q"), self._records.cast("Q")
+        self._segment_words = segments.cast("Q")
         self.stamp_array: U64 = np.frombuffer(stamps, np.uint64)
         self.used_ms_array: U64 = np.frombuffer(used_ms, np.uint64)
         self._segments: U64 = np.frombuffer(segments, np.uint64).reshape(_CHANGE_WORDS, self._num_segments)
-        self._changes = self._words[_CHANGES_FROM : _CHANGES_FROM + _CHANGE_WORDS]
+        self.counts = self._words[_CHANGES_FROM : _CHANGES_FROM + _CHANGE_WORDS]
         records = np.frombuffer(self._records, np.uint8).reshape(num_rows, _RECORD.size)
-        self._owners: npt.NDArray[np.uint8] = records[:, _OWNER_AT]
+        self._owner_array = np.frombuffer(self._owners, np.uint8)
         self._namespaces: npt.NDArray[np.uint8] = records[:, _NAMESPACE_AT : _NAMESPACE_AT + NAMESPACE_BYTES]
-        self._checks: U64 = np.frombuffer(self._records, np.uint64)[::_RECORD_WORDS]
+        self._checks: U64 = np.frombuffer(self._records, np.uint64)[:: _RECORD.size // 8]
         self._pin_array = np.frombuffer(self._pins, np.uint8).reshape(num_rows, ENGINES_MAX)
         self._hold_words = self._holds.cast("I")
         self._hold_array = np.frombuffer(self._holds, np.uint32).reshape(num_rows, ENGINES_MAX)
@@ -123,7 +128,7 @@ class NodeIndex:
     @classmethod
     def bytes_of(cls, num_rows: int) -> int:
         segments = _CHANGE_WORDS * ((num_rows >> _SEGMENT_BITS) + 1)
-        a_row = 2 * 8 + _RECORD.size + ENGINES_MAX + 4 * ENGINES_MAX
+        a_row = 2 * 8 + _RECORD.size + 1 + ENGINES_MAX + 4 * ENGINES_MAX
         return _HEADER_WORDS * 8 + a_row * num_rows + 8 * segments + 8 * 64  # each column begins at a cache line
 
     def format(self, row_bytes: int, identity: bytes) -> None:
@@ -170,48 +175,61 @@ class NodeIndex:
     def _count_free(self) -> None:
         self._words[_FREE_ROWS] = int(np.count_nonzero((self.stamp_array & _STATE) == FREE))
 
-    def claim(self, rows: Rows, namespace: bytes, keys: Sequence[bytes], place: int, now_ms: int) -> list[Claim]:
-        """The engine at `place` is going to write these chunks to rows that are free or whose chunks leave. No engine
-        has pinned them."""
-        words, states, records, used_ms = self._words, self.stamps, self._records, self.used_ms
-        pack_into, record_bytes = _RECORD.pack_into, _RECORD.size
-        generation = words[_GENERATION]
-        any_held = self._any_holds()
-        words[_GENERATION] = generation + len(keys)
-        taken, claims = 0, list[Claim]()
-        for row, key in zip(rows, keys, strict=True):
-            generation += 1
-            if (stamp := states[row]) & _STATE_MASK:
-                states[row] = stamp & ~_STATE_MASK
-            else:
-                taken += 1
+    def reserve(self, rows: Rows, place: int) -> list[int]:
+        """The engine at `place` has these rows to itself, which are free or whose chunks leave. No engine has pinned
+        them. Returns their stamps."""
+        words, stamps, owners, any_held = self._words, self.stamps, self._owners, self._any_holds()
+        first = words[_GENERATION] + 1 << STATE_BITS | RESERVED
+        words[_GENERATION] += len(rows)
+        reserved = list(range(first, first + (len(rows) << STATE_BITS), 1 << STATE_BITS))
+        taken = 0
+        for row, stamp in zip(rows, reserved, strict=True):
+            taken += not stamps[row] & _STATE_MASK
             if any_held and self._is_marked(row):
                 self._hold_array[row] = 0  # of the chunk before
-            check = check_of(namespace, key, generation)
-            pack_into(records, row * record_bytes, check, place, len(key), namespace, key)
-            used_ms[row] = now_ms
-            states[row] = stamp = generation << STATE_BITS | WRITING
-            claims.append((stamp, check))
+            owners[row] = place
+            stamps[row] = stamp
         words[_FREE_ROWS] -= taken
         self._note(rows)
-        return claims
+        return reserved
 
-    def publish(self, claimed: Sequence[Claimed], place: int) -> list[int] | None:
-        """Publish the chunks that the engine at `place` has written. Without the lock.
+    def claim(
+        self, rows: Rows, reserved: Stamps, namespace: bytes, keys: Sequence[bytes], place: int, *, now_ms: int
+    ) -> list[int] | None:
+        """The engine at `place` is going to write these chunks to rows that it has reserved. Without the lock.
 
-        Returns the rows' new stamps: when they are read again, another engine may have given a row to another chunk.
-        None if one of these rows is not as it was claimed: the index was cut, or the engine was taken for dead. Another
-        engine that has its place may be writing to the row by now, so the state and the place would not tell.
+        Returns the words by which :meth:`holds` recognises the chunks; the stamps follow from those of the reserved
+        rows. None if one of these is not as it was reserved: the index was cut, or the engine was taken for dead.
         """
-        published: list[int] = []
-        stamps = self.stamps
-        for row, stamp in claimed:
+        stamps, records, used_ms, record_bytes = self.stamps, self._records, self.used_ms, _RECORD.size
+        pack_into, crc32, of_namespace = _RECORD.pack_into, zlib.crc32, zlib.crc32(namespace)
+        checks: list[int] = []
+        for row, stamp, key in zip(rows, reserved, keys, strict=True):
             if stamps[row] != stamp:
                 break
-            stamps[row] = ready = stamp - WRITING + READY
-            published.append(ready)
-        self._note([row for row, _ in claimed], 1 + place)
-        return published if len(published) == len(claimed) else None
+            check = crc32(key, of_namespace) << 32 | stamp >> STATE_BITS & _USE_MASK
+            pack_into(records, row * record_bytes, check, len(key), namespace, key)
+            used_ms[row] = now_ms
+            stamps[row] = stamp + RESERVED_TO_WRITING
+            checks.append(check)
+        self._note(rows, 1 + place)
+        return checks if len(checks) == len(rows) else None
+
+    def publish(self, rows: Rows, claimed: Stamps, place: int) -> bool:
+        """Publish the chunks that the engine at `place` has written. Without the lock.
+
+        The new stamps follow from those of the claim: when they are read again, another engine may have given a row to
+        another chunk. False if one of these rows is not as it was claimed: the index was cut, or the engine was taken
+        for dead. Another engine that has its place may be writing to the row by now, so the state and the place would
+        not tell.
+        """
+        stamps, published = self.stamps, 0
+        for row, stamp in zip(rows, claimed, strict=True):
+            if stamps[row] == stamp:
+                stamps[row] = stamp + WRITING_TO_READY
+                published += 1
+        self._note(rows, 1 + place)
+        return published == len(rows)
 
     def free(self, rows: Rows) -> None:
         """Mark these rows, which were in use, as free."""
@@ -220,17 +238,18 @@ class NodeIndex:
         self._words[_FREE_ROWS] += len(rows)
         self._note(rows)
 
-    def free_damaged(self, rows: Rows, place: int, written: Container[int]) -> int:
-        """Free those of these rows that are damaged, which no engine takes otherwise. Returns how many.
+    def free_lost(self, rows: Rows, place: int) -> int:
+        """Free those of these rows that no engine takes otherwise; see :meth:`lost`. Returns how many.
 
-        Not while an engine reads the row, or may write to it: the one that its record names, unless that has ended, or
-        is the engine at `place`, which writes the rows in `written` alone.
+        rows: without those that the engine at `place` has reserved or writes. Not while another engine reads the row,
+        or may write to it: the one that its record names, unless that has ended.
         """
         freed: list[int] = []
         for row in rows:
-            owner = int(self._owners[row])
-            is_owned = row in written if owner == place else owner < ENGINES_MAX and self._engines[owner, 0]
-            if self.entry(row) is None and not is_owned and not self.is_pinned(row):
+            owner = self._owners[row]
+            is_anothers = owner != place and owner < ENGINES_MAX and self._engines[owner, 0]
+            is_lost = self.stamps[row] & _OWNED or self.entry(row) is None
+            if is_lost and not is_anothers and not self.is_pinned(row):
                 self.stamps[row] &= ~_STATE_MASK
                 freed.append(row)
         if freed:
@@ -240,18 +259,21 @@ class NodeIndex:
 
     def pin(self, rows: Rows, place: int) -> None:
         """The engine at `place` reads these rows: they are not to be freed."""
+        pins = self._pin_array[:, place].data
         for row in rows:
-            self._pins[row * ENGINES_MAX + place] = 1
+            pins[row] = 1
 
     def unpin(self, rows: Rows, place: int) -> None:
         """The same engine reads them no longer. The caller needs no lock, as the change only allows more."""
+        pins = self._pin_array[:, place].data
         for row in rows:
-            self._pins[row * ENGINES_MAX + place] = 0
+            pins[row] = 0
 
     def use(self, rows: Rows, now_ms: int) -> None:
         """A request uses these rows. The caller needs no lock, as only the order of eviction depends on it."""
+        used_ms = self.used_ms
         for row in rows:
-            self.used_ms[row] = now_ms
+            used_ms[row] = now_ms
 
     def hold(self, rows: Rows, place: int, until_s: int) -> None:
         """Clients of the engine at `place` asked to retain what is in these rows until this second; 0: no longer.
@@ -289,15 +311,15 @@ class NodeIndex:
         return found
 
     def _note(self, rows: Rows, column: int = 0) -> None:
-        """column: 0, or of the engine that published the rows."""
+        """column: 0, or of the engine that claimed or published the rows."""
         first, words = column * self._num_segments, self._segment_words
         for segment in {row >> _SEGMENT_BITS for row in rows}:
             words[first + segment] += 1
-        self._changes[column] += 1
+        self.counts[column] += 1
 
     def _note_all(self) -> None:
         self._segments[0] += np.uint64(1)
-        self._changes[0] += 1
+        self.counts[0] += 1
 
     # -- engines
 
@@ -324,7 +346,7 @@ class NodeIndex:
         """Release what killed engines had claimed. Returns how many rows.
 
         is_held: whether a process of the engine of that number still runs. Rows that such an engine read are released
-        at once, rows that it was writing DEAD_ROWS_KEPT_MS later.
+        at once, rows that it was writing or had reserved DEAD_ROWS_KEPT_MS later.
         """
         released = 0
         for place in np.flatnonzero(self._engines[:, 0]).tolist():
@@ -335,18 +357,18 @@ class NodeIndex:
                 self._pin_array[:, place] = 0
                 self.end_holds(place)
                 self._engines[place, 1] = max(now_ms, 1)
-                self._note_all()  # it may have been killed within publish
+                self._note_all()  # it may have been killed within a claim or a publication
             elif abs(now_ms - dead_ms) >= DEAD_ROWS_KEPT_MS:
-                left = self.written_by(place)
+                left = self.owned_by(place)
                 if left:
                     self.free(left)
                 self._engines[place] = 0, max(now_ms, 1), 0
                 released += len(left)
         return released
 
-    def written_by(self, place: int) -> list[int]:
-        """The rows that the engine at `place` has claimed and not published."""
-        found: list[int] = np.flatnonzero(((self.stamp_array & _STATE) == WRITING) & (self._owners == place)).tolist()
+    def owned_by(self, place: int) -> list[int]:
+        """The rows that the engine at `place` has reserved, or claimed and not published."""
+        found: list[int] = np.flatnonzero(((self.stamp_array & _IS_OWNED) != 0) & (self._owner_array == place)).tolist()
         return found
 
     def engines(self) -> int:
@@ -358,17 +380,6 @@ class NodeIndex:
         return frozenset(self._engines[:, 0].tolist()) - {0}
 
     # -- looks, without the lock
-
-    @property
-    def version(self) -> bytes:
-        """Others than at the last look: rows have changed."""
-        return self._changes.tobytes()
-
-    def follow(self, version: memoryview, place: int, *, locked: bool = True) -> None:
-        """Bring the words of a version up to date with what the engine at `place` has just changed itself."""
-        version[1 + place] = self._changes[1 + place]
-        if locked:
-            version[0] = self._changes[0]
 
     @property
     def free_rows(self) -> int:
@@ -401,37 +412,31 @@ class NodeIndex:
     def entry(self, row: int) -> Entry | None:
         """What a row holds; None if that is changing at this moment or damaged."""
         stamp = self.stamps[row]
-        if not stamp & _STATE_MASK:
+        if stamp & _STATE_MASK in (FREE, RESERVED):
             return Entry(stamp)
-        check, _, length, namespace, key = _RECORD.unpack_from(self._records, row * _RECORD.size)
+        check, length, namespace, key = _RECORD.unpack_from(self._records, row * _RECORD.size)
         key = key[:length]
         if check != check_of(namespace, key, stamp >> STATE_BITS) or self.stamps[row] != stamp:
             return None
         return Entry(stamp, namespace, key, check)
 
-    def damaged(self) -> list[int]:
-        """Rows whose stamps and records are of different uses. One that is changing at this moment may be among them.
+    def lost(self, place: int) -> list[int]:
+        """Rows whose stamps and records are of different uses, and those that are reserved or being written for no
+        engine, or for the one at `place`, which knows its own. One that is changing at this moment may be among them.
 
         No order of events leaves one, if engines keep to what is written here.
         """
-        is_used = (self.stamp_array & _STATE) != FREE
-        found: list[int] = np.flatnonzero(
-            is_used & (((self.stamp_array >> _USE_AT) ^ self._checks) & _USE != 0)
-        ).tolist()
+        stamps, is_nobodys = self.stamp_array.copy(), self._engines[:, 0] == 0
+        is_nobodys[place] = True
+        is_owned = (stamps & _IS_OWNED) != 0
+        has_chunk = ((stamps & _STATE) == WRITING) | ((stamps & _STATE) == READY)
+        is_damaged = has_chunk & (((stamps >> _USE_AT) ^ self._checks) & _USE != 0)
+        found: list[int] = np.flatnonzero(is_damaged | is_owned & is_nobodys[self._owner_array % ENGINES_MAX]).tolist()
         return found
-
-    def are_ready(self, rows: Rows) -> bool:
-        """Whether all of these rows hold a chunk."""
-        return all(self.stamps[row] & _STATE_MASK == READY for row in rows)
 
     def is_pinned(self, row: int) -> bool:
         """Whether any engine reads the row."""
         return self._pins[row * ENGINES_MAX : (row + 1) * ENGINES_MAX].tobytes() != _NO_PINS
-
-    def any_pinned(self, rows: Rows) -> bool:
-        if len(rows) > _FEW_ROWS:
-            return bool(self._pin_array[rows].any())
-        return not all(self._pins[row * ENGINES_MAX : (row + 1) * ENGINES_MAX] == _NO_PINS for row in rows)
 
     def may_leave(self, row: int) -> bool:
         """Whether the row holds a chunk that no engine reads. Asked under the lock, it stays so, whatever the asking
@@ -439,7 +444,10 @@ class NodeIndex:
         return self.stamps[row] & _STATE_MASK == READY and not self.is_pinned(row)
 
     def all_may_leave(self, rows: Rows) -> bool:
-        return self.are_ready(rows) and not self.any_pinned(rows)
+        if len(rows) <= _FEW_ROWS:
+            return all(map(self.may_leave, rows))
+        at = np.array(rows, np.intp)
+        return bool(((self.stamp_array[at] & _STATE) == READY).all()) and not self._pin_array[at].any()
 
     def any_held(self, now_s: float) -> bool:
         """Whether an engine holds any row. An engine that holds nothing but what has left may be counted, too."""
@@ -455,27 +463,29 @@ class NodeIndex:
     def _is_marked(self, row: int) -> bool:
         return self._holds[row * 4 * ENGINES_MAX : (row + 1) * 4 * ENGINES_MAX].tobytes() != _NO_HOLDS
 
-    def checks(self, rows: Rows) -> list[int]:
-        """The words beside the stamps of these rows, by which :meth:`holds` recognises what they hold."""
-        return [self._record_words[row * _RECORD_WORDS] for row in rows]
+    def ready_words(self, rows: RowArray) -> tuple[U64, U64] | None:
+        """The stamps of these rows and the words beside them, by which :meth:`holds` recognises what they hold; None
+        if not all of them hold a chunk."""
+        stamps = self.stamp_array[rows]
+        return (stamps, self._checks[rows]) if ((stamps & _STATE) == READY).all() else None
 
-    def holds(self, rows: npt.NDArray[np.intp], stamps: U64, checks: U64) -> bool:
+    def holds(self, rows: RowArray, stamps: U64, checks: U64) -> bool:
         """Whether these rows still hold, whole, what they held when these words were read."""
         return bool((self.stamp_array[rows] == stamps).all() and (self._checks[rows] == checks).all())
 
     def count(self) -> dict[int, int]:
         """Rows by state."""
-        states = np.bincount((self.stamp_array & _STATE).astype(np.int64), minlength=3)
-        return {FREE: int(states[FREE]), WRITING: int(states[WRITING]), READY: int(states[READY])}
+        states = np.bincount((self.stamp_array & _STATE).astype(np.int64), minlength=4)
+        return dict(enumerate(states.tolist()))
 
     def count_namespaces(self) -> dict[bytes, int]:
-        """Rows in use by namespace, as of about now."""
-        used = self._namespaces[(self.stamp_array & _STATE) != FREE]
+        """Rows with a chunk by namespace, as of about now."""
+        states = self.stamp_array & _STATE
+        used = self._namespaces[(states == WRITING) | (states == READY)]
         found, counts = np.unique(used, axis=0, return_counts=True)
         return {each.tobytes(): count for each, count in zip(found, counts.tolist(), strict=True)}
 
 
 def check_of(namespace: bytes, key: bytes, generation: int) -> int:
     """The checksum of whose chunk a row holds, in one use of it. It tells damage, not an attacker."""
-    use = generation & int(_USE)
-    return zlib.crc32(key, zlib.crc32(namespace, use)) << 32 | use
+    return zlib.crc32(key, zlib.crc32(namespace)) << 32 | generation & _USE_MASK

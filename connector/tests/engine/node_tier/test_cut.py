@@ -20,8 +20,8 @@ from spillway_connector.tiers.disk.slab.writers import new_number
 ROWS, ROW_BYTES = 6, 4096
 CONTEXT = ReqContext(req_id="r")
 LOOKS = (
-    *("changed_rows", "entry", "claim", "publish", "free", "pin", "unpin", "use", "take_free", "are_ready"),
-    *("sweep", "is_pinned", "any_pinned", "checks", "holds", "end", "begin"),
+    *("changed_rows", "entry", "reserve", "claim", "publish", "free", "pin", "unpin", "use", "take_free"),
+    *("sweep", "is_pinned", "all_may_leave", "ready_words", "holds", "end", "begin"),
 )
 
 
@@ -59,6 +59,7 @@ def engines(tmp_path: Path) -> Iterator[tuple[NodeRows, NodeRows]]:
     for _ in range(2):
         tier = make_node_tier(NodeRegion(tmp_path, ROWS, ROW_BYTES, new_number()), b"o" * 16, False, clock=now)
         assert isinstance(tier, NodeRows)
+        tier._spare_rows = (1).__index__  # type: ignore[method-assign]
         both.append(tier)
     yield both[0], both[1]
     for tier in both:
@@ -152,6 +153,7 @@ def test_no_look_at_the_index_raises_when_it_was_cut_just_before(
         for _ in range(2):
             tier = make_node_tier(NodeRegion(tmp_path / str(number), ROWS, ROW_BYTES, new_number()), b"o" * 16, False)
             assert isinstance(tier, NodeRows)
+            tier._spare_rows = (1).__index__  # type: ignore[method-assign]
             tiers.append(tier)
         looks, path = 0, tiers[0]._node.path / name
         a_life(*tiers)

@@ -27,7 +27,8 @@ from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError, TierTimeout
 from spillway_connector.node.keeper import NodeKeeper
 from spillway_connector.node.region import REMOVED_LEASE_MS, NodeRegion, agreed_region
-from spillway_connector.plan.node_index import _RECORD_WORDS, DEAD_ROWS_KEPT_MS, FREE, READY, SEARCHED, WRITING, Claimed
+from spillway_connector.plan.node_index import _RECORD, DEAD_ROWS_KEPT_MS, FREE, READY, RESERVED, SEARCHED, WRITING
+from spillway_connector.plan.waiting import Turn
 from spillway_connector.testing.generation import HIT, MISS, PENDING, make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
 
@@ -94,7 +95,7 @@ def looked_up(tier: NodeRows, number: int) -> object:
 def see_nothing_of_it(tier: NodeRows) -> None:
     """What others have just changed, by a defect."""
     tier._seen_array[:] = tier._index.stamp_array
-    tier._version[:] = tier._index.version
+    tier._version[:] = tier._index.counts.tobytes()
 
 
 def test_a_chunk_is_a_hit_for_every_engine_of_its_namespace_and_for_no_other(node: Node):
@@ -114,8 +115,8 @@ def test_a_row_that_another_engine_takes_right_after_it_was_published_is_not_the
     first, second = node.engine(), node.engine()
     publish = first._index.publish
 
-    def publish_and_stop(claimed: list[Claimed], place: int) -> list[int] | None:
-        published = publish(claimed, place)
+    def publish_and_stop(*given: Any) -> bool:
+        published = publish(*given)
         store(second, 5, 6, 7, 8)  # takes every row
         return published
 
@@ -319,7 +320,7 @@ def test_a_row_that_changed_under_a_copy_fails_it(node: Node):
 def test_a_damaged_entry_of_the_index_is_no_hit(node: Node):
     first = node.engine()
     store(first, 1, 2)
-    first._index._record_words[first.rows_of([key(1)])[0] * _RECORD_WORDS + 4] ^= 1  # of its key
+    first._index._records[first.rows_of([key(1)])[0] * _RECORD.size + 32] ^= 1  # of its key
     second = node.engine()
     assert [looked_up(second, number) for number in (1, 2)] == [MISS, HIT]
 
@@ -451,9 +452,9 @@ def test_a_region_of_another_size_is_refused_while_an_engine_uses_it_and_replace
 
 
 def test_a_region_of_another_version_or_one_that_was_never_finished_is_replaced(node: Node, caplog):
-    for word, why in ((1, "it has version 7"), (0, "it was never finished")):
+    for word, why in ((1, "it has version 8"), (0, "it was never finished")):
         tier = node.engine()
-        tier._index._words[word] = 7
+        tier._index._words[word] = 8
         node.kill(tier)
         node.kill(node.engine())
         assert f"is replaced: {why}" in caplog.text
@@ -887,8 +888,21 @@ def test_an_engine_that_was_taken_for_dead_claims_no_row_before_it_sees_that(nod
     assert second._index.count()[FREE] == ROWS
 
 
-def publish_late(node: Node, tier: NodeRows, judge: NodeRows, meanwhile: Callable[[], object]) -> None:
-    """It is stopped between the two words of a publication until it was taken for dead and others have acted."""
+def test_no_chunk_leaves_for_the_reserve_that_a_client_retains_or_a_waiting_request_needs(node: Node):
+    tier = node.engine()
+    tier._spare_rows = (3).__index__  # type: ignore[method-assign]
+    store(tier, 1, 2, 3, 4)
+    tier.waiting.begin("waits", b"", Turn(0, 1), [key(2)], 0.0)
+    store(tier, 5)
+    assert [looked_up(tier, number) for number in range(1, 6)] == [MISS, HIT, HIT, HIT, HIT]
+    tier.waiting.end("waits")
+    tier.hold(b"", 0.5, 60.0, [key(3)])
+    store(tier, 6)
+    assert [looked_up(tier, number) for number in range(2, 7)] == [HIT, HIT, MISS, HIT, HIT]
+
+
+def stop_at_a_stamp(node: Node, tier: NodeRows, judge: NodeRows, meanwhile: Callable[[], object]) -> None:
+    """It is stopped between a look at a row and its next stamp until it was taken for dead and others have acted."""
 
     class Stopped:
         def __init__(self, stamps: memoryview) -> None:
@@ -904,6 +918,10 @@ def publish_late(node: Node, tier: NodeRows, judge: NodeRows, meanwhile: Callabl
             self.stamps[row] = stamp
 
     tier._index.stamps = Stopped(tier._index.stamps)  # type: ignore[assignment]
+
+
+def publish_late(node: Node, tier: NodeRows, judge: NodeRows, meanwhile: Callable[[], object]) -> None:
+    stop_at_a_stamp(node, tier, judge, meanwhile)
     tier.complete_store([key(1)], CONTEXT, True)
 
 
@@ -912,17 +930,34 @@ def sweep(node: Node, tier: NodeRows) -> None:
     tier.sync()
 
 
+@pytest.mark.parametrize("numbers", [(), (6, 7, 8, 9)])
+def test_a_claim_that_stopped_until_its_engine_was_taken_for_dead_is_none_and_its_row_is_free_soon(
+    node: Node, numbers: tuple[int, ...], caplog
+):
+    first, second = node.engine(), node.engine()
+    first._spare_rows = (1).__index__  # type: ignore[method-assign]
+    store(first, 2)
+    stop_at_a_stamp(node, first, second, lambda: store(second, *numbers))
+    assert first.prepare_store([key(1)], CONTEXT) is None
+    assert not first.is_joined and first._files_are_gone
+    assert looked_up(second, 1) is (MISS if numbers else PENDING)
+    sweep(node, second)
+    assert looked_up(second, 1) is MISS
+    assert "damaged" in caplog.text
+    assert second._index.count()[FREE] == second.free_rows() == (1 if numbers else ROWS - 1)
+
+
 def test_a_row_that_was_published_late_holds_nothing_and_is_free_soon(node: Node, caplog):
     first, second = node.engine(), node.engine()
     first.prepare_store([key(1)], CONTEXT)
     publish_late(node, first, second, lambda: store(second, 6, 7, 8, 9))
-    assert second._index.damaged()
+    assert second._index.lost(second._place)
     sweep(node, first)
     assert not first.is_joined
     sweep(node, second)
-    assert not second._index.damaged()
+    assert not second._index.lost(second._place)
     assert "damaged" in caplog.text
-    assert second._index.count() == {FREE: 1, WRITING: 0, READY: 3} and second.free_rows() == 1
+    assert second._index.count() == {FREE: 1, WRITING: 0, READY: 3, RESERVED: 0} and second.free_rows() == 1
     store(second, 1)
     assert sum(looked_up(second, number) is HIT for number in (1, 6, 7, 8, 9)) == 4
 
@@ -934,7 +969,7 @@ def test_a_damaged_row_is_not_free_while_it_is_read_or_may_be_written(node: Node
     publish_late(node, first, second, lambda: second.prepare_store([key(number) for number in (6, 7, 8, 9)], CONTEXT))
     for tier in (second, third) * 2:
         sweep(node, tier)
-    assert second._index.damaged() == [row]
+    assert third._index.lost(third._place) == [row]
     second.complete_store([key(number) for number in (6, 7, 8, 9)], CONTEXT, True)
     assert not second.is_joined
     node.kill(second)
@@ -942,10 +977,10 @@ def test_a_damaged_row_is_not_free_while_it_is_read_or_may_be_written(node: Node
     third._index.pin([row], 40)
     for _ in range(4):
         sweep(node, third)
-    assert third._index.damaged() == [row]
+    assert third._index.lost(third._place) == [row]
     third._index.unpin([row], 40)
     sweep(node, third)
-    assert third._index.count() == {FREE: 1, WRITING: 0, READY: 3}
+    assert third._index.count() == {FREE: 1, WRITING: 0, READY: 3, RESERVED: 0}
     assert [looked_up(third, number) for number in (6, 7, 8, 9)] == [HIT, HIT, HIT, MISS]
 
 
@@ -960,10 +995,10 @@ def test_a_damaged_row_that_the_engine_reads_itself_is_free_when_its_load_has_en
     publish_late(node, first, second, store_and_read)
     for _ in range(3):
         sweep(node, second)
-    assert second._index.damaged()
+    assert second._index.lost(second._place)
     second.complete_load([key(number) for number in (6, 7, 8, 9)], CONTEXT)
     sweep(node, second)
-    assert second._index.count() == {FREE: 1, WRITING: 0, READY: 3}
+    assert second._index.count() == {FREE: 1, WRITING: 0, READY: 3, RESERVED: 0}
     assert not second._index._pin_array.any()
 
 
@@ -992,7 +1027,7 @@ def test_what_an_engine_published_just_before_it_was_killed_is_seen_when_its_end
     first, second = node.engine(), node.engine()
     first.prepare_store([key(1)], CONTEXT)
     second.sync()
-    first._index._note = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    first._index.counts = Mock(__getitem__=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         first.complete_store([key(1)], CONTEXT, True)
     assert looked_up(second, 1) is PENDING
@@ -1012,3 +1047,81 @@ def test_a_chunk_used_by_another_engine_outlives_those_behind_it(node: Node, use
     second.touch([key(number) for number in used], CONTEXT)
     store(first, 9)
     assert [number for number in range(4) if looked_up(first, number) is MISS] == [len(used)]
+
+
+def test_a_store_for_which_rows_are_reserved_waits_for_no_lock_and_others_see_it(node: Node):
+    first, second = node.engine(), node.engine()
+    first._spare_rows = (2).__index__  # type: ignore[method-assign]
+    store(first, 1)
+    with node.lock_held():
+        assert first.prepare_store([key(2), key(3)], CONTEXT) is not None
+        assert looked_up(second, 2) is PENDING
+        first.complete_store([key(2)], CONTEXT, True)
+        assert looked_up(second, 2) is HIT
+    first.complete_store([key(3)], CONTEXT, True)
+    assert first.is_joined and looked_up(second, 3) is HIT
+    assert (first.used_rows(), first.free_rows()) == (second.used_rows(), second.free_rows()) == (3, 1)
+
+
+def end_by_kill(node: Node, tier: NodeRows) -> None:
+    node.kill(tier)
+    node.seconds += 1
+    node.engines[0].sync()
+
+
+def end_by_reset(_: Node, tier: NodeRows) -> None:
+    tier.reset_cache()
+
+
+def end_by_a_lost_lock(node: Node, tier: NodeRows) -> None:
+    tier._leave("the lock was lost")
+    node.seconds += 5
+    tier.sync()
+
+
+@pytest.mark.parametrize("end", [end_by_kill, end_by_reset, end_by_a_lost_lock])
+def test_reserved_rows_are_one_engine_s_until_it_ends_or_resets_or_has_left(
+    node: Node, end: Callable[[Node, NodeRows], None]
+):
+    other, tier = node.engine(), node.engine()
+    tier._spare_rows = (2).__index__  # type: ignore[method-assign]
+    store(tier, 1)
+    assert other.free_rows() == 1
+    other.sync()
+    assert other.prepare_store([key(number) for number in (5, 6, 7)], CONTEXT) is None
+    end(node, tier)
+    node.seconds += 1
+    other.sync()
+    store(other, 5, 6, 7)
+    assert looked_up(other, 7) is HIT
+
+
+def test_a_reserve_that_cannot_be_had_keeps_no_store_from_its_rows(node: Node):
+    tier = node.engine()
+    tier._spare_rows = (2).__index__  # type: ignore[method-assign]
+    store(tier, 1, 2, 3)
+    assert tier.prepare_load([key(1), key(2)], CONTEXT)
+    store(tier, 4, 5)
+    assert [looked_up(tier, number) for number in (3, 4, 5)] == [MISS, HIT, HIT]
+
+
+def test_a_chunk_that_two_engines_claim_at_the_same_moment_has_two_rows_and_both_may_leave(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = node.engine(), node.engine()
+    claim = first._index.claim
+
+    def claim_behind_another(*given: Any, **named: Any) -> object:
+        monkeypatch.undo()
+        store(second, 1)
+        return claim(*given, **named)
+
+    monkeypatch.setattr(first._index, "claim", claim_behind_another)
+    store(first, 1)
+    assert looked_up(first, 1) is looked_up(second, 1) is HIT
+    assert first.rows_of([key(1)]) != second.rows_of([key(1)])
+    for tier, numbers in ((first, (2, 3)), (second, (4, 5)), (first, (6, 7, 8, 9))):
+        node.seconds += 1
+        tier.sync()
+        store(tier, *numbers)
+    assert [looked_up(node.engine(), number) for number in range(6, 10)] == [HIT] * 4

@@ -218,7 +218,7 @@ def metrics_text(states: Sequence[RegionState], released_rows: int, refusals: di
     series(
         "spillway_node_tier_rows",
         "gauge",
-        "Rows by what is in them: nothing, a chunk that an engine is writing, a chunk.",
+        "Rows by what is in them: nothing, a chunk that an engine is writing, a chunk, one engine's next chunk.",
         [(of(state, state=names[kind]), count) for state in states for kind, count in state.rows.items()],
     )
     series(
@@ -230,7 +230,7 @@ def metrics_text(states: Sequence[RegionState], released_rows: int, refusals: di
     series(
         "spillway_node_tier_namespace_rows",
         "gauge",
-        "Rows in use by the first digits of the namespace: engines of one share chunks.",
+        "Rows with a chunk by the first digits of the namespace: engines of one share chunks.",
         [
             (of(state, namespace=name.hex()[:8]), count)
             for state in states
@@ -240,7 +240,7 @@ def metrics_text(states: Sequence[RegionState], released_rows: int, refusals: di
     series(
         "spillway_node_tier_released_rows_total",
         "counter",
-        "Rows that killed engines were writing, and which are free again.",
+        "Rows that killed engines were writing or had reserved, and which are free again.",
         [("", released_rows)],
     )
     series(

@@ -231,9 +231,8 @@ class LruRows(CpuTier):
 
     @override
     def retire(self, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            if key in self._rows:
-                self._rows.move_to_end(key, last=False)
+        for key in filter(self._rows.__contains__, keys):
+            self._rows.move_to_end(key, last=False)
 
     @override
     def free_rows(self) -> int:
@@ -256,8 +255,7 @@ class LruRows(CpuTier):
         self._use(ordered, req_context)
 
     def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        named = session_of_context(req_context)
-        if named is not None:
+        if (named := session_of_context(req_context)) is not None:
             self._retention.use(*named, filter(self._rows.__contains__, keys), self._clock())
         elif not self._retention.is_idle:
             self._retention.use_without_session(keys)
@@ -299,8 +297,7 @@ class LruRows(CpuTier):
         """Rows for those of `keys` that are not here; None when too few can be freed, and then nothing has changed."""
         none_here = self.resident.isdisjoint(keys)
         wanted = list(keys) if none_here else [key for key in keys if key not in self._rows]
-        protected = () if none_here else keys
-        evicted = self._evict(len(wanted) - self.free_rows(), protected, req_context) if wanted else []
+        evicted = self._make_room(len(wanted), () if none_here else keys, req_context) if wanted else []
         if evicted is None:
             return None
         if evicted:
@@ -357,6 +354,10 @@ class LruRows(CpuTier):
             del self._free_list[-reused:]
         return rows
 
+    def _make_room(self, count: int, protected: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey] | None:
+        """The chunks that leave for `count` others; None if too few may."""
+        return self._evict(count - self.free_rows(), protected, context)
+
     def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
         """`count` chunks that may be evicted, the oldest unless sessions choose others; None when there are fewer."""
         if count <= 0:
@@ -391,8 +392,7 @@ class LruRows(CpuTier):
         waiting, now = self.waiting.kept, self._clock()
         if not self._retention.is_idle and (chosen := self._evict_with_sessions(count, kept, req_context, now)):
             return chosen
-        victims: list[OffloadKey] = []
-        spared: list[OffloadKey] = []
+        victims, spared = list[OffloadKey](), list[OffloadKey]()
         oldest_first = iter(self._rows)
         while len(victims) < count and (batch := list(islice(oldest_first, count + EVICTION_LOOKAHEAD))):
             late = self._held_of(batch, now)

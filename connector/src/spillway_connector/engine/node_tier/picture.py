@@ -23,7 +23,7 @@ from spillway_connector.errors import TierTimeout
 from spillway_connector.node.region import NodeRegion, RegionGone
 from spillway_connector.plan.foreign_rows import ForeignRows
 from spillway_connector.plan.holds import Holds
-from spillway_connector.plan.node_index import FREE, NO_STAMP, READY, STATE_BITS, Claimed, NodeIndex
+from spillway_connector.plan.node_index import NO_STAMP, READY, STATE_BITS, WRITING_TO_READY, NodeIndex
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,19 @@ class NodePicture(LruRows):
         self._namespace = namespace
         # Of each row, as this picture shows it: its stamp, the time of use that gives its chunk its place in the order,
         # and the checksum of that chunk in this use of the row. They are read one by one and as arrays.
-        self._seen_array, used, checks = np.zeros((3, region.num_rows), np.uint64)
-        self._seen, self._used_ms, self._checks = self._seen_array.data, used.data, checks.data
-        self._version = bytearray(self._index.version)
+        self._seen_array, self._used_array, self._check_array = np.zeros((3, region.num_rows), np.uint64)
+        self._seen, self._used_ms = self._seen_array.data, self._used_array.data
+        self._checks = self._check_array.data
+        self._counts = self._index.counts
+        self._version = bytearray(self._counts)  # the changes that this picture shows
         self._version_words = memoryview(self._version).cast("Q")
         self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
         self._foreign = ForeignRows(namespace, region.num_rows, floor_share)  # and those of before a reset
         self._floor_share = floor_share
         self._mine: set[OffloadKey] = set()  # being written by this engine
-        self._unpublished: dict[OffloadKey, Claimed] = {}  # written by this engine
+        self._reserved: list[int] = []  # rows for the next chunks of this engine
+        self._reserved_stamps: list[int] = []
+        self._unpublished: set[OffloadKey] = set()  # written by this engine
         self._together = _Together(self)
         self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
         self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
@@ -80,8 +84,7 @@ class NodePicture(LruRows):
         self._files_are_gone = False  # the ranks map files that are not those of the node any more
         self._weights_changed = False  # and have not been named since
         self._sweep_at = 0.0
-        self._found_free: list[int] = []  # for the chunks that are being stored
-        self._damaged: list[int] = []  # rows that looked so before the last sweep
+        self._lost_rows: list[int] = []  # rows that looked so before the last sweep
         self._engines: frozenset[int] = frozenset()
         self._store_id = self._store_of(namespace)
         self.news = Announcements(clock) if enable_events else None
@@ -107,31 +110,39 @@ class NodePicture(LruRows):
             return
         if (now := self._clock()) >= self._sweep_at:
             self._sweep_at = now + _SWEEP_SECONDS
-            self._damaged = self._index.damaged()
+            self._lost_rows = self._index.lost(self._place)
             self._change(self._sweep, followed=False)
             before, self._engines = self._engines, self._index.numbers()
             if before != self._engines:  # each engine's clients hold shares of its part of the rows
                 self._holds.resize(self._num_rows // max(1, len(self._engines)), now)
             if self.news is not None and before - self._engines:  # whoever has swept them
                 self.news.others_ended()
-        if self._index.version != self._version and self._left is None:
-            self._look()
+        if self._left is None:
+            self._see_changes()
 
     def _sweep(self, index: NodeIndex) -> None:
         self._node.require_files()
         self._node.sweep(self._place, self._now_ms())
-        if self._damaged:
-            written = self._reset_writes.union(self.rows_of(self._mine))
-            if freed := index.free_damaged(self._damaged, self._place, written):
+        if self._lost_rows:
+            own = self._own_rows()
+            if freed := index.free_lost([row for row in self._lost_rows if row not in own], self._place):
                 logger.error("Spillway: %d rows of the node's CPU tier were damaged; they are free again", freed)
+
+    def _own_rows(self) -> set[int]:
+        """Those that this engine has reserved or writes."""
+        return self._reset_writes.union(self.rows_of(self._mine), self._reserved)
 
     def _see_all_anew(self) -> None:
         """At the next look, every row counts as changed since the last one."""
         self._version[:] = b"\xff" * len(self._version)
         self._segments = self._index.new_segments()
 
+    def _see_changes(self) -> None:
+        if self._counts.tobytes() != self._version:
+            self._look()
+
     def _look(self) -> None:
-        self._version[:] = self._index.version
+        self._version[:] = self._counts.tobytes()
         rows = self._index.changed_rows(self._seen_array, self._segments)
         if len(rows) > 1:  # the most recently used last
             rows.sort(key=self._index.used_ms.__getitem__)
@@ -152,9 +163,9 @@ class NodePicture(LruRows):
             else:
                 self._seen[row], self._checks[row] = entry.stamp, entry.check
                 is_ready = entry.state == READY
-                if entry.state != FREE and entry.namespace == self._namespace:
+                if entry.namespace == self._namespace:
                     key = OffloadKey(entry.key) if entry.generation > self._oldest_generation else None
-                elif entry.state != FREE:
+                elif entry.namespace:
                     self._is_mixed = True
             is_same = entry is not None and entry.generation == generation
             if before is not None and (before != key or not is_same):
@@ -205,6 +216,7 @@ class NodePicture(LruRows):
             self._index.hold([row], self._place, 0)
         self.ready.discard(key)
         self._mine.discard(key)
+        self._unpublished.discard(key)
         self._retention.forget([key])
 
     def _change(self, change: Callable[[NodeIndex], object], *, followed: bool = True) -> bool:
@@ -217,14 +229,13 @@ class NodePicture(LruRows):
             try:
                 if not index.has_place(self._node.lease.number, self._place):
                     raise RegionGone("another engine has taken this one for dead")
-                if index.version != self._version:
-                    self._look()
+                self._see_changes()
                 if self._unpublished:
                     self._publish()
                 if self._left is None:
                     change(index)
                 if followed:
-                    index.follow(self._version_words, self._place)
+                    self._version_words[0] = self._counts[0]
                 index.end()
             finally:
                 self._node.changed()
@@ -254,18 +265,22 @@ class NodePicture(LruRows):
     def _publish(self) -> None:
         """Make the rows that this engine has written available to all engines. No lock: until now the rows are this
         engine's alone."""
-        claimed, self._unpublished = list(self._unpublished.values()), {}
-        published = self._index.publish(claimed, self._place)
-        if published is None:
-            try:
-                self._node.require_files()
-                self._leave("rows that it was writing have changed")
-            except OSError as error:
-                self._leave(str(error), is_gone=True)
+        rows, self._unpublished = self.rows_of(self._unpublished), set()
+        seen = self._seen
+        claimed = list(map(seen.__getitem__, rows))
+        if not self._index.publish(rows, claimed, self._place):
+            self._leave_changed_rows()
             return
-        for (row, _), stamp in zip(claimed, published, strict=True):
-            self._seen[row] = stamp
-        self._index.follow(self._version_words, self._place, locked=False)
+        for row, stamp in zip(rows, claimed, strict=True):
+            seen[row] = stamp + WRITING_TO_READY
+        self._version_words[1 + self._place] = self._counts[1 + self._place]
+
+    def _leave_changed_rows(self) -> None:
+        try:
+            self._node.require_files()
+            self._leave("rows that it was writing have changed")
+        except OSError as error:
+            self._leave(str(error), is_gone=True)
 
     @override
     def together(self) -> AbstractContextManager[None]:
@@ -285,6 +300,7 @@ class NodePicture(LruRows):
         for key in idle:
             self._drop(self._rows[key], key)
         self._foreign.clear()
+        self._reserved, self._reserved_stamps = [], []
         self.changed_chunks.add_all()
 
     def _try_to_rejoin(self) -> None:
@@ -301,9 +317,8 @@ class NodePicture(LruRows):
                     self._publish()
                     if self._files_are_gone:
                         return
-                writing = self._reset_writes.union(self.rows_of(self._mine))
-                ended = [row for row in index.written_by(self._place) if row not in writing]
-                index.free(ended)
+                own = self._own_rows()
+                index.free([row for row in index.owned_by(self._place) if row not in own])
                 used = list(self._chunk_in)
                 seen = self._seen_array[used]
                 self._seen_array[:] = NO_STAMP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import numpy as np
 from vllm.v1.kv_offload.base import LoadStoreSpec
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 class NodeRowsSpec(CPULoadStoreSpec):
     """Rows to be loaded, and by what they are recognised before and after the copy."""
 
-    def __init__(self, rows: list[int], stamps: list[int], checks: list[int]) -> None:
+    def __init__(self, rows: list[int], stamps: Iterable[int], checks: Iterable[int]) -> None:
         super().__init__(rows)
         self.stamps = np.array(stamps, np.uint64)
         self.checks = np.array(checks, np.uint64)

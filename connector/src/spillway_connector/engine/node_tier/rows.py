@@ -17,16 +17,23 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
+from typing import cast
 
+import numpy as np
 from typing_extensions import override
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector.engine.cpu_tier.tier import LruRows
 from spillway_connector.engine.node_tier.picture import NodePicture
 from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec
-from spillway_connector.plan.node_index import NO_STAMP, NodeIndex
+from spillway_connector.plan.node_index import NO_STAMP, RESERVED_TO_WRITING, NodeIndex
 
 logger = logging.getLogger(__name__)
+
+# Rows that an engine reserves beyond those that it needs: so many, or its part of a sixteenth of all. Others may come
+# later, so its part is an eighth at most.
+_SPARE_ROWS_MAX, _SPARE_DIVISOR, _SPARE_ENGINES = 32, 16, 8
 
 
 class NodeRows(NodePicture):
@@ -40,11 +47,11 @@ class NodeRows(NodePicture):
 
     @override
     def used_rows(self) -> int:
-        return self._num_rows - self._index.free_rows
+        return self._num_rows - self._index.free_rows - len(self._reserved)
 
     @override
     def free_rows(self) -> int:
-        return self._index.free_rows if self._left is None else 0
+        return self._index.free_rows + len(self._reserved) if self._left is None else 0
 
     # -- holds
 
@@ -74,40 +81,86 @@ class NodeRows(NodePicture):
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output: PrepareStoreOutput | None
+        if self._left is not None or len(keys) > len(self._reserved):
+            output = self._reserve_and_store(keys, req_context)
+        else:
+            self._see_changes()
+            output = super().prepare_store(keys, req_context)
+        if output is None or not output.keys_to_store or self._claim(output.keys_to_store, req_context):
+            return output
+        return None
+
+    def _reserve_and_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         output: PrepareStoreOutput | None = None
 
-        def claim(index: NodeIndex) -> None:
+        def change(_: NodeIndex) -> None:
             nonlocal output
-            self._any_held = index.any_held(self._clock())
-            if self._foreign and len(keys) > index.free_rows:
-                wanted = sum(key not in self._rows for key in keys)
-                self._make_foreign_room(index, wanted - index.free_rows)
             output = super(NodeRows, self).prepare_store(keys, req_context)
-            if output is None or not output.keys_to_store:
-                return
-            stored = list(output.keys_to_store)
-            rows = self.rows_of(stored)
-            now_ms = self._now_ms()
-            claimed = index.claim(rows, self._namespace, stored, self._place, now_ms)
-            seen, used_ms, checks, chunk_in = self._seen, self._used_ms, self._checks, self._chunk_in
-            for row, key, (stamp, check) in zip(rows, stored, claimed, strict=True):
-                seen[row], used_ms[row], checks[row], chunk_in[row] = stamp, now_ms, check, key
-            self._mine.update(stored)
-            if self._holds:
-                self._show_holds(stored)
 
-        return output if self._change(claim) else None
+        return output if self._change(change) else None
+
+    def _claim(self, stored: Collection[OffloadKey], req_context: ReqContext) -> bool:
+        """The chunks are going to be written to the rows that they were just given. False: the tier is left."""
+        count, now_ms = len(stored), self._now_ms()
+        rows, self._reserved = self._reserved[:count], self._reserved[count:]
+        reserved, self._reserved_stamps = self._reserved_stamps[:count], self._reserved_stamps[count:]
+        claimed = self._index.claim(rows, reserved, self._namespace, list(stored), self._place, now_ms=now_ms)
+        # Whoever was taken for dead between the look at the rows and the claim has no row.
+        if claimed is None or not self._index.has_place(self._node.lease.number, self._place):
+            super().complete_store(stored, req_context, False)
+            self._free_list.clear()
+            self._leave_changed_rows()
+            return False
+        seen, used_ms, checks = self._seen, self._used_ms, self._checks
+        for row, stamp, check in zip(rows, reserved, claimed, strict=True):
+            seen[row], used_ms[row], checks[row] = stamp + RESERVED_TO_WRITING, now_ms, check
+        self._chunk_in.update(zip(rows, stored, strict=True))
+        self._mine.update(stored)
+        self._version_words[1 + self._place] = self._counts[1 + self._place]
+        if self._holds:
+            self._show_holds(stored)
+        return True
+
+    @override
+    def _make_room(self, count: int, protected: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey] | None:
+        """Called with the lock, unless enough rows are reserved. More are reserved for the next chunks, if none leaves
+        for them that clients asked to retain, or that a waiting request needs."""
+        missing = count - len(self._reserved)
+        if missing <= 0:
+            return []
+        index = self._index
+        self._any_held = index.any_held(self._clock())
+        wanted = missing if self._any_held else missing + self._spare_rows()
+        if self._foreign:
+            self._make_foreign_room(index, wanted - index.free_rows)
+        # Rows are free if their stamps say so: an engine that was taken for dead may have published one of them late,
+        # which is not in the count of those that are free.
+        found = index.take_free(min(index.free_rows, wanted))
+        evicted = self._evict(wanted - len(found), protected, context)
+        if wanted > missing and (evicted is None or not self.waiting.kept.isdisjoint(evicted)):
+            evicted = self._evict(missing - len(found), protected, context)
+        if evicted is None:
+            return None
+        left = self.rows_of(evicted)
+        rows = left + found
+        stamps = index.reserve(rows, self._place)
+        for row, stamp in zip(rows, stamps, strict=True):
+            self._seen[row] = stamp
+        self._reserved += rows
+        self._reserved_stamps += stamps
+        for row in left:
+            del self._chunk_in[row]
+        return evicted
+
+    def _spare_rows(self) -> int:
+        """How many rows to reserve beyond those that are needed."""
+        return min(_SPARE_ROWS_MAX, self._num_rows // (_SPARE_DIVISOR * max(_SPARE_ENGINES, len(self._engines))))
 
     @override
     def _allocate(self, count: int) -> list[int]:
-        """Called with the lock; the rows of what was just evicted are in _free_list."""
-        found, self._free_list = self._free_list, []
-        for row in found:
-            del self._chunk_in[row]
-        if len(found) < count:
-            found += self._found_free
-        assert len(found) == count, f"{count} rows were to be free, {len(found)} are"
-        return found
+        self._free_list.clear()  # the rows of what was evicted are reserved, too
+        return self._reserved[:count]
 
     def _make_foreign_room(self, index: NodeIndex, count: int) -> None:
         """Free rows that this picture does not show: those used before its oldest chunk, and others while it is short
@@ -138,11 +191,7 @@ class NodeRows(NodePicture):
 
     @override
     def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
-        """Called with the lock. Rows are free if their stamps say so: an engine that was taken for dead may have
-        published one of them late, which is not in the count of those that are free."""
-        free = self._index.free_rows
-        self._found_free = self._index.take_free(min(free, count + free))
-        count += free - len(self._found_free)
+        """Called with the lock."""
         if count > 0:
             self._follow_others(count)
         return super()._evict(count, protected, req_context)
@@ -180,7 +229,7 @@ class NodeRows(NodePicture):
         if not success:
             self._free_failed(rows)
         elif self._left is None:
-            self._unpublished.update(zip(mine, zip(rows, map(self._seen.__getitem__, rows), strict=True), strict=True))
+            self._unpublished.update(mine)
             if not self._together.depth:
                 self._publish()
         success = success and self._left is None
@@ -213,9 +262,11 @@ class NodeRows(NodePicture):
     @override
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         """Pin the rows for a store to a shared tier; None, and nothing is pinned, if some of the chunks have left."""
-        if self._left is None and self._unpublished.keys() >= set(keys):  # no other engine may touch them yet
-            self._index.pin(self.rows_of(keys), self._place)
-            return super().prepare_load(keys, req_context)
+        if self._left is None and self._unpublished.issuperset(keys):  # no other engine may touch them yet
+            rows = self.rows_of(keys)
+            self._index.pin(rows, self._place)
+            self._begin_reads(keys)
+            return CPULoadStoreSpec(rows)
         return self._pin(list(keys), req_context)
 
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> NodeRowsSpec | None:
@@ -223,17 +274,20 @@ class NodeRows(NodePicture):
 
         def pin(index: NodeIndex) -> None:
             nonlocal spec
-            rows = self.rows_of(keys)
-            if not (self.ready.issuperset(keys) and index.are_ready(rows)):
+            if not self.ready.issuperset(keys):
                 return
-            checks = index.checks(rows)
-            if checks != list(map(self._checks.__getitem__, rows)):  # the picture is wrong
+            rows = self.rows_of(keys)
+            at = np.array(rows, np.intp)
+            if (found := index.ready_words(at)) is None:
+                return
+            stamps, checks = found
+            if (checks != self._check_array[at]).any():  # the picture is wrong
                 logger.error("Spillway: rows of the node's CPU tier are not what this engine took them for; seen anew")
-                self._seen_array[rows] = NO_STAMP
+                self._seen_array[at] = NO_STAMP
                 self._see_all_anew()
                 return
             index.pin(rows, self._place)
-            spec = NodeRowsSpec(rows, [index.stamps[row] for row in rows], checks)
+            spec = NodeRowsSpec(rows, stamps, checks)
 
         if not self._change(pin) or spec is None:
             return None
@@ -255,7 +309,10 @@ class NodeRows(NodePicture):
             self._unpinned += Counter()  # without those at 0
         super().complete_load(pinned, req_context)
         readers, rows, quarantine = self._readers, self._rows, self.quarantine
-        ended = [rows[key] for key in pinned if key not in readers and key in rows]
+        if readers.keys().isdisjoint(pinned):
+            ended = self.rows_of(pinned)
+        else:
+            ended = [rows[key] for key in pinned if key not in readers and key in rows]
         if quarantine:  # a job of before a reset reads the same row
             ended = [row for row in ended if row not in quarantine]
         self._index.unpin(ended, self._place)
@@ -268,7 +325,8 @@ class NodeRows(NodePicture):
     @override
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows, without those of chunks that left before they could be pinned."""
-        return [row for row in map(self._rows.get, keys) if row is not None]
+        found = list(map(self._rows.get, keys))
+        return [row for row in found if row is not None] if None in found else cast("list[int]", found)
 
     @override
     def _rows_in_use(self) -> Counter[int]:
@@ -290,9 +348,11 @@ class NodeRows(NodePicture):
         def free(index: NodeIndex) -> None:
             idle = self.rows_of(key for key in self.ready if key not in self._readers)
             rows = list(filter(index.may_leave, idle))
+            freed.extend(self._chunk_in[row] for row in rows)
+            rows += self._reserved  # what is claimed from now on has later generations
+            self._reserved, self._reserved_stamps = [], []
             index.free(rows)
             self._took(rows)
-            freed.extend(self._chunk_in[row] for row in rows)
             self._oldest_generation = index.generation
 
         if not self._change(free):
@@ -309,6 +369,7 @@ class NodeRows(NodePicture):
         super()._drop_all()
         self._chunk_in.clear()
         self._mine.clear()
+        self._unpublished.clear()
         self._unpinned.clear()
         self._foreign.clear()  # what other engines still use will be among them
         self._seen_array[:] = NO_STAMP
