@@ -1,7 +1,7 @@
 """`python -m engine_lives [--count 10000] [--seed 0] [--shapes full chunks ...]`
 and, with `--races 20`, resets during copies, each in one fixed order, on a real NVMe tier, and hits of blocks whose
 load fails; with `--stalls 20`, a tier that stalls while a prompt is computed, in simulated time; with `--partings 20`,
-what prompts with windows and with states find."""
+what prompts with windows and with states find; with `--drawn 100`, schedules of so many shapes that are drawn, too."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+    from engine_lives.drawn_shapes import drawn_shape
     from engine_lives.engine import RANDOM_SHAPES, SHAPES, Engine
     from engine_lives.partings import PARTINGS
     from engine_lives.resets import RACES
-    from engine_lives.schedules import run
     from engine_lives.stalls import STALLS
     from engine_lives.step_races import STEP_RACES
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--partings", type=int, default=0, help="of prompts with windows and with states, first")
     parser.add_argument("--without", nargs="+", choices=("failures", "resets"), default=[], help="to narrow a fault")
+    parser.add_argument("--drawn", type=int, default=0, help="shapes of groups and blocks, the first by --seed")
     given = parser.parse_args(arguments)
     for shape, cases, count, what in (
         ("nvme", RACES, given.races, "races"),
@@ -52,17 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 engine.close()
     for name in given.shapes:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            engine = Engine(SHAPES[name], Path(folder))
-            engine.may_fail, engine.may_reset = "failures" not in given.without, "resets" not in given.without
-            for seed in range(given.seed, given.seed + given.count):
-                try:
-                    run(engine, seed)
-                except BaseException:
-                    print("\n".join(engine.trace[-200:]), file=sys.stderr)
-                    print(f"{name}: schedule {seed} (counting on from {given.seed})", file=sys.stderr)
-                    raise
-            engine.close()
+        engine = _lived(name, SHAPES[name], given, given.seed)
         figures = engine.figures
         print(
             f"{name}: {given.count} schedules, {figures.steps} steps, {figures.checked_tokens} tokens of KV checked, "
@@ -82,7 +74,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{time.monotonic() - started:.0f} s",
             flush=True,
         )
+    for number in range(given.seed, given.seed + given.drawn):
+        shape = drawn_shape(number)
+        checked = _lived(f"drawn shape {number}, {shape}", shape, given, given.count * number).figures.checked_tokens
+        print(f"drawn shape {number}: {given.count} schedules, {checked} tokens of KV checked", flush=True)
     return 0
+
+
+def _lived(name: str, shape: Any, given: argparse.Namespace, first_seed: int) -> Any:
+    """An engine of this shape that has lived through the schedules, and is closed."""
+    from engine_lives.engine import Engine
+    from engine_lives.schedules import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(shape, Path(folder))
+        engine.may_fail, engine.may_reset = "failures" not in given.without, "resets" not in given.without
+        for seed in range(first_seed, first_seed + given.count):
+            try:
+                run(engine, seed)
+            except BaseException:
+                print("\n".join(engine.trace[-200:]), file=sys.stderr)
+                print(f"{name}: schedule {seed} (counting on from {first_seed})", file=sys.stderr)
+                raise
+        engine.close()
+    return engine
 
 
 if __name__ == "__main__":

@@ -125,6 +125,8 @@ SHAPES = {
     "windows-within-chunks": Shape(
         (None, BLOCK_TOKENS // 4, BLOCK_TOKENS // 2), device_blocks=90, cpu_rows=70, window_parts=4
     ),
+    "windows-in-parts": Shape((None, 15, 2), device_blocks=96, cpu_rows=87, blocks_per_chunk=3, window_parts=2),
+    "states-in-parts": Shape((None, STATES, MAX_TOKENS - 1), device_blocks=47, cpu_rows=114, blocks_per_chunk=3),
     "windows-shared": Shape((3 * BLOCK_TOKENS, None), device_blocks=40, cpu_rows=60, shared_tier=True),
     "states": Shape((None, STATES), device_blocks=40, cpu_rows=60, refuses_recompute=True),
     "states-shared": Shape((STATES, None), device_blocks=40, cpu_rows=40, shared_tier=True),

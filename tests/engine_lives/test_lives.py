@@ -12,15 +12,17 @@ TESTS = Path(__file__).parents[1]
 SHAPES = ("full", "chunks", "windows", "shared", "window-alone", "prompts", "drafts", "async", "async-drafts")
 SHAPES += ("meetings", "meetings-async", "exclusive-async", "exclusive-shared", "fair", "fair-async", "fair-meetings")
 SHAPES += ("windows-of-two-sizes", "windows-within-chunks", "windows-shared", "states", "states-shared", "states-async")
-SHAPES += ("layers", "exclusive-layers")
+SHAPES += ("windows-in-parts", "states-in-parts", "layers", "exclusive-layers")
 COUNT = 40  # of each shape
 RACES = STALLS = PARTINGS = 5  # of each kind
+DRAWN = 6
 
 
 def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     # In a separate process: vLLM reads its settings from the environment when it is imported. One for all shapes:
     # the import takes four times as long as the schedules of a shape.
     counts = ["--count", str(COUNT), "--races", str(RACES), "--stalls", str(STALLS), "--partings", str(PARTINGS)]
+    counts += ["--drawn", str(DRAWN)]
     done = subprocess.run(
         [sys.executable, "-m", "engine_lives", *counts, "--shapes", *SHAPES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
@@ -31,6 +33,7 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert re.findall(rf"^(\S+): {COUNT} schedules", done.stdout, re.M) == list(SHAPES)
+    assert len(re.findall(rf"^drawn shape \d+: {COUNT} schedules, [1-9]\d+ tokens", done.stdout, re.M)) == DRAWN
     kept = re.findall(r"(\d+) times a chunk was kept", done.stdout)
     assert len(kept) == len(SHAPES) and all(map(int, kept)), "no chunk was kept for a request that waited"
     settled = re.findall(r"^exclusive-shared: .* (\d+) chunks settled", done.stdout, re.M)

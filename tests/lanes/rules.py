@@ -193,6 +193,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/patches/test_own_connector.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/requests/test_transfer_params.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/scheduler/test_half.py": ("0.30", "0.32", "0.33"),
+    "connector/tests/engine/scheduler/test_partial_chunks.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/scheduler/test_resets.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/scheduler/test_step_loads.py": ("0.32", "0.33"),
     "connector/tests/engine/shared_tiers/test_events.py": ("0.30", "0.32", "0.33"),

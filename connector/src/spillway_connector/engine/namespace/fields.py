@@ -24,7 +24,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from spillway_connector.engine.namespace.config_fields import (
     ARCHITECTURES_BY_LENGTH,
@@ -41,6 +41,7 @@ from spillway_connector.plan.geometry import ChunkGeometry
 
 NAMESPACE_VERSION = 3  # of the document's fields
 LAYOUT_VERSION = 1  # of how a row is filled (copy_layout in each generation's handlers.py)
+_LAYOUT_VERSION_OF_PARTS = 2  # of chunks of which a row may hold a part (engine/scheduler/partial_chunks.py)
 _REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 # Credentials change no byte, and every reader of the store can read the document.
 _SECRET = re.compile(r"secret|password|credential|(api|access)_?key|(api|auth|access|hf)_?token", re.IGNORECASE)
@@ -117,9 +118,12 @@ def namespace_facts(
     # number.
     tensor_ranks = 1 if geometry.one_cell else parallel.tensor_parallel_size
     config["parallel_config"]["tensor_parallel_size"] = tensor_ranks
+    groups = kv_cache_config.kv_cache_groups
+    is_sparse = len(groups) > 1 or isinstance(groups[0].kv_cache_spec, SlidingWindowSpec | MambaSpec)
+    has_parts = geometry.blocks_per_chunk > 1 and is_sparse
     facts = {
         "namespace_version": NAMESPACE_VERSION,
-        "layout_version": LAYOUT_VERSION,
+        "layout_version": _LAYOUT_VERSION_OF_PARTS if has_parts else LAYOUT_VERSION,
         **weights_facts(vllm_config, pinned=weights_version is not None),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),

@@ -38,6 +38,7 @@ from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import hands_over, session_of
 from spillway_connector.engine.requests.transfer_params import accepted
 from spillway_connector.engine.scheduler.chunk_uses import ChunkUses
+from spillway_connector.engine.scheduler.partial_chunks import PartialChunks, whole_chunks
 from spillway_connector.engine.scheduler.resets import ResettableHalf
 from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, StepsWithoutRequests
 from spillway_connector.engine.scheduler.suspect_stores import fail_stores, has_replaced_adapter, holds_any
@@ -83,8 +84,7 @@ class SchedulerHalf(ResettableHalf):
             loading: vLLM's set of chunks that are being loaded to the device; None without a prefix cache there.
             chooses_windows: Whether Spillway, instead of vLLM, chooses which chunks of sliding windows are stored.
         """
-        self._chunk_tokens = chunk_tokens[0]
-        self._largest_chunk_tokens = max(chunk_tokens)
+        self._chunk_tokens, self._largest_chunk_tokens = chunk_tokens[0], max(chunk_tokens)
         self._block_tokens = chunk_tokens[0] // blocks_per_chunk
         self._one_prefix = one_prefix
         self._being_loaded = loading
@@ -104,6 +104,7 @@ class SchedulerHalf(ResettableHalf):
         if chooses_windows and (settings is None or settings.window_chunks == "last"):
             drafts = vllm_config.speculative_config is not None
             self.window_stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens, drafts=drafts)
+        self._partial_chunks = PartialChunks.of(specs, chunk_tokens, blocks_per_chunk)
         self._stores_adapters_alone = lora_mixes_weights(vllm_config)
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
         self.without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
@@ -291,7 +292,7 @@ class SchedulerHalf(ResettableHalf):
             return 0
         assert isinstance(req_status, RequestFields)
         if not self._one_prefix or max_num_new_tokens is not None or req_status.max_load_tokens is not None:
-            return self._look_up_groups(req_status, max_num_new_tokens)
+            return whole_chunks(self._look_up_groups, req_status, max_num_new_tokens, self._largest_chunk_tokens)
         computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
         chunk_tokens = self._chunk_tokens
         all_keys = req_status.group_states[0].offload_keys
@@ -386,8 +387,8 @@ class SchedulerHalf(ResettableHalf):
                 found = status.group_states[0].offload_keys[: new.num_computed_tokens // self._chunk_tokens]
                 self.late_stores.found_on_device(found, status.req_context)
         metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, OffloadingConnectorMetadata)
         if self.late_stores is not None:
-            assert isinstance(metadata, OffloadingConnectorMetadata)
             needed = next_step_blocks(scheduler_output, self.known_state, self._step_tokens, self._block_tokens)
             room = self.without_requests.room()
             for store in self.late_stores.due(self._generate_job_id, needed_blocks=needed, settling=room):
@@ -396,7 +397,6 @@ class SchedulerHalf(ResettableHalf):
         pieces = self._early_loads.due(self._jobs) if self._early_loads else []
         if not pieces:
             return metadata
-        assert isinstance(metadata, OffloadingConnectorMetadata)
         return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
 
     @override
@@ -410,6 +410,8 @@ class SchedulerHalf(ResettableHalf):
             self._current_batch_allocated_block_ids = loaded | written
         if self.window_stores is not None:
             self.window_stores.leave_out(map(self.known_state, scheduler_output.num_scheduled_tokens), self.manager)
+        if self._partial_chunks is not None:
+            self._partial_chunks.leave_out(self.known_state, scheduler_output)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -441,12 +443,10 @@ class SchedulerHalf(ResettableHalf):
                 if job_id not in self._failed_jobs or (status is not None and status.pending_count > count):
                     continue
                 self._failed_jobs.discard(job_id)
-                if status is None:
-                    continue  # dropped by a reset
-                if status.is_store:
+                if status is not None and status.is_store:
                     # Upstream completes every store as successful, so the manager is informed first.
                     self.manager.fail_store(status.keys)
-                else:
+                elif status is not None:  # else a reset has dropped it
                     request_state = self._req_status.get(status.req_id)
                     if request_state is not None and not request_state.req.is_finished():
                         self._recompute_only.add(status.req_id)
@@ -485,11 +485,10 @@ class SchedulerHalf(ResettableHalf):
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Upstream's contract, but keys are cut to vLLM's block hashes, and what engines share is announced too."""
+        size = self._hash_bytes
         for event in super().take_events():
             if isinstance(event, BlockStored | BlockRemoved):
-                event.block_hashes = [
-                    one[: self._hash_bytes] if isinstance(one, bytes) else one for one in event.block_hashes
-                ]
+                event.block_hashes = [one[:size] if isinstance(one, bytes) else one for one in event.block_hashes]
             if self.manager.primary_tier.news is None:
                 yield event
         yield from shared_tier_events(self.manager.take_announcements(), self._hash_bytes)

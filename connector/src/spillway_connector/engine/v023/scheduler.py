@@ -94,14 +94,18 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         vLLM computes at least the last token. Attention can do that behind a whole block; a Mamba state cannot be
         rewound by one token, so for models with states a load ends at the last block boundary before it.
         """
-        if not self._has_states:
-            tokens: int | None = OffloadingConnectorScheduler._lookup(self, req_status)
-            return tokens
-        request = req_status.req
-        whole = (request.num_tokens - 1) // self._largest_chunk_tokens * self._largest_chunk_tokens
-        req_status.req = cast(Request, ShortenedRequest(request.request_id, whole + 1))
+        request, ends = req_status.req, []
+        if self._has_states:
+            ends.append((request.num_tokens - 1) // self._largest_chunk_tokens * self._largest_chunk_tokens + 1)
+        if max_num_new_tokens is not None:
+            ends.append(req_status.num_locally_computed_tokens + max_num_new_tokens)
+        if not ends:
+            found: int | None = OffloadingConnectorScheduler._lookup(self, req_status)
+            return found
+        shortened = ShortenedRequest(request.request_id, min(request.num_tokens, *ends))
+        req_status.req = cast(Request, shortened)
         try:
-            tokens = OffloadingConnectorScheduler._lookup(self, req_status)
+            tokens: int | None = OffloadingConnectorScheduler._lookup(self, req_status)
         finally:
             req_status.req = request
         return tokens
