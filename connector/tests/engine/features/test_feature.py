@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from spillway_connector.engine.features.feature import Feature, SteeringFeature, feature_of, steering
+from spillway_connector.testing.vllm_parts import part_of
 
 
 class Halving(SteeringFeature):
@@ -27,14 +28,14 @@ class Connector:
 
 def among_others(connector: Connector) -> MultiConnector:
     """vLLM's class; its constructor would build the connectors itself."""
-    combined = MultiConnector.__new__(MultiConnector)
+    combined = part_of(MultiConnector)
     combined._connectors = [object(), connector]  # type: ignore[list-item]
     return combined
 
 
 def step(connector: object, tokens: int) -> Any:
     schedule = steering(Halving, "halving")(lambda scheduler, tokens, throttle=False: tokens)
-    return schedule(SimpleNamespace(connector=connector), tokens, throttle=True)
+    return schedule(part_of(Scheduler, connector=connector), tokens, throttle=True)
 
 
 def test_an_engine_with_the_feature_plans_by_it() -> None:

@@ -10,16 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestGroupState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from spillway_connector.engine.features.window_stores import WindowStores
+from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.holds import RetentionHint
 from spillway_connector.plan.kv_groups import KvGroup, stored_chunks
+from spillway_connector.testing.generation import RequestState
 from spillway_connector.testing.requests import request_of
+from spillway_connector.testing.vllm_parts import part_of
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 STATES = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+
+HIT_CHUNKS = "num_hit_blocks" if generation() is Generation.V023 else "num_hit_chunks"
 
 
 def full(block_tokens: int = 16) -> FullAttentionSpec:
@@ -49,20 +55,20 @@ def kept(
     stores = WindowStores.of(specs, chunk_tokens, blocks_per_chunk, step_tokens, drafts=drafts)
     assert stores is not None
     states = [
-        SimpleNamespace(
-            offload_keys=[(group, chunk) for chunk in range((prompt_tokens + more_tokens) // tokens)],
-            block_ids=[1] * ((prompt_tokens + more_tokens) // tokens * blocks_per_chunk),
-            found=found_tokens // tokens,
+        RequestGroupState(
+            [(group, chunk) for chunk in range((prompt_tokens + more_tokens) // tokens)],
+            [1] * ((prompt_tokens + more_tokens) // tokens * blocks_per_chunk),
+            **{HIT_CHUNKS: found_tokens // tokens},
         )
         for group, tokens in enumerate(chunk_tokens)
     ]
-    request: Any = SimpleNamespace(
+    request: Any = part_of(
+        RequestState,
         req=request_of("request", [], tokens=prompt_tokens, block_tokens=16),
         group_states=states,
         window_ends=None,
         max_offload_tokens=bound,
         req_context=TenantContext("request", retention=None if mark is None else RetentionHint(((mark, 60.0),), 0.5)),
-        first_own_chunk=lambda state: state.found,
     )
     request.req.shared_prefix_boundary = junction
     whole = next(group for group, spec in enumerate(specs) if type(spec) is FullAttentionSpec)

@@ -98,14 +98,16 @@ def device_of(config: KVCacheConfig) -> Device:
 
 def _device_v023(config: KVCacheConfig) -> Device:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     memory = [torch.randint(-128, 128, (tensor.size,), dtype=torch.int8) for tensor in config.kv_cache_tensors]
     of_layer = {
         layer: raw for tensor, raw in zip(config.kv_cache_tensors, memory, strict=True) for layer in tensor.shared_by
     }
     found: list[CanonicalKVCaches] = []
-    worker: Any = SimpleNamespace(spec=SimpleNamespace(kv_cache_config=config), _register_handlers=found.append)
-    OffloadingConnectorWorker.register_kv_caches(worker, of_layer)
+    spec = part_of(CPUOffloadingSpec, kv_cache_config=config)
+    worker = part_of(OffloadingConnectorWorker, spec=spec, _register_handlers=found.append)
+    worker.register_kv_caches(of_layer)
     plain = {layer: plain_page_bytes(spec) for group in config.kv_cache_groups for layer, spec in layer_specs(group)}
 
     def page(layer: str, block: int) -> torch.Tensor:
