@@ -241,7 +241,7 @@ async def test_one_of_a_given_and_a_changed_body_is_kept(
             call.cancel()
 
 
-async def up_to_reply(call: Call, body: bytes, status: bytes) -> None:
+async def up_to_reply(call: Call, body: bytes, status: bytes, content_type: bytes = b"") -> None:
     """The request with a kept body is answered, and the head of the engine's reply is sent."""
     await call.send(opening(KEPT))
     await call.answer()
@@ -249,6 +249,8 @@ async def up_to_reply(call: Call, body: bytes, status: bytes) -> None:
     await call.answer()
     head = HttpHeaders()
     head.headers.headers.add(key=":status", raw_value=status)
+    if content_type:
+        head.headers.headers.add(key="content-type", raw_value=content_type)
     await call.send(response_headers=head)
 
 
@@ -267,6 +269,60 @@ async def test_a_plain_reply_passes_on_before_its_trailers(
         answers = [await call.answer() for _ in range(2)]
         assert [each.WhichOneof("kind") for each in answers] == ["response_headers", "response_body"]
         assert not answers[1].response_body.response.HasField("body_mutation")
+        trailers = ProcessingRequest(response_trailers={})
+        trailers.response_trailers.trailers.headers.add(key="Set-Cookie", raw_value=b"a=b")
+        await call.send(trailers)
+        assert (await call.answer()).response_trailers.header_mutation.remove_headers == ["set-cookie"]
+        assert await call.status() is grpc.StatusCode.OK
+
+
+CHUNK = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+
+
+@pytest.mark.parametrize("before", [b"", CHUNK])
+@pytest.mark.parametrize("cut", [b"data", CHUNK[:20], CHUNK[:-1], b": a comment"])
+async def test_a_stream_that_ends_within_an_event_before_its_trailers_ends_for_its_client(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, before: bytes, cut: bytes
+):
+    """Envoy tells of trailers once all chunks are answered. The answer is not whole, and is broken off."""
+    monkeypatch.setattr(processed_request, "KEPT_SILENT_SECONDS", 0.01)
+    engine = await start_engine()
+    body = json.dumps({"model": engine.model, "prompt": PROMPT, "stream": True}).encode()
+    async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
+        call = begin()
+        await up_to_reply(call, body, b"200", b"text/event-stream")
+        answers = []
+        for chunk in (before, cut):
+            if chunk:
+                await call.send(response_body={"body": chunk})
+        for _ in range(2 + bool(before)):
+            answers.append(await call.answer())
+        assert [each.WhichOneof("kind") for each in answers] == [
+            "response_headers",
+            *["response_body"] * (len(answers) - 1),
+        ]
+        assert not any(each.response_body.response.HasField("body_mutation") for each in answers[1:])
+        await call.send(response_trailers={})
+        assert (await call.answer()).WhichOneof("kind") == "immediate_response"
+        assert await call.status() is grpc.StatusCode.OK
+
+
+async def test_an_event_that_a_kept_stream_brings_slowly_passes_in_parts(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processed_request, "KEPT_SILENT_SECONDS", 0.01)
+    engine = await start_engine()
+    body = json.dumps({"model": engine.model, "prompt": PROMPT, "stream": True}).encode()
+    async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
+        call = begin()
+        await up_to_reply(call, body, b"200", b"text/event-stream")
+        kinds = []
+        for chunk in (CHUNK[:10], CHUNK[10:25], CHUNK[25:], b"data: [DONE]\n\n"):
+            await call.send(response_body={"body": chunk})
+            kinds.append((await call.answer()).WhichOneof("kind"))
+            if len(kinds) == 1:
+                kinds.append((await call.answer()).WhichOneof("kind"))
+        assert kinds == ["response_headers", *["response_body"] * 4]
         trailers = ProcessingRequest(response_trailers={})
         trailers.response_trailers.trailers.headers.add(key="Set-Cookie", raw_value=b"a=b")
         await call.send(trailers)

@@ -37,6 +37,17 @@ def test_no_byte_is_lost_or_added(chunks: list[bytes]) -> None:
     assert b"".join([framer.feed(chunk) for chunk in chunks]) + framer.rest() == b"".join(chunks)
 
 
+@given(st.lists(st.binary(max_size=40), max_size=12), st.sets(st.integers(0, 11)))
+def test_the_beginning_of_an_event_may_be_asked_for(chunks: list[bytes], asked_behind: set[int]) -> None:
+    framer, given_out = EventFramer(), b""
+    for at, chunk in enumerate(chunks):
+        given_out += framer.feed(chunk)
+        if at in asked_behind and framer.holds_part:
+            given_out += framer.part()
+            assert not framer.at_boundary and given_out == b"".join(chunks[: at + 1])
+    assert given_out + framer.rest() == b"".join(chunks)
+
+
 def test_an_event_without_end_is_passed_on_in_parts() -> None:
     framer = EventFramer()
     part = b"data: " + b"x" * 100_000

@@ -26,8 +26,8 @@ from spillway_gateway.picker.grpc_call import MessageTooLong
 from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
 
-# Of a plain reply that the proxy keeps, after which it passes on as it comes: Envoy tells of trailers, and so of the
-# reply's end, once the bytes before them are answered.
+# Of a plain reply or an event that the proxy keeps, after which it passes on as it comes: Envoy tells of trailers, and
+# so of the reply's end, once the bytes before them are answered.
 KEPT_SILENT_SECONDS = 1.0
 KEPT_REPLY_BYTES_MAX = 256 * 1024  # of a plain reply that is collected: Envoy keeps it within its own buffer's limit
 Message = MutableMapping[str, Any]
@@ -229,6 +229,8 @@ class ProcessedRequest:
             await proxy.write(mutations.immediate(status, headers, b""))
         elif engine.trailers is not None:
             await proxy.write(mutations.without_reply_trailers(engine.trailers))
+        else:
+            engine.answered = True
 
     # -- the client --------------------------------------------------------------------------------------------------
 
@@ -296,6 +298,7 @@ class EngineSide:
         reply_bodiless: it ended with them: the proxy takes no answer to a body that it did not send.
         request_trailers: of the request, for an answer to which the proxy waits; None if it has none.
         trailers: likewise of the reply; None if it has none, or not yet.
+        answered: the client has the whole reply; only trailers may follow.
         given_body: of the request, if the proxy keeps it and the engine gets it as it is.
         kept_reply: the reply, if the proxy keeps its chunks.
         collected: its chunks are to be passed on together; silence ends that, and never a reply that passes on already.
@@ -317,6 +320,7 @@ class EngineSide:
         self.reply_bodiless = False
         self.request_trailers: Headers | None = None
         self.trailers: Headers | None = None
+        self.answered = False
         self._keeps_request = modes.keeps_request and not bodiless
         self.given_body: bytes | None = None
         self.kept_reply = ChunkAnswers() if modes.keeps_reply else None
@@ -352,6 +356,10 @@ class EngineSide:
     @property
     def complete(self) -> bool:
         return self._read
+
+    @property
+    def passes_on_seconds(self) -> float | None:
+        return None if self.kept_reply is None else KEPT_SILENT_SECONDS
 
     def send(self, parts: Sequence[Body]) -> None:
         self._outgoing = parts
@@ -402,6 +410,8 @@ class EngineSide:
                 return b""  # not complete: what is here passes on
             if message.WhichOneof("kind") == "response_trailers":
                 self._read, self.trailers = True, mutations.headers_of(message.response_trailers.trailers)
+                if self.answered:
+                    await self._proxy.write(mutations.without_reply_trailers(self.trailers))
                 break
             self._read = message.response_body.end_of_stream
             body: bytes = message.response_body.body

@@ -46,6 +46,8 @@ class Reading:
 class EngineConnection(asyncio.BufferedProtocol):
     """One exchange at a time: send(), head(), then chunk() until it returns b"". Lives on the event loop."""
 
+    passes_on_seconds = None  # the engine sends its reply whatever becomes of it
+
     def __init__(self, reading: Reading) -> None:
         self._loop = asyncio.get_running_loop()
         self._reading = reading

@@ -27,6 +27,10 @@ class Connection(Protocol):
     def complete(self) -> bool:
         """The whole reply has arrived and been taken."""
 
+    @property
+    def passes_on_seconds(self) -> float | None:
+        """Silence after which what has arrived is to be passed on, as no more may come before; None: more comes."""
+
     def send(self, parts: Sequence[Body]) -> None:
         """Begin the exchange. parts: the request's head and body. Does not wait."""
 

@@ -15,11 +15,21 @@ END_OF_REPLY_SECONDS_MAX = 1.0  # from [DONE] to the end of the engine's reply; 
 
 
 async def next_events(connection: Connection, framer: EventFramer) -> bytes:
-    """Whole events; empty at the end of the stream."""
-    while chunk := await connection.chunk():
+    """Whole events, or the beginning of one if nothing follows that is not passed on first; empty at the end of the
+    stream."""
+    while True:
+        if framer.holds_part and connection.passes_on_seconds is not None:
+            try:
+                async with asyncio.timeout(connection.passes_on_seconds):
+                    chunk = await connection.chunk()
+            except TimeoutError:
+                return framer.part()
+        else:
+            chunk = await connection.chunk()
+        if not chunk:
+            return framer.rest()
         if events := framer.feed(chunk):
             return events
-    return framer.rest()
 
 
 async def read_to_end(connection: Connection) -> None:

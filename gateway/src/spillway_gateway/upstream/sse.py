@@ -52,6 +52,16 @@ class EventFramer:
         del pending[:end]
         return whole
 
+    @property
+    def holds_part(self) -> bool:
+        """Whether the beginning of an event is held back."""
+        return bool(self._pending)
+
+    def part(self) -> bytes:
+        """Return the beginning of an event that is held back. The rest of it is passed on in parts."""
+        self._open, self._tail = True, bytes(self._pending[-4:])
+        return self.rest()
+
     def rest(self) -> bytes:
         """Return the last event at the end of a stream, if no blank line follows it."""
         rest = bytes(self._pending)

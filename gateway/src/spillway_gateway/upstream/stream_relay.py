@@ -168,7 +168,7 @@ class StreamRelay:
                     begun = True
                     exchange.take(Step.BEGIN)
                     self._begin(attempt, trace)
-                elif event.kind in BEFORE_AN_ANSWER and not passing and not event.binds:
+                elif event.kind in BEFORE_AN_ANSWER and framer.at_boundary and not passing and not event.binds:
                     held += chunk
                     if len(held) <= bytes_max:
                         continue
