@@ -20,6 +20,7 @@ from ctl_media import (
     soon,
 )
 
+from spillway_connector.tiers.inspection import Removal
 from spillway_ctl.command import main
 
 
@@ -76,6 +77,19 @@ def test_damaged_frames_of_a_namespace_go_too(medium: Medium, capsys: pytest.Cap
     fill(medium, range(3))
     medium.overwrite(ONE, key_of(1), 40, b"\x00\x00\x00\x00")
     assert purge(capsys, medium, "--namespace", ONE.hex, "--yes")["removed_frames"] == 3
+
+
+@pytest.mark.parametrize("medium", ["files", "slab", "redis"], indirect=True)  # S3 does not say what was there
+def test_what_is_gone_since_the_walk_does_not_count(medium: Medium) -> None:
+    fill(medium, range(7))
+    store = medium.store()
+    seen = list(store.frames(headers=True))
+    sizes = sum(frame.stored_bytes for frame in seen)
+    first, last = store.remove(seen[2:5], only_unused=False), store.remove(seen, only_unused=False)
+    assert (first.frames, last.frames) == (3, 4)
+    assert first.stored_bytes + last.stored_bytes == sizes
+    assert store.remove(seen, only_unused=False) == Removal()
+    store.close()
 
 
 def test_what_was_used_since_the_walk_is_kept(directory: FileMedium | SlabMedium) -> None:

@@ -100,8 +100,9 @@ class RedisStore:
         removed = Removal()
         for start in range(0, len(frames), BLOCKS_AT_ONCE):
             batch = frames[start : start + BLOCKS_AT_ONCE]
-            if self._inspector.remove([_block_of(frame) for frame in batch], NEVER):
-                removed += Removal(len(batch), sum(frame.stored_bytes for frame in batch))
+            values = self._inspector.remove([_block_of(frame) for frame in batch], NEVER)
+            found = [frame.stored_bytes for frame, count in zip(batch, values, strict=True) if count]
+            removed += Removal(len(found), sum(found))
         return removed
 
     def sweep(self, namespace: bytes) -> None:

@@ -105,7 +105,8 @@ class S3BucketStore:
         return None if check_payload is None else check_payload(frame, payload)
 
     def remove(self, frames: Sequence[StoredFrame], *, only_unused: bool) -> Removal:
-        """Uses are not recorded here, so ``only_unused`` changes nothing: ages count from the creation."""
+        """Uses are not recorded here, so ``only_unused`` changes nothing: ages count from the creation. No store
+        says which objects there were, so all of them count."""
         self._delete([frame.place for frame in frames])
         return Removal(len(frames), sum(frame.stored_bytes for frame in frames))
 

@@ -98,18 +98,22 @@ class RedisInspector:
         payloads = list(self._verified(block, deadline))
         return payloads[0] if len(payloads) == 1 else memoryview(bytearray().join(payloads))
 
-    def remove(self, blocks: Iterable[StoredBlock], deadline: float) -> int:
-        """Remove these blocks; returns how many values (Redis keys) existed and were removed.
+    def remove(self, blocks: Iterable[StoredBlock], deadline: float) -> list[int]:
+        """Remove these blocks; returns how many values (Redis keys) of each existed and were removed.
 
         Commit records are removed first, so that a reader gets a miss, not a block without its stripes. A block that an
         engine stored anew meanwhile is removed too, and recomputed when it is needed.
         """
-        commits, stripes = [], []
-        for block in blocks:
+        commits: list[bytes] = []
+        stripes: list[tuple[int, bytes]] = []  # and which of the blocks each is of
+        for at, block in enumerate(blocks):
             names = RedisNames(block.namespace)
             commits.append(names.block(block.key))
-            stripes += [names.stripe(block.key, index) for index in range(block.stripes - 1)]
-        return self._unlink(commits, deadline) + self._unlink(stripes, deadline)
+            stripes += [(at, names.stripe(block.key, index)) for index in range(block.stripes - 1)]
+        removed = list(self._unlink(commits, deadline))
+        for (at, _), values in zip(stripes, self._unlink((name for _, name in stripes), deadline), strict=True):
+            removed[at] += values
+        return removed
 
     def purge_namespace(self, namespace: str, deadline: float) -> int:
         """Remove everything of ``namespace``: blocks, orphaned stripes, tenants' indexes and, last, the document.
@@ -120,7 +124,7 @@ class RedisInspector:
         names = RedisNames(namespace)
         found = self._names(names.prefix + b"*", deadline, Progress())
         ours = (name for name in found if name != names.document and parse_name(name) is not None)
-        return self._unlink(ours, deadline) + self._unlink([names.document], deadline)
+        return sum(self._unlink(ours, deadline)) + sum(self._unlink([names.document], deadline))
 
     def close(self) -> None:
         self._router.close()
@@ -232,12 +236,11 @@ class RedisInspector:
         self._router.run(name, receive, self._step(deadline))
         return value
 
-    def _unlink(self, names: Iterable[bytes], deadline: float) -> int:
-        removed = 0
+    def _unlink(self, names: Iterable[bytes], deadline: float) -> Iterator[int]:
+        """Whether each existed, 0 or 1. Removes what is asked for."""
         for batch in _batched(names, BLOCKS_AT_ONCE):
-            replies = self._router.batch([(b"UNLINK", name) for name in batch], self._step(deadline))
-            removed += sum(reply for reply in replies if isinstance(reply, int))
-        return removed
+            for reply in self._router.batch([(b"UNLINK", name) for name in batch], self._step(deadline)):
+                yield reply if isinstance(reply, int) else 0
 
 
 def _batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:

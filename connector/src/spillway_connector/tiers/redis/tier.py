@@ -424,10 +424,10 @@ class RedisTier:
             return
         blocks = [self._plan.names(self._names.block(victim)) for victim in victims]
         # Commit records first. Members last: a block that may still exist is never uncounted.
-        self._router.batch([(b"UNLINK", name) for names in blocks for name in reversed(names)], deadline)
+        replies = self._router.batch([(b"UNLINK", name) for names in blocks for name in reversed(names)], deadline)
         self._router.batch([quotas.remove(victims, tenant)], deadline)
         with self._evicted_lock:
-            self.evicted_frames += len(victims)
+            self.evicted_frames += sum(self._integer(reply) for reply in replies[:: self._plan.count])
 
     def _clean_up(self, commands: list[tuple[bytes, ...]], deadline: float) -> None:
         """Clean up after a store that was refused. If this fails too, the leftovers expire."""

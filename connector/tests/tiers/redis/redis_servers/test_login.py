@@ -156,7 +156,7 @@ def test_the_documented_operator_may_look_and_with_one_more_command_purge(
         assert admin.acl_log(count=1)[0]["object"] == "unlink"  # and nothing else was refused
         assert len(admin.acl_log()) == 1
         admin.execute_command("ACL", "SETUSER", "spillway-operator", "+unlink")
-        assert inspector.remove(blocks, soon()) == 5
+        assert inspector.remove(blocks, soon()) == [5]
     assert tier.contains([key_of(1)], soon()) == [False]
 
 

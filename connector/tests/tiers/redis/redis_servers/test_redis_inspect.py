@@ -165,7 +165,7 @@ def test_blocks_that_are_removed_meanwhile_are_left_out(
     assert len(rest) == BLOCKS_AT_ONCE - 1  # those described already; of the others only names were known
     assert all(block.damage is None for block in rest)
     assert isinstance(error_of(lambda: inspector.verify(rest[0], soon())), TierMiss)
-    assert inspector.remove(rest, soon()) == 0
+    assert inspector.remove(rest, soon()) == [0] * len(rest)
 
 
 def _flip(frame: bytes, position: int) -> bytes:
@@ -253,7 +253,7 @@ def test_a_lost_first_stripe_is_reported_and_all_stripes_can_be_removed(
     client.delete(NAMES.stripe(key_of(1), 0))
     [block] = inspector.blocks(NAMESPACE.hex, soon())
     assert (block.damage, block.stripes) == (CorruptReason.SHORT, 5)
-    assert inspector.remove([block], soon()) == 4
+    assert inspector.remove([block], soon()) == [4]
     assert client.keys("*") == [NAMES.document]
 
 
@@ -279,7 +279,10 @@ def test_what_is_chosen_is_removed_and_the_rest_stays(
     for seed in range(count):
         tier.store(key_of(seed), payload_of(seed, BYTES), soon(), TENANT if seed % 2 else NO_TENANT)
     chosen = [block for block in inspector.blocks(NAMESPACE.hex, soon()) if block.tenant == TENANT]
-    assert inspector.remove(chosen, soon()) == count // 2 * (5 if options else 1)
+    gone = {block.key for block in chosen[::3]}
+    client.delete(*(NAMES.block(key) for key in gone), *(NAMES.stripe(key, at) for key in gone for at in range(4)))
+    found = [0 if block.key in gone else 5 if options else 1 for block in chosen]
+    assert inspector.remove(chosen, soon()) == found
     left = tier.contains([key_of(seed) for seed in range(count)], soon())
     assert left == [seed % 2 == 0 for seed in range(count)]
     assert all(load(tier, key_of(seed)) == payload_of(seed, BYTES) for seed in range(0, count, 50))
@@ -342,7 +345,7 @@ def test_a_cluster_is_walked_and_purged_node_by_node(cluster, tier_on: MakeTier)
         assert {(block.tenant, block.stripes, block.payload_bytes) for block in found.values()} == {(TENANT, 5, BYTES)}
         for seed in range(0, 60, 10):
             inspector.verify(found[key_of(seed)], soon())
-        assert inspector.remove([found[key_of(seed)] for seed in range(30)], soon()) == 150
+        assert inspector.remove([found[key_of(seed)] for seed in range(30)], soon()) == [5] * 30
         assert tier.contains([key_of(seed) for seed in range(60)], soon()) == [seed >= 30 for seed in range(60)]
         assert inspector.purge_namespace(NAMESPACE.hex, soon()) == 151
         assert set(by_key(inspector.blocks(None, soon()))) == {key_of(seed) for seed in range(60)}

@@ -82,6 +82,22 @@ def test_the_oldest_blocks_of_the_tenant_are_evicted(endpoint: RedisEndpoint, ti
         assert load(tier, key_of(seed)) == payload_of(seed, BYTES)
 
 
+def test_blocks_that_are_gone_already_count_as_no_eviction(
+    endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier
+) -> None:
+    clock = SteppedClock()
+    tier = tier_on(endpoint, BYTES, wall_clock=clock, **QUOTA)
+    for seed in range(ROOM):
+        store(tier, seed)
+        clock.advance(1)
+    client.delete(NAMES.block(key_of(0)), NAMES.block(key_of(2)))
+    for seed in range(ROOM, ROOM + 4):
+        store(tier, seed)
+        clock.advance(1)
+    assert held(tier, range(ROOM + 4)) == list(range(4, ROOM + 4))
+    assert tier.evicted_frames == 2
+
+
 def test_blocks_of_no_tenant_are_not_bounded(endpoint: RedisEndpoint, client: redis.Redis, tier_on: MakeTier) -> None:
     tier = tier_on(endpoint, BYTES, **QUOTA)
     for seed in range(20):
