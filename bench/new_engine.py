@@ -10,6 +10,7 @@ here measures a device.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import heapq
 import itertools
@@ -102,6 +103,9 @@ class Growing(Cluster):
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description="A new engine's first minute, with and without its warm start. Simulated."
+    ).parse_args()
     print(
         f"Simulated: {ENGINES} engines and a new one, {PROGRAMS} programs behind {BEGINNING_BLOCKS * BLOCK:,} tokens "
         f"each, {REQUESTS_PER_SECOND:g} requests/s, {ROUNDS} seeds; the first {MINUTE:g} s of the new engine"

@@ -10,6 +10,7 @@ quarter as often on three of the six, drawn by lot, as after their replacement (
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 import statistics
@@ -143,6 +144,9 @@ def scaled(
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description="From six engines to three: the highest ordinals against the coldest pods. Simulated."
+    ).parse_args()
     print(f"Simulated: {ENGINES} -> {LEFT} engines, {SESSIONS} sessions, {SEEDS} seeds; next turn of each session")
     for even, shared in itertools.product((True, False), repeat=2):
         for name, choose in (("highest ordinals", highest), ("coldest", coldest)):

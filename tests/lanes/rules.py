@@ -134,6 +134,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/chart/test_processes.py": ("helm", "servers"),
     "tests/chart/test_redis.py": ("helm", "valkey"),
     "tests/cluster": ("cluster",),
+    "tests/command_lines": ("vllm",),
     "tests/continuation": ("servers",),
     "tests/e2e": ("engines",),
     "tests/e2e/test_doctor.py": ("other_vllm",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import transformers
 
 from spillway_stack.bundled_model import prepare
@@ -10,6 +12,7 @@ from .float32 import measure
 from .questions import QUESTIONS, write_record
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="reference_answers", description="Measures questions.json anew.").parse_args()
     folder = prepare(print)
     measured = measure(folder, QUESTIONS)
     write_record(measured, f"{folder.name}, float32, transformers {transformers.__version__}")

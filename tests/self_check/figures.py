@@ -6,6 +6,7 @@ then damage in float32, so that the damage alone is measured, and how much of it
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ STEPS = (1000, 7, 1)  # tokens computed at once behind those that are cached
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        prog="self_check.figures", description="Rounding and damage, by the check's texts."
+    ).parse_args()
     folder = prepare(print)
     reference = REFERENCES[folder.name]
     with torch.inference_mode():

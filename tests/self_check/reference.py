@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from spillway_engine.reference_likelihood import REFERENCE_TEXTS, ReferenceText
@@ -30,6 +31,7 @@ def compute_reference(folder: Path) -> tuple[ReferenceText, ...]:
 def main() -> None:
     import importlib.metadata
 
+    argparse.ArgumentParser(prog="self_check.reference", description="Computes the stored reference.").parse_args()
     from spillway_stack.bundled_model import prepare
 
     folder = prepare(print)

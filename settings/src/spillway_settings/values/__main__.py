@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from spillway_settings.shared_names import shared_names
@@ -25,8 +25,14 @@ def generated(chart: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    [chart] = sys.argv[1:] or ["charts/spillway"]
-    for name, text in generated(Path(chart)).items():
+    parser = argparse.ArgumentParser(
+        prog="spillway_settings.values", description="Writes what the chart has of the model."
+    )
+    parser.add_argument("chart", nargs="?", type=Path, default=Path("charts/spillway"), help="its folder")
+    chart: Path = parser.parse_args().chart
+    if not (chart / "values.yaml").is_file():
+        parser.error(f"{chart} holds no values.yaml; give the folder of the chart")
+    for name, text in generated(chart).items():
         Path(chart, name).write_text(text)
 
 
