@@ -48,6 +48,9 @@ ARGUMENTS = (
     ["--speculative-config.model=acme/EAGLE-model", "--speculative-config.num_speculative_tokens=2"],
     ["--spec-method", "mtp", "--spec-tokens=1"],
     ["--speculative-config=no JSON"],
+    ["-sc", '{"method": "eagle"}', '--speculative-config={"method": "ngram"}'],
+    ['--speculative-config={"method": "ngram"}', "-sc", '{"method": "eagle"}'],
+    ["-sc.method=eagle3", "-sc.model", "acme/drafter"],
 )
 TEMPLATE = """\
 {{- $_ := set $ "spillwayNames" ($.Files.Get "files/shared-names.json" | fromJson) }}

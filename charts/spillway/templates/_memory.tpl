@@ -205,11 +205,12 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
   (eq 1 (int $groups) | ternary (mul $chunks $chunkTokens) $kinds) -}}
 {{- end -}}
 
-{{/* arguments of vLLM -> JSON: their values by name, of each the last one. */}}
+{{/* arguments of vLLM -> JSON: their values by name, of each the last one. -sc is short for --speculative-config. */}}
 {{- define "spillway.arguments" -}}
 {{- $given := dict -}}{{- $waiting := "" -}}
 {{- range . -}}
 {{- $name := regexReplaceAll "(?s)=.*$" . "" | replace "_" "-" -}}
+{{- if regexMatch "^-sc([.]|$)" $name -}}{{- $name = trimPrefix "-sc" $name | print "--speculative-config" -}}{{- end -}}
 {{- if $waiting -}}{{- $_ := set $given $waiting . -}}{{- end -}}
 {{- $_ := set $given $name (contains "=" . | ternary (regexReplaceAll "(?s)^[^=]*=" . "") "") -}}
 {{- $waiting = contains "=" . | ternary "" $name -}}
@@ -222,10 +223,10 @@ services/engine/src/spillway_engine/drafters.py. */}}
 {{- define "spillway.drafter" -}}
 {{- $given := include "spillway.arguments" . | fromJson -}}{{- $speculates := false -}}
 {{- range $name, $value := $given -}}
-{{- if regexMatch "^(--speculative-config([.].*)?|-sc|--spec-(method|model|tokens))$" $name -}}
+{{- if regexMatch "^(--speculative-config([.].*)?|--spec-(method|model|tokens))$" $name -}}
 {{- $speculates = true -}}{{- end -}}
 {{- end -}}
-{{- $config := get $given "--speculative-config" | default (get $given "-sc") | default "{}" | fromJson -}}
+{{- $config := get $given "--speculative-config" | default "{}" | fromJson -}}
 {{- $found := dict -}}
 {{- range $key := list "method" "model" -}}
 {{- $named := get $given (print "--speculative-config." $key) | default (get $given (print "--spec-" $key)) -}}

@@ -122,8 +122,7 @@ ACCEPTED = [
     "--allow-credentials",
     "-O3",
     "-cc.mode=3",
-    "--compilation-config",
-    '{"mode": 3}',
+    "-cc.backend=inductor",
     '--speculative-config={"method": "ngram"}',
     "--attention-config.backend",
     "FLASH_ATTN",
@@ -164,6 +163,32 @@ def test_a_value_that_no_flag_takes_is_refused_by_both(arguments: list[str]) -> 
     with pytest.raises(SettingsError) as engine:
         extra_arguments.check_extra_arguments(arguments, PLAIN_NAMES)
     assert str(engine.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["-sc", "{}", "--speculative-config={}"], "-sc and --speculative-config are one argument"),
+        (
+            ["--speculative_config={}", "--speculative-config.method=mtp"],
+            "--speculative-config and --sp",
+        ),
+        (["-sc.method=mtp", "--speculative-config.model", "a/b"], "-sc.MEMBER and --speculative-config.MEMBER are one"),
+        (["-cc.mode=3", "--compilation-config", '{"mode": 3}'], "-cc.MEMBER and --compilation-config are one argument"),
+        (["-O3", "--optimization-level=2"], "-O and --optimization-level are one argument"),
+        (["-ep", "--enable-expert-parallel"], "-ep and --enable-expert-parallel are one argument"),
+        (["--cpu-offload-g=40"], "--cpu-offload-g is short for --cpu-offload-gb"),
+        (["--speculative_conf={}"], "--speculative-conf is short for --speculative-config"),
+        (["--spec-m", "a/b"], "--spec-m is short for --spec-method"),
+        (["-s={}"], "-s is short for -sc"),
+    ],
+)
+def test_what_would_be_read_otherwise_than_vllm_reads_it_is_refused_by_both(arguments: list[str], problem: str) -> None:
+    [sentence] = refused(arguments)
+    assert sentence.startswith(f"engine.extraArgs: {problem}")
+    with pytest.raises(SettingsError) as engine:
+        extra_arguments.check_extra_arguments(arguments, PLAIN_NAMES)
+    assert str(engine.value).startswith(f"extraArgs: {problem}")
 
 
 def test_no_spelling_of_a_secret_reaches_a_sentence() -> None:

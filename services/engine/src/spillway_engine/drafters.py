@@ -16,8 +16,8 @@ from spillway_engine.errors import ModelShapeError
 from spillway_engine.model_shape import ModelShape, load_model_shape
 
 _CONFIG = "--speculative-config"
-_SHORT = {"-sc": _CONFIG, "--spec-method": f"{_CONFIG}.method", "--spec-model": f"{_CONFIG}.model"}
-_IS_GIVEN = re.compile(r"(--speculative-config([.].*)?|-sc|--spec-(method|model|tokens))")
+_SHORT = {"--spec-method": f"{_CONFIG}.method", "--spec-model": f"{_CONFIG}.model"}
+_IS_GIVEN = re.compile(r"(--speculative-config([.].*)?|--spec-(method|model|tokens))")
 # Methods whose drafter has layers with KV beside the model's own: EAGLE's, and a model's own layers for later tokens.
 _WITH_LAYERS = re.compile(r"eagle|mtp$")
 
@@ -45,7 +45,7 @@ def drafter_of(arguments: Sequence[str]) -> Drafter | None:
     waiting = ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        name = name.replace("_", "-")
+        name = re.sub(r"^-sc(?=$|[.])", _CONFIG, name.replace("_", "-"))
         if waiting:
             given[waiting] = argument
         given[name], waiting = value, "" if equals else name

@@ -82,6 +82,21 @@ SECRET_NAME = re.compile(r"api-key|password|secret|-token$")
 BATCHED_TOKENS, SEQUENCES = "--max-num-batched-tokens", "--max-num-seqs"
 AUTO_TOOLS, TOOL_PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 MEMORY_SHARE = "--gpu-memory-utilization"
+# Short names of the arguments that people may add.
+LONG_NAMES = {
+    "-O": "--optimization-level",
+    "-ac": "--attention-config",
+    "-cc": "--compilation-config",
+    "-ep": "--enable-expert-parallel",
+    "-sc": "--speculative-config",
+}
+# What the chart and the engine service read by their whole names, mostly to count memory.
+READ_HERE = f"""
+    --additional-config --cpu-offload-gb --distributed-executor-backend --enable-sleep-mode --hf-config-path
+    --hf-overrides --logprobs-mode --mm-processor-cache-gb --mm-processor-cache-type --offload-backend
+    --offload-group-size --offload-num-in-group --spec-method --spec-model --spec-tokens --speculative-config
+    {BATCHED_TOKENS} {SEQUENCES} {AUTO_TOOLS} {TOOL_PARSER} {MEMORY_SHARE}
+""".split()
 _NUMBER = re.compile(r"[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?")
 
 
@@ -143,6 +158,7 @@ def refused_arguments(
     for argument in arguments:
         if (refused := _refused(argument, names, places)) is not None:
             yield ArgumentVerdict(*refused)
+    yield from _several_forms(arguments)
     for index in _values_without_a_flag(arguments):
         begin = arguments[index][:1]
         if unicodedata.category(begin or "-") == "Pd" and not begin.isascii():
@@ -200,11 +216,35 @@ def _refused(argument: str, names: SettingNames, places: SecretPlaces) -> tuple[
     if meant in WHY_FIXED:
         why, _, remedy = WHY_FIXED[meant].partition("; ")
         return f"{name} {why}", remedy
+    if (whole := next((each for each in (*READ_HERE, *LONG_NAMES) if _abbreviates(name, each)), None)) is not None:
+        return f"{name} is short for {whole}, which is read by its whole name alone", "write it so"
     if re.fullmatch(r"""(["']).*\1""", argument.partition("=")[2]):
         return f"{name} has quotes around its value, which no shell takes away here", "write the value without them"
     if re.search(r"\s", argument.partition("=")[0]):
         return f"{name} and what follows are one word to vLLM, which knows none such", TWO_ENTRIES
     return None
+
+
+def _abbreviates(name: str, whole: str) -> bool:
+    return len(name.lstrip("-")) > 0 and whole != name and whole.startswith(name) and name not in READ_HERE
+
+
+def _several_forms(arguments: Sequence[str]) -> Iterator[ArgumentVerdict]:
+    """Of one argument by two names, or as JSON and by its members, vLLM drops what comes first without a word, or the
+    JSON."""
+    forms: dict[str, dict[str, None]] = {}
+    for argument in arguments:
+        name = argument_name(argument)
+        if name is None or _NUMBER.fullmatch(argument):
+            continue
+        short = "-O" if re.fullmatch("-O.*", name) else name
+        members = ".MEMBER" if "." in argument.partition("=")[0] else ""
+        forms.setdefault(LONG_NAMES.get(short, name), {})[short + members] = None
+    for given in forms.values():
+        if len(given) > 1:
+            yield ArgumentVerdict(
+                f"{' and '.join(given)} are one argument, of which vLLM takes one", "write it in one way"
+            )
 
 
 def _values_without_a_flag(arguments: Sequence[str]) -> Iterator[int]:

@@ -13,8 +13,9 @@ from lanes.rules import ROOT
 
 from spillway_connector.setting_names import PLAIN_NAMES
 from spillway_engine.argument_verdicts import ServerParser, argument_verdicts, installed_parser
+from spillway_engine.drafters import drafter_of
 from spillway_engine.errors import SettingsError
-from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, SECRET, WHY_FIXED, check_extra_arguments
+from spillway_engine.extra_arguments import DECIDED_BY_A_SETTING, LONG_NAMES, SECRET, WHY_FIXED, check_extra_arguments
 from spillway_engine.machine import Machine
 from spillway_engine.memory_budget import plan_memory
 from spillway_engine.model_shape import ModelShape
@@ -175,6 +176,27 @@ def test_no_other_argument_is_refused(parser: Any) -> None:
 
     assert len(others) > 200
     assert {name for name in others if is_refused(name)} <= {AMBIGUOUS, NOT_ALONE}
+
+
+def test_each_short_name_of_an_argument_is_known(parser: Any) -> None:
+    known = set()
+    for action in parser._actions:
+        positive = [name for name in action.option_strings if not name.startswith("--no-")]
+        long = max(positive, key=len, default="")
+        known |= {(short, long) for short in positive if short != long and not is_refused(short)}
+    assert known <= {*LONG_NAMES.items()}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_an_argument_by_two_names_the_last_one_counts(parser: Any, order: int) -> None:
+    """Which is refused: of one as JSON and by its members, the members count wherever they stand."""
+    both = ["-sc", '{"method": "eagle"}', '--speculative-config={"method": "ngram"}']
+    arguments = both if order == 1 else [both[2], *both[:2]]
+    drafter = drafter_of(arguments)
+    assert drafter is not None
+    assert parser.parse_args(arguments).speculative_config == {"method": drafter.method}
+    members = ["--speculative-config.method", "mtp"]
+    assert parser.parse_args([*members, *arguments]).speculative_config == {"method": "mtp"}
 
 
 def test_the_server_is_a_module_that_can_be_run() -> None:

@@ -282,7 +282,8 @@ def argument_findings(group: Group) -> Iterator[Finding]:
     names = SettingNames({"host": "listenAddress"}, f"{group.path}.{{path}}")
     arguments = group.engine.extra_args
     yield from findings_of(group.path, refused_arguments(arguments, names, OF_THE_CHART))
-    given = Counter(name for argument in arguments if (name := argument_name(argument)) is not None)
+    whole = [argument for argument in arguments if "." not in argument.partition("=")[0]]  # others are merged by vLLM
+    given = Counter(name for argument in whole if (name := argument_name(argument)) is not None)
     for name, times in given.items():
         if times > 1 and name not in _SEVERAL_TIMES:
             yield Finding(
