@@ -25,9 +25,7 @@ def generated(chart: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="spillway_settings.values", description="Writes what the chart has of the model."
-    )
+    parser = argparse.ArgumentParser(description="Writes what the chart has of the model.")
     parser.add_argument("chart", nargs="?", type=Path, default=Path("charts/spillway"), help="its folder")
     chart: Path = parser.parse_args().chart
     if not (chart / "values.yaml").is_file():
