@@ -176,6 +176,8 @@ def test_a_value_that_no_flag_takes_is_refused_by_both(arguments: list[str]) -> 
         (["-sc.method=mtp", "--speculative-config.model", "a/b"], "-sc.MEMBER and --speculative-config.MEMBER are one"),
         (["-cc.mode=3", "--compilation-config", '{"mode": 3}'], "-cc.MEMBER and --compilation-config are one argument"),
         (["-O3", "--optimization-level=2"], "-O and --optimization-level are one argument"),
+        (["--gpu-memory-utilization=.8", "--device-memory-utilization=.9"], "--gpu-memory-utilization and --device-m"),
+        (["--device-memory-utilization=90"], "--gpu-memory-utilization: 90 given, a share"),
         (["-ep", "--enable-expert-parallel"], "-ep and --enable-expert-parallel are one argument"),
         (["--cpu-offload-g=40"], "--cpu-offload-g is short for --cpu-offload-gb"),
         (["--speculative_conf={}"], "--speculative-conf is short for --speculative-config"),

@@ -82,8 +82,9 @@ SECRET_NAME = re.compile(r"api-key|password|secret|-token$")
 BATCHED_TOKENS, SEQUENCES = "--max-num-batched-tokens", "--max-num-seqs"
 AUTO_TOOLS, TOOL_PARSER = "--enable-auto-tool-choice", "--tool-call-parser"
 MEMORY_SHARE = "--gpu-memory-utilization"
-# Short names of the arguments that people may add.
+# Further names of the arguments that people may add.
 LONG_NAMES = {
+    "--device-memory-utilization": MEMORY_SHARE,
     "-O": "--optimization-level",
     "-ac": "--attention-config",
     "-cc": "--compilation-config",
@@ -120,7 +121,8 @@ def argument_value(arguments: Sequence[str], name: str) -> str | None:
     """
     value = None
     for index, argument in enumerate(arguments):
-        if argument_name(argument) == name:
+        given_name = argument_name(argument)
+        if given_name is not None and LONG_NAMES.get(given_name, given_name) == name:
             _, equals, given = argument.partition("=")
             value = given if equals else next(iter(arguments[index + 1 : index + 2]), "")
     return value
@@ -230,8 +232,8 @@ def _abbreviates(name: str, whole: str) -> bool:
 
 
 def _several_forms(arguments: Sequence[str]) -> Iterator[ArgumentVerdict]:
-    """Of one argument by two names, or as JSON and by its members, vLLM drops what comes first without a word, or the
-    JSON."""
+    """If one argument is given by two names, or as JSON and by its members, vLLM drops one without a word: what comes
+    first, or the JSON."""
     forms: dict[str, dict[str, None]] = {}
     for argument in arguments:
         name = argument_name(argument)
