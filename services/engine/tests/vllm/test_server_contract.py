@@ -178,13 +178,10 @@ def test_no_other_argument_is_refused(parser: Any) -> None:
     assert {name for name in others if is_refused(name)} <= {AMBIGUOUS, NOT_ALONE}
 
 
-def test_each_short_name_of_an_argument_is_known(parser: Any) -> None:
-    known = set()
+def test_each_further_name_of_an_argument_is_known(parser: Any) -> None:
     for action in parser._actions:
-        positive = [name for name in action.option_strings if not name.startswith("--no-")]
-        long = max(positive, key=len, default="")
-        known |= {(short, long) for short in positive if short != long and not is_refused(short)}
-    assert known <= {*LONG_NAMES.items()}
+        names = [name for name in action.option_strings if not name.startswith("--no-") and not is_refused(name)]
+        assert len({LONG_NAMES.get(name, name) for name in names}) <= 1, names
 
 
 @pytest.mark.parametrize("order", [1, -1])
