@@ -295,6 +295,11 @@ bench-word-clock: $(STAMP) ## What a clock tells a tenant of words that another 
 bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
 	@$(BIN)/python bench/scheduler_step.py $(BENCH)
 
+.PHONY: bench-late-stores
+bench-late-stores: $(STAMP) ## Late stores beside eager ones on vLLM's scheduler, in virtual time: copies, losses, what is found. Minutes of CPU
+##+ BENCH="--sessions 16 --seeds 1" narrows it
+	@PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m engine_lives.timed_agents $(BENCH)
+
 .PHONY: bench-kv-rows
 bench-kv-rows: $(STAMP) ## Bytes a token in the CPU tier of models with several KV groups, beside what the groups need. Seconds
 	@$(BIN)/python bench/kv_rows.py $(BENCH)

@@ -82,7 +82,6 @@ _MODEL = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "vocab_size": 512,
-    "max_position_embeddings": 2 * MAX_TOKENS,
     "torch_dtype": "float32",
 }
 
@@ -110,6 +109,10 @@ class Shape:
     fair_steps: bool = False  # a session's flood is left out of others' steps
     refuses_recompute: bool = False  # as vllm-ascend does for models with states
     window_parts: int = 1  # so many blocks of a window have the tokens of one of full attention
+    tokens_max: int = MAX_TOKENS  # of a request
+    step_tokens: int = 6 * BLOCK_TOKENS
+    requests_max: int = 6  # that run at once
+    checks_bytes: bool = True  # and writes them; a load of many requests has no time for it
 
     def block_tokens(self, group: int) -> int:
         return BLOCK_TOKENS // self.window_parts if self.windows[group] else BLOCK_TOKENS
@@ -223,7 +226,7 @@ class Figures:
 
 class Engine:
     def __init__(self, shape: Shape, folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps(_MODEL))
+        (folder / "config.json").write_text(json.dumps(_MODEL | {"max_position_embeddings": 2 * shape.tokens_max}))
         self.shape = shape
         connector_base.refuses_recompute = lambda: shape.refuses_recompute
         self.config = _engine_config(shape, folder)
@@ -306,6 +309,11 @@ class Engine:
         self.trace: list[str] = []  # of the schedule that runs
         for copier in self.copiers.values():
             copier.trace = self.trace
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all layers of one group."""
+        return LAYERS * BLOCK_TOKENS * TOKEN_BYTES
 
     def _view(self, cache: torch.Tensor, block_tokens: int) -> torch.Tensor:
         """A layer's cache as vLLM registers it; since 0.30 (blocks, heads, tokens, bytes of a token)."""
@@ -583,7 +591,7 @@ class Engine:
             if not replayed:
                 for group in self.groups:
                     self._worker.wait_for_layer_load(f"{group}.{layer}")
-            for name, work in works.items():
+            for name, work in works.items() if self.shape.checks_bytes else ():
                 self._attend(name, work, layer)
         return {name: self._sample(name, work) for name, work in works.items()}
 
@@ -821,9 +829,9 @@ def _engine_config(shape: Shape, folder: Path) -> VllmConfig:
         dtype="float32",
         enforce_eager=True,
         block_size=BLOCK_TOKENS,
-        max_model_len=MAX_TOKENS,
-        max_num_seqs=6,
-        max_num_batched_tokens=6 * BLOCK_TOKENS,
+        max_model_len=shape.tokens_max,
+        max_num_seqs=shape.requests_max,
+        max_num_batched_tokens=shape.step_tokens,
         enable_chunked_prefill=True,
         num_gpu_blocks_override=shape.device_blocks,
         enable_prefix_caching=True,

@@ -29,6 +29,7 @@ class ManualCopier:
         self.trace: list[str] = []
         self._queue: list[tuple[int, CopyPlan]] = []
         self._ended: list[CopyResult] = []
+        self._credit = 0.0  # bytes that the oldest job could have moved
 
     def submit(self, job_id: int, plan: CopyPlan, *, awaited: bool = False) -> None:
         assert job_id not in self.submitted_ids, f"job {job_id} was submitted twice"
@@ -57,6 +58,16 @@ class ManualCopier:
                 copy_spans(self.direction, plan)
             self.trace.append(f"  {self.direction.value} {job_id} {'failed' if error else 'copied'}")
             self._ended.append(CopyResult(job_id, plan.total_bytes, 0.001, error))
+
+    def advance_for(self, seconds: float, bytes_per_second: float) -> int:
+        """Run what such a link moves in that time, one job behind the other. Returns the bytes of what has ended."""
+        self._credit = self._credit + seconds * bytes_per_second if self._queue else 0.0
+        moved = 0
+        while self._queue and (size := self._queue[0][1].total_bytes) <= self._credit:
+            self._credit -= size
+            moved += size
+            self.advance(1)
+        return moved
 
     def finished(self) -> list[CopyResult]:
         ended, self._ended = self._ended, []
