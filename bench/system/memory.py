@@ -11,7 +11,8 @@ from typing import Any, cast
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector.device.host_region import HostRegion, region_path
-from spillway_connector.engine.cpu_tier.tier import Duplicates, LruRows
+from spillway_connector.engine.cpu_tier.duplicates import Duplicates
+from spillway_connector.engine.cpu_tier.tier import LruRows
 from spillway_connector.engine.manager.spills import Spills
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext
 from spillway_connector.plan.answers import AnswerReuse
@@ -143,6 +144,9 @@ class ProductRows(LruTier):
     def evict_first(self, duplicates: Duplicates) -> None:
         self._rows.evict_first(duplicates)
 
+    def has_room(self, blocks: int) -> bool:
+        return self._rows.has_room(blocks)
+
     def pin(self, keys: Sequence[int]) -> None:
         self._rows.prepare_load(cast(Any, keys), self._context)
         self.pinned.update(keys)
@@ -203,7 +207,9 @@ class NodeRows(ProductRows):
         assert self._storing is not None
         self._storing.put_back(spare)
 
-    def gave_up(self, spare: list[tuple[OffloadKey, ReqContext]], others: list[OffloadKey]) -> None:
+    def gave_up(
+        self, spare: list[tuple[OffloadKey, ReqContext]], gone: list[OffloadKey], others: list[OffloadKey]
+    ) -> None:
         """They are copied again when they are about to leave the device."""
 
 
@@ -370,12 +376,15 @@ class SystemTiers(Tiering):
     def put_back(self, spare: list[tuple[OffloadKey, ReqContext]]) -> None:
         self._spare.update(dict.fromkeys(cast(Any, key) for key, _ in reversed(spare)))
 
-    def gave_up(self, spare: list[tuple[OffloadKey, ReqContext]], others: list[OffloadKey]) -> None:
+    def gave_up(
+        self, spare: list[tuple[OffloadKey, ReqContext]], gone: list[OffloadKey], others: list[OffloadKey]
+    ) -> None:
         """They are copied again when they are about to leave the device."""
 
     def store(self, keys: Sequence[int], now: float) -> None:
-        eager = self._design.storing is Storing.EAGER
-        if eager or (self._design.storing is Storing.EXCLUSIVE and self._spills is not None and self._spills.keeps_up):
+        exclusive = self._design.storing is Storing.EXCLUSIVE
+        at_once = self.cpu.has_room(len(keys)) or (self._spills is not None and self._spills.keeps_up)
+        if self._design.storing is Storing.EAGER or (exclusive and at_once):
             self.copied_blocks += len(keys)
             super().store(keys, now)
 

@@ -13,7 +13,7 @@ def test_what_a_usual_step_takes_was_looked_at_before(least: int, steps: list[li
     seen = 0  # blocks from the head on that were looked at
     for wanted in steps:
         window.end_step()
-        if window.look_is_due(10**6):
+        if window.look_is_due(10**6, freed=True):
             window.looked()
             seen = window.blocks
         taken = min(sum(wanted), least)
@@ -73,13 +73,14 @@ def test_blocks_that_were_lost_widen_the_window_for_a_while():
     assert window.blocks == before
 
 
-def test_a_short_queue_is_looked_at_in_every_step_and_a_long_one_now_and_then():
+def test_a_short_queue_is_looked_at_when_blocks_came_back_and_a_long_one_now_and_then():
     window = LeavingWindow(4)
     looks = 0
     for _ in range(32):
         window.end_step()
-        if window.look_is_due(1000):
+        if window.look_is_due(1000, freed=True):
             window.looked()
             looks += 1
     assert looks == 2
-    assert window.look_is_due(window.blocks - 1)
+    assert window.look_is_due(window.blocks - 1, freed=True)
+    assert not window.look_is_due(window.blocks - 1, freed=False), "all of it was looked at before"

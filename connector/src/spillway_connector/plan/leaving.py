@@ -65,16 +65,22 @@ class LeavingWindow:
         self._taken_this_step = 0
         self._steps_since_look += 1
 
-    def look_is_due(self, free_blocks: int) -> bool:
+    def look_is_due(self, free_blocks: int, *, freed: bool) -> bool:
         """Whether the next step may take other blocks than the last look said.
 
-        free_blocks: the length of the queue; while it is short, what was freed last is near the head as well.
+        Args:
+            free_blocks: The length of the queue; while it is short, what was freed last is near the head as well.
+            freed: Whether blocks may have been freed since the last look.
         """
         return (
-            free_blocks < self.blocks
+            (freed and free_blocks < self.blocks)
             or self._taken_since_look > self.next_step_blocks // 2
             or self._steps_since_look >= _LOOK_STEPS_MAX
         )
 
     def looked(self) -> None:
         self._taken_since_look = self._steps_since_look = 0
+
+    @property
+    def taken_since_look(self) -> int:
+        return self._taken_since_look

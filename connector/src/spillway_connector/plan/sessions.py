@@ -27,8 +27,8 @@ _FIRST_DEVIATION_SECONDS_MIN = 12.0
 # that end without a word would be kept before all others until they are late.
 _OVERDUE_FACTOR = 2.0
 # The order of eviction treats a session as gone if it is overdue by this number of its tenant's usual pauses: one in
-# 400 exponential pauses is longer.
-_GONE_PAUSES = 5.0
+# 55 exponential pauses is longer, and its loss costs less than copies of what all others use.
+_GONE_PAUSES = 3.0
 _GONE_SECONDS_MIN = 1.0
 _NEWEST_SHARE = 0.5  # of the last pause in the usual one, and of the last request's duration
 _NEWEST_DEVIATION_SHARE = 0.25

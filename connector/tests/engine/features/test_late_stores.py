@@ -339,6 +339,91 @@ def test_two_blocks_of_one_chunk_that_are_taken_together_lose_it_once(region: Ho
     assert len(rig.late._owed) == len(rig.late._to_hold)
 
 
+def test_bad_blocks_lose_the_copies_of_what_was_computed_with_them_alone(region: HostRegion):
+    """A block that was given up since steps under way were planned is of a request that is not known any more."""
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    rig.end(2)
+    rig.step()
+    (job,) = rig.jobs
+    bad, *others = job.blocks
+    assert others
+
+    rig.late.lose({bad})
+    rig.copy()
+
+    assert rig.tier.ready.isdisjoint({rig.memory[bad]})
+    assert rig.tier.ready.issuperset(rig.memory[block] for block in others)
+    rig.require_right()
+
+
+def test_bad_blocks_lose_the_copies_of_what_a_request_gave_up_while_steps_were_under_way(region: HostRegion):
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    held = rig.running.pop(2)
+    rig.late.ending([key for key, _ in held], [block.block_id for _, block in held])
+    rig.pool.free_blocks([block for _, block in reversed(held)])
+    rig.step()
+    (job,) = rig.jobs
+    copied = {rig.memory[block] for block in job.blocks}
+    before = set(rig.tier.ready)
+
+    rig.late.lose({BLOCKS + 1})  # of another request
+    rig.copy()
+
+    assert rig.tier.ready.isdisjoint(copied - before)
+
+
+def test_what_gone_sessions_left_makes_room_for_new_chunks_at_once_and_is_not_copied_again(region: HostRegion):
+    """Unless a request uses it after all: then it is stored before the device gives it up."""
+    rig = Rig(region, per_step=1)
+    now = [0.0]
+    rig.tier._clock = lambda: now[0]
+    context = TenantContext(req_id="gone", session=SessionHint(b"gone", return_seconds=1.0))
+    rig.tier.on_new_request(context)
+    rig.begin(0)
+    rig.begin(1)  # the CPU tier is full
+    rig.tier.touch(keys_of(0), context)
+    rig.tier.on_request_finished(context)
+    rig.begin(2)
+    assert rig.tier.ready.isdisjoint(keys_of(2)[1:]), "nothing is gone yet"
+    now[0] = 3600.0
+    assert rig.tier.has_room(CHUNKS - 1)
+
+    rig.end(1)  # it leaves the blocks that the next one takes
+    rig.step()
+    while rig.jobs:
+        rig.copy()
+    rig.begin(3)
+
+    assert rig.tier.ready.issuperset(keys_of(3)[1:]), "a session that is gone made no room"
+    left = set(keys_of(0)) - set(rig.tier.resident)
+    assert left and left <= rig.on_device() and left.isdisjoint(rig.late._owed)
+    rig.late.found_on_device(keys_of(0), context)
+    assert left <= rig.late._owed.keys()
+
+
+def test_a_step_that_changed_nothing_looks_at_no_block(region: HostRegion, monkeypatch: pytest.MonkeyPatch):
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    looks: list[int] = []
+    free_blocks = late_stores._free_blocks
+    monkeypatch.setattr(late_stores, "_free_blocks", lambda pool: looks.append(1) or free_blocks(pool))
+    rig.step()
+    assert len(looks) == 1 and rig.pool.get_num_free_blocks() < rig.late._window.blocks
+    for _ in range(5):
+        rig.step()
+    assert len(looks) == 1, "nothing was freed, and nothing taken"
+
+    rig.end(0)
+    rig.step()
+
+    assert len(looks) == 2
+
+
 def test_a_chunk_that_the_device_does_not_hold_under_its_key_is_stored_at_once(region: HostRegion):
     """Those of LoRA adapters, for example: the device's hash does not name the adapter's files."""
     rig = Rig(region)

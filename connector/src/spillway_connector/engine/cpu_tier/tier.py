@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
+from spillway_connector.engine.cpu_tier.duplicates import Duplicates
 from spillway_connector.engine.cpu_tier.holding_arc import HoldingArc
 from spillway_connector.engine.requests.tenancy import session_of_context
 from spillway_connector.plan.holds import Holds
@@ -38,18 +39,6 @@ from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.plan.retention import EVICTION_LOOKAHEAD, Retention
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
 from spillway_connector.transfer.announcements import Announcement, Announcements
-
-
-class Duplicates(Protocol):
-    """See engine/features/late_stores.py."""
-
-    def take_spare(
-        self, count: int, may_leave: Callable[[OffloadKey], bool], /
-    ) -> list[tuple[OffloadKey, ReqContext]]: ...
-
-    def put_back(self, spare: list[tuple[OffloadKey, ReqContext]], /) -> None: ...
-
-    def gave_up(self, spare: list[tuple[OffloadKey, ReqContext]], others: list[OffloadKey], /) -> None: ...
 
 
 class CpuTier(OffloadingManager):
@@ -112,6 +101,10 @@ class CpuTier(OffloadingManager):
     def is_joined(self) -> bool | None:
         """Whether these rows, which others share, can be used; None for rows of one's own."""
         return None
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many chunks can come, and none leaves that a session may use again."""
+        return self.free_rows() >= count
 
     def used_rows(self) -> int:
         return len(self.resident)
@@ -364,25 +357,32 @@ class LruRows(CpuTier):
             return []
         if len(self.ready) - len(self._readers) < count:
             return None  # without a search: in a full tier whose rows are all being read, this is every step
-        kept, waiting, now = set(protected), self.waiting.kept, self._clock()
+        kept = set(protected)
         if self._duplicates is None:
             return self._evict_unique(count, kept, req_context)
-
-        def may_leave(key: OffloadKey) -> bool:
-            return key not in waiting and self._may_leave(key, kept)
-
-        gone = self._retention.gone(
-            count, self._rows, lambda key: may_leave(key) and not self._held_of((key,), now), now
-        )
+        gone = self._left_behind(count, kept)
         kept.update(gone)
-        spare = self._duplicates.take_spare(count - len(gone), may_leave)
+        spare = self._duplicates.take_spare(count - len(gone), lambda key: self._is_unneeded(key, kept))
         first = gone + [key for key, _ in spare]
         rest = self._evict_unique(count - len(first), kept.union(first), req_context)
         if rest is None:
             self._duplicates.put_back(spare)
             return None
-        self._duplicates.gave_up(spare, gone + rest)
+        self._duplicates.gave_up(spare, gone, rest)
         return first + rest
+
+    @override
+    def has_room(self, count: int) -> bool:
+        missing = count - self.free_rows()
+        return missing <= 0 or len(self._left_behind(missing, frozenset())) == missing
+
+    def _left_behind(self, count: int, kept: AbstractSet[OffloadKey]) -> list[OffloadKey]:
+        """Up to `count` chunks that sessions which are gone have left, and that may leave."""
+        now, unneeded, held = self._clock(), self._is_unneeded, self._held_of
+        return self._retention.gone(count, self._rows, lambda key: unneeded(key, kept) and not held((key,), now), now)
+
+    def _is_unneeded(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
+        return key not in self.waiting.kept and self._may_leave(key, kept)
 
     def _evict_unique(
         self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext
@@ -418,8 +418,7 @@ class LruRows(CpuTier):
         return victims
 
     def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
-        unread = self._readers.keys().isdisjoint(batch)
-        return unread and self.ready.issuperset(batch) and kept.isdisjoint(batch)
+        return self._readers.keys().isdisjoint(batch) and self.ready.issuperset(batch) and kept.isdisjoint(batch)
 
     def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
         return key in self.ready and key not in self._readers and key not in kept

@@ -1,7 +1,7 @@
 """Tiers that add up: what the device holds needs no row of the CPU tier until the device gives it up.
 
 With eager stores every block is copied to the CPU tier when it has been computed and stays in both, so that device and
-CPU tier together hold no more than the larger of them. Here, once the CPU tier is full:
+CPU tier together hold no more than the larger of them. Here, once the CPU tier is full of what sessions may use again:
 
 - a new chunk is not stored when it is computed but owed: it is stored when the device is about to give its block up,
   which a block that is used again never does;
@@ -23,6 +23,7 @@ shared tier lacks of a prompt that another engine goes on with.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -30,16 +31,19 @@ from typing import NamedTuple, cast
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.patches.patching import replace_on
+from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, hands_over, session_of_context
 from spillway_connector.plan.leaving import LeavingWindow
 
 logger = logging.getLogger(__name__)
 
+_STEPS_UNDER_WAY_MAX = 16  # vLLM plans so many steps, at most, before it has the result of the first
 _HELD_SHARE_MAX = 0.5  # of the device's blocks, for copies: what is beyond it can be taken before it has been copied
 
 
@@ -86,11 +90,15 @@ class LateStores:
         # Owed chunks to be stored in this step: alone and of several sessions, or handed over to another engine.
         self._common: dict[OffloadKey, None] = {}
         self._spare: dict[OffloadKey, ReqContext] = {}  # on both, of requests that began to run; the latest last
+        self._unwanted: dict[OffloadKey, None] = {}  # on the device alone, of sessions that are gone
         self._near_head: set[int] = set()  # blocks, when the head was last looked at
+        self._look_again = False  # a request has ended since, or what is near the head is owed only now
+        self._looked: tuple[int, int] = 0, 0  # blocks that were looked at, and that no request held
         self._to_hold: dict[OffloadKey, KVCacheBlock] = {}  # of requests that ended since the last step
         self._held_blocks = 0
         self._needed_blocks = 0  # by the running requests in the next step; vLLM preempts one if they are not free
         self._from_head: set[int] = set()  # those of the held blocks that were about to be taken
+        self._left: deque[set[int]] = deque([set()], maxlen=_STEPS_UNDER_WAY_MAX)  # blocks that requests gave up
         self._jobs: dict[int, _Job] = {}
         self._copied_blocks: dict[int, tuple[_Job, OffloadKey]] = {}  # by device block
 
@@ -156,8 +164,9 @@ class LateStores:
 
     def postpones(self, keys: Collection[OffloadKey], context: ReqContext) -> bool:
         """Whether these new chunks are stored later; if so, they are owed from now on. A chunk that cannot be found on
-        the device by its key, such as an adapter's, is stored at once."""
-        if self._tier.free_rows() >= len(keys) or self._manager.spills.at_once(context):
+        the device by its key, such as an adapter's, is stored at once. While sessions that are gone make room, every
+        chunk is stored at once: that costs one copy, and no block has to be held for it."""
+        if self._tier.has_room(len(keys)) or self._manager.spills.at_once(context):
             return False
         if any(self._block_of(key) is None for key in keys):
             return False
@@ -188,10 +197,19 @@ class LateStores:
         """They stay in the CPU tier after all."""
         self._spare.update(reversed(spare))
 
-    def gave_up(self, spare: Sequence[tuple[OffloadKey, ReqContext]], others: Collection[OffloadKey]) -> None:
-        """These chunks have left the CPU tier. The device may hold some of the others, too."""
+    def gave_up(
+        self,
+        spare: Sequence[tuple[OffloadKey, ReqContext]],
+        gone: Collection[OffloadKey],
+        others: Collection[OffloadKey],
+    ) -> None:
+        """These chunks have left the CPU tier. The device may hold some of the others, too, and of those that sessions
+        which are gone have left: these are owed only if a request uses them after all."""
         self._owed.update(spare)
-        self._owed.update((key, UNKNOWN_REQUEST) for key in others if self._block_of(key) is not None)
+        self._unwanted.update(dict.fromkeys(key for key in gone if self._block_of(key) is not None))
+        left = [key for key in others if self._block_of(key) is not None]
+        self._owed.update(dict.fromkeys(left, UNKNOWN_REQUEST))
+        self._look_again |= bool(left)
 
     # -- of requests
 
@@ -203,6 +221,11 @@ class LateStores:
                 if key in resident:
                     spare.pop(key, None)
                     spare[key] = context
+        if self._unwanted:
+            back = [key for key in keys if key in self._unwanted]
+            self._owed.update(dict.fromkeys(back, context))
+            for key in back:
+                del self._unwanted[key]
         if self._alone:
             self._use_alone(keys, context)
         if hands_over(context) and (owed := [key for key in keys if key in self._owed]):
@@ -222,8 +245,22 @@ class LateStores:
             del self._alone[key]
             self._owed[key], self._alone[key] = context, None
 
-    def ending(self, keys: Sequence[OffloadKey]) -> None:
+    def scheduled(
+        self, output: SchedulerOutput, state_of: Callable[[str], RequestFields | None], chunk_tokens: int
+    ) -> None:
+        """A step was planned; called before its stores are."""
+        for name in output.preempted_req_ids or ():
+            if (status := state_of(name)) is not None:
+                self._left[-1].update(status.group_states[0].block_ids)
+        for new in output.scheduled_new_reqs:
+            if (status := state_of(new.req_id)) is not None:
+                found = status.group_states[0].offload_keys[: new.num_computed_tokens // chunk_tokens]
+                self.found_on_device(found, status.req_context)
+
+    def ending(self, keys: Sequence[OffloadKey], blocks: Sequence[int] = ()) -> None:
         """A request is about to give up its blocks."""
+        self._look_again = True
+        self._left[-1].update(blocks)
         device, owed = self._device, self._owed
         if not owed or device is None or device.get_num_free_blocks() >= self._window.blocks:
             return
@@ -254,6 +291,7 @@ class LateStores:
             settling: chunks to be stored although the device keeps them; None: there is nothing to settle.
         """
         self._window.end_step()
+        self._left.append(set())
         self._needed_blocks = needed_blocks
         leaving = dict(self._to_hold)
         if needed_blocks and (self._owed or self._spare):
@@ -304,14 +342,21 @@ class LateStores:
 
     def _head(self) -> list[KVCacheBlock]:
         """The free blocks that vLLM takes next; none if this was asked a moment ago."""
-        device = self._device
-        if device is None or not self._window.look_is_due(device.get_num_free_blocks()):
+        device, window = self._device, self._window
+        if device is None:
             return []
-        head = list(islice(_free_blocks(device), self._window.blocks))
-        self._window.looked()
+        free, blocks = device.get_num_free_blocks(), window.blocks
+        unused = free + self._held_blocks + len(self._to_hold)
+        freed = self._look_again or blocks > self._looked[0] or unused + window.taken_since_look > self._looked[1]
+        if not window.look_is_due(free, freed=freed):
+            return []
+        head = list(islice(_free_blocks(device), blocks))
+        window.looked()
+        self._look_again, self._looked = False, (blocks, unused)
         self._near_head = {block.block_id for block in head}
-        if len(self._owed) > 2 * device.num_gpu_blocks:  # some were given up unseen
+        if len(self._owed) + len(self._unwanted) > 2 * device.num_gpu_blocks:  # some were given up unseen
             self._owed = {key: context for key, context in self._owed.items() if self._block_of(key) is not None}
+            self._unwanted = {key: None for key in self._unwanted if self._block_of(key) is not None}
         return head
 
     def _store(
@@ -333,6 +378,7 @@ class LateStores:
             stored = [] if output is None else list(output.keys_to_store)
             if output is None:
                 self._owed.update(dict.fromkeys(keys, context))
+                self._look_again = True
             else:
                 for key in keys:
                     self._alone.pop(key, None)
@@ -380,6 +426,13 @@ class LateStores:
             if job_id > since:
                 job.lost.update(job.keys)
 
+    def lose(self, blocks: Collection[int]) -> None:
+        """Publish nothing that is copied from these device blocks, nor from those that requests have given up since
+        steps under way were planned: what such a request computed behind a bad block is not known here any more."""
+        for block in self._copied_blocks.keys() & {*blocks, *chain.from_iterable(self._left)}:
+            job, key = self._copied_blocks[block]
+            job.lost.add(key)
+
     # -- of resets
 
     def device_resetting(self) -> None:
@@ -392,6 +445,7 @@ class LateStores:
 
     def device_was_reset(self) -> None:
         self._owed.clear()
+        self._unwanted.clear()
         self._alone.clear()
         self._common.clear()
         self._near_head.clear()

@@ -22,7 +22,8 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector import metrics
-from spillway_connector.engine.cpu_tier.tier import CpuTier, Duplicates
+from spillway_connector.engine.cpu_tier.duplicates import Duplicates
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.requests.tenancy import hands_over, is_awaited, session_of_context
 from spillway_connector.engine.shared_tiers.prefix_tier import SharedTierBase

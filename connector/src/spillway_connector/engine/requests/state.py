@@ -43,6 +43,7 @@ class RequestFields(RequestOffloadState):
     is_unsound = False  # vLLM may compute its KV wrongly
     window_ends: tuple[int, ...] | None = None  # tokens, see features/window_stores.py; None before its first step
     _offload_tokens_max: int | None = None
+    _hashes_seen = -1  # of the request's blocks, by a request without an adapter
     _first_load: FirstLoad | None = None
 
     @property
@@ -75,7 +76,11 @@ class RequestFields(RequestOffloadState):
     def update_offload_keys(self) -> None:
         """Upstream's contract: append the keys of blocks whose hashes are new."""
         adapter_key = b""
-        if self.has_adapter:
+        if not self.has_adapter:
+            if len(self.req.block_hashes) == self._hashes_seen:
+                return  # in most steps of a request that decodes
+            self._hashes_seen = len(self.req.block_hashes)
+        else:
             key = None if self.adapter is None else self.adapter.key
             self.identified = key is not None
             if key is None:

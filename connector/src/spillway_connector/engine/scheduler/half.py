@@ -41,7 +41,7 @@ from spillway_connector.engine.scheduler.chunk_uses import ChunkUses
 from spillway_connector.engine.scheduler.partial_chunks import PartialChunks, whole_chunks
 from spillway_connector.engine.scheduler.resets import ResettableHalf
 from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, StepsWithoutRequests
-from spillway_connector.engine.scheduler.suspect_stores import fail_stores, has_replaced_adapter, holds_any
+from spillway_connector.engine.scheduler.suspect_stores import blocks_of, fail_stores, has_replaced_adapter, holds_any
 from spillway_connector.engine.scheduler.waiting import WaitingRequests
 from spillway_connector.engine.scheduler.written_blocks import next_step_blocks, written_blocks
 from spillway_connector.engine.shared_tiers.events import shared_tier_events
@@ -382,10 +382,7 @@ class SchedulerHalf(ResettableHalf):
         for feature in self.features:
             feature.end_step(scheduler_output)
         if self.late_stores is not None:
-            for new in scheduler_output.scheduled_new_reqs:
-                status = self._req_status[new.req_id]
-                found = status.group_states[0].offload_keys[: new.num_computed_tokens // self._chunk_tokens]
-                self.late_stores.found_on_device(found, status.req_context)
+            self.late_stores.scheduled(scheduler_output, self.known_state, self._chunk_tokens)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         if self.late_stores is not None:
@@ -418,9 +415,11 @@ class SchedulerHalf(ResettableHalf):
         """Upstream's contract, but a failed store is not published, and a failed load's request never loads again."""
         self._prefill_timer.end_step(time.monotonic())
         if invalid := connector_output.invalid_block_ids:
-            fail_stores(self, holds_any(invalid))
+            suspect = holds_any(invalid)
+            fail_stores(self, suspect)
             if self.late_stores is not None:
-                self.late_stores.lose_all()
+                known = cast(Iterable[RequestFields], self._req_status.values())
+                self.late_stores.lose(invalid.union(blocks_of(filter(suspect, known))))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
             if self.late_stores is not None:
@@ -466,9 +465,10 @@ class SchedulerHalf(ResettableHalf):
         self._loaded.discard(request.request_id)
         for feature in self.features:
             feature.ended(request.request_id)
-        if self.late_stores is not None and request.request_id in self._req_status:
-            self.late_stores.ending(self._req_status[request.request_id].group_states[0].offload_keys)
         status = self._req_status.get(request.request_id)
+        if self.late_stores is not None and status is not None:
+            (state,) = status.group_states
+            self.late_stores.ending(state.offload_keys, state.block_ids)
         if status is not None and hands_over(status.req_context):
             self.without_requests.settle(HAND_OVER_SECONDS)
         if self._early_loads and status is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -27,3 +27,10 @@ def holds_any(blocks: AbstractSet[int]) -> IsSuspect:
     """Device blocks that their load did not fill. A load of another connector (vLLM's MultiConnector) shows this only
     after the step that reads its blocks; a load of Spillway's has no store beside it."""
     return lambda request: any(not blocks.isdisjoint(state.block_ids) for state in request.group_states)
+
+
+def blocks_of(requests: Iterable[RequestFields]) -> Iterator[int]:
+    """Yield the device blocks of these requests: what they computed behind a bad one is not what its key says."""
+    for request in requests:
+        for state in request.group_states:
+            yield from state.block_ids
