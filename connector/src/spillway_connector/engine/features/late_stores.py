@@ -207,9 +207,8 @@ class LateStores:
         which are gone have left: these are owed only if a request uses them after all."""
         self._owed.update(spare)
         self._unwanted.update(dict.fromkeys(key for key in gone if self._block_of(key) is not None))
-        left = [key for key in others if self._block_of(key) is not None]
-        self._owed.update(dict.fromkeys(left, UNKNOWN_REQUEST))
-        self._look_again |= bool(left)
+        self._owed.update((key, UNKNOWN_REQUEST) for key in others if self._block_of(key) is not None)
+        self._look_again |= bool(others)
 
     # -- of requests
 
