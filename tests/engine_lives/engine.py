@@ -312,7 +312,7 @@ class Engine:
 
     @property
     def block_bytes(self) -> int:
-        """Of all layers of one group."""
+        """The size of a block in all layers of one group."""
         return LAYERS * BLOCK_TOKENS * TOKEN_BYTES
 
     def _view(self, cache: torch.Tensor, block_tokens: int) -> torch.Tensor:

@@ -9,14 +9,27 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 
 class Duplicates(Protocol):
-    """Chunks that the device holds too. A room is made by these before others, behind what is gone."""
+    """Chunks that the device holds too. They leave the CPU tier before others, behind what sessions that are gone have
+    left."""
 
-    def take_spare(
-        self, count: int, may_leave: Callable[[OffloadKey], bool], /
-    ) -> list[tuple[OffloadKey, ReqContext]]: ...
+    def take_spare(self, count: int, may_leave: Callable[[OffloadKey], bool], /) -> list[tuple[OffloadKey, ReqContext]]:
+        """Return up to `count` of those that the device keeps, each with the request that used it last.
 
-    def put_back(self, spare: list[tuple[OffloadKey, ReqContext]], /) -> None: ...
+        Args:
+            count: The rows that are needed.
+            may_leave: Whether the CPU tier can give a chunk up now.
+        """
+
+    def put_back(self, spare: list[tuple[OffloadKey, ReqContext]], /) -> None:
+        """These chunks stay in the CPU tier after all."""
 
     def gave_up(
         self, spare: list[tuple[OffloadKey, ReqContext]], gone: list[OffloadKey], others: list[OffloadKey], /
-    ) -> None: ...
+    ) -> None:
+        """These chunks have left the CPU tier.
+
+        Args:
+            spare: Some of those that were taken.
+            gone: What sessions that are gone have left.
+            others: The oldest, which the device may hold as well.
+        """
