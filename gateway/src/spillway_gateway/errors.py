@@ -224,14 +224,15 @@ class EngineEnding(UpstreamError):
     reason = "ending"
     retry_after_seconds = 2
 
-    def __init__(self, engine_name: str) -> None:
-        super().__init__(f"Engine {engine_name} is shutting down, and this reply was not finished in time")
+    @classmethod
+    def of(cls, engine_name: str) -> EngineEnding:
+        return cls(f"Engine {engine_name} is shutting down, and this reply was not finished in time")
 
 
 def engine_failure(engine_name: str, message: str) -> EngineFailed | EngineEnding:
     """What the engine itself said of its failure. message: ENDING_ERROR if it ends for a reason that no request is."""
     if message == ENDING_ERROR:
-        return EngineEnding(engine_name)
+        return EngineEnding.of(engine_name)
     return EngineFailed(f"Engine {engine_name} failed: {message}")
 
 

@@ -219,7 +219,7 @@ class Exchange:
 
     def engine_ends(self, engine: Engine) -> None:
         """The engine terminates, and the time for its running requests is over."""
-        self._happens(Event.ENGINE_ENDS, EngineEnding(engine.name), engine)
+        self._happens(Event.ENGINE_ENDS, EngineEnding.of(engine.name), engine)
 
     def abort(self, cause: Exception) -> None:
         """The gateway shuts down."""
