@@ -144,8 +144,9 @@ class ProductRows(LruTier):
     def evict_first(self, duplicates: Duplicates) -> None:
         self._rows.evict_first(duplicates)
 
-    def has_room(self, blocks: int) -> bool:
-        return self._rows.has_room(blocks)
+    def has_gone(self, blocks: int) -> bool:
+        """Whether no row is free, and sessions that are gone make room for so many blocks."""
+        return not self._rows.free_rows() and self._rows.has_room(blocks)
 
     def pin(self, keys: Sequence[int]) -> None:
         self._rows.prepare_load(cast(Any, keys), self._context)
@@ -383,7 +384,7 @@ class SystemTiers(Tiering):
 
     def store(self, keys: Sequence[int], now: float) -> None:
         exclusive = self._design.storing is Storing.EXCLUSIVE
-        at_once = self.cpu.has_room(len(keys)) or (self._spills is not None and self._spills.keeps_up)
+        at_once = self.cpu.has_gone(len(keys)) or (self._spills is not None and self._spills.keeps_up)
         if self._design.storing is Storing.EAGER or (exclusive and at_once):
             self.copied_blocks += len(keys)
             super().store(keys, now)
