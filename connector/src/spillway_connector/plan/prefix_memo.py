@@ -13,7 +13,7 @@ Pure: no I/O, no lock, no clock; the time is an argument. Everything here belong
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -57,11 +57,6 @@ class ChangeLog(Generic[_Key]):
     def since(self, position: int) -> list[_Key] | None:
         """The keys added since `position`; None when the log no longer reaches back so far: perhaps all."""
         return None if position < self._begin else self._keys[position - self._begin :]
-
-    def touches(self, position: int, keys: Set[_Key]) -> bool:
-        """Whether the answer for any of `keys` may have changed since `position`."""
-        changed = self.since(position)
-        return changed is None or not keys.isdisjoint(changed)
 
 
 class PresenceIndex:

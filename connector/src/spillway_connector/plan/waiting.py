@@ -84,11 +84,6 @@ class WaitingChunks(Generic[_Key]):
     def __contains__(self, request: str) -> bool:
         return request in self._waiting
 
-    def chunks_of(self, request: str) -> int:
-        """How many chunks the request keeps."""
-        waiting = self._waiting.get(request)
-        return 0 if waiting is None else len(waiting.held)
-
     def begin(self, request: str, tenant: bytes, turn: Turn, keys: Sequence[_Key], now: float) -> None:
         """A request waits that will use these chunks, in the order of its prefix; those not in the tier are ignored.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from typing_extensions import override
 
@@ -13,60 +13,31 @@ from spillway_connector.errors import RefusedReason, TierError, TierRefused
 from spillway_connector.namespace import Namespace
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
-from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, Tier
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, StoreOutcome, Tier, WrappedTier
 from spillway_connector.transfer.stats import Operation
 
 ALL_OPERATIONS = frozenset(Operation)
 
 
-class TierWrapper:
+class TierWrapper(WrappedTier):
     """Passes everything on; subclasses do something in :meth:`before`, which may raise."""
 
     def __init__(self, tier: Tier, operations: Collection[Operation] = ALL_OPERATIONS) -> None:
-        self.tier = tier
+        super().__init__(tier, tier.payload_bytes)
         self.operations = frozenset(operations)
         self.calls: dict[Operation, int] = dict.fromkeys(Operation, 0)
         self._calls_lock = threading.Lock()
 
-    @property
-    def name(self) -> str:
-        return self.tier.name
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.tier.payload_bytes
-
-    @property
-    def renews(self) -> bool:
-        return self.tier.renews
-
     has_local_index = False  # so that lookups go through `contains`, where faults are injected
 
-    @property
-    def store_id(self) -> bytes | None:
-        return self.tier.store_id
-
-    @property
-    def evictions(self) -> Mapping[EvictionReason, int]:
-        return self.tier.evictions
-
-    @property
-    def quarantined(self) -> Mapping[str, int]:
-        return self.tier.quarantined
-
-    @property
-    def under_pressure(self) -> bool:
-        return self.tier.under_pressure
-
+    @override
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
         return None
 
     def before(self, operation: Operation) -> None:
         """Called for the chosen operations ahead of the real one."""
 
-    def prepare(self, deadline: float) -> None:
-        self.tier.prepare(deadline)
-
+    @override
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         self._enter(Operation.LOOKUP)
         return self.tier.contains(keys, deadline)
@@ -82,18 +53,6 @@ class TierWrapper:
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
         self._enter(Operation.STORE)
         return self.tier.store(key, source, deadline, tenant)
-
-    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
-        self.tier.renew(keys, deadline, tenant)
-
-    def discard(self, key: bytes, deadline: float) -> None:
-        self.tier.discard(key, deadline)
-
-    def resident_bytes(self, deadline: float) -> int:
-        return self.tier.resident_bytes(deadline)
-
-    def close(self) -> None:
-        self.tier.close()
 
     def _enter(self, operation: Operation) -> None:
         with self._calls_lock:

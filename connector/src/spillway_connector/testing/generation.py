@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,16 @@ def patch_vllm(*names: str) -> None:
     apply(wanted, Needed)
 
 
+@cache  # most tests make a half, and none changes its configuration
+def _vllm_config(num_ranks: int, retention_interval: int | None) -> VllmConfig:
+    config = VllmConfig(
+        parallel_config=ParallelConfig(tensor_parallel_size=num_ranks, distributed_executor_backend="mp"),
+        scheduler_config=SchedulerConfig.default_factory(max_num_batched_tokens=8192),
+    )
+    config.cache_config.prefix_cache_retention_interval = retention_interval  # type: ignore[attr-defined]
+    return config
+
+
 def scheduler_half(
     manager: TieringManager,
     groups: Sequence[KVCacheSpec],
@@ -118,11 +129,7 @@ def scheduler_half(
     retention_interval: vLLM's `prefix_cache_retention_interval`, with its default."""
     block_tokens = groups[0].block_size
     kv_cache_config = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], group) for group in groups])
-    vllm_config = VllmConfig(
-        parallel_config=ParallelConfig(tensor_parallel_size=num_ranks, distributed_executor_backend="mp"),
-        scheduler_config=SchedulerConfig.default_factory(max_num_batched_tokens=8192),
-    )
-    vllm_config.cache_config.prefix_cache_retention_interval = retention_interval  # type: ignore[attr-defined]
+    vllm_config = _vllm_config(num_ranks, retention_interval)
     spec: Any
     if generation() is Generation.V023:
         spec = SimpleNamespace(

@@ -21,7 +21,7 @@ import binascii
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,12 +42,12 @@ from spillway_connector.tiers.tier import (
     NO_TENANT,
     BilledTier,
     BlockInMemory,
-    EvictionReason,
     PeekableTier,
     ReceivingTier,
     SessionTier,
     StoreOutcome,
     Tier,
+    WrappedTier,
 )
 
 TAG_BYTES = 16
@@ -177,7 +177,7 @@ class PayloadSeal:
             raise TierCorrupt(CorruptReason.SEAL, "the block does not open: it was changed, moved or forged") from None
 
 
-class SealedTier:
+class SealedTier(WrappedTier):
     """Seals payloads before they are stored in ``tier`` and opens them after loading. See tier.Tier for the contract.
 
     tier: opened for ``namespace`` with ``payload_bytes + SEAL_BYTES``; closed with this one.
@@ -192,27 +192,10 @@ class SealedTier:
                 f"encryption: a block of {payload_bytes} bytes cannot be sealed, at most {PAYLOAD_BYTES_MAX}; "
                 "lower blocks_per_chunk"
             )
-        self.payload_bytes = payload_bytes
-        self.tier = tier
+        super().__init__(tier, payload_bytes)
         self._seal = PayloadSeal(namespace, payload_bytes, key)
         self._buffers: list[memoryview] = []
         self._buffers_lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return self.tier.name
-
-    @property
-    def store_id(self) -> bytes | None:
-        return self.tier.store_id
-
-    @property
-    def evictions(self) -> Mapping[EvictionReason, int]:
-        return self.tier.evictions
-
-    @property
-    def quarantined(self) -> Mapping[str, int]:
-        return self.tier.quarantined
 
     @property
     def received_bytes(self) -> int | None:
@@ -223,28 +206,6 @@ class SealedTier:
     def requests(self) -> Mapping[str, int]:
         """See tier.BilledTier; none if the wrapped tier is none."""
         return self.tier.requests if isinstance(self.tier, BilledTier) else {}
-
-    @property
-    def under_pressure(self) -> bool:
-        return self.tier.under_pressure
-
-    @property
-    def has_local_index(self) -> bool:
-        return self.tier.has_local_index
-
-    @property
-    def renews(self) -> bool:
-        return self.tier.renews
-
-    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Like the wrapped tier, because keys are not sealed."""
-        return self.tier.contains_now(keys)
-
-    def prepare(self, deadline: float) -> None:
-        self.tier.prepare(deadline)
-
-    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        return self.tier.contains(keys, deadline)
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
         self._load(self.tier.load, key, target, deadline)
@@ -284,18 +245,6 @@ class SealedTier:
         with self._buffer() as buffer:
             self._seal.seal(key, source, buffer)
             return self.tier.store(key, buffer, deadline, tenant)
-
-    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
-        self.tier.renew(keys, deadline, tenant)
-
-    def discard(self, key: bytes, deadline: float) -> None:
-        self.tier.discard(key, deadline)
-
-    def resident_bytes(self, deadline: float) -> int:
-        return self.tier.resident_bytes(deadline)
-
-    def close(self) -> None:
-        self.tier.close()
 
     @contextmanager
     def _buffer(self) -> Iterator[memoryview]:

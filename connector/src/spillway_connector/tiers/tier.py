@@ -251,3 +251,63 @@ class SessionTier(Tier, Protocol):
         if there is none.
         """
         ...
+
+
+class WrappedTier:
+    """Passes what :class:`Tier` says on to ``tier``; subclasses load and store.
+
+    payload_bytes: of this tier, which may be others than the wrapped one's.
+    """
+
+    def __init__(self, tier: Tier, payload_bytes: int) -> None:
+        self.tier = tier
+        self.payload_bytes = payload_bytes
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    def store_id(self) -> bytes | None:
+        return self.tier.store_id
+
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        return self.tier.evictions
+
+    @property
+    def quarantined(self) -> Mapping[str, int]:
+        return self.tier.quarantined
+
+    @property
+    def under_pressure(self) -> bool:
+        return self.tier.under_pressure
+
+    @property
+    def has_local_index(self) -> bool:
+        return self.tier.has_local_index
+
+    @property
+    def renews(self) -> bool:
+        return self.tier.renews
+
+    def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
+        return self.tier.contains_now(keys)
+
+    def prepare(self, deadline: float) -> None:
+        self.tier.prepare(deadline)
+
+    def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        return self.tier.contains(keys, deadline)
+
+    def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
+        self.tier.renew(keys, deadline, tenant)
+
+    def discard(self, key: bytes, deadline: float) -> None:
+        self.tier.discard(key, deadline)
+
+    def resident_bytes(self, deadline: float) -> int:
+        return self.tier.resident_bytes(deadline)
+
+    def close(self) -> None:
+        self.tier.close()

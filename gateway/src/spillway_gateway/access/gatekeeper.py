@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from spillway_gateway.access.keys import NOBODY, KeyRing, Priority, Tenant, read_keys
 from spillway_gateway.access.limits import Settlement, SharedLimitsUnavailable, TenantUsage, limited
 from spillway_gateway.background import on_daemon_thread
+from spillway_gateway.config.certificate import file_state
 from spillway_gateway.config.settings import AuthConfig
 from spillway_gateway.config.unique_yaml import Reading
 from spillway_gateway.errors import (
@@ -60,7 +61,7 @@ class Gatekeeper:
         if self._path is not None:
             assert config.salt_secret_file is not None
             self._secret = _secret(Path(config.salt_secret_file))
-            self._file_state = _stat(self._path)
+            self._file_state = file_state(self._path)
             self._ring = read_keys(self._path)
         if config.shared_limits is not None:
             from spillway_gateway.access.shared_limits import SharedLimits  # noqa: PLC0415 - its client only if used
@@ -207,7 +208,7 @@ class Gatekeeper:
     def reload(self, reading: Reading | None = None) -> None:
         """Reload if the file changed. On a thread. A mounted Secret is replaced by a link: its inode changes."""
         assert self._path is not None
-        state = _stat(self._path)
+        state = file_state(self._path)
         if state == self._file_state:
             return
         self._file_state = state
@@ -229,14 +230,6 @@ def _key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         if name == b"x-api-key":
             return value.strip() or None
     return None
-
-
-def _stat(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _secret(path: Path) -> bytes:
