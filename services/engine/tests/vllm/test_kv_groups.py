@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from spillway_connector.engine.layouts.packed_blocks import first_spec, row_block_bytes
 from spillway_connector.plan.kv_groups import KvGroup
+from spillway_connector.testing.kv_caches import counted_block_bytes, deepseek_v4, kv_cache_config
 from spillway_connector.testing.vllm_parts import part_of
 from spillway_engine.drafters import with_drafter
 from spillway_engine.model_shape import ModelShape, read_model_shape
@@ -179,3 +182,20 @@ def test_a_drafter_with_heads_of_its_own_takes_the_room_of_layers_of_the_model(t
     taken = block_bytes(configured(specs, 1 << 28))
 
     assert taken == shape.row_block_bytes_of_rank("bfloat16", 1, 1, 16)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 7])
+def test_layers_of_deepseek_v4_for_later_tokens_lie_in_the_room_of_its_windows(layers: int) -> None:
+    """MTP has one, DSpark three. A decoder layer behind the last one keeps a window alone
+    (vllm/models/deepseek_v4/attention.py)."""
+    specs = deepseek_v4()
+    specs |= {f"layer.{43 + number}.window": replace(specs["layer.0.window"]) for number in range(layers)}
+    found = kv_cache_config(specs, 1 << 36)
+    model = replace(SHAPE, layers=43, packed="deepseek-v4-flash")
+    shape = with_drafter(model, ["--speculative-config", '{"method": "mtp"}'], layers)
+
+    row_bytes = row_block_bytes(found, counted_block_bytes(found))
+    assert row_bytes == shape.row_block_bytes_of_rank("bfloat16", 1, 1, 256)
+    of_vllm = [first_spec(group) for group in found.kv_cache_groups]
+    seen = [KvGroup(spec.block_size, getattr(spec, "sliding_window", None) or 0) for spec in of_vllm]
+    assert sorted(map(repr, seen)) == sorted(map(repr, shape.groups(256, blocks_per_chunk=1)))
