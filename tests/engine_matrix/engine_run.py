@@ -81,7 +81,8 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
     if case in ("failing", "layers-failing"):
         extra |= {"spec_name": "FailingSpec", "spec_module_path": "engine_matrix.failing_spec"}
     if case.startswith("meet"):
-        extra["compute_while_loading"] = "on"
+        # A tier from which loads do not pay would get nothing before device and CPU tier are full.
+        extra |= {"compute_while_loading": "on", "storing": "eager"}
     if case in ("nvme", "nvme-other", "redis", "early", "meet", "meet-async"):
         directory = f"nvme-{wanted.other_size}" if case == "nvme-other" else f"{case}-{wanted.name}"
         tier: dict[str, Any] = {"type": "nvme", "path": str(folder / directory), "max_bytes": 1 << 30}
