@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from spillway_gateway.api.large_bodies import _STEP_BYTES, IDS_MAX, VALUES_MAX, LargeBodies
+from spillway_gateway.api.large_bodies import (
+    _COUNT_BYTES,
+    _STEP_BYTES,
+    IDS_MAX,
+    PARSE_SECONDS_MAX,
+    VALUES_MAX,
+    LargeBodies,
+)
 from spillway_gateway.api.parsed_body import ParsedBody
 from spillway_gateway.api.routes import ROUTES, ApiRoute
 from spillway_gateway.errors import ClientBadRequest, RequestTooLarge
@@ -45,6 +52,22 @@ CHEAP = [
 async def test_a_cheap_body_is_parsed_as_a_short_one(body: bytes) -> None:
     assert await parsed(body) == CHAT.parse(body)
     assert await parsed(bytearray(body)) == CHAT.parse(body)
+
+
+async def test_a_body_that_begins_as_another_costs_what_it_costs_alone() -> None:
+    """Pieces that were counted before are not counted again, and a costly end is noticed behind them."""
+    bodies, text = LargeBodies(), "".join(map(str, range(_COUNT_BYTES))).encode()
+    begin = b'{"model": "m", "messages": [], "text": "' + text
+    cheap, costly = begin + b'"}', begin + b'", "prompt": [' + b"[]," * 20_000 + b"[]]}"
+    for body in (cheap, costly, cheap, costly):
+        alone = await LargeBodies()._seconds_by_count(body, "a")
+        assert await bodies._seconds_by_count(body, "a") == pytest.approx(alone)
+    counted = len(bodies._counted)
+    assert await bodies._seconds_by_count(cheap, "a") < PARSE_SECONDS_MAX < await bodies._seconds_by_count(costly, "a")
+    assert len(bodies._counted) == counted
+
+    await bodies._seconds_by_count(cheap, "b")  # what another tenant has sent is new
+    assert len(bodies._counted) == counted + len(cheap) // _COUNT_BYTES + 1
 
 
 async def test_of_a_costly_body_all_but_the_prompt_is_parsed() -> None:

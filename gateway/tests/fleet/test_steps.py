@@ -21,6 +21,20 @@ def test_work_of_one_step_is_done_at_once_without_an_event_loop() -> None:
     assert done == ["a"]
 
 
+async def test_what_no_client_waits_for_begins_once_the_present_callback_has_ended() -> None:
+    done: list[str] = []
+    Steps().soon(counted(done, "a", 1))
+    assert done == []
+    await asyncio.sleep(0)
+    assert done == ["a"]
+
+
+def test_it_is_done_at_once_in_virtual_time() -> None:
+    done: list[str] = []
+    Steps().soon(counted(done, "a", 1))
+    assert done == ["a"]
+
+
 async def test_one_step_is_taken_in_an_iteration_however_much_waits() -> None:
     done: list[str] = []
     steps = Steps()

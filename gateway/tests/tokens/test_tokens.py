@@ -35,7 +35,7 @@ from spillway_gateway.tokens.prompt import (
     render,
     render_and_encode,
 )
-from spillway_gateway.tokens.tokenizer import SPECIAL_PLACES_MAX, PromptTokenizer, TokenizerUnusable
+from spillway_gateway.tokens.tokenizer import RUN_SEGMENTS, SPECIAL_PLACES_MAX, PromptTokenizer, TokenizerUnusable
 from spillway_gateway.tokens.verification import PROBE_MESSAGES, Disagreement, verify_tokenizer
 
 TEMPLATE = """{{ bos_token }}
@@ -498,3 +498,38 @@ async def test_a_disagreeing_tokenizer_is_reported_and_unused(
 
     assert usable == 0.0
     assert "the tokenizer disagrees with engine fake-0" in caplog.text
+
+
+segments = st.sampled_from(["<|im_start|>the fox", "<|im_end|>\n", "<|im_start|>", "lazy dog ", "<|im_end|>"])
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    turns=st.lists(st.lists(segments, max_size=6).map("".join), min_size=1, max_size=5),
+    run_segments=st.integers(1, 4),
+    owner=st.sampled_from(["", "a"]),
+)
+def test_runs_of_segments_never_change_the_tokens_of_a_growing_text(
+    tokenizer: PromptTokenizer, reference: Any, turns: list[str], run_segments: int, owner: str
+) -> None:
+    with patch.object(tokenizer_module, "RUN_SEGMENTS", run_segments):
+        for end in range(1, len(turns) + 1):
+            text = "".join(turns[:end])
+            ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text), owner=owner)
+            assert ids == token_bytes(reference.encode(text, add_special_tokens=False))
+
+
+def test_a_long_conversation_takes_few_look_ups(folder: Path) -> None:
+    tokenizer, asked = PromptTokenizer.load(folder), 0
+    text = "".join(f"<|im_start|>the fox {number}" for number in range(20 * RUN_SEGMENTS))
+    get_all = tokenizer._segments.get_all
+
+    def counted(keys: Any) -> Any:
+        nonlocal asked
+        asked += len(keys)
+        return get_all(keys)
+
+    ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text))
+    with patch.object(tokenizer._segments, "get_all", counted):
+        assert tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=0) == ids
+    assert asked == 20

@@ -110,7 +110,10 @@ class InferenceEndpoint:
         body = await read_body(headers, receive, client, limits, context.upstream.live.timeouts)
         received_at = perf_counter()
         large = len(body) > SHORT_BODY_BYTES_MAX
-        parsed = await context.large_bodies.parse(route, body, limits.text_chars_max) if large else route.parse(body)
+        if large:
+            parsed = await context.large_bodies.parse(route, body, limits.text_chars_max, tenant.name)
+        else:
+            parsed = route.parse(body)
         served, adapter = named_model(context.models, parsed.model, tenant)
         model = served.fleet.name
         gatekeeper = context.gatekeeper

@@ -46,6 +46,8 @@ class SessionSources:
         for source, text in in_body.items():
             if len(text) <= self._name_bytes_max:
                 given[source] = text.encode("utf-8", "surrogatepass")
+        if not given:
+            return None
         names = (given.get(source, b"") for source in self._in_order)
         return next((name for name in names if 0 < len(name) <= self._name_bytes_max), None)
 

@@ -33,7 +33,7 @@ class RoutedBlocks:
     def accepted(self, now: float) -> None:
         """now: monotonic seconds."""
         until = now + self._held_seconds if self._held_seconds is not None else None
-        self._steps.run(self._index.accepted(self._engine_name, self._keys, until, self._expected))
+        self._steps.soon(self._index.accepted(self._engine_name, self._keys, until, self._expected))
 
     def withdraw(self) -> None:
         """The engine did not accept it, or the request ended before it answered."""

@@ -26,6 +26,16 @@ class Steps:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._step)
 
+    def soon(self, work: Iterator[None]) -> None:
+        """As run(), once what runs now has ended: no client waits for it. At once if no event loop runs, as in virtual
+        time."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.run(work)
+        else:
+            loop.call_soon(self.run, work)
+
     def _step(self) -> None:
         self._scheduled = False
         if _ended(self._waiting[0]):

@@ -185,7 +185,7 @@ class LocalEngines:
         engines = fleet.engines.values()
 
         def capacity() -> int:
-            ready = sum(engine.routable for engine in engines)
+            ready = sum([engine.routable for engine in engines])
             return each * (ready if ready or fleet.config.wake_seconds is not None else len(engines) or 1)
 
         return Admission(self._config.admission, capacity, lambda: fleet.config.wake_seconds)

@@ -82,7 +82,7 @@ def token_block_keys(namespace: int, tokens: Sequence[int] | array[int], block_t
     return chain_blocks(namespace, token_bytes(tokens), block_tokens * TOKEN_BYTES)
 
 
-def chain_blocks(namespace: int, data: bytes, block_bytes: int) -> list[int]:
+def chain_blocks(namespace: int, data: bytes | memoryview, block_bytes: int) -> list[int]:
     """Keys of all full blocks of `block_bytes`, of token ids or of normalised text (tokens/text_blocks.py), in order,
     KEYS_MAX at most."""
     keys: list[int] = []
@@ -109,12 +109,12 @@ class KeyChains:
 
     def keys(self, namespace: int, data: bytes, block_bytes: int) -> list[int]:
         """Like chain_blocks()."""
-        runs, run_bytes = self._runs, RUN_BLOCKS * block_bytes
+        runs, run_bytes, view = self._runs, RUN_BLOCKS * block_bytes, memoryview(data)
         end = min(len(data) // block_bytes, KEYS_MAX) * block_bytes
         keys: list[int] = []
         key, at = namespace, 0
         while at + run_bytes <= end:
-            run = data[at : at + run_bytes]
+            run = view[at : at + run_bytes]
             name = (key, block_bytes, xxhash.xxh3_128_digest(run))
             found = runs.get(name)
             if found is None:
@@ -126,7 +126,7 @@ class KeyChains:
             keys.extend(found)
             key = keys[-1]
             at += run_bytes
-        return keys + chain_blocks(key, data[at:end], block_bytes)
+        return keys + chain_blocks(key, view[at:end], block_bytes)
 
 
 def short_prompt_key(namespace: int, data: bytes) -> int:

@@ -120,8 +120,15 @@ class ChatTemplate:
         except Exception as error:  # templates are programs and may raise anything; the engine decides on the request
             raise CannotRender(f"the chat template failed ({error.__class__.__name__})") from error
 
-    def _normalised(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _normalised(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         role = message.get("role")
+        if (
+            len(message) == 2
+            and role in _PLAIN_ROLES
+            and not self._wants_parts
+            and isinstance(message.get("content"), str)
+        ):
+            return message  # most are so, and stay as they are
         if not isinstance(role, str):
             raise CannotRender("a message has no role")
         if role == "developer" and not self._has_developer_role:
@@ -144,6 +151,9 @@ class ChatTemplate:
         if isinstance(message.get("name"), str):
             result["name"] = message["name"]
         return result
+
+
+_PLAIN_ROLES = ("user", "assistant")
 
 
 def _texts(content: object) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -192,7 +193,9 @@ class PromptReader:
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
         other_keys = {size: chains.keys(namespace, data, size * TOKEN_BYTES) for size in others}
         if adapter is None and self._counts_prefixes():  # engines take no hints about adapters' blocks
-            self.hot.requested(keys, data, block_tokens * TOKEN_BYTES, cache_salt, monotonic())
+            # Once the request has been sent: it is counted for the sake of later ones.
+            count = partial(self.hot.requested, keys, data, block_tokens * TOKEN_BYTES, cache_salt, monotonic())
+            asyncio.get_running_loop().call_soon(count)
         tokens = PromptTokens(bytes(data), cache_salt) if self._keeps_tokens() else None
         return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key, other_keys, tokens)
 

@@ -16,10 +16,12 @@ import xxhash
 ENTRY_BYTES = 256
 
 
-def segment_key(owner: str, segment: str) -> bytes:
-    """XXH3-128 of owner and text. Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
-    whose = owner.encode()
-    return xxhash.xxh3_128_digest(b"%d:" % len(whose) + whose + segment.encode())
+SegmentKey = tuple[str, bytes]  # its owner, and XXH3-128 of its text
+
+
+def segment_key(owner: str, segment: str) -> SegmentKey:
+    """Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
+    return owner, xxhash.xxh3_128_digest(segment.encode())
 
 
 class SegmentCache:
@@ -27,14 +29,14 @@ class SegmentCache:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
+        self._entries: OrderedDict[SegmentKey, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self.estimated_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get_all(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def get_all(self, keys: Sequence[SegmentKey]) -> list[bytes | None]:
         """Ids of each key, None if they are not cached."""
         entries = self._entries
         with self._lock:
@@ -44,7 +46,7 @@ class SegmentCache:
                     entries.move_to_end(key)
         return found
 
-    def put(self, key: bytes, ids: bytes) -> None:
+    def put(self, key: SegmentKey, ids: bytes) -> None:
         """Store the ids and evict the least recently used ones over the bound."""
         with self._lock:
             before = self._entries.pop(key, None)  # two threads may have tokenised the same segment
