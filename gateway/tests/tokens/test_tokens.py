@@ -359,6 +359,13 @@ def test_templates_that_walk_parts_get_parts() -> None:
     assert template.render([{"role": "user", "content": "one"}]) == "one|"
 
 
+@pytest.mark.parametrize("message", [{"role": "user", "content": "x"}, {"content": "x", "role": "user"}])
+def test_a_template_that_writes_out_messages_sees_their_members_in_vllm_s_order(message: dict[str, Any]) -> None:
+    template = ChatTemplate("{{ messages | tojson }}", {})
+
+    assert template.render([message]) == '[{"role": "user", "content": "x"}]'
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -515,8 +522,9 @@ def test_runs_of_segments_never_change_the_tokens_of_a_growing_text(
     with patch.object(tokenizer_module, "RUN_SEGMENTS", run_segments):
         for end in range(1, len(turns) + 1):
             text = "".join(turns[:end])
-            ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text), owner=owner)
-            assert ids == token_bytes(reference.encode(text, add_special_tokens=False))
+            for _ in range(3):  # a run is marked, kept, and found
+                ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text), owner=owner)
+                assert ids == token_bytes(reference.encode(text, add_special_tokens=False))
 
 
 def test_a_long_conversation_takes_few_look_ups(folder: Path) -> None:
@@ -529,7 +537,23 @@ def test_a_long_conversation_takes_few_look_ups(folder: Path) -> None:
         asked += len(keys)
         return get_all(keys)
 
-    ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text))
+    for _ in range(2):
+        ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text))
     with patch.object(tokenizer._segments, "get_all", counted):
         assert tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=0) == ids
     assert asked == 20
+
+
+def test_a_conversation_that_drops_its_oldest_messages_takes_no_room_of_others(folder: Path) -> None:
+    """None of its runs comes twice, and all of their messages are known."""
+    tokenizer = PromptTokenizer.load(folder)
+    turns = [f"<|im_start|>{'the quick brown fox ' * 20}{number}" for number in range(8 * RUN_SEGMENTS)]
+    for turn in turns:
+        tokenizer.encode_inline(turn, add_special_tokens=False, new_chars_max=len(turn))
+    before, prompts = tokenizer._segments.estimated_bytes, 0
+    for oldest in range(4 * RUN_SEGMENTS):
+        text = "".join(turns[oldest : oldest + 4 * RUN_SEGMENTS])
+        ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=0)
+        assert ids is not None
+        prompts += len(ids)
+    assert tokenizer._segments.estimated_bytes - before < prompts / 20

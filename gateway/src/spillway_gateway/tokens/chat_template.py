@@ -127,6 +127,7 @@ class ChatTemplate:
             and role in _PLAIN_ROLES
             and not self._wants_parts
             and isinstance(message.get("content"), str)
+            and next(iter(message)) == "role"  # templates may write out whole messages
         ):
             return message  # most are so, and stay as they are
         if not isinstance(role, str):

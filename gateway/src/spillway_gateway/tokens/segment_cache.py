@@ -19,9 +19,10 @@ ENTRY_BYTES = 256
 SegmentKey = tuple[str, bytes]  # its owner, and XXH3-128 of its text
 
 
-def segment_key(owner: str, segment: str) -> SegmentKey:
-    """Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
-    return owner, xxhash.xxh3_128_digest(segment.encode())
+def segment_key(owner: str, segment: str, *, kind: int = 0) -> SegmentKey:
+    """kind: of what is cached, so that one text may have an entry of each. Raises UnicodeEncodeError for lone
+    surrogates, which no tokenizer takes."""
+    return owner, xxhash.xxh3_128_digest(segment.encode(), kind)
 
 
 class SegmentCache:

@@ -21,7 +21,7 @@ import tokenizers
 
 from spillway_gateway.routing.prefix import TOKEN_BYTES
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
-from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key
+from spillway_gateway.tokens.segment_cache import SegmentCache, SegmentKey, segment_key
 from spillway_gateway.tokens.text_encoder import TextEncoder
 
 # Texts are tokenised one at a time, so the library's thread pool would only add latency.
@@ -40,7 +40,8 @@ INLINE_NEW_CHARS_MAX = 1_024  # of new text: tokenising it takes about as long a
 FAST_INLINE_NEW_CHARS_MAX = 16_384  # the same with the fast encoder
 INLINE_CHARS_MAX = 32_768  # in which special tokens are searched for on the event loop, however many there are
 SPECIAL_PLACES_MAX = 1_024  # in a longer text; each takes about 0.4 us
-RUN_SEGMENTS = 16  # that are looked up together, as one
+RUN_SEGMENTS = 16  # that are looked up together, as one, from the third time on
+_RUN = 1  # in the key of such a run
 STEP_CHARS = 16_384  # of new text in one step of encode_in_steps(), about 8 ms at most
 SEARCH_CHARS = 256 * 1024  # in one search for a special token, under the interpreter's lock
 CUT_TRIES = 8
@@ -132,7 +133,11 @@ class PromptTokenizer:
         if places and places[0] == 0:
             del places[0]
         cuts = [0, *places, len(text)] if text else [0]
-        known, begin = self._known_runs(text, cuts, owner)
+        ends = itertools.pairwise(cuts[::RUN_SEGMENTS])
+        runs = [segment_key(owner, text[start:end], kind=_RUN) for start, end in ends]
+        ids_of_runs = self._segments.get_all(runs)
+        known = list(itertools.takewhile(bool, ids_of_runs))
+        begin = len(known) * RUN_SEGMENTS
         segments = [text[start:end] for start, end in itertools.pairwise(cuts[begin:])]
         keys = [segment_key(owner, segment) for segment in segments]
         found = self._segments.get_all(keys)
@@ -142,25 +147,26 @@ class PromptTokenizer:
         for at in new:
             found[at] = ids = self._encode(segments[at], False, owner)
             self._segments.put(keys[at], ids)
-        ids_of: list[bytes] = found  # type: ignore[assignment]  # none is missing now
-        for at in range(0, len(ids_of) - RUN_SEGMENTS + 1, RUN_SEGMENTS):
-            run = text[cuts[begin + at] : cuts[begin + at + RUN_SEGMENTS]]
-            self._segments.put(segment_key(owner, run), b"".join(ids_of[at : at + RUN_SEGMENTS]))
-        return b"".join([*known, *ids_of])
+        self._keep_runs(runs[len(known) :], ids_of_runs[len(known) :], found)
+        return b"".join([*known, *found])  # type: ignore[list-item]  # none is missing now
 
-    def _known_runs(self, text: str, cuts: list[int], owner: str) -> tuple[list[bytes], int]:
-        """The ids of the text's leading runs of RUN_SEGMENTS segments that are cached, and how many segments these are.
-        A conversation's earlier turns take a few look-ups so, however many messages they have.
+    def _keep_runs(self, keys: list[SegmentKey], before: list[bytes | None], segments: list[bytes | None]) -> None:
+        """Keep the ids of runs of RUN_SEGMENTS segments, with which a conversation's earlier turns take a few look-ups,
+        however many messages they have. If the first of them is new it is only marked: a client that drops its oldest
+        messages sends other runs each time, which would take the place of the segments that all of them are made of.
 
         Args:
-            text: The whole text.
-            cuts: Where its segments begin, and its end.
-            owner: Whose text it is.
+            keys: The keys of the runs.
+            before: What the cache had of each: None, no ids as a mark, or its ids.
+            segments: The ids of the segments, from the first run's first one on.
         """
-        ends = cuts[::RUN_SEGMENTS]
-        keys = [segment_key(owner, text[start:end]) for start, end in itertools.pairwise(ends)]
-        known = list(itertools.takewhile(lambda ids: ids is not None, self._segments.get_all(keys)))
-        return known, len(known) * RUN_SEGMENTS  # type: ignore[return-value]
+        if before and before[0] is None:
+            self._segments.put(keys[0], b"")
+            return
+        for number, (key, ids) in enumerate(zip(keys, before, strict=True)):
+            if not ids:
+                run = segments[number * RUN_SEGMENTS : (number + 1) * RUN_SEGMENTS]
+                self._segments.put(key, b"".join(run))  # type: ignore[arg-type]
 
     def _special_places(self, text: str, *, any_number: bool = True) -> list[int] | None:
         """Where special tokens begin. Text without their first character is skipped by str.find(), which takes a
