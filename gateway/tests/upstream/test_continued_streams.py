@@ -190,6 +190,29 @@ async def test_a_draining_engine_hands_over(
         assert (text, len(ids), ends) == (b"".join(PIECES).decode(), 1, 1)
 
 
+@pytest.mark.parametrize(("asked", "group"), [("/detokenize", 2), ("/v1/completions", 1)])
+async def test_an_engine_that_ends_before_it_continues_is_no_failed_one(
+    start_engine: Any, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, asked: str, group: int
+) -> None:
+    monkeypatch.setattr(EngineLooks, "at", None)  # its word is enough
+    answer, engines = await engines_with(start_engine, CHAT, group_sizes=(group,))
+    async with running_gateway(config(engines)) as running:
+        chosen = await first_choice(client, running, CHAT, engines)
+        (other,) = (engine for engine in engines if engine is not chosen)
+
+        def ends(path: str, body: dict[str, Any]) -> Scripted | None:
+            scripted = answer.script(path, body)
+            if path == CHAT:
+                scripted.events[3:] = [{"error": {"message": "it ends", "type": ENDING_ERROR, "code": 503}}]
+            return scripted
+
+        chosen.script = ends
+        other.fault = Status(503, ENDING_ERROR)
+        assert b"Engine %s is shutting down" % other.name.encode() in await stream(client, running, CHAT)
+        assert [seen.path for seen in other.seen] == [asked]
+        assert not any(running.engine(engine.name).failed_at for engine in engines)
+
+
 @pytest.mark.parametrize("ending", ["ends", "went_down", "stalled"])
 async def test_an_engine_that_halts_is_left(start_engine: Any, client: aiohttp.ClientSession, ending: str) -> None:
     _, engines = await engines_with(start_engine, CHAT)

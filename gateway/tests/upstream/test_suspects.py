@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.config.settings import EngineConfig, RoutingConfig
+from spillway_gateway.fleet import engine as engine_module
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.testing.fake_engine import FakeEngine, Scripted
@@ -322,6 +323,24 @@ async def test_a_lone_request_whose_engine_says_that_it_ends_goes_to_another_and
             status, retry_after, body = await ask_route(http, urls[0])
             assert (status, bool(retry_after)) == (503, True)
             assert b"is shutting down" in body
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_says_that_it_ends_and_stays_is_left_by_its_breaker(
+    start_engine: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, fronts: int
+) -> None:
+    monkeypatch.setattr(engine_module, "ENDING_SECONDS_MAX", 0.0)
+    engines = [await start_engine(name) for name in "ab"]
+    engines[0].script = lambda path, body: Scripted(ENDING, status=503, events=[ENDING])
+    document = gateway_config(engines, breaker={"failures": 2, "openSeconds": 3600, "openSecondsMax": 3600})
+    async with gateways(fronts, document) as urls, aiohttp.ClientSession() as http:
+        for number in range(40):
+            body = {"model": "fake", "prompt": f"{number}" * 64, "stream": stream}
+            assert (await ask(http, urls[0], body))[0] == 200
+            if len(engines[0].seen) > 5:
+                break
+    assert 3 <= len(engines[0].seen) <= 5  # its first word is believed, and reports of fronts come later
 
 
 def test_whose_engine_had_others_or_a_begun_reply_may_be_sent_once_more() -> None:

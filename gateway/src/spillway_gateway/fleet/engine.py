@@ -28,6 +28,7 @@ from spillway_settings.vllm_salts import Version
 
 EXPECTED_ADAPTERS_MAX = 1000
 FAILURES_MAX = 8
+ENDING_SECONDS_MAX = 30.0  # after an engine has said that it ends; it drains or is gone by then
 SLOW_START_SHARE = 0.1  # of its prefill rate, at the first moment
 _serials = itertools.count(1)
 
@@ -151,6 +152,7 @@ class Engine:
         self._computed_tokens: float | None = None  # at the last reading
         self.terminating = False  # reported by discovery; its pod is being deleted, or is gone
         self.draining = False  # reported by the engine
+        self._said_ending_at: float | None = None  # in an answer, since the state changed; monotonic seconds
         self.poll_soon: Callable[[], None] = lambda: None
         self.on_idle: Callable[[], None] = lambda: None  # the last request has ended
 
@@ -191,7 +193,15 @@ class Engine:
             self._warm_at = self._clock() + self._slow_start_seconds
             self._warm_start_is_due = self._warm_start_seconds > 0
         self.state = state
+        self._said_ending_at = None
         self._notify()
+
+    def says_it_ends(self, now: float) -> bool:
+        """An answer says that its process ends. Whether to believe it: not if it has long said so and is ready still.
+        now: monotonic seconds."""
+        if self._said_ending_at is None:
+            self._said_ending_at = now
+        return self.state is not EngineState.READY or now - self._said_ending_at <= ENDING_SECONDS_MAX
 
     def models_listed(self, listed: ListedModels | None) -> None:
         """A reading of /v1/models. None: a page without a list, so that nothing is known of what the engine serves."""

@@ -50,8 +50,8 @@ def completion_events(
     return [untyped_event(document) for document in documents]
 
 
-def error_document(message: str, code: int) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": code}}
+def error_document(message: str, code: int, kind: str = "BadRequestError") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _envelope(path: str, model: str, *, chunk: bool) -> dict[str, Any]:

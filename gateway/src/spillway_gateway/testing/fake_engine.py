@@ -257,8 +257,8 @@ class _Connection(asyncio.Protocol):
         self._current = seen
         fault = self.engine.fault
         if isinstance(fault, Status):
-            failed = fault.status >= 400
-            self._json(fault.status, error_document(f"fault: {fault.status}", fault.status) if failed else {})
+            failure = error_document(f"fault: {fault.status}", fault.status, fault.kind)
+            self._json(fault.status, failure if fault.status >= 400 else {})
             return
         if path.startswith("/v1/audio/"):
             self._json(200, {"text": f"{len(seen.body)} bytes received", "usage": {"type": "duration", "seconds": 1}})

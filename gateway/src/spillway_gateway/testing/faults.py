@@ -47,9 +47,11 @@ class HoldInStream:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answers every POST with this status at once, whatever its body: with an error, or below 400 an empty object."""
+    """Answers every POST with this status at once, whatever its body: with an error of this kind, or below 400 an empty
+    object."""
 
     status: int
+    kind: str = "BadRequestError"
 
 
 Fault = Hang | HoldInStream | HeadThenDie | DieInStream | ErrorInStream | Slow | Status

@@ -232,9 +232,8 @@ def ends_unmarked(last_events: bytes, dialect: Dialect, choices: int = 1) -> boo
 
 def plain_failure(status: int, body: bytes, dialect: Dialect) -> str | None:
     """The engine's message, as in Event, if a whole plain reply of JSON says that the engine failed or ends."""
-    if status == 503:
-        error = error_in(body)
-        return ENDING_ERROR if error is not None and error.type == ENDING_ERROR else None
+    if says_it_ends(status, body):
+        return ENDING_ERROR
     if status == 500:
         error = error_in(body)
         failed = error is not None and (_DEAD_CORE in error.message or error.message == _GENERATION_ERROR)
@@ -246,6 +245,12 @@ def plain_failure(status: int, body: bytes, dialect: Dialect) -> str | None:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return event.message if event.kind is Kind.FAILED else None
+
+
+def says_it_ends(status: int, body: bytes) -> bool:
+    """Whether a whole plain reply says that the engine ends, for a reason that no request is."""
+    error = error_in(body) if status == 503 else None
+    return error is not None and error.type == ENDING_ERROR
 
 
 def is_cut(beginning: bytes, end: bytes) -> bool:

@@ -29,7 +29,7 @@ from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.legs import LegsReason
-from spillway_gateway.upstream.answers import plain_failure
+from spillway_gateway.upstream.answers import plain_failure, says_it_ends
 from spillway_gateway.upstream.connections import Connection, Connections
 from spillway_gateway.upstream.continuation.continuing import Continuing, NotJoined
 from spillway_gateway.upstream.exchange import ClientDisconnected, ClientStalled, Exchange, State, Step
@@ -340,8 +340,9 @@ class Relay:
             self._services.router.engine_lacks_adapter(engine, self._request.adapter)
             attempt.succeeded()
             return
-        if not isinstance(error, EngineEnding):  # which is no fault of the engine
-            attempt.failed(time.monotonic())
+        now = time.monotonic()
+        if not (isinstance(error, EngineEnding) and engine.says_it_ends(now)):  # which is no fault of the engine
+            attempt.failed(now)
         if isinstance(error, EngineRefused):
             self._services.router.engine_refused(engine, error.message)
         elif not isinstance(error, (EngineAnsweredError, EngineErrorTooLong)):
@@ -393,6 +394,8 @@ class Relay:
         reply = await collect(connection, TEXT_BYTES_MAX)
         status, self._connection = connection.status, None
         self._connections.release(engine, connection)
+        if says_it_ends(status, reply):
+            raise EngineEnding.of(engine.name)
         return status, reply
 
     async def _ask(

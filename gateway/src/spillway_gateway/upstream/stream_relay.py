@@ -14,7 +14,7 @@ import time
 from time import perf_counter
 from typing import Protocol
 
-from spillway_gateway.errors import EngineDisconnected, EngineFailed, engine_failure
+from spillway_gateway.errors import EngineDisconnected, EngineEnding, EngineFailed, engine_failure
 from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
 from spillway_gateway.upstream.answers import (
     BEFORE_AN_ANSWER,
@@ -24,6 +24,7 @@ from spillway_gateway.upstream.answers import (
     ends_too_early,
     ends_unmarked,
     first_event,
+    says_it_ends,
     says_nothing,
     without_surplus,
 )
@@ -251,8 +252,9 @@ class StreamRelay:
         for event in found:
             if event.kind is Kind.FAILED and not self._engine_failed:
                 self._engine_failed = True
-                if event.message != ENDING_ERROR:  # which is no fault of the engine
-                    attempt.failed(time.monotonic())
+                now = time.monotonic()
+                if event.message != ENDING_ERROR or not attempt.engine.says_it_ends(now):  # which is no fault of it
+                    attempt.failed(now)
             elif not self.ended and not self._engine_failed:
                 attempt.succeeded()  # also if it refuses: the request is at fault
             self.ended = True
@@ -271,6 +273,8 @@ class StreamRelay:
             body = await collect(connection, ERROR_REPLY_BYTES_MAX)
             require_adapter(attempt.engine, self._request.adapter, connection.status, body)
         if connection.status != 200 or not is_event_stream(connection):
+            if connection.status == 503 and says_it_ends(503, await collect(connection, ERROR_REPLY_BYTES_MAX)):
+                raise EngineEnding.of(name)
             raise EngineFailed(f"Engine {name} answered {connection.status} to a continuation")
         ids_bytes = IDS_BYTES_MAX * self._request.prompt.prompt_tokens
         framer = self._framer = EventFramer(EVENT_BYTES_MAX + ids_bytes)
