@@ -85,6 +85,18 @@ def _part(engine: Engine, number: int, *, behind: list[int], rows: int) -> None:
     assert taken == rows, f"{taken} chunks, amid prompts as well"
 
 
+def prompts_that_part_on_the_device(engine: Engine, number: int) -> None:
+    """The second prompt finds two chunks on the device, the first of which has lost a block of the window, so it cannot
+    be stored. The third prompt has that chunk alone in common."""
+    engine.reset_prefix_cache()
+    rng = random.Random(f"device {number}")
+    chunk_tokens = engine.shape.blocks_per_chunk * BLOCK_TOKENS
+    common = _tokens(rng, 2 * engine.shape.blocks_per_chunk)
+    _serve(engine, f"device {number} 0", common + _tokens(rng, COMMON), 1)
+    _serve(engine, f"device {number} 1", common + _tokens(rng, OWN), 1)
+    assert _found(engine, f"device {number} 2", common[:chunk_tokens] + _tokens(rng, OWN)) == 0
+
+
 def _tokens(rng: random.Random, blocks: int) -> list[int]:
     return [rng.randrange(500) for _ in range(blocks * BLOCK_TOKENS)]
 
@@ -111,6 +123,7 @@ PARTINGS = {
         "conversation-with-short-windows": a_conversation,
         "prompts-that-end-with-a-chunk": prompts_that_end_with_a_chunk,
     },
+    "windows-chunks": {"prompts-that-part-on-the-device": prompts_that_part_on_the_device},
     "states": {
         "conversation-of-states": a_conversation_of_states,
         "prompts-that-part-with-states": prompts_that_part_with_states,

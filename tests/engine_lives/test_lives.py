@@ -66,6 +66,7 @@ def test_random_schedules_leave_nothing_and_read_no_wrong_byte() -> None:
         "prompts-that-part",
         "conversation-with-short-windows",
         "prompts-that-end-with-a-chunk",
+        "prompts-that-part-on-the-device",
         "conversation-of-states",
         "prompts-that-part-with-states",
     ]

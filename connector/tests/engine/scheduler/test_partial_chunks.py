@@ -11,9 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
-from spillway_connector.engine.scheduler.partial_chunks import PartialChunks, whole_chunks
+from spillway_connector.engine.scheduler.partial_chunks import PartialChunks, load_unit_tokens, whole_chunks
 from spillway_connector.plan.copies import CopyLayout, Segment, plan_copies
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
@@ -32,7 +38,7 @@ def left(spec: KVCacheSpec, blocks: list[int], per_chunk: int, *, first: int = 0
     chunks = PartialChunks.of([FULL, spec], tokens, per_chunk)
     assert chunks is not None
     states = [SimpleNamespace(block_ids=[]), SimpleNamespace(block_ids=list(blocks))]
-    request: Any = SimpleNamespace(group_states=states, first_own_chunk=lambda state: first)
+    request: Any = SimpleNamespace(group_states=states, next_stored_chunk=lambda state: first)
     step: Any = SimpleNamespace(num_scheduled_tokens={"runs": 1}, finished_req_ids=["ended"])
     chunks.leave_out({"runs": request}.get, step)
     return states[1].block_ids
@@ -53,6 +59,12 @@ def test_a_chunk_that_lacks_what_a_load_reads_is_left_out() -> None:
     assert left(window(17), [9, 0, 7], 3) == [0, 0, 0]  # a load of its end reads two blocks
     assert left(window(33), [0, 8, 7], 3) == [0, 0, 0]
     assert left(window(1000), [9, 8, 7, 6, 5, 4], 3) == [9, 8, 7, 6, 5, 4]
+
+
+def test_attention_within_parts_of_a_prompt_loses_blocks_too() -> None:
+    local = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=32, **HEADS)
+    assert left(local, [0, 8, 7, 6, 5, 4], 3) == [0, 0, 0, 6, 5, 4]
+    assert left(local, [9, 0, 7, 6, 5, 4], 3) == [0, 0, 0, 6, 5, 4]
 
 
 def test_only_the_first_chunk_of_a_store_may_lack_blocks() -> None:
@@ -123,6 +135,14 @@ def asked(
         return found[bound]
 
     return whole_chunks(look_up, request, None, 48), bounds
+
+
+def test_loads_end_with_a_chunk_of_every_group_if_one_can_lack_blocks() -> None:
+    assert load_unit_tokens([FULL, window(5), STATES], [48, 32, 16]) == 96
+    assert load_unit_tokens([FULL], [32]) == load_unit_tokens([FULL, FULL], [32, 16]) == 1
+    # Without windows and states, vLLM's search counts the last token that it may find.
+    request: Any = SimpleNamespace(num_locally_computed_tokens=0, req=SimpleNamespace(num_tokens=50))
+    assert whole_chunks(lambda _, bound: bound, request, 41, 1) == 41
 
 
 def test_a_search_that_ends_within_a_larger_chunk_is_repeated_up_to_that_chunk() -> None:

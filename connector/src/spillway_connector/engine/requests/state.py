@@ -72,6 +72,10 @@ class RequestFields(RequestOffloadState):
     def first_own_chunk(self, group_state: Any) -> int:
         """The first chunk of a KV group that the request neither found nor has stored."""
 
+    @abstractmethod
+    def next_stored_chunk(self, group_state: Any) -> int:
+        """The first chunk of a KV group that vLLM may still store, also of what its prefix cache has found."""
+
     @override
     def update_offload_keys(self) -> None:
         """Upstream's contract: append the keys of blocks whose hashes are new."""

@@ -38,7 +38,7 @@ from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import hands_over, session_of
 from spillway_connector.engine.requests.transfer_params import accepted
 from spillway_connector.engine.scheduler.chunk_uses import ChunkUses
-from spillway_connector.engine.scheduler.partial_chunks import PartialChunks, whole_chunks
+from spillway_connector.engine.scheduler.partial_chunks import PartialChunks, load_unit_tokens, whole_chunks
 from spillway_connector.engine.scheduler.resets import ResettableHalf
 from spillway_connector.engine.scheduler.settling import HAND_OVER_SECONDS, StepsWithoutRequests
 from spillway_connector.engine.scheduler.suspect_stores import blocks_of, fail_stores, has_replaced_adapter, holds_any
@@ -85,6 +85,7 @@ class SchedulerHalf(ResettableHalf):
             chooses_windows: Whether Spillway, instead of vLLM, chooses which chunks of sliding windows are stored.
         """
         self._chunk_tokens, self._largest_chunk_tokens = chunk_tokens[0], max(chunk_tokens)
+        self._load_unit_tokens = load_unit_tokens(specs, chunk_tokens)
         self._block_tokens = chunk_tokens[0] // blocks_per_chunk
         self._one_prefix = one_prefix
         self._being_loaded = loading
@@ -292,7 +293,7 @@ class SchedulerHalf(ResettableHalf):
             return 0
         assert isinstance(req_status, RequestFields)
         if not self._one_prefix or max_num_new_tokens is not None or req_status.max_load_tokens is not None:
-            return whole_chunks(self._look_up_groups, req_status, max_num_new_tokens, self._largest_chunk_tokens)
+            return whole_chunks(self._look_up_groups, req_status, max_num_new_tokens, self._load_unit_tokens)
         computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
         chunk_tokens = self._chunk_tokens
         all_keys = req_status.group_states[0].offload_keys

@@ -8,10 +8,11 @@ And vLLM takes a chunk for stored if its last block is, although a load may read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from spillway_connector.engine.requests.state import RequestFields
 
@@ -41,7 +42,7 @@ class PartialChunks:
         read = [_read_blocks(spec, blocks_per_chunk) for spec in specs]
         if blocks_per_chunk == 1 or not any(read):
             return None
-        return cls(read, [max(chunk_tokens) // tokens for tokens in chunk_tokens], blocks_per_chunk)
+        return cls(read, [-(-max(chunk_tokens) // tokens) for tokens in chunk_tokens], blocks_per_chunk)
 
     def leave_out(self, state_of: Callable[[str], RequestFields | None], step: SchedulerOutput) -> None:
         """Leave blocks and chunks out, before vLLM's scheduler half chooses what a step stores.
@@ -52,7 +53,7 @@ class PartialChunks:
             if (request := state_of(request_id)) is not None:
                 for group, read in self._groups:
                     state = request.group_states[group]
-                    first = max(0, request.first_own_chunk(state) - self._looked_back[group])
+                    first = max(0, request.next_stored_chunk(state) - self._looked_back[group])
                     self._leave_out(state.block_ids, first, read)
 
     def _leave_out(self, blocks: list[int], first_chunk: int, read: int) -> None:
@@ -71,17 +72,22 @@ class PartialChunks:
 
 
 def _read_blocks(spec: KVCacheSpec, blocks_per_chunk: int) -> int:
+    if isinstance(spec, FullAttentionSpec):
+        return 0
     if isinstance(spec, MambaSpec):
         return 1
     if not isinstance(spec, SlidingWindowSpec):
-        return 0
+        return blocks_per_chunk  # attention within parts of a prompt (Llama 4) loses the blocks of earlier parts
     kept_tokens = spec.sliding_window + int(getattr(spec, "extra_retained_tokens", 0))
     return min(blocks_per_chunk, -(-kept_tokens // spec.block_size))
 
 
-def whole_chunks(
-    look_up: LookUp, request: RequestFields, tokens_max: int | None, largest_chunk_tokens: int
-) -> int | None:
+def load_unit_tokens(specs: Sequence[KVCacheSpec], chunk_tokens: Sequence[int]) -> int:
+    """The tokens of which each load ends at a multiple; 1 if no KV group can lack blocks of a chunk."""
+    return 1 if all(isinstance(spec, FullAttentionSpec) for spec in specs) else math.lcm(*chunk_tokens)
+
+
+def whole_chunks(look_up: LookUp, request: RequestFields, tokens_max: int | None, unit_tokens: int) -> int | None:
     """The tokens that vLLM's search over several KV groups finds, up to the end of a chunk of every group.
 
     A group with small chunks can end the search within a larger chunk of another one, of which the bytes are there up
@@ -92,12 +98,12 @@ def whole_chunks(
         look_up: The search; takes the request, and how many tokens, of which it leaves the last one out, it may find.
         request: With the tokens that are computed already.
         tokens_max: As of `look_up`.
-        largest_chunk_tokens: A multiple of the tokens of each group's chunks.
+        unit_tokens: See `load_unit_tokens`.
     """
     computed, total = request.num_locally_computed_tokens, request.req.num_tokens
     tokens = look_up(request, tokens_max)
-    while tokens and (over := (computed + tokens) % largest_chunk_tokens):
-        but_one = over == largest_chunk_tokens - 1 and computed + tokens == total - 1
+    while tokens and (over := (computed + tokens) % unit_tokens):
+        but_one = over == unit_tokens - 1 and computed + tokens == total - 1
         if but_one or getattr(request, "partial_tail_boundary", None) is not None:
             break
         bound = tokens - over + 1

@@ -35,6 +35,10 @@ class RequestState(RequestFields):
     def first_own_chunk(self, group_state: Any) -> int:
         return max(int(group_state.next_stored_block_idx), int(group_state.num_hit_blocks))
 
+    @override
+    def next_stored_chunk(self, group_state: Any) -> int:
+        return int(group_state.next_stored_block_idx)
+
 
 class ShortenedRequest(NamedTuple):
     """The part of a request that upstream's search over the KV groups reads."""
@@ -96,7 +100,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         """
         request, ends = req_status.req, []
         if self._has_states:
-            ends.append((request.num_tokens - 1) // self._largest_chunk_tokens * self._largest_chunk_tokens + 1)
+            ends.append((request.num_tokens - 1) // self._load_unit_tokens * self._load_unit_tokens + 1)
         if max_num_new_tokens is not None:
             ends.append(req_status.num_locally_computed_tokens + max_num_new_tokens)
         if not ends:

@@ -60,6 +60,10 @@ class RequestState(RequestFields):
     def first_own_chunk(self, group_state: Any) -> int:
         return max(int(group_state.next_stored_chunk_idx), int(group_state.num_hit_chunks))
 
+    @override
+    def next_stored_chunk(self, group_state: Any) -> int:
+        return int(group_state.next_stored_chunk_idx)
+
 
 class SpillwayConnectorScheduler(SchedulerHalf):
     """SchedulerHalf with what vLLM 0.30 and later call differently, and do in addition."""
@@ -136,7 +140,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
         to that in one of its modes of Mamba caches.
         """
         if self._rewinds_no_state:
-            whole = (req_status.req.num_tokens - 1) // self._largest_chunk_tokens * self._largest_chunk_tokens
+            whole = (req_status.req.num_tokens - 1) // self._load_unit_tokens * self._load_unit_tokens
             bound = max(0, whole + 1 - req_status.num_locally_computed_tokens)
             max_num_new_tokens = bound if max_num_new_tokens is None else min(bound, max_num_new_tokens)
         tokens: int | None = OffloadingConnectorScheduler._lookup(self, req_status, max_num_new_tokens)
