@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from spillway_connector.engine.namespace.fields import namespace_facts
@@ -132,6 +133,20 @@ def test_no_engine_with_spillways_connector_has_it(parts: Parts) -> None:
 def test_an_unknown_layout_is_refused(parts: Parts) -> None:
     with pytest.raises(ConfigError, match="kv_cache_layout"):
         parts.document(kv_cache_layout=None)
+
+
+def test_chunks_of_several_blocks_are_refused_if_blocks_of_one_can_be_lost(model: Path) -> None:
+    parts = Parts(model)
+    several = dataclasses.replace(parts.offloading.cache, blocks_per_chunk=2)
+    assert parts.document(cache=several)
+    (group,) = parts.caches.kv_cache_groups
+    full = group.kv_cache_spec
+    group.kv_cache_spec = SlidingWindowSpec(
+        block_size=full.block_size, num_kv_heads=HEADS, head_size=full.head_size, dtype=full.dtype, sliding_window=64
+    )
+    assert parts.document()
+    with pytest.raises(ConfigError, match="blocks_per_chunk: of a chunk that has lost blocks"):
+        parts.document(cache=several)
 
 
 def test_keys_that_are_not_reproducible_are_refused(model: Path) -> None:

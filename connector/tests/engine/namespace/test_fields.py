@@ -16,7 +16,14 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import PassConfig
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 
 from spillway_connector.engine.namespace import fields as namespace_fields
 from spillway_connector.engine.namespace.config_fields import (
@@ -116,6 +123,25 @@ def test_a_row_with_a_cell_for_each_rank_is_of_that_number_of_ranks(model: Path)
     """No engine loads rows of another length, or with another rank's heads where its own should be."""
     by_rank = [of_ranks(model, num_ranks, one_cell=False).hex for num_ranks in (1, 2, 4)]
     assert len({*by_rank, of_ranks(model, 2, one_cell=True).hex}) == 3
+
+
+def test_only_chunks_that_can_lack_blocks_have_rows_of_another_version(model: Path):
+    config = engine(model)
+    caches = kv_cache(config)
+    (group,) = caches.kv_cache_groups
+    heads: Settings = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+
+    def versions() -> list[int]:
+        facts = {"hash_block_size": BLOCK_TOKENS, "layouts": layouts()}
+        sizes = [ChunkGeometry(rank_block_bytes=8192, blocks_per_chunk=count, num_ranks=1) for count in (1, 2)]
+        return [namespace_facts(config, caches, geometry, **facts)["layout_version"] for geometry in sizes]
+
+    assert versions() == [1, 1]
+    caches.kv_cache_groups.append(KVCacheGroupSpec(["layers.1"], SlidingWindowSpec(sliding_window=96, **heads)))
+    assert versions() == [1, 2]
+    caches.kv_cache_groups.pop()
+    group.kv_cache_spec = ChunkedLocalAttentionSpec(attention_chunk_size=64, **heads)
+    assert versions() == [1, 2]
 
 
 # --- what must distinguish engines ----------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_a_chunk_that_lacks_what_a_load_reads_is_left_out() -> None:
     assert left(window(1000), [9, 8, 7, 6, 5, 4], 3) == [9, 8, 7, 6, 5, 4]
 
 
-def test_attention_within_parts_of_a_prompt_loses_blocks_too() -> None:
+def test_chunked_local_attention_loses_blocks_too() -> None:
     local = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=32, **HEADS)
     assert left(local, [0, 8, 7, 6, 5, 4], 3) == [0, 0, 0, 6, 5, 4]
     assert left(local, [9, 0, 7, 6, 5, 4], 3) == [0, 0, 0, 6, 5, 4]

@@ -24,7 +24,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from spillway_connector.engine.namespace.config_fields import (
     ARCHITECTURES_BY_LENGTH,
@@ -118,9 +118,7 @@ def namespace_facts(
     # number.
     tensor_ranks = 1 if geometry.one_cell else parallel.tensor_parallel_size
     config["parallel_config"]["tensor_parallel_size"] = tensor_ranks
-    groups = kv_cache_config.kv_cache_groups
-    is_sparse = len(groups) > 1 or isinstance(groups[0].kv_cache_spec, SlidingWindowSpec | MambaSpec)
-    has_parts = geometry.blocks_per_chunk > 1 and is_sparse
+    has_parts = geometry.blocks_per_chunk > 1 and loses_blocks(kv_cache_config)
     facts = {
         "namespace_version": NAMESPACE_VERSION,
         "layout_version": _LAYOUT_VERSION_OF_PARTS if has_parts else LAYOUT_VERSION,
@@ -160,6 +158,12 @@ def namespace_facts(
     if weights_version is not None:
         facts["weights_version"] = weights_version
     return facts
+
+
+def loses_blocks(config: KVCacheConfig) -> bool:
+    """Whether a KV group gives up blocks of a request that runs, so that a chunk of several can lack some."""
+    lossy = SlidingWindowSpec | MambaSpec | ChunkedLocalAttentionSpec
+    return any(isinstance(group.kv_cache_spec, lossy) for group in config.kv_cache_groups)
 
 
 def _placement(tensor: Any, num_blocks: int) -> Any:

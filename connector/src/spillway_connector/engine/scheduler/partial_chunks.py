@@ -1,4 +1,4 @@
-"""What of chunks of several blocks a store may hold if a KV group has lost some of the blocks: windows and states.
+"""Leaves out of a store what vLLM would misplace: parts of chunks of several blocks, of which a KV group has lost some.
 
 A group with a window gives blocks up once no token reads them, and a group with states has blocks for some tokens
 alone. vLLM's scheduler half leaves such blocks out of a store and names the place of the first one it has in its row;
@@ -77,13 +77,13 @@ def _read_blocks(spec: KVCacheSpec, blocks_per_chunk: int) -> int:
     if isinstance(spec, MambaSpec):
         return 1
     if not isinstance(spec, SlidingWindowSpec):
-        return blocks_per_chunk  # attention within parts of a prompt (Llama 4) loses the blocks of earlier parts
+        return blocks_per_chunk  # chunked local attention (Llama 4) loses those of earlier chunks
     kept_tokens = spec.sliding_window + int(getattr(spec, "extra_retained_tokens", 0))
     return min(blocks_per_chunk, -(-kept_tokens // spec.block_size))
 
 
 def load_unit_tokens(specs: Sequence[KVCacheSpec], chunk_tokens: Sequence[int]) -> int:
-    """The tokens of which each load ends at a multiple; 1 if no KV group can lack blocks of a chunk."""
+    """Every load ends at a multiple of this number of tokens; 1 if no KV group can lack blocks of a chunk."""
     return 1 if all(isinstance(spec, FullAttentionSpec) for spec in specs) else math.lcm(*chunk_tokens)
 
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from spillway_connector.engine.namespace.adapters import lora_mixes_weights
 from spillway_connector.engine.namespace.fields import (
     json_value,
+    loses_blocks,
     namespace_facts,
     require_shareable_hashes,
     require_shareable_scales,
@@ -56,6 +57,12 @@ def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int)
         raise ConfigError(f"kv_connector_extra_config: weights_version: {weights_version!r} is not a text; quote it")
     _require_known_adapters(engine.vllm_config, weights_version)
     config = spec.config
+    if config.cache.blocks_per_chunk > 1 and loses_blocks(engine.kv_cache_config):
+        raise ConfigError(
+            "kv_connector_extra_config: blocks_per_chunk: of a chunk that has lost blocks of a window or states, vLLM "
+            "stores some in wrong places, and other engines would load them; set it to 1 (without a block_size), or "
+            "remove Spillway's tiers from secondary_tiers"
+        )
     geometry = ChunkGeometry(
         rank_block_bytes=config.worker_kv_bytes_per_block,
         blocks_per_chunk=config.cache.blocks_per_chunk,
