@@ -56,6 +56,7 @@ class Pod:
         self, engine: str, drain_timeout_seconds: float = 60.0, leader_port: int = 0, lines_port: int = 0
     ) -> None:
         self.lines: list[str] = []
+        self._passed_over: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-c", PARENT, textwrap.dedent(engine)]
             + [str(each) for each in (drain_timeout_seconds, leader_port, lines_port)],
@@ -65,12 +66,18 @@ class Pod:
         )
 
     def wait_for(self, text: str) -> str:
-        """Read lines until one holds `text`."""
+        """The first line that holds `text` among those that earlier waits passed over, else the next one that does:
+        processes of the pod print in any order."""
+        for line in self._passed_over:
+            if text in line:
+                self._passed_over.remove(line)
+                return line
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
             if text in line:
                 return line
+            self._passed_over.append(line)
         raise AssertionError(f"{text!r} never came: {self.lines}")
 
     def group(self) -> int:
