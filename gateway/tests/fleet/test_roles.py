@@ -108,8 +108,11 @@ def test_auto_sends_each_request_to_the_engine_that_equal_engines_without_roles_
     assert split.chosen == plain.chosen
 
 
-def two_legs(fleet: ModelFleet, now: list[float], seconds: float, *, stream: bool = True) -> Attempt:
-    """A prompt over a connector; its second leg's first token comes after so many seconds, and shows in streams."""
+def two_legs(
+    fleet: ModelFleet, now: list[float], seconds: float, *, stream: bool = True, hidden: float | None = None
+) -> Attempt:
+    """A prompt over a connector; its second leg's first token comes after so many seconds, and shows in streams.
+    hidden: the seconds before, after which one comes that does not show."""
     prompt = PromptBlocks([1 + at for at in range(64)], BLOCK, 64 * BLOCK + 5, 1)
     first = fleet.choose_unless_held(prompt, frozenset(), turn=ColdTurn(urgent=True), leg=Leg.OPEN)
     assert first is not None and first.engine.name == "e0"
@@ -120,6 +123,9 @@ def two_legs(fleet: ModelFleet, now: list[float], seconds: float, *, stream: boo
     assert second.decision.uncached_tokens == 5 and second.engine.queued_tokens == 5, "the rest is transferred"
     if not stream:
         second.prefill_assumed()
+    if hidden is not None:
+        now[0] += hidden
+        second.computed()
     now[0] += seconds
     if stream:
         second.first_byte(now[0], measures_prefill=True)
@@ -137,10 +143,10 @@ def test_a_transferred_prompt_is_not_taken_for_one_that_its_engine_computes() ->
 
 def test_slow_transfers_raise_the_price_of_two_legs() -> None:
     prices = []
-    for seconds, stream in ((0.1, True), (10.0, True), (10.0, False)):
+    for seconds, stream, hidden in ((0.1, True, None), (10.0, True, None), (10.0, False, None), (9.9, True, 0.1)):
         now = [100.0]
         fleet = fleet_of(["prefill", "decode"], "always", now, hand_over="connector")
-        answered = two_legs(fleet, now, seconds, stream=stream)
+        answered = two_legs(fleet, now, seconds, stream=stream, hidden=hidden)
         if stream:
             answered.close(now[0])
         now[0] = 111.0
@@ -150,6 +156,7 @@ def test_slow_transfers_raise_the_price_of_two_legs() -> None:
         prices.append(attempt.decision.legs.two_legs_ms or 0.0)
     assert prices[1] > prices[0] + 2000.0
     assert prices[2] == pytest.approx(prices[0], abs=20.0), "a whole answer takes as long as it takes"
+    assert prices[3] == pytest.approx(prices[0], abs=20.0), "and so does reasoning that is hidden"
 
 
 @pytest.mark.parametrize(

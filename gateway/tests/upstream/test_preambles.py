@@ -15,6 +15,7 @@ import pytest
 
 from spillway_gateway.access.keys import hash_key
 from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.model_fleet import Attempt
 from spillway_gateway.testing.fake_documents import (
     completion_events,
     completion_usage,
@@ -323,6 +324,35 @@ async def test_figures_and_timeouts_wait_for_the_first_part(
         go_on.set()
         await asked
         assert "first_byte_seconds_count" in await _metrics(client, running)
+
+
+@pytest.mark.parametrize("fronts", [False, True])
+@pytest.mark.parametrize("path", list(BODIES))
+async def test_an_engine_that_sends_the_preamble_of_an_answer_has_computed_its_prompt(
+    client: aiohttp.ClientSession, start: Any, monkeypatch: pytest.MonkeyPatch, path: str, fronts: bool
+) -> None:
+    """But not that of a response, which vLLM sends at once."""
+    computed: list[Attempt] = []
+
+    def note(attempt: Attempt) -> None:
+        computed.append(attempt)
+
+    monkeypatch.setattr(Attempt, "computed", note)
+    go_on = asyncio.Event()
+    preamble = answer(path, "a").preamble
+    engine = await start("a", lambda path: [preamble, preamble, go_on, answer(path, "a").whole])
+    at_first_token = bool(preamble) and path != RESPONSES
+    run: Any = running_fronts if fronts else running_gateway
+    async with run(config(engine)) as running:
+        url = running.urls[0] if fronts else running.url
+        asked = asyncio.create_task(client.post(url + path, json=BODIES[path]))
+        await until(lambda: len(computed) == at_first_token and engine.asked)
+        for _ in range(20):  # of the loops of all sides
+            await asyncio.sleep(0)
+        assert len(computed) == at_first_token
+        go_on.set()
+        async with await asked as reply:
+            await reply.read()
 
 
 async def test_comments_do_not_keep_a_stream_alive_for_ever(client: aiohttp.ClientSession, start: Any) -> None:

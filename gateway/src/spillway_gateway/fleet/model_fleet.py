@@ -115,14 +115,18 @@ class Attempt:
         done."""
         self._dequeue()
 
+    def computed(self) -> None:
+        """The engine has its first token, though the client may see none for long: hidden reasoning, for example."""
+        if self._awaited is not None:
+            self._awaited.ended(came=True)
+
     def first_byte(self, now: float, *, measures_prefill: bool) -> None:
         """The prefill is over. measures_prefill: the reply streams, so the wait was queue and prefill alone."""
         if not self._queued:
             return
         if measures_prefill:
             self.engine.prefill.sample(self._ahead_tokens + self._queued, now - self._started)
-            if self._awaited is not None:
-                self._awaited.ended(came=True)
+            self.computed()
         self._dequeue()
 
     def began(self) -> None:

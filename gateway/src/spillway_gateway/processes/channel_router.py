@@ -44,6 +44,9 @@ class ChannelAttempt:
     def prefill_assumed(self) -> None:
         self._place.report(Kind.PREFILL_ASSUMED)
 
+    def computed(self) -> None:
+        self._place.report(Kind.COMPUTED)
+
     def first_byte(self, now: float, *, measures_prefill: bool) -> None:
         self._place.report(Kind.FIRST_BYTE_MEASURED if measures_prefill else Kind.FIRST_BYTE, now)
 

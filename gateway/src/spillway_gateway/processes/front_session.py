@@ -302,6 +302,8 @@ class FrontSession:
                     attempt.accepted(now)
                 case Kind.PREFILL_ASSUMED:
                     attempt.prefill_assumed()
+                case Kind.COMPUTED:
+                    attempt.computed()
                 case Kind.FIRST_BYTE | Kind.FIRST_BYTE_MEASURED:
                     attempt.first_byte(now, measures_prefill=kind is Kind.FIRST_BYTE_MEASURED)
                 case Kind.BEGAN:

@@ -92,6 +92,7 @@ class Kind(IntEnum):
     CLOSED = 6
     CLOSED_WHOLE = 7
     ACCEPTED = 8
+    COMPUTED = 9
 
 
 class Report(Message, tag=5, frozen=True):

@@ -14,6 +14,7 @@ import time
 from time import perf_counter
 from typing import Protocol
 
+from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.errors import EngineDisconnected, EngineEnding, EngineFailed, engine_failure
 from spillway_gateway.upstream.adapter_refusals import REFUSED, require_adapter
 from spillway_gateway.upstream.answers import (
@@ -165,6 +166,8 @@ class StreamRelay:
                 if event.kind is Kind.NOTHING and connection.status == 200:
                     await reply.comment(chunk)
                     continue
+                if event.kind is Kind.PREAMBLE and not held and dialect is not Dialect.RESPONSES:
+                    attempt.computed()  # vLLM sends it with the first token; of responses at once
                 if event.kind is Kind.PART:
                     begun = True
                     exchange.take(Step.BEGIN)
