@@ -209,8 +209,7 @@ tests/chart/test_memory.py holds the figures to those of the engine service and 
 {{- define "spillway.arguments" -}}
 {{- $given := dict -}}{{- $waiting := "" -}}
 {{- range . -}}
-{{- $name := regexReplaceAll "(?s)=.*$" . "" | replace "_" "-" -}}
-{{- if regexMatch "^-sc([.]|$)" $name -}}{{- $name = trimPrefix "-sc" $name | print "--speculative-config" -}}{{- end -}}
+{{- $name := regexReplaceAll "^-sc\\b" (regexReplaceAll "(?s)=.*$" . "" | replace "_" "-") "--speculative-config" -}}
 {{- if $waiting -}}{{- $_ := set $given $waiting . -}}{{- end -}}
 {{- $_ := set $given $name (contains "=" . | ternary (regexReplaceAll "(?s)^[^=]*=" . "") "") -}}
 {{- $waiting = contains "=" . | ternary "" $name -}}
