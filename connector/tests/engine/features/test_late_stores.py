@@ -9,8 +9,10 @@ from itertools import count
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestGroupState
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector import metrics
@@ -22,7 +24,8 @@ from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext
 from spillway_connector.plan.leaving import LeavingWindow
 from spillway_connector.plan.sessions import SessionHint
-from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier
+from spillway_connector.testing.generation import RequestState, SpillwayTieringManager, make_cpu_tier
+from spillway_connector.testing.vllm_parts import part_of
 
 ROWS, BLOCKS, CHUNKS = 6, 13, 4  # a request has so many chunks; 12 blocks can be used
 CONTEXT = ReqContext(req_id="r")
@@ -201,6 +204,10 @@ def test_what_the_device_keeps_leaves_first_and_comes_back_when_it_is_given_up(r
     assert set(written.evicted_keys) <= rig.tier.ready | rig.on_device()
 
 
+def step_of_preempted(name: str) -> SchedulerOutput:
+    return part_of(SchedulerOutput, preempted_req_ids={name}, scheduled_new_reqs=[])
+
+
 def queue(rig: Rig) -> list[int]:
     """Blocks in the order in which vLLM takes them."""
     return [block.block_id for block in late_stores._free_blocks(rig.pool)]
@@ -374,6 +381,29 @@ def test_bad_blocks_lose_the_copies_of_what_a_request_gave_up_while_steps_were_u
     rig.copy()
 
     assert rig.tier.ready.isdisjoint(copied - before)
+
+
+@pytest.mark.parametrize("steps_ago", [0, late_stores._STEPS_UNDER_WAY_MAX])
+def test_bad_blocks_lose_the_copies_of_what_a_preempted_request_gave_up_lately(region: HostRegion, steps_ago: int):
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    held = rig.running.pop(2)
+    state = part_of(RequestGroupState, block_ids=[block.block_id for _, block in held])
+    preempted = part_of(RequestState, group_states=(state,))
+    rig.pool.free_blocks([block for _, block in reversed(held)])
+    rig.late.scheduled(step_of_preempted("preempted"), {"preempted": preempted}.get, 16)
+    rig.step()
+    (job,) = rig.jobs
+    copied = {rig.memory[block] for block in job.blocks} - rig.tier.ready
+    assert copied
+    for _ in range(steps_ago):
+        rig.step()
+
+    rig.late.lose({BLOCKS + 1})  # of another request
+    rig.copy()
+
+    assert copied & rig.tier.ready == (copied if steps_ago else set())
 
 
 def test_what_gone_sessions_left_makes_room_for_new_chunks_at_once_and_is_not_copied_again(region: HostRegion):

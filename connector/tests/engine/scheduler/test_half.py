@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -348,6 +349,15 @@ def test_what_was_computed_with_blocks_that_another_connector_did_not_fill_is_no
 
     assert ask(scheduler, "reader")[1] == (found, bool(found))
     assert scheduler.manager.primary_tier.free_rows() == (ROWS if not found else ROWS - TOKENS // BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize(("lost", "not_copied"), [({3, 77}, {1, 2, 3, 4, 77}), ({77}, {77})])
+def test_late_copies_of_what_was_computed_with_such_blocks_are_lost(scheduler, monkeypatch, lost, not_copied):
+    compute_and_store(scheduler, "writer")
+    asked = []
+    monkeypatch.setattr(scheduler, "late_stores", SimpleNamespace(lose=lambda blocks: asked.append(set(blocks))))
+    scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids=lost))
+    assert asked == [not_copied]
 
 
 def test_a_request_whose_load_failed_recomputes_and_is_not_offered_the_load_again(scheduler):
