@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
@@ -95,9 +95,9 @@ class Rig:
         self.pool.cached_block_hash_to_block.insert(key, block)
         self.memory[block.block_id] = key
 
-    def end(self, request: int) -> None:
+    def end(self, request: int, blocks: Sequence[int] = ()) -> None:
         held = self.running.pop(request)
-        self.late.ending([key for key, _ in held])
+        self.late.ending([key for key, _ in held], blocks)
         self.pool.free_blocks([block for _, block in reversed(held)])
 
     def step(self) -> None:
@@ -369,9 +369,7 @@ def test_bad_blocks_lose_the_copies_of_what_a_request_gave_up_while_steps_were_u
     rig = Rig(region, per_step=CHUNKS)
     for prompt in (0, 1, 2):
         rig.begin(prompt)
-    held = rig.running.pop(2)
-    rig.late.ending([key for key, _ in held], [block.block_id for _, block in held])
-    rig.pool.free_blocks([block for _, block in reversed(held)])
+    rig.end(2, [block.block_id for _, block in rig.running[2]])
     rig.step()
     (job,) = rig.jobs
     copied = {rig.memory[block] for block in job.blocks}
@@ -381,6 +379,25 @@ def test_bad_blocks_lose_the_copies_of_what_a_request_gave_up_while_steps_were_u
     rig.copy()
 
     assert rig.tier.ready.isdisjoint(copied - before)
+
+
+def test_bad_blocks_leave_nothing_to_be_copied_later_of_what_was_given_up_meanwhile(region: HostRegion):
+    rig = Rig(region, per_step=CHUNKS)
+    for prompt in (0, 1, 2):
+        rig.begin(prompt)
+    held = rig.running[2]
+    owed = {key for key, _ in held} & rig.late._owed.keys()
+    assert owed
+    rig.end(2, [block.block_id for _, block in held])
+
+    rig.late.lose({BLOCKS + 1})  # of another request
+    rig.step()
+
+    assert owed.isdisjoint(rig.memory[block] for job in rig.jobs for block in job.blocks)
+    assert owed.isdisjoint(rig.late._owed) and owed.isdisjoint(rig.late._alone) and not rig.late._to_hold
+    assert rig.pool.get_num_free_blocks() == BLOCKS - 1 - len(
+        {block.block_id for all_ in rig.running for _, block in all_}
+    )
 
 
 @pytest.mark.parametrize("steps_ago", [0, late_stores._STEPS_UNDER_WAY_MAX])

@@ -300,8 +300,8 @@ class LateStores:
                 if key is None or key not in self._owed or key in leaving:
                     continue
                 leaving[key] = block
-                if room > 0 and self._free_blocks() > needed_blocks:
-                    cast(BlockPool, self._device).touch([block])
+                if room > 0 and (device := cast(BlockPool, self._device)).get_num_free_blocks() > needed_blocks:
+                    device.touch([block])
                     self._to_hold[key] = block
                     self._from_head.add(block.block_id)
                     room -= 1
@@ -335,9 +335,6 @@ class LateStores:
         """Device blocks that may yet be held."""
         blocks = 0 if self._device is None else int(_HELD_SHARE_MAX * self._device.num_gpu_blocks)
         return blocks - self._held_blocks - len(self._to_hold)
-
-    def _free_blocks(self) -> int:
-        return 0 if self._device is None else int(self._device.get_num_free_blocks())
 
     def _head(self) -> list[KVCacheBlock]:
         """The free blocks that vLLM takes next; none if this was asked a moment ago."""
@@ -421,16 +418,19 @@ class LateStores:
 
     def lose_all(self, since: int = -1) -> None:
         """Publish nothing of the jobs behind job `since`: their blocks may hold something else than their keys say."""
-        for job_id, job in self._jobs.items():
-            if job_id > since:
-                job.lost.update(job.keys)
+        for job in (job for job_id, job in self._jobs.items() if job_id > since):
+            job.lost.update(job.keys)
 
     def lose(self, blocks: Collection[int]) -> None:
-        """Publish nothing that is copied from these device blocks, nor from those that requests have given up since
-        steps under way were planned: what such a request computed behind a bad block is not known here any more."""
-        for block in self._copied_blocks.keys() & {*blocks, *chain.from_iterable(self._left)}:
-            job, key = self._copied_blocks[block]
+        """Publish nothing that is copied from these device blocks, nor, now or later, from those that requests gave up
+        since steps under way were planned: vLLM does not check what such a request computed behind a bad block."""
+        given_up = set(chain.from_iterable(self._left))
+        for number in self._copied_blocks.keys() & given_up.union(blocks):
+            job, key = self._copied_blocks[number]
             job.lost.add(key)
+        for key in [key for key in self._owed if (block := self._block_of(key)) and block.block_id in given_up]:
+            del self._owed[key]
+            self._alone.pop(key, None)
 
     # -- of resets
 
