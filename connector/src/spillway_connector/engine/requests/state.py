@@ -43,7 +43,7 @@ class RequestFields(RequestOffloadState):
     is_unsound = False  # vLLM may compute its KV wrongly
     window_ends: tuple[int, ...] | None = None  # tokens, see features/window_stores.py; None before its first step
     _offload_tokens_max: int | None = None
-    _hashes_seen = -1  # of the request's blocks, by a request without an adapter
+    _known_counts = (-1, -1)  # hashes of blocks and keys of chunks when the keys were last complete; see _counts()
     _first_load: FirstLoad | None = None
 
     @property
@@ -81,9 +81,8 @@ class RequestFields(RequestOffloadState):
         """Upstream's contract: append the keys of blocks whose hashes are new."""
         adapter_key = b""
         if not self.has_adapter:
-            if len(self.req.block_hashes) == self._hashes_seen:
+            if self._counts() == self._known_counts:
                 return  # in most steps of a request that decodes
-            self._hashes_seen = len(self.req.block_hashes)
         else:
             key = None if self.adapter is None else self.adapter.key
             self.identified = key is not None
@@ -98,3 +97,7 @@ class RequestFields(RequestOffloadState):
                 group = make_offload_key(adapter_key, config.group_idx)
                 wanted = hashes[begin::factor] if begin or factor > 1 else hashes
                 state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
+        self._known_counts = self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        return len(self.req.block_hashes), len(self.group_states[0].offload_keys)
