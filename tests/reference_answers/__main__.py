@@ -12,7 +12,9 @@ from .float32 import measure
 from .questions import QUESTIONS, write_record
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="reference_answers", description="Measures questions.json anew.").parse_args()
+    argparse.ArgumentParser(
+        prog="reference_answers", description="Measures the answers in questions.json again."
+    ).parse_args()
     folder = prepare(print)
     measured = measure(folder, QUESTIONS)
     write_record(measured, f"{folder.name}, float32, transformers {transformers.__version__}")

@@ -20,6 +20,7 @@ from spillway_gateway.picker import processed_request
 from spillway_gateway.picker.body_modes import BUFFERED, FULL_DUPLEX_STREAMED, STREAMED, BodyModes, body_modes
 from spillway_gateway.picker.messages import SERVICE, HttpHeaders, ProcessingRequest, ProcessingResponse
 from spillway_gateway.picker.processed_request import EngineSide, ProcessedRequest
+from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.running import gateway_config, until
 from spillway_settings.byte_sizes import ByteCount
 
@@ -279,6 +280,16 @@ async def test_a_plain_reply_passes_on_before_its_trailers(
 CHUNK = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 
 
+@asynccontextmanager
+async def kept_stream(engine: FakeEngine) -> AsyncIterator[Call]:
+    """A call whose request was kept and answered, and whose reply is a stream that has not begun."""
+    body = json.dumps({"model": engine.model, "prompt": PROMPT, "stream": True}).encode()
+    async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
+        call = begin()
+        await up_to_reply(call, body, b"200", b"text/event-stream")
+        yield call
+
+
 @pytest.mark.parametrize("before", [b"", CHUNK])
 @pytest.mark.parametrize("cut", [b"data", CHUNK[:20], CHUNK[:-1], b": a comment"])
 async def test_a_stream_that_ends_within_an_event_before_its_trailers_ends_for_its_client(
@@ -286,11 +297,7 @@ async def test_a_stream_that_ends_within_an_event_before_its_trailers_ends_for_i
 ):
     """Envoy tells of trailers once all chunks are answered. The answer is not whole, and is broken off."""
     monkeypatch.setattr(processed_request, "KEPT_SILENT_SECONDS", 0.01)
-    engine = await start_engine()
-    body = json.dumps({"model": engine.model, "prompt": PROMPT, "stream": True}).encode()
-    async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
-        call = begin()
-        await up_to_reply(call, body, b"200", b"text/event-stream")
+    async with kept_stream(await start_engine()) as call:
         answers = []
         for chunk in (before, cut):
             if chunk:
@@ -311,11 +318,7 @@ async def test_an_event_that_a_kept_stream_brings_slowly_passes_in_parts(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(processed_request, "KEPT_SILENT_SECONDS", 0.01)
-    engine = await start_engine()
-    body = json.dumps({"model": engine.model, "prompt": PROMPT, "stream": True}).encode()
-    async with calling(gateway_config([engine], listen={"port": 0, "pickerPort": 0})) as (_, begin):
-        call = begin()
-        await up_to_reply(call, body, b"200", b"text/event-stream")
+    async with kept_stream(await start_engine()) as call:
         kinds = []
         for chunk in (CHUNK[:10], CHUNK[10:25], CHUNK[25:], b"data: [DONE]\n\n"):
             await call.send(response_body={"body": chunk})

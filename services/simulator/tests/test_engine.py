@@ -151,7 +151,8 @@ def test_whether_loads_pay_follows_the_last_ones_and_not_a_single_one():
     assert not meter.pays
 
 
-def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask):
+def asked_behind_a_slow_tier(shape, rates, ask):
+    """An engine that is asked for a prompt which another engine has stored, and the tier, from which loads are slow."""
     slow = replace(rates, shared=rates.shared._replace(load_tokens_per_second=10.0))
     shared = SharedTier(100)
     filler = SimulatedEngine("filler", shape, rates, shared)
@@ -159,6 +160,11 @@ def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask
     finish(filler)
     engine = SimulatedEngine("e", shape, slow, shared)
     engine.submit(ask("b", range(40)), 100.0)
+    return engine, shared
+
+
+def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask):
+    engine, shared = asked_behind_a_slow_tier(shape, rates, ask)
     assert finish(engine)["b"].cached == CachedTokens()
     assert engine.counters.not_worth_blocks == 9
     assert engine.tiers.declined_tiers == {"redis"}
@@ -169,13 +175,7 @@ def test_a_load_that_takes_longer_than_recomputing_is_not_made(shape, rates, ask
 
 
 def test_a_connector_without_a_gate_makes_each_load(shape, rates, ask):
-    slow = replace(rates, shared=rates.shared._replace(load_tokens_per_second=10.0))
-    shared = SharedTier(100)
-    filler = SimulatedEngine("filler", shape, rates, shared)
-    filler.submit(ask("a", range(40)), 0.0)
-    finish(filler)
-    engine = SimulatedEngine("e", replace(shape, gates_loads=False), slow, shared)
-    engine.submit(ask("b", range(40)), 100.0)
+    engine, _ = asked_behind_a_slow_tier(replace(shape, gates_loads=False), rates, ask)
     assert finish(engine)["b"].cached == CachedTokens(shared=36)
 
 

@@ -46,7 +46,7 @@ class SourceFailed(Exception):
 class SourceStatus:
     """The status of one model's source. Times are Unix seconds; None: not yet."""
 
-    description: str  # a description of the place where it looks, for people
+    description: str  # names for people what it asks for engines
     heard_at: float | None = None  # when the source last confirmed its engines
     error: str | None = None  # why the last try failed; None after one that did not
     updates_total: int = 0

@@ -148,7 +148,7 @@ def _secondary(places: _Places, model: Any) -> dict[str, str]:
             continue
         try:
             found[field] = places.identity_of(name)
-        except WeightsUnknown:  # most likely a name that says where the model came from: there is nothing to open
+        except WeightsUnknown:  # most likely the name of a repository on a model hub: there is no file to open
             continue
     return found
 

@@ -45,6 +45,13 @@ def store(tier: RedisTier, seed: int, tenant: bytes = ANN) -> StoreOutcome:
     return tier.store(key_of(seed), payload_of(seed, BYTES), FOREVER, tenant)
 
 
+def fill(tier: RedisTier, clock: SteppedClock, seeds: range = range(ROOM)) -> None:
+    """Store blocks of Ann's, one after another."""
+    for seed in seeds:
+        store(tier, seed)
+        clock.advance(1)
+
+
 def held(tier: RedisTier, seeds: range) -> list[int]:
     there = tier.contains([key_of(seed) for seed in seeds], FOREVER)
     return [seed for seed, is_there in zip(seeds, there, strict=True) if is_there]
@@ -87,13 +94,9 @@ def test_blocks_that_are_gone_already_count_as_no_eviction(
 ) -> None:
     clock = SteppedClock()
     tier = tier_on(endpoint, BYTES, wall_clock=clock, **QUOTA)
-    for seed in range(ROOM):
-        store(tier, seed)
-        clock.advance(1)
+    fill(tier, clock)
     client.delete(NAMES.block(key_of(0)), NAMES.block(key_of(2)))
-    for seed in range(ROOM, ROOM + 4):
-        store(tier, seed)
-        clock.advance(1)
+    fill(tier, clock, range(ROOM, ROOM + 4))
     assert held(tier, range(ROOM + 4)) == list(range(4, ROOM + 4))
     assert tier.evicted_frames == 2
 
@@ -109,9 +112,7 @@ def test_blocks_of_no_tenant_are_not_bounded(endpoint: RedisEndpoint, client: re
 def test_a_block_in_use_is_not_the_oldest(endpoint: RedisEndpoint, tier_on: MakeTier) -> None:
     clock = SteppedClock()
     tier = tier_on(endpoint, BYTES, wall_clock=clock, **QUOTA)
-    for seed in range(ROOM):
-        store(tier, seed)
-        clock.advance(1)
+    fill(tier, clock)
     load(tier, key_of(0))
     clock.advance(1)
     assert store(tier, 1) is StoreOutcome.PRESENT
@@ -128,9 +129,7 @@ def test_a_block_that_is_renewed_counts_as_used(
 ) -> None:
     clock = SteppedClock()
     tier = tier_on(endpoint, BYTES, ttl_seconds=ttl_seconds, wall_clock=clock, **QUOTA)
-    for seed in range(ROOM):
-        store(tier, seed)
-        clock.advance(1)
+    fill(tier, clock)
     if ttl_seconds is not None:
         client.pexpire(NAMES.block(key_of(0)), 50_000)
     client.config_resetstat()
@@ -227,13 +226,9 @@ def test_a_writer_that_dies_after_removing_leaves_only_a_member_that_ages_out(
 ) -> None:
     clock = SteppedClock()
     tier = tier_on(endpoint, BYTES, wall_clock=clock, **QUOTA)
-    for seed in range(ROOM):
-        store(tier, seed)
-        clock.advance(1)
+    fill(tier, clock)
     client.unlink(NAMES.block(key_of(0)))  # and no ZREM
-    for seed in range(10, 13):
-        store(tier, seed)
-        clock.advance(1)
+    fill(tier, clock, range(10, 13))
     assert held(tier, range(13)) == [3, 4, 10, 11, 12]
 
 
