@@ -83,7 +83,7 @@ ALLOWED: Mapping[str, Set[str]] = {
     "engine.features": BOTTOM | {"engine.manager", "vllm"} | REQUESTS,
     "engine.scheduler": BOTTOM | {"engine.shared_tiers", "engine.manager", "engine.features", "vllm"} | REQUESTS,
     "engine.worker": BOTTOM | DEVICE | {"engine.ipc", "engine.layouts", "engine.namespace", "vllm"},
-    # What joins the rooms, completed by one room a generation; then the doors that choose one.
+    # What joins the rooms, completed by one room a generation; then the two modules that choose one.
     "engine.spec_base": ENGINE | ROOMS - {"engine.features", "engine.scheduler"},
     "engine.connector_base": ENGINE | ROOMS | {"engine.spec_base"},
     "engine.v023": ENGINE | GENERATION,

@@ -1,4 +1,4 @@
-"""What an operator may set on the connector, parsed once from vLLM's `kv_connector_extra_config`.
+"""The settings of the connector, parsed once from vLLM's `kv_connector_extra_config`.
 
 Defaults and words that the chart has too are those of settings/values/; inner code takes these frozen values, never a
 dict.
@@ -43,7 +43,7 @@ from spillway_settings.wire import STORE_TYPES
 
 logger = logging.getLogger(__name__)
 
-# Keys of the extra config that vLLM itself reads; we pass them by.
+# Keys of the extra config that vLLM itself reads; the connector ignores them.
 _PROMPT_ONLY = "offload_prompt_only"  # what vLLM calls generated_tokens: off
 _VLLM_KEYS = frozenset({"spec_name", "spec_module_path", _PROMPT_ONLY, "secondary_tiers"})
 AutoOnOff = Literal["auto", "on", "off"]
@@ -96,7 +96,7 @@ class RedisTls(Section, frozen=True):
 class RedisStore(Section, frozen=True):
     """Any Redis or Valkey of version 7 or newer: one server, Sentinel or Cluster, as the URL's scheme says.
 
-    Credentials come from the named environment variables, or from a file that is read anew for each login, so that a
+    Credentials come from the named environment variables, or from a file that is read again for each login, so that a
     rotated secret takes effect without a restart.
     """
 
@@ -317,7 +317,7 @@ def check_redis(redis: RedisStore, names: Names) -> None:
         raise ConfigError(
             f"{names.given('password_env', redis.password_env)} and "
             f"{names.given('password_file', redis.password_file)} are both set; "
-            "remove one (a file is read anew for each login, so a rotated password needs no restart)"
+            "remove one (a file is read again for each login, so a rotated password needs no restart)"
         )
     tls = redis.tls
     files = (tls.ca_file, tls.certificate_file, tls.key_file)

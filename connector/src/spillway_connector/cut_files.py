@@ -80,7 +80,7 @@ class WatchedMapping:
 
     @property
     def looks_whole(self) -> bool:
-        """As ``is_whole``, for those who ask it, too, every now and then. Keeps the GIL."""
+        """Return what ``is_whole`` returns, for callers that also ask ``is_whole`` now and then. Keeps the GIL."""
         if self._touched_where_cut:
             return False
         if _fstat is None:

@@ -55,7 +55,7 @@ class ConfigError(SpillwayError):
 
 
 class WeightsUnknown(ConfigError):
-    """What the model's weights are cannot be distinguished from others', so its KV must not be shared."""
+    """The model's weights cannot be distinguished from others, so its KV must not be shared."""
 
 
 class UnsupportedEngine(SpillwayError):

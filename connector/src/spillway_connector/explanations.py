@@ -1,4 +1,4 @@
-"""What each reason of a failed operation of a shared tier means, and what to do about it.
+"""The meaning of each reason of a failed operation of a shared tier, and its remedy.
 
 The reasons are those of errors.py, which metrics carry as a label. The messages of the object store's tier, `spillway
 doctor` and docs/operations.md have their sentences from here. Settings are named as in `offload.sharedTier`.
@@ -192,5 +192,5 @@ MISSES: Mapping[str, str] = {
 
 
 def explanation(reason: str, tier_type: str) -> Explanation | None:
-    """What a reason means for a tier of this type (nvme, redis, s3); None for a reason of another release."""
+    """Return what a reason means for a tier of this type (nvme, redis, s3); None: the reason is of another release."""
     return OF_TYPE.get((tier_type, reason)) or GENERAL.get(reason)

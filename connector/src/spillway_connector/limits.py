@@ -29,7 +29,7 @@ class BreakerPolicy:
 
 @own_keys
 class TierLimits(TransferSettings, frozen=True):
-    """What an operator may set of a shared tier's bounds. The timeouts count from the submission of a batch or job."""
+    """The bounds of a shared tier that operators can set. The timeouts count from the submission of a batch or job."""
 
     load_queue_bytes_max: ByteCount = ByteCount.read(_CHART.load_queue_bytes_max)
     store_queue_bytes_max: ByteCount = ByteCount.read(_CHART.store_queue_bytes_max)

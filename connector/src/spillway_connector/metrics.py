@@ -11,7 +11,7 @@ class Kind(enum.Enum):
     GAUGE = "gauge"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is one object: its hash is its address
 class Metric:
     name: str  # without the `_total` that Prometheus counters end in
     kind: Kind
@@ -133,7 +133,7 @@ TIER_EVICTED_FRAMES = Metric(
 TIER_QUARANTINED = Metric(
     "spillway_tier_quarantined_files",
     Kind.COUNTER,
-    "Files of a shared tier, apart from frames, that were damaged: renamed and written anew.",
+    "Files of a shared tier, apart from frames, that were damaged: renamed and written again.",
     ("tier", "reason"),
 )
 TIER_QUEUE_BYTES = Metric(

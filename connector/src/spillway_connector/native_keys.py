@@ -28,7 +28,7 @@ WITHOUT_COUNTERPART = {
 
 
 def native_key_answer(key: str, name_here: Callable[[str], str]) -> str | None:
-    """What to say about a key that those connectors know and this one does not; None for any other key.
+    """Return the answer to a key that those connectors know and this one does not; None for any other key.
 
     `name_here`: the name of the connector's settings in the place where this key was written.
     """

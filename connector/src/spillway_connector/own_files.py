@@ -36,8 +36,8 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a directory",
 }
-# By device number: whom a file that this process makes belongs to, and which write permissions of others it shows.
-# They differ from what was asked for if a server maps users (root_squash) or the file system has no modes (SMB).
+# By device number: the owner of a file that this process makes, and the write permissions of others that it shows. They
+# differ from what was asked for if a server maps users (root_squash) or the file system has no modes (SMB).
 _MADE_HERE: dict[int, tuple[int, int]] = {}
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -311,7 +311,7 @@ def _open_folder(path: AnyPath, name: str, inside: int) -> int:
 
 
 def _kind_at(folder: int, name: str) -> str | None:
-    """What has that name, if it is no regular file."""
+    """Return the kind of file that has this name; None: it is a regular file, or there is none."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode))
     except OSError:

@@ -95,7 +95,7 @@ def test_engines_go_on_without_the_keeper_and_the_next_one_finds_what_they_hold(
     keeper = keeper_of(tmp_path)
     keeper.tick()
     region = engine_of(tmp_path)
-    place = region.join(1)
+    place = region.join(lambda: 1)
     del keeper  # killed
     with region.changing() as index:
         index.claim([2], index.reserve([2], place), OURS, [b"k" * 36], place, now_ms=5)
@@ -126,7 +126,7 @@ def test_what_a_killed_engine_was_writing_or_had_reserved_is_free_again(tmp_path
     keeper.clock = lambda: now[0]
     keeper.tick()
     region = engine_of(tmp_path)
-    place = region.join(int(now[0] * 1000))
+    place = region.join(lambda: int(now[0] * 1000))
     with region.changing() as index:
         index.claim([0], index.reserve([0, 1], place)[:1], OURS, [b"k" * 36], place, now_ms=5)
     region.close()  # as the kernel does when the engine is killed
@@ -146,7 +146,7 @@ def test_each_refusal_is_a_sentence_for_the_engine_that_asks(tmp_path: Path):
     keeper_of(tmp_path, rows=0).tick()
     with pytest.raises(HostMemoryError, match="hold no chunk of 8192 bytes"):
         answer_to_one_that_waits(tmp_path)
-    asked(tmp_path)  # asks anew, and does not get the old answer
+    asked(tmp_path)  # asks again, and does not get the old answer
     keeper = keeper_of(tmp_path)
     keeper.tick()
     assert keeper.refusals == {}
@@ -184,7 +184,7 @@ def test_another_number_of_rows_is_made_when_no_engine_uses_the_old_one(
     asked(tmp_path)
     keeper_of(tmp_path).tick()
     region = engine_of(tmp_path)
-    region.join(1)
+    region.join(lambda: 1)
     larger = keeper_of(tmp_path, 2 * ROWS)
     larger.tick()
     second = NodeRegion(tmp_path, 2 * ROWS, ROW_BYTES, new_number(), kept_seconds=0.0)
@@ -218,7 +218,7 @@ def test_memory_is_given_back_unless_an_engine_uses_it(tmp_path: Path):
     asked(tmp_path)
     keeper_of(tmp_path).tick()
     region = engine_of(tmp_path)
-    region.join(1)
+    region.join(lambda: 1)
     assert NodeKeeper(tmp_path, 0, 0, lambda: (ROOM, "test")).remove() == [ROW_BYTES]
     region.close()
     assert NodeKeeper(tmp_path, 0, 0, lambda: (ROOM, "test")).remove() == []
@@ -316,7 +316,7 @@ def test_a_region_that_was_cut_while_no_engine_used_it_is_made_again_at_once(tmp
     keeper.tick()
     region = engine_of(tmp_path)
     assert region.is_whole
-    region.join(1)
+    region.join(lambda: 1)
     region.close()
     os.truncate(folder_of(tmp_path) / name, left)
     alone = NodeRegion(tmp_path, ROWS, ROW_BYTES, new_number())  # without a keeper

@@ -51,3 +51,11 @@ def test_floors_that_exceed_the_whole_are_equal_parts_of_it(share: float, namesp
     for row, namespace in enumerate(NAMESPACES[1:namespaces]):
         foreign.add(row, namespace)
     assert foreign.floor_rows == floor
+
+
+def test_after_a_clear_no_row_is_known():
+    foreign = ForeignRows(OWN, ROWS, 0.5)
+    foreign.add(1, NAMESPACES[1])
+    foreign.clear()
+    assert len(foreign) == 0 and foreign.floor_rows == ROWS // 2
+    assert foreign.oldest_first(np.zeros(ROWS, np.uint64), NOW_MS) == []

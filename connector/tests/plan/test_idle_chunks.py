@@ -32,6 +32,18 @@ def test_beyond_its_room_the_oldest_are_forgotten_and_counted() -> None:
     assert idle.take(0.0, 9) == of(b"2", b"3") and idle.forgotten == 1
 
 
+def test_what_has_left_the_tier_is_not_taken() -> None:
+    idle = IdleChunks(10)
+    idle.add([b"1", b"2"], TENANT, 0.0)
+    idle.remove(b"1")
+    idle.remove(b"unknown")
+    assert idle.take(0.0, 1) == of(b"2")
+
+    idle.add([b"3"], TENANT, 0.0)
+    idle.clear()
+    assert idle.take(0.0, 9) == [] and idle.forgotten == 0
+
+
 @given(st.lists(st.tuples(st.booleans(), KEYS), max_size=20))
 def test_every_chunk_is_taken_once_in_the_order_of_its_last_use(steps: list[tuple[bool, list[bytes]]]) -> None:
     idle = IdleChunks(100)

@@ -11,7 +11,7 @@ from spillway_connector.plan.load_cost import (
     LoadPolicy,
     PrefillTimer,
     RateMeter,
-    is_behind,
+    behind_after,
     loading_pays,
 )
 
@@ -136,7 +136,7 @@ def test_a_load_that_is_given_up_has_cost_a_small_share_of_computing(chunks, sec
         elapsed, received = elapsed + step_seconds, min(float(chunks), received + came)
         if received == chunks:
             return
-        if is_behind(elapsed, received, chunks, seconds_per_chunk, 0.0):
+        if elapsed > behind_after(received, chunks, seconds_per_chunk, 0.0):
             before = elapsed - step_seconds
             whole = chunks * seconds_per_chunk
             total = before + (chunks - (received - came)) * seconds_per_chunk
@@ -146,12 +146,12 @@ def test_a_load_that_is_given_up_has_cost_a_small_share_of_computing(chunks, sec
 
 def test_a_load_as_fast_as_computing_is_not_given_up():
     for elapsed in range(1, 100):
-        assert not is_behind(elapsed * 0.1, elapsed, 100, 0.1, 0.0)
+        assert elapsed * 0.1 <= behind_after(elapsed, 100, 0.1, 0.0)
 
 
 def test_nothing_can_arrive_within_two_round_trips():
-    assert is_behind(0.2, 0, 10, 0.1, 0.0) and not is_behind(0.2, 0, 10, 0.1, 0.1)
-    assert is_behind(0.3, 0, 10, 0.1, 100.0), "a lookup that took so long waited for something else"
+    assert behind_after(0, 10, 0.1, 0.0) < 0.2 <= behind_after(0, 10, 0.1, 0.1)
+    assert behind_after(0, 10, 0.1, 100.0) < 0.3, "a lookup that took so long waited for something else"
 
 
 def test_after_a_load_was_given_up_its_rate_counts_alone_and_is_probed_later():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spillway_connector.plan import node_records
 from spillway_connector.plan.node_index import (
     DEAD_ROWS_KEPT_MS,
     ENGINES_MAX,
@@ -17,9 +19,9 @@ from spillway_connector.plan.node_index import (
     READY,
     RESERVED,
     WRITING,
-    Entry,
     NodeIndex,
 )
+from spillway_connector.plan.node_records import Entry
 
 ROWS, ROW_BYTES = 5, 4096
 NAMESPACE = b"n" * 16
@@ -42,6 +44,20 @@ def claim(index: NodeIndex, rows: list[int], keys: list[bytes], place: int) -> l
     return [index.stamps[row] for row in rows]
 
 
+def claim_with(index: NodeIndex, are_many: bool, rows: list[int], stamps: list[int], *others: Any, now_ms: int = 0):
+    """Returns the checksums, or None."""
+    if not are_many:
+        return index.claim(rows, stamps, *others, now_ms=now_ms)
+    checks = index.claim_many(np.array(rows, np.intp), np.array(stamps, np.uint64), *others, now_ms=now_ms)
+    return None if checks is None else checks.tolist()
+
+
+def publish_with(index: NodeIndex, are_many: bool, rows: list[int], stamps: list[int], place: int) -> bool:
+    if not are_many:
+        return index.publish(rows, stamps, place)
+    return index.publish_many(np.array(rows, np.intp), np.array(stamps, np.uint64), place)
+
+
 class _Killed(Exception):
     pass
 
@@ -59,8 +75,22 @@ class _Dying:
         raise _Killed
 
 
-@given(steps)
-def test_what_each_row_holds_is_as_reserved_claimed_and_published_wherever_an_engine_was_killed(taken):
+class _DyingArray(np.ndarray):
+    def __setitem__(self, *_: object) -> None:
+        raise _Killed
+
+
+@pytest.fixture(params=[False, True], ids=["few", "many"])
+def are_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether words are read and written as arrays."""
+    if request.param:
+        monkeypatch.setattr(node_records, "FEW_ROWS", 0)
+    return bool(request.param)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(taken=steps)
+def test_what_each_row_holds_is_as_reserved_claimed_and_published_wherever_an_engine_was_killed(are_many: bool, taken):
     index = new_index()
     model: dict[int, tuple[int, bytes]] = {}
     stamps_of: dict[int, int] = {}  # that the engine at place 0 has of its rows
@@ -71,10 +101,11 @@ def test_what_each_row_holds_is_as_reserved_claimed_and_published_wherever_an_en
         state = {"reserve": FREE, "claim": RESERVED, "publish": WRITING}.get(action.rpartition(" ")[2])
         rows = [row for row in sorted(chosen) if model.get(row, (FREE, b""))[0] == state]
         keys = {row: b"%d of %d" % (row, number) for row in rows}
-        stamps, counts = index.stamps, index.counts
+        stamps, stamp_array, counts = index.stamps, index.stamp_array, index.counts
         given_stamps = [stamps_of[row] for row in rows if state in (RESERVED, WRITING)]
         if action.startswith("killed in"):
             index.stamps = _Dying(stamps)  # type: ignore[assignment]
+            index.stamp_array = stamp_array.view(_DyingArray)
         elif action.startswith("killed behind"):
             index.counts = _Dying(counts)  # type: ignore[assignment]
         has_died = False
@@ -85,12 +116,12 @@ def test_what_each_row_holds_is_as_reserved_claimed_and_published_wherever_an_en
             elif action.endswith("reserve"):
                 index.reserve(rows, 0)
             elif action.endswith("claim"):
-                index.claim(rows, given_stamps, NAMESPACE, list(keys.values()), 0, now_ms=number)
+                claim_with(index, are_many, rows, given_stamps, NAMESPACE, list(keys.values()), 0, now_ms=number)
             else:
-                index.publish(rows, given_stamps, 0)
+                publish_with(index, are_many, rows, given_stamps, 0)
         except _Killed:
             has_died = True
-        index.stamps, index.counts = stamps, counts
+        index.stamps, index.stamp_array, index.counts = stamps, stamp_array, counts
         assert has_died or not rows or not action.startswith("killed")
         if not action.startswith(("killed in", "free")):
             for row in rows:
@@ -119,26 +150,45 @@ def test_what_each_row_holds_is_as_reserved_claimed_and_published_wherever_an_en
         seen[changed] = index.stamp_array[changed]
 
 
-def test_rows_that_are_not_as_an_engine_reserved_or_claimed_them_are_left_alone():
+@given(st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=ROWS), st.randoms())
+def test_many_rows_are_changed_as_few_are(keys: list[bytes], chosen: Random):
+    memory = [bytearray(NodeIndex.bytes_of(ROWS)) for _ in range(2)]
+    rows, used_ms = chosen.sample(range(ROWS), len(keys)), chosen.randrange(1 << 40)
+    for each, are_many in zip(memory, (False, True), strict=True):
+        index = NodeIndex(memoryview(each), ROWS)
+        index.format(ROW_BYTES, bytes(16))
+        reserved = list(index.reserve(rows if not are_many else np.array(rows), 3))
+        checks = claim_with(index, are_many, rows, reserved, NAMESPACE, keys, 3, now_ms=used_ms)
+        claimed = [index.stamps[row] for row in rows]
+        assert publish_with(index, are_many, rows, claimed, 3)
+        assert [index.entry(row) for row in rows] == [
+            Entry(index.stamps[row], NAMESPACE, key, check) for row, key, check in zip(rows, keys, checks, strict=True)
+        ]
+        index.pin(rows if not are_many else np.array(rows), 4)
+        assert all(map(index.is_pinned, rows))
+    assert memory[0] == memory[1]
+
+
+def test_rows_that_are_not_as_an_engine_reserved_or_claimed_them_are_left_alone(are_many: bool):
     index = new_index()
     index.begin()
-    reserved = index.reserve([0, 1], 0)
-    assert index.claim([0, 1], reserved, NAMESPACE, [b"a", b"b"], 0, now_ms=0) is not None
-    assert index.claim([0, 1], reserved, NAMESPACE, [b"c", b"d"], 0, now_ms=0) is None
+    reserved = list(index.reserve([0, 1], 0))
+    assert claim_with(index, are_many, [0, 1], reserved, NAMESPACE, [b"a", b"b"], 0) is not None
+    assert claim_with(index, are_many, [0, 1], reserved, NAMESPACE, [b"c", b"d"], 0) is None
     claimed = [index.stamps[row] for row in (0, 1)]
     index.free([0])  # the engine was taken for dead
     again = claim(index, [0], [b"e"], 0)
-    assert not index.publish([0, 1], claimed, 0)
-    assert index.publish([0], again, 0)
+    assert not publish_with(index, are_many, [0, 1], claimed, 0)
+    assert publish_with(index, are_many, [0], again, 0)
     assert [index.entry(row).key for row in (0, 1)] == [b"e", b"b"]
 
 
-def test_a_claim_writes_no_owner():
+def test_a_claim_writes_no_owner(are_many: bool):
     """A sweep reads the owners meanwhile, and releases the rows of those that have ended."""
     index = new_index()
-    reserved = index.reserve([2], 3)
+    reserved = list(index.reserve([2], 3))
     index._owners[2] = 5
-    assert index.claim([2], reserved, NAMESPACE, [b"a"], 3, now_ms=0) is not None
+    assert claim_with(index, are_many, [2], reserved, NAMESPACE, [b"a"], 3) is not None
     assert index.owned_by(5) == [2]
 
 

@@ -145,7 +145,7 @@ class Condition(NamedTuple):
 
 @dataclass
 class World:
-    """A cache whose answers can be computed anew at any time, and the memo in front of it.
+    """A cache whose answers can be computed again at any time, and the memo in front of it.
 
     An answer is the number of leading chunks that are ready, or None while the tier has not answered the request. While
     the general condition does not pass, it holds for the requests in `probing` only; the others get 0.

@@ -3,15 +3,24 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import filterfalse, islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_connector.plan import retention
 from spillway_connector.plan.retention import Retention
 from spillway_connector.plan.sessions import SessionHint
 
 ALICE, BOB = b"alice", b"bob"
+
+
+def batches(keys: Iterable[str]) -> Iterator[list[str]]:
+    """All of them may leave."""
+    each = iter(keys)
+    return iter(lambda: list(islice(each, 3)), [])
 
 
 class LruTier:
@@ -44,7 +53,11 @@ class LruTier:
             asking = None if hint is None else (tenant, hint.session)
             kept = set(keys)
             plan = self.retention.plan_eviction(
-                count, self.order, lambda key: key not in self.pinned and key not in kept, now, asking
+                count,
+                self.order,
+                lambda keys, /, *, of_session=False: batches(filterfalse((self.pinned | kept).__contains__, keys)),
+                now,
+                asking,
             )
             if plan is None:
                 return None
@@ -135,6 +148,80 @@ def test_a_session_that_never_came_back_is_not_expected():
     assert tier.store(BOB, None, ["x"], 4.0) == ["o0"]  # its turn, and it gives none of `far` instead
 
 
+def agents(tier: LruTier, count: int, requests: int, name: str = "agent") -> float:
+    """Sessions, one after the other, that end without a word after so many requests, a second apart; the time now."""
+    now = 0.0
+    for number in range(count):
+        for request in range(requests):
+            tier.turn(ALICE, hint(f"{name}{number}"), chunks(f"{name}{number}-", 1 + request), now, now + 1.0)
+            now += 2.0
+        now += 60.0
+    return now
+
+
+def test_sessions_have_ended_after_as_many_requests_as_their_tenants_others_had():
+    tier = LruTier(12)
+    now = agents(tier, 6, 3)
+    tier.store(BOB, None, chunks("b", 12), now)  # nothing of those is left
+    for request in range(3):
+        tier.turn(ALICE, hint("done"), chunks("d", 1 + request), now, now + 1.0)
+        if request < 2:
+            tier.turn(ALICE, hint("goes on"), chunks("g", 1 + request), now + 1.0, now + 1.5)
+        now += 2.0
+    assert tier.store(ALICE, hint("done"), ["d3"], now) == ["d2"], "given up by the device behind the end"
+
+    assert tier.store(BOB, None, chunks("x", 3), now) == ["d1", "d0", "d3"]
+
+
+def test_a_session_that_goes_on_all_the_same_is_kept_again():
+    tier = LruTier(6)
+    now = agents(tier, 6, 1)
+    tier.store(BOB, None, chunks("b", 6), now)
+    tier.turn(ALICE, hint("more"), chunks("m", 2), now, now + 1.0)
+    tier.turn(ALICE, hint("more"), chunks("m", 2), now + 2.0, now + 3.0)
+    tier.turn(BOB, hint("far", 300.0), chunks("f", 2), now + 3.0, now + 4.0)
+
+    assert tier.store(BOB, None, ["x"], now + 4.0) == ["b4"]
+    assert tier.retention.gone(4, tier.order, batches, now + 4.0) == []
+
+
+def test_what_a_session_left_over_leaves_in_its_own_turn_once_it_has_another_request():
+    tier = LruTier(6)
+    now = agents(tier, 6, 1)
+    tier.store(BOB, None, chunks("b", 6), now)
+    tier.turn(ALICE, hint("more"), chunks("m", 2), now, now + 1.0)
+    assert list(tier.retention.left_over) == ["m1", "m0"]
+    tier.retention.begin_request(ALICE, hint("more"), now + 2.0)
+
+    assert tier.retention.gone(2, tier.order, batches, now + 2.0) == []
+    assert tier.store(BOB, None, ["x"], now + 2.0) == ["b2"]
+    assert not tier.retention.left_over, "not looked at again"
+
+
+def test_turns_that_each_have_another_name_have_not_ended():
+    tier, now = LruTier(40), 0.0
+    for number in range(8):  # a conversation that is not recognised as one
+        for turn in range(3):
+            tier.turn(ALICE, hint(f"{number}-{turn}"), chunks(f"c{number}-", 2 + turn), now, now + 1.0)
+            now += 2.0
+        now += 60.0
+    tier.turn(ALICE, hint("new"), chunks("n", 2), now, now + 1.0)
+
+    left = tier.store(BOB, None, chunks("x", 20), now + 2.0)
+    assert left is not None and not {*chunks("n", 2)} & {*left}
+
+
+def test_what_several_sessions_used_in_turn_is_not_left_over_from_the_last_of_them():
+    tier = LruTier(40)
+    now = agents(tier, 6, 1)
+    for name in ("first", "second", "third"):
+        tier.turn(ALICE, hint(name), ["common", name], now, now + 1.0)
+        now += 60.0
+
+    left = tier.store(BOB, None, chunks("x", 34), now)
+    assert left is not None and "common" not in left and {"second", "third"} <= {*left}
+
+
 def test_a_session_that_is_far_too_late_has_ended():
     tier = LruTier(6)
     tier.turn(ALICE, hint("lost", 1.0), chunks("l", 3), 0.0, 1.0)
@@ -153,12 +240,12 @@ def test_the_oldest_chunks_of_sessions_that_are_gone_are_found_up_to_the_first_t
     tier.turn(ALICE, hint("gone too", 1.0), chunks("c", 2), 7.0, 8.0)
     find = tier.retention.gone
 
-    assert find(9, tier.order, lambda key: key != "g1", 30.0) == ["g0", "g2", "b0", "b1"]
-    assert find(1, tier.order, lambda key: True, 30.0) == ["g0"]
-    assert find(9, tier.order, lambda key: True, 2.0) == []
+    assert find(9, tier.order, lambda keys: batches(filter("g1".__ne__, keys)), 30.0) == ["g0", "g2", "b0", "b1"]
+    assert find(1, tier.order, batches, 30.0) == ["g0"]
+    assert find(9, tier.order, batches, 2.0) == []
 
     tier.turn(ALICE, hint("alive", ended=True), chunks("e", 2), 31.0, 32.0)
-    assert find(3, tier.order, lambda key: True, 33.0) == ["e1", "e0", "g0"], "those that have ended leave first"
+    assert find(3, tier.order, batches, 33.0) == ["e1", "e0", "g0"], "those that have ended leave first"
 
 
 def found_in_a_closed_loop(size: int, *, named: bool) -> float:
@@ -231,13 +318,40 @@ def test_a_session_with_regular_pauses_is_soon_late():
 
 
 def test_the_last_to_come_back_is_the_one_whose_request_still_runs():
-    tier = LruTier(6)
-    for name, begin, end in (("idle", 0.0, 1.0), ("running", 1.0, 2.0), ("idle", 11.0, 12.0)):
-        tier.turn(ALICE, hint(name), chunks(name, 3), begin, end)
+    tier = LruTier(12)
+    names = ("idle", "running", "third", "fourth")
+    for begin in (0.0, 11.0):
+        for name in names:
+            tier.turn(ALICE, hint(name), chunks(name, 3), begin, begin + 1.0)
     tier.retention.begin_request(ALICE, hint("running"), 12.0)
     tier.touch(ALICE, hint("running"), chunks("running", 3), 12.0)
 
     assert tier.store(BOB, None, ["x"], 20.0) == ["running2"], "it pauses for 10 s once it has ended, and `idle` is due"
+
+
+def test_of_few_sessions_that_announce_nothing_the_oldest_chunk_leaves():
+    for count in range(1, 7):
+        tier = LruTier(3 * count)
+        for begin in (0.0, 11.0):
+            for number in range(count):
+                tier.turn(ALICE, hint(f"{number}"), chunks(f"{number}-", 3), begin + number, begin + number + 1.0)
+        tier.retention.begin_request(ALICE, hint("0"), 18.0)
+        tier.touch(ALICE, hint("0"), chunks("0-", 3), 18.0)
+        spares = count >= 4
+        oldest = "1-2" if count > 1 else "0-2"
+        assert tier.store(BOB, None, ["x"], 19.0) == ["0-2" if spares else oldest]
+
+
+@pytest.mark.parametrize("agents", [4, 6])
+def test_sessions_of_which_nothing_is_left_in_the_tier_count_too(agents: int):
+    """The tier holds two and a half of them: all would miss everything if the oldest chunks left."""
+    tier, found, now = LruTier(100), 0, 0.0
+    for turn in range(20 * agents):
+        keys = chunks(f"{turn % agents}-", 40)
+        found += sum(key in tier.order for key in keys)
+        tier.turn(ALICE, hint(f"{turn % agents}"), keys, now, now + 1.0)
+        now += 2.0
+    assert found > 20 * agents * 40 // 5
 
 
 def test_a_request_never_pushes_out_the_chunks_before_those_that_it_stores():
@@ -322,6 +436,25 @@ def test_a_chunk_of_an_ended_session_that_another_uses_is_not_left_over():
     assert tier.store(BOB, None, ["x"], 5.0) == ["a0"]
 
 
+def test_one_question_tells_which_of_many_chunks_may_leave():
+    """Whatever their number: an eviction is planned on the scheduler's thread."""
+    retention, asked = Retention[str](), []
+    for name in "abcdefgh":
+        says = hint(name, 10.0)
+        retention.begin_request(ALICE, says, 0.0)
+        retention.use(ALICE, says, chunks(name, 500), 0.0)
+        retention.end_request(ALICE, says, 1.0)
+    oldest_first = [key for name in "abcdefgh" for key in chunks(name, 500)]
+
+    def leavable(keys: Iterable[str], /, *, of_session: bool = False) -> Iterator[list[str]]:
+        asked.append(of_session)
+        return batches(keys)
+
+    plan = retention.plan_eviction(1000, oldest_first, leavable, 2.0)
+    assert plan is not None and len(plan[0]) == 1000
+    assert asked == [False, True, True], "of the oldest, and of two sessions whose chunks leave in their place"
+
+
 def test_none_where_too_few_may_leave():
     tier = LruTier(3)
     tier.turn(ALICE, hint("one", 10.0), chunks("a", 3), 0.0, 1.0)
@@ -338,6 +471,84 @@ def test_seconds_that_are_no_time_announce_nothing(seconds: float):
     tier.turn(ALICE, hint("two", 500.0), chunks("b", 2), 2.0, 3.0)
 
     assert tier.store(BOB, None, ["x"], 4.0) == ["a0"]
+
+
+def test_what_is_stored_end_first_leaves_end_first():
+    """The device gives up the end of a prompt first, so that is stored first; without its head a prefix is useless."""
+    tier = LruTier(6)
+    later = hint("later", 500.0)
+    tier.retention.begin_request(ALICE, later, 0.0)
+    tier.retention.will_store(ALICE, later, chunks("l", 4))
+    tier.retention.end_request(ALICE, later, 1.0)
+    for late in (["l3", "l2"], ["l1", "l0"]):
+        tier.store(ALICE, later, late, 2.0)
+    tier.turn(ALICE, hint("soon", 10.0), chunks("s", 2), 3.0, 4.0)
+
+    assert tier.store(BOB, None, ["x"], 5.0) == ["l3"]
+    assert tier.store(ALICE, later, ["l3"], 6.0) == ["s1"], "it has been stored once more"
+    assert tier.store(BOB, None, ["y", "z"], 7.0) == ["l3", "l2"], "and has its place again"
+
+
+def test_a_long_prompt_that_is_stored_end_first_leaves_end_first():
+    """However long it is: a step announces what it computes, and the device gives up some blocks at a time."""
+    tier = LruTier(5_000)
+    later, prompt = hint("later", 500.0), chunks("l", 5_000)
+    tier.retention.begin_request(ALICE, later, 0.0)
+    for computed in range(0, 5_000, 500):
+        tier.retention.will_store(ALICE, later, prompt[computed : computed + 500])
+    tier.retention.end_request(ALICE, later, 1.0)
+    for end in range(5_000, 0, -25):
+        tier.store(ALICE, later, prompt[end - 25 : end], 2.0)
+
+    assert tier.store(BOB, None, chunks("x", 4_000), 3.0) == prompt[:-4_001:-1]
+
+
+class CountedKey(str):
+    """Counts how often it is looked up."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        CountedKey.lookups += 1
+        return super().__hash__()
+
+    __eq__ = str.__eq__
+
+
+def test_a_session_whose_end_has_left_is_not_searched_for_it():
+    tier = LruTier(10_000)
+    soon, late = hint("soon", 5.0), hint("late", 500.0)
+    tier.turn(ALICE, soon, [CountedKey(key) for key in chunks("s", 5_000)], 0.0, 1.0)
+    tier.turn(ALICE, late, [CountedKey(key) for key in chunks("l", 5_000)], 0.0, 1.0)
+    tier.store(BOB, None, chunks("x", 4_000), 2.0)
+    CountedKey.lookups = 0
+
+    assert tier.store(BOB, None, ["y"], 3.0) == ["l999"]
+    assert CountedKey.lookups < 500
+
+
+def test_places_of_chunks_that_are_gone_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(retention, "_ABSENT_MAX", 100)
+    tier = LruTier(4)
+    long_ago, now = hint("long ago", 5.0), hint("now", 5.0)
+    tier.turn(ALICE, long_ago, ["l"], 0.0, 0.0)
+    tier.retention.will_store(ALICE, long_ago, chunks("m", 50))
+    tier.retention.begin_request(ALICE, now, 0.0)
+    tier.retention.will_store(ALICE, now, chunks("n", 40))
+    places = {name: tier.retention._sessions.get((ALICE, name)).places for name in (b"long ago", b"now")}
+    assert [len(each) for each in places.values()] == [51, 40]
+    tier.retention.will_store(ALICE, now, chunks("o", 10))
+    places = {name: tier.retention._sessions.get((ALICE, name)).places for name in (b"long ago", b"now")}
+    assert [*places[b"long ago"]] == ["l"]
+    assert [*places[b"now"]] == chunks("n", 40) + chunks("o", 10), "those of the session used longest ago went first"
+
+    session = tier.retention._sessions.get((ALICE, b"now"))
+    for number in range(1_000):
+        tier.store(ALICE, now, [f"a{number}"], 0.0)
+        assert len(session.places) <= 150 + 4
+        assert session.keys.keys() <= session.places.keys()
+    tier.retention.clear()
+    assert not session.places
 
 
 def test_an_emptied_tier_retains_nothing():
@@ -388,7 +599,8 @@ def test_a_tenant_gives_up_a_chunk_only_in_its_own_turn(
             tier.touch(tenant, session, keys, now)
         elif action == "store":
             before = list(tier.order)
-            left_over = set(tier.retention._ended)
+            ended = tier.retention._ended.items()
+            left_over = {key for key, before_it in ended if before_it is None or not before_it.running}
             evicted = tier.store(tenant, session, keys, now)
             free = [key for key in before if key not in tier.pinned and key not in keys]
             wanted = [key for key in keys if key not in before]
@@ -421,6 +633,8 @@ def test_what_it_follows_is_in_the_tier(steps: list[tuple[str, bytes, SessionHin
             tier.touch(tenant, session, keys, now)
         elif action == "store":
             tier.store(tenant, session, keys, now)
+        elif session is not None and action == "pin":
+            tier.retention.will_store(tenant, session, keys)
         elif session is not None and action == "begin":
             tier.retention.begin_request(tenant, session, now)
         elif session is not None and action == "end":
@@ -428,10 +642,12 @@ def test_what_it_follows_is_in_the_tier(steps: list[tuple[str, bytes, SessionHin
         retention = tier.retention
         users: dict[str, set[object]] = {}
         for followed in retention._sessions.values():
+            assert followed.keys.keys() <= followed.places.keys()
+            assert list(followed.ordered()) == [key for key in followed.places if key in followed.keys]
             for key in followed.keys:
                 users.setdefault(key, set()).add(followed)
         assert users == {key: set(kept) if isinstance(kept, dict) else {kept} for key, kept in retention._users.items()}
-        assert all(len(kept) > 1 for kept in retention._users.values() if isinstance(kept, dict))
+        assert all(retention._users.values()), "a chunk that no session uses is not followed"
         assert retention._ended.keys().isdisjoint(users)
         assert {*users, *retention._ended} <= tier.order.keys()
         assert len(retention._sessions) <= 2

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +49,53 @@ def test_a_session_that_names_itself_is_expected_after_its_usual_pause():
     assert turn(follower, hint, 70.0, 71.0).due_seconds == 30.0, "half of the newest"
 
 
+def _tenant_with_pauses(pauses: Sequence[float]) -> tuple[SessionTimes, SessionTimes]:
+    """Two sessions of a tenant that have ended a request, the first 4 s before the second, at 1000 s."""
+    habits = Habits()
+    first, second = SessionTimes(ANN, habits), SessionTimes(ANN, habits)
+    for session, last in ((first, 996.0), (second, 1000.0)):
+        habits.begun()
+        now = last - sum(pauses) - len(pauses) - 1.0
+        for pause in (*pauses, None):
+            session.begin_request(None, now)
+            session.end_request(now + 1.0)
+            now += 1.0 + (pause or 0.0)
+    return first, second
+
+
+def test_of_sessions_with_regular_pauses_the_one_that_has_been_idle_for_longer_comes_back_first():
+    first, second = _tenant_with_pauses([9.0, 11.0] * 10)
+    assert first.habits.chance == 0.0
+    assert first.due_from(1001.0) == first.due_at < second.due_from(1001.0) == second.due_at
+
+
+def test_of_sessions_whose_pauses_are_chance_the_one_that_has_been_idle_for_longer_has_rather_ended():
+    first, second = _tenant_with_pauses([1.0, 20.0, 4.0, 30.0, 2.0] * 10)
+    assert first.habits.chance == 1.0
+    moments = (1000.0, 1010.0, 1030.0)
+    seconds = [(first.due_from(now) - now, second.due_from(now) - now) for now in moments]
+    assert all(longer_idle > idle > 0 for longer_idle, idle in seconds)
+    assert sorted(seconds) == seconds, "the longer, the later"
+    first.begin_request(7.0, 1030.0)
+    first.end_request(1031.0)
+    assert first.due_from(1032.0) == 1038.0, "its client announced it"
+
+
+def test_a_session_whose_request_runs_comes_back_after_one_that_pauses_if_pauses_are_chance():
+    first, second = _tenant_with_pauses([1.0, 20.0, 4.0, 30.0, 2.0] * 10)
+    first.usual_duration = 60.0
+    first.begin_request(None, 1000.0)
+    first.used(1000.0)
+    assert first.due_from(1001.0) > second.due_from(1001.0) + 50.0
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=30), st.floats(0.0, 1e9))
+def test_a_session_is_due_at_a_time_whatever_its_pauses_were(pauses: list[float], idle: float):
+    first, _ = _tenant_with_pauses(pauses)
+    due = first.due_from(1000.0 + idle)
+    assert due is None or not math.isnan(due)
+
+
 def test_a_session_is_expected_the_later_the_longer_it_is_overdue():
     times = SessionTimes(ANN, Habits())
     for begin in (0.0, 3.0):
@@ -75,6 +124,87 @@ def test_a_session_is_gone_after_several_of_its_tenants_pauses_unless_it_is_in_u
     assert not times.is_gone(17.0)
     times.begin_request(None, 22.0)
     assert not times.is_gone(1e6)
+
+
+@given(requests=st.integers(1, 70), sessions=st.integers(3, 40), longer=st.integers(0, 40))
+def test_a_session_is_over_after_as_many_requests_as_most_of_its_tenants_were(requests, sessions, longer):
+    habits, now = Habits(), 0.0
+
+    def served(count: int) -> SessionTimes:
+        nonlocal now
+        times = SessionTimes(ANN, habits)
+        for _ in range(count):
+            times.begin_request(None, now)
+            times.end_request(now + 1.0)
+            now += 2.0
+        return times
+
+    for _ in range(longer):
+        served(requests + 1)
+        now += 100.0
+    for _ in range(sessions):
+        served(requests)
+        now += 100.0
+    times = served(requests)
+    counted = min(requests, 64)
+    if requests < 64 and sessions + longer < 128:
+        assert times.is_over == (longer + 2 < (sessions + longer + 2) / 3)
+    assert not served(counted - 1).is_over
+    times.begin_request(30.0, now)
+    times.end_request(now + 1.0)
+    assert not times.is_over, "its client announces another"
+
+
+def test_a_name_that_is_used_again_after_its_session_was_gone_begins_again():
+    habits, now = Habits(), 0.0
+    for _ in range(6):
+        times = SessionTimes(ANN, habits)
+        for _ in range(3):
+            times.begin_request(None, now)
+            times.end_request(now + 1.0)
+            now += 2.0
+        assert times.due_at is not None
+        now += 600.0
+    assert times.is_gone(now) and times.is_over
+    times.begin_request(None, now)
+    times.end_request(now + 1.0)
+    assert not times.is_over, "the first request of three"
+
+
+def test_however_many_questions_are_asked_once_few_are_remembered_and_they_are_known_for_it():
+    habits = Habits()
+    for number in range(4000):
+        times = SessionTimes(ANN, habits)
+        times.begin_request(None, number / 50)
+        times.end_request(number / 50)
+        assert len(habits._idle) <= 128
+    assert times.is_over
+    times.begin_request(3600.0, 100.0)  # its client announces when it comes back
+    times.end_request(100.0)
+    assert times not in [other for other, _ in habits._idle]
+
+
+def test_one_that_comes_back_after_a_day_changes_its_tenants_habits_little():
+    habits = Habits()
+    for pause in (0.0, *[2.0] * 100):
+        habits.paused(pause, first=False)
+    habits.paused(86_400.0, first=False)
+    assert habits.pause is not None and habits.pause <= 2.6
+    for _ in range(100):
+        habits.paused(60.0, first=False)
+    assert habits.pause == pytest.approx(60.0, rel=0.01), "a habit that changes is learned"
+
+
+def test_a_session_that_comes_back_after_all_was_not_gone():
+    habits, now = Habits(), 0.0
+    sessions = [SessionTimes(ANN, habits) for _ in range(6)]
+    for turn_number in range(2):
+        for times in sessions:
+            times.begin_request(None, now)
+            times.end_request(now + 1.0)
+            now += 100.0
+        assert all(times.is_over for times in sessions) == (turn_number == 0)
+    assert not habits.rarely_go_on(1)
 
 
 @given(

@@ -10,7 +10,7 @@ from spillway_connector.plan.step_loads import load_within_step, whole_blocks_be
 @pytest.mark.parametrize(
     ("blocks", "before", "others", "rate", "within"),
     [
-        (10_000, 0, False, None, True),  # nobody waits
+        (10_000, 0, False, None, True),  # no request waits
         (1, 0, True, None, False),  # what others would wait is unknown
         (20, 0, True, 1000.0, True),
         (21, 0, True, 1000.0, False),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway_connector.plan.waiting import SECONDS_MAX, Turn, WaitingChunks, leading_count
+from spillway_connector.plan.waiting import LOOK_SECONDS, SECONDS_MAX, Turn, WaitingChunks, leading_count
 
 Key = tuple[str, int]
 TENANTS = ("a", "b", "c")
@@ -41,6 +42,7 @@ class Queue:
 
     def counts(self) -> dict[str, int]:
         """How many chunks each request keeps."""
+        assert len(self.plan.kept) == self.plan.kept_count
         return {name: len(self.held_by(name)) for name in self.plan._waiting}
 
     def held_by(self, name: str) -> list[Key]:
@@ -51,7 +53,7 @@ class Queue:
         kept = set(self.plan.kept)
         assert len(kept) <= self.chunks_max
         held = {name: self.held_by(name) for name in self.wants}
-        assert kept == {key for keys in held.values() for key in keys}, "kept for nobody, or forgotten"
+        assert kept == {key for keys in held.values() for key in keys}, "kept for no request, or forgotten"
         assert set(self.plan.last_first()) == kept
         waiting_tenants = {tenant for tenant, _, _ in self.wants.values()}
         for tenant in waiting_tenants:
@@ -83,7 +85,8 @@ actions = st.lists(
             st.integers(0, 8),
         ),
         st.tuples(st.just("end"), st.integers(0, 7)),
-        st.tuples(st.just("later"), st.sampled_from([1.0, SECONDS_MAX / 2, SECONDS_MAX])),
+        st.tuples(st.just("later"), st.sampled_from([0.0, LOOK_SECONDS, SECONDS_MAX / 2, SECONDS_MAX])),
+        st.tuples(st.just("look")),
         st.tuples(st.just("arrive"), st.sampled_from(TENANTS), st.integers(0, 13)),
         st.tuples(st.just("reset")),
     ),
@@ -91,8 +94,11 @@ actions = st.lists(
 )
 
 
-@given(chunks_max=st.integers(0, 12), there=chunks, do=actions)
-def test_bounds_turns_and_shares_hold_whatever_happens(chunks_max: int, there: set[Key], do: list[tuple]):
+@given(chunks_max=st.integers(0, 12), there=chunks, do=actions, at_once=st.booleans())
+def test_bounds_turns_and_shares_hold_whatever_happens(
+    chunks_max: int, there: set[Key], do: list[tuple], at_once: bool
+):
+    """at_once: each request is looked at when it begins to wait, and not only when somebody asks what is kept."""
     queue = Queue(chunks_max, set(there))
     began: dict[str, float] = {}
     number = 0
@@ -106,21 +112,49 @@ def test_bounds_turns_and_shares_hold_whatever_happens(chunks_max: int, there: s
             queue.end(str(given_[0]))
         elif action == "later":
             queue.now += given_[0]
-            queue.plan.end_old(queue.now)
+            if queue.now >= queue.plan.due_at:
+                queue.plan.pass_time(queue.now)
             for name in list(queue.wants):
-                if queue.now - began[name] >= SECONDS_MAX:
+                if queue.now >= began[name] + SECONDS_MAX:  # as the planner adds: a difference is rounded otherwise
                     del queue.wants[name]
         elif action == "arrive":
             queue.here.add((given_[0], given_[1]))
-        else:
+        elif action == "reset":
             queue.plan.clear()
             queue.here.clear()
             queue.wants.clear()
         assert len(queue.plan) == len(queue.wants)
-        queue.check()
+        assert all(name in queue.plan for name in queue.wants)
+        if at_once or action == "look":
+            queue.check()
+    queue.check()
     for name in list(queue.wants):
         queue.end(name)
     assert not queue.plan.kept and not queue.plan._tenants
+
+
+class Asked(set[Key]):
+    """What is in the tier, and how often that was asked."""
+
+    times = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.times += 1
+        return super().__contains__(key)
+
+
+def test_a_request_that_ends_before_a_chunk_could_leave_is_never_looked_at():
+    queue = Queue(9, here := Asked(keys_of("a", 0, 9)))
+    queue.begin("short", "a", Turn(0, 1), keys_of("a", 0, 4))
+    queue.plan.pass_time(queue.now)
+    queue.end("short")
+    queue.begin("longer", "a", Turn(0, 2), keys_of("a", 4, 5))
+    queue.plan.pass_time(queue.now + 0.9 * LOOK_SECONDS)
+    assert not here.times and not queue.plan.kept_count
+
+    queue.plan.pass_time(queue.now + LOOK_SECONDS)
+    assert here.times == queue.plan.kept_count == 5
+    assert queue.plan.kept == set(keys_of("a", 4, 5))
 
 
 def test_those_whose_turn_comes_first_keep_theirs_and_the_next_follow_when_they_leave():
@@ -162,3 +196,19 @@ def test_a_prefix_without_holes_is_counted_by_few_questions(chunks: int, held: i
 
     assert leading_count(chunks, is_held) == min(chunks, held)
     assert len(asked) <= 9 and all(0 <= chunk < chunks for chunk in asked)
+
+
+def test_time_changes_nothing_before_it_is_said_to():
+    queue = Queue(4, {("a", 0)})
+    assert queue.plan.due_at == math.inf
+    queue.begin("first", "a", Turn(0.0, 1), [("a", 0)])
+    assert queue.plan.due_at == LOOK_SECONDS
+    queue.plan.pass_time(LOOK_SECONDS)
+    assert queue.plan.kept_count == 1 and queue.plan.due_at == SECONDS_MAX
+    queue.now = 1.0
+    queue.begin("second", "a", Turn(0.0, 2), [("a", 0)])
+    assert queue.plan.due_at == 1.0 + LOOK_SECONDS
+    queue.plan.pass_time(SECONDS_MAX)
+    assert "first" not in queue.plan and queue.plan.due_at == 1.0 + SECONDS_MAX
+    queue.plan.pass_time(1.0 + SECONDS_MAX)
+    assert not queue.plan.kept_count and queue.plan.due_at == math.inf

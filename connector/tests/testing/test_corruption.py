@@ -56,7 +56,7 @@ def test_wrong_bytes_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def believe(header: memoryview, *_: object, **__: object) -> None:
         return None
 
-    for module in ("memory", "disk.slab.tier"):
+    for module in ("memory", "disk.directory_tier"):
         monkeypatch.setattr(f"spillway_connector.tiers.{module}.verify", believe)
     outcomes: Outcomes = Counter()
     memory, slab = MemoryShelf(), SlabShelf(tmp_path)

@@ -51,7 +51,7 @@ class ReadOnlyFolder:
             os.chmod(folder, 0o555)
             for name in names:
                 os.chmod(os.path.join(folder, name), 0o444)
-        if os.geteuid() == 0:  # permissions do not bind root: be nobody for a while
+        if os.geteuid() == 0:  # permissions do not bind root: use the account `nobody` for a while
             os.seteuid(65534)
             self._undo.append(lambda: os.seteuid(0))
 

@@ -250,7 +250,7 @@ def test_lookups_announce_what_is_there_and_the_first_that_is_not(use: Callable[
     one.until(lambda: not one.shared.has_work())
     two.present = {2, 3}  # from another engine, or long ago
     two.look_up([0, 1, 2, 3])
-    assert two.present == {0, 1, 3}, "3 lies behind the end of the prefix: nobody has said anything about it"
+    assert two.present == {0, 1, 3}, "3 lies behind the end of the prefix: nothing is known about it"
 
 
 def test_a_chunk_that_is_gone_when_it_is_loaded_is_announced(use: Callable[..., Used]) -> None:

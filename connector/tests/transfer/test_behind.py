@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spillway_connector.plan.load_cost import BEHIND_SHARE
+from spillway_connector.plan.load_cost import BEHIND_SECONDS_MIN, BEHIND_SHARE
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.faults import HangingTier
 from spillway_connector.testing.tier_contract import NAMESPACE, key_of, payload_of
@@ -117,3 +117,19 @@ def test_a_load_goes_on_while_more_arrives_than_would_be_computed() -> None:
     (outcome,) = rig.look()
     assert outcome.behind is not None and outcome.behind.chunks == CHUNKS - 1
     rig.close()
+
+
+def test_loads_are_judged_no_sooner_than_one_can_be_behind(rig: Rig) -> None:
+    asked: list[int] = []
+
+    def spared(job_id: int) -> bool:
+        asked.append(job_id)
+        return True
+
+    rig.clock.advance(1e3)
+    for _ in range(10):
+        rig.shared.give_up_behind(SECONDS_PER_CHUNK, spared)
+    assert len(asked) == 1
+    rig.clock.advance(BEHIND_SECONDS_MIN)
+    rig.shared.give_up_behind(SECONDS_PER_CHUNK, spared)
+    assert len(asked) == 2

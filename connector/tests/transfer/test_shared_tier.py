@@ -376,7 +376,7 @@ def test_a_lookup_that_hangs_delays_a_request_by_the_timeout_in_total(
     assert shared.snapshot().lookups == {LookupOutcome.EXPIRED: 3}
     assert shared.lookup(key_of(1), "another") is Lookup.PENDING
     shared.request_finished("r")
-    assert shared.lookup(key_of(3), "r") is Lookup.PENDING, "a new request of that name waits anew"
+    assert shared.lookup(key_of(3), "r") is Lookup.PENDING, "a new request of that name waits again"
 
 
 def test_a_slow_but_timely_tier_uses_up_a_requests_patience_only_while_it_waits(rig: Rig) -> None:
@@ -1072,7 +1072,7 @@ def test_a_tier_that_follows_no_sessions_stores_as_ever(rig: Rig) -> None:
 
 
 class TenantTier(TierWrapper):
-    """Writes down for whom it stored what."""
+    """Writes down what it stored for which tenant."""
 
     def __init__(self, tier: Tier) -> None:
         super().__init__(tier)

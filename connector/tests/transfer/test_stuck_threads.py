@@ -102,7 +102,7 @@ def test_the_breaker_closes_again_after_threads_were_lost(make_rig: Callable[[li
     rig = make_rig([0, 1])
     for seed in (0, 1):
         stick(rig, seed)
-    late = rig.load(2)  # before the threads count as lost: nobody takes it
+    late = rig.load(2)  # before the threads count as lost: no thread takes it
     rig.clock.advance(2.0)
     assert not rig.outcome(late).success
     rig.clock.advance(STUCK_SECONDS + 60.0)

@@ -150,7 +150,7 @@ class HostRegion:
 
     @property
     def is_whole(self) -> bool:
-        """False: someone has cut the file, and what the rows hold is nobody's chunk."""
+        """Whether the file is whole. False: it was cut, and the rows hold no chunks any more."""
         return self._watched is None or self._watched.is_whole
 
     @property

@@ -136,7 +136,7 @@ def versions(probe: Probe) -> tuple[str, str]:
 
 
 def events(probe: Probe) -> tuple[str, str]:
-    """A copy on one stream, a wait for it on another, the event recorded anew: the wait must keep what it saw."""
+    """A copy on one stream, a wait for it on another, the event recorded again: the wait must keep what it saw."""
     acl, size = probe.acl, probe.region.size_bytes // 2
     first, second, event = acl.create_stream(), acl.create_stream(), acl.create_event(EVENT_SYNC)
     one = np.array([size], dtype=np.int64)
@@ -239,7 +239,7 @@ def batch_lengths(probe: Probe) -> tuple[str, str]:
 
 
 def registration_seams(probe: Probe, pin_in: Callable[[int], HostPin]) -> tuple[str, str]:
-    """What a copy across two registrations does: the transport cuts it in two, and this shows whether it must."""
+    """Return how a copy across two registrations behaves. The transport cuts it in two; this shows whether it must."""
     pin = pin_in(probe.region.size_bytes // 2)
     try:
         if not pin.boundaries:

@@ -50,7 +50,7 @@ class Chunk:
 
 
 class HostPin:
-    """What `pin_host_memory` achieved. Release it after the last copy and before the memory is unmapped."""
+    """The result of `pin_host_memory`. Release it after the last copy and before the memory is unmapped."""
 
     def __init__(self, method: PinMethod, chunks: tuple[Chunk, ...], registrar: Registrar | None, locked: bool) -> None:
         self.method = method
@@ -75,7 +75,7 @@ class HostPin:
         return tuple(chunk.address for chunk in self._chunks[1:]) if self.pinned else ()
 
     def release(self) -> None:
-        """Twice is harmless."""
+        """Release the memory. May be called twice."""
         if self._released:
             return
         self._released = True

@@ -1,4 +1,4 @@
-"""What a runtime's call copies: addresses and lengths of one direction."""
+"""The addresses and lengths that one call of a runtime copies, in one direction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spillway_connector.plan.copies import Addresses, CopyPlan
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What to copy and to where: addresses and lengths, shape (n,) int64 each, contiguous."""
+    """Sources, targets and lengths of copies: shape (n,) int64 each, contiguous."""
 
     targets: Addresses
     sources: Addresses

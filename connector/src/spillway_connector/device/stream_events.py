@@ -45,7 +45,7 @@ class ReusedEvents:
     def retire(self, event: int) -> None:
         """Return an event that a stream may still wait for: kept until `close`, after the stream's end."""
         if self._runtime.events_are_reusable:
-            self._idle.append(event)  # a wait keeps the record it saw, so recording it anew is safe
+            self._idle.append(event)  # a wait keeps the record it saw, so recording it again is safe
         else:
             self._retired.append(event)
 

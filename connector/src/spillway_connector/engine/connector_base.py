@@ -1,4 +1,4 @@
-"""What the connectors of all generations have in common: vLLM's calls, passed to the scheduler or the worker half."""
+"""The base of all generations' connectors: it passes vLLM's calls to the scheduler or the worker half."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class ConnectorBase(OffloadingConnector):
         return refused
 
     def _namespace_of(self, wanted: str) -> Namespace | None:
-        """None: this engine shares no chunks with others."""
+        """Return the namespace of this engine's chunks; None: it shares no chunks with others."""
         spec, manager = self._spec, self._half.manager
         shares = bool(manager.secondary_tiers) or manager.primary_tier.is_joined is not None
         if not shares or not isinstance(spec, SpecBase):

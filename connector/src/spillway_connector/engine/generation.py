@@ -91,7 +91,7 @@ COMMON_METHODS = (  # equal in all generations
 
 
 class Seams(NamedTuple):
-    """What a generation's room relies on."""
+    """The names and signatures of vLLM on which a generation's room relies."""
 
     names: Mapping[str, Sequence[str]]  # by module
     methods: Sequence[Methods]

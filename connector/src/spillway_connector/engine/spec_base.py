@@ -1,4 +1,4 @@
-"""What the specs of all generations have in common: vLLM's tiering machinery with our host memory, copiers and tiers.
+"""The base of all generations' specs: vLLM's tiering machinery with our host memory, copiers and tiers.
 
 One spec is built in the scheduler's process and one in each worker's. What a generation's interfaces call things
 differs (where a setting is, the worker's class); its room completes the class.
@@ -24,7 +24,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.memory_nodes import has_several_memory_nodes
-from spillway_connector.engine.cpu_tier.tier import ArcRows, CpuTier, LruRows
+from spillway_connector.engine.cpu_tier.arc_rows import ArcRows
+from spillway_connector.engine.cpu_tier.lru_rows import LruRows
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.process_settings import (
     ProcessSettings,
     device_name,
@@ -88,18 +90,18 @@ class SpecBase(OffloadingSpec):
         """The rest of the constructor, after the constructor of vLLM's class.
 
         Args:
-            region_id: Of the rows: the same in all processes of one replica, and in those of no other.
-            rank_block_bytes: What a device block of one rank takes in a row, all of its layers together; NOT_KNOWN_HERE
-                if only the workers can tell (layouts/packed_blocks.py).
-            num_ranks: In num_stages stages of a pipeline.
-            num_stages: Of the pipeline.
-            ranks_hold_the_same: Those of a stage, KV, byte for byte, so that a row holds it once.
-            tokens_per_block: Of the first KV group.
-            tokens_per_hash: Of a block hash.
+            region_id: The name of the rows' region: the same in all processes of one replica, and in those of no other.
+            rank_block_bytes: The bytes of a device block of one rank in a row, all of its layers together;
+                NOT_KNOWN_HERE if only the workers can tell (layouts/packed_blocks.py).
+            num_ranks: The number of ranks of all pipeline stages.
+            num_stages: The number of pipeline stages.
+            ranks_hold_the_same: Whether the ranks of a stage hold equal KV, byte for byte, so that a row holds it once.
+            tokens_per_block: The tokens of a block of the first KV group.
+            tokens_per_hash: The tokens of a block hash.
             enable_events: Whether the CPU tier's changes are published.
 
         Raises:
-            ConfigError: What is set cannot be.
+            ConfigError: The settings cannot be used.
         """
         self.settings = ConnectorConfig.parse(self.extra_config)
         if self.settings.compute_while_loading == "on" and num_stages > 1:

@@ -1,1 +1,1 @@
-"""What weights and adapters are, by their bytes."""
+"""The identity of weights and adapters, by their bytes."""

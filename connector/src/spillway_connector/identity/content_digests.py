@@ -47,7 +47,7 @@ class FileState:
     @classmethod
     def of(cls, path: Path) -> FileState:
         found = path.stat()
-        if not is_regular(found):  # opening a FIFO would wait for ever
+        if not is_regular(found):  # opening a FIFO would wait forever
             raise OSError(f"{path} is {kind_of(found)}, and no file of a model or adapter")
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 

@@ -89,7 +89,7 @@ def code_identity(folder: Path) -> str:
 
 
 def model_files(place: Path, load_format: str = "auto") -> dict[str, Path]:
-    """What may decide a model's KV, by its path below the folder, in order.
+    """Return the files that may decide a model's KV, by their paths below the folder, in order.
 
     place: a folder, or a single file, with which its further shards and projectors count. Raises OSError when a folder
     cannot be read, and WeightsUnknown if there are no weights or too many files.

@@ -1,8 +1,8 @@
 """The lock of a node's index, which the scheduler's thread takes within a step.
 
 By ``flock`` on the open file, so a killed holder leaves it, and every process that has mapped the index takes this
-lock, even if another file has its name by now. An attempt waits for nothing, so it keeps the GIL: given up, it would go
-to a thread of a shared tier, and the step would wait for that one.
+lock, even if another file has its name by now. An attempt does not wait, so it keeps the GIL: if it gave the GIL up, a
+thread of a shared tier would take it, and the step would wait for that thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import time
 from pathlib import Path
 
 from spillway_connector.errors import TierTimeout
-
-_FIRST_RETRY_SECONDS = 0.0001
-_LONGEST_RETRY_SECONDS = 0.002
+from spillway_connector.tiers.disk.file_lock import FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
 
 _TRY, _UNLOCK = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
 _flock = ctypes.PyDLL(None).flock
@@ -37,7 +35,7 @@ class IndexLock:
         _flock(self._descriptor, _UNLOCK)
 
     def _wait(self, patience_seconds: float) -> None:
-        pause, deadline = _FIRST_RETRY_SECONDS, time.monotonic() + patience_seconds
+        pause, deadline = FIRST_RETRY_SECONDS, time.monotonic() + patience_seconds
         while True:
             try:
                 return fcntl.flock(self._descriptor, _TRY)
@@ -45,10 +43,10 @@ class IndexLock:
                 if time.monotonic() >= deadline:
                     raise TierTimeout(f"{self._path}: another process held the lock") from None
             time.sleep(pause)  # flock has no timeout of its own
-            pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+            pause = min(2 * pause, LONGEST_RETRY_SECONDS)
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close the lock. May be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

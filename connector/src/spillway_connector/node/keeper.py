@@ -95,12 +95,13 @@ class NodeKeeper:
         ]
 
     def close(self) -> None:
-        """The regions stay."""
+        """Close this process's files. The regions stay."""
         for row_bytes in list(self._regions):
             self._forget(row_bytes)
 
     def remove(self) -> list[int]:
-        """Give the memory of all regions back that no engine uses; the sizes of the rows of the others."""
+        """Give back the memory of all regions that no engine uses. Returns the row sizes of the regions that are still
+        used."""
         self.tick()
         return [row_bytes for row_bytes in list(self._regions) if not self._remove(row_bytes)]
 
@@ -118,7 +119,7 @@ class NodeKeeper:
             self._open(row_bytes, kept_seconds=0.0)
 
     def _open(self, row_bytes: int, kept_seconds: float | None) -> str | None:
-        """Why there is no region; None: there is."""
+        """Open or make the region. Returns why there is none; None if there is one."""
         try:
             region = NodeRegion(
                 self.path, self.region_bytes // row_bytes, row_bytes, new_number(), kept_seconds=kept_seconds

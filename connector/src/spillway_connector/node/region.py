@@ -51,6 +51,8 @@ OPEN_SECONDS = 600.0  # for the engine that takes the memory of all rows; the ot
 KEEPER_SECONDS = 300.0  # for an engine that waits for the keeper, within the 600 s that vLLM gives a start
 _ASKING_SECONDS = 0.1
 CHANGE_SECONDS = 2.0  # for a change of the index: under a millisecond, unless a busy machine stops its holder
+PLACE_SECONDS = 10.0  # for an engine that starts while all places are taken, some of them by engines that were killed
+_PLACE_RETRY_SECONDS = 0.05
 REMOVED_LEASE_MS = 60_000  # an engine sees within a step that its lease was removed; what its device copies ends, too
 _FILE_DEPTH = 2  # rows-<bytes>/<file> below the path
 WANTED, REFUSED = "wanted", "refused"
@@ -126,7 +128,7 @@ class NodeRegion:
             time.sleep(_ASKING_SECONDS)
 
     def _is_there(self) -> bool:
-        """Whether engines of this version can use it; its number of rows is then this one's."""
+        """Whether engines of this version can use the region; its number of rows then becomes this object's."""
         found = NodeIndex.rows_in(self._read_head() or b"", self.row_bytes)
         if found is None:
             return False
@@ -195,7 +197,7 @@ class NodeRegion:
             return 0
 
     def _make(self) -> None:
-        """The rows first and the mark of the index last: a region that was never finished has none."""
+        """Make the rows first and the mark of the index last, so that a region that was never finished has no mark."""
         rows = HostRegion(self._rows_path, self.num_rows, self.row_bytes, keeps_name=True)
         try:
             take_pages(rows)
@@ -228,7 +230,7 @@ class NodeRegion:
             self.changed()
 
     def change(self, patience_seconds: float = CHANGE_SECONDS) -> NodeIndex:
-        """As :meth:`changing`, in half the time; changed() must follow, and end() of the index if all went well.
+        """Begin a change as :meth:`changing` does, in half the time. changed() must follow, and end() if all went well.
 
         Whoever changes the index often also asks ``require_files`` now and then: this looks at the index alone.
         """
@@ -257,21 +259,31 @@ class NodeRegion:
         if not self.is_whole or self._rows_bytes() != self.num_rows * self.row_bytes:
             raise RegionGone(f"a file in {self.path} was cut or overwritten")
 
-    def join(self, now_ms: int) -> int:
-        """The place of this engine in the index, for its scheduler's process. Raises HostMemoryError."""
-        place = None
-        try:
-            with self.changing(OPEN_SECONDS) as index:
-                self.sweep(None, now_ms)
-                place = index.join(self.lease.number)
-        except (OSError, TierTimeout) as error:
-            raise HostMemoryError(f"the CPU tier of this node cannot be joined: {error}") from error
-        if place is None:
-            raise HostMemoryError(f"{self.path} has no place for another engine; start fewer on this node")
-        return place
+    def join(self, now_ms: Callable[[], int], patience_seconds: float = PLACE_SECONDS) -> int:
+        """The place of this engine in the index, for its scheduler's process. Raises HostMemoryError.
+
+        The place of a killed engine is free a moment later, so it is waited for, without the lock.
+        """
+        deadline, has_said = time.monotonic() + patience_seconds, False
+        while True:
+            try:
+                with self.changing(OPEN_SECONDS) as index:
+                    self.sweep(None, now_ms())
+                    place = index.join(self.lease.number)
+                    is_worth_waiting = place is None and index.has_dead_engines
+            except (OSError, TierTimeout) as error:
+                raise HostMemoryError(f"the CPU tier of this node cannot be joined: {error}") from error
+            if place is not None:
+                return place
+            if not is_worth_waiting or time.monotonic() >= deadline:
+                raise HostMemoryError(f"{self.path} has no place for another engine; start fewer on this node")
+            if not has_said:
+                has_said = True
+                logger.info("Spillway: waiting for a place in %s that an engine which was killed has", self.path)
+            time.sleep(_PLACE_RETRY_SECONDS)
 
     def sweep(self, own: int | None, now_ms: int) -> int:
-        """Like NodeIndex.sweep, it judges by the leases. The caller holds the lock of the index. Raises OSError."""
+        """Sweep as NodeIndex.sweep does, by the leases. The caller holds the index's lock. Raises OSError."""
         before = self.index.numbers()
         released = self.index.sweep(lambda number: self._may_run(number, now_ms), own, now_ms)
         for number in before - self.index.numbers():  # now: of an engine that ended, another sweep finds the lease
@@ -286,7 +298,7 @@ class NodeRegion:
         return now_ms - self._removed_ms.setdefault(number, now_ms) < REMOVED_LEASE_MS
 
     def look_after(self) -> None:
-        """This process is no engine: it reads no row, and its region may be replaced. Raises OSError."""
+        """Declare that this process is no engine: it reads no row, and its region may be replaced. Raises OSError."""
         self.lease.release()
         self.lease.remove(self.lease.number)
         self.memory.cleanup()
@@ -301,7 +313,7 @@ class NodeRegion:
         return True
 
     def close(self) -> None:
-        """This process uses the region no longer; its memory stays."""
+        """End this process's use of the region, whose memory stays."""
         self.lease.release()
         self._lock.close()
         self._watched.forget()

@@ -12,7 +12,7 @@ class AheadOutcome(StrEnum):
     """The fate of a chunk that was promoted before its request's turn. Value of the metric's label."""
 
     PROMOTED = "promoted"  # its load was begun
-    USED = "used"  # in the CPU tier, or nearly, when its request's turn came
+    USED = "used"  # it was in the CPU tier, or nearly, when its request's turn came
     EVICTED = "evicted"  # it had made room for others, or its load had failed
     UNUSED = "unused"  # its request ended without a turn
 
@@ -20,8 +20,9 @@ class AheadOutcome(StrEnum):
 class WasteBudget:
     """A leaky bucket: seconds of useless loading fill it, time empties it at `share` seconds a second.
 
-    While it holds `seconds_max` or more, nothing is to be promoted ahead. What is under way then may still be wasted,
-    so the sum over a time t is at most `share * t + seconds_max` and the loads of one full bound of rows.
+    While it holds `seconds_max` or more, nothing is to be promoted ahead. Loads that are under way at that moment may
+    still be wasted, so the sum over a time t is at most `share * t + seconds_max`, plus the loads of one full bound of
+    rows.
     """
 
     def __init__(self, share: float = WASTED_SHARE_MAX, seconds_max: float = WASTED_SECONDS_MAX) -> None:

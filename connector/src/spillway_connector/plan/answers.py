@@ -1,13 +1,14 @@
 """Whether clients send answers back as they were, so that the KV of generated tokens is worth keeping.
 
 The chat template of a model that thinks may leave the thinking of earlier turns out. Then the next prompt goes on with
-other tokens, and no KV of the answer is used again. Whether it is so is measured: of each answer that fills a chunk,
-the first chunk behind its prompt is remembered, and a later prompt that holds it has sent the answer back.
+other tokens, and no KV of the answer is used again. This is measured: the first chunk behind the prompt of each answer
+that fills a chunk is remembered, and a later prompt that holds that chunk has sent the answer back.
 
 - An answer counts when it is sent back, when its session goes on without it, or when ANSWERS_MAX newer ones were given.
-  One that is sent back after its session went on otherwise, as a sub-agent's request does, counts as sent back.
-- Below SENT_BACK_SHARE_MIN of at least COUNTED_MIN answers it does not pay to keep them; from SENT_BACK_SHARE_AGAIN on
-  it does again. Answers are kept until this number of them has been counted.
+  An answer that is sent back after its session went on otherwise (after a request of a sub-agent, for example) counts
+  as sent back.
+- If less than SENT_BACK_SHARE_MIN of the answers are sent back, they are not kept until SENT_BACK_SHARE_AGAIN is
+  reached again. The first COUNTED_MIN answers are always kept.
 
 A chunk's key covers all tokens before it, the tenant's salt and the adapter, so no answer is taken for another.
 
@@ -46,18 +47,20 @@ class AnswerReuse:
 
     @property
     def sent_back_share(self) -> float | None:
-        """The share of the answers that count; None until there are COUNTED_MIN."""
+        """The share of the counted answers that were sent back; None until COUNTED_MIN have been counted."""
         return self._sent_back / self.counted if self.counted >= COUNTED_MIN else None
 
     def requested(self, keys: Sequence[bytes], session: Hashable | None) -> None:
         """A new request's prompt has these chunks."""
-        if not self._answers.keys().isdisjoint(keys):  # most prompts go on with no answer
+        if self._answers and not self._answers.keys().isdisjoint(keys):  # most prompts continue no answer
             for key in keys:
                 answer = self._answers.get(key)
                 if answer is not None and not answer.sent_back:
                     answer.sent_back = True
                     self._count(answer)
                     self._sent_back = min(self._sent_back + 1, self.counted)
+        elif session not in self._newest:
+            return
         newest = self._newest.pop(session, None) if session is not None else None
         if newest is not None:
             self._count(self._answers[newest])

@@ -1,11 +1,14 @@
-"""Which requests are turns of one conversation, if none of them says so: each begins with the prompt of the one before.
+"""Finds the requests that are turns of one conversation although none of them says so: each begins with the prompt of
+the one before.
 
-The last blocks of a prompt are remembered. A later prompt that holds one of them goes on with that conversation, unless
-the conversation has already gone on in another way: such a block belongs to what many prompts share, as a system prompt
-does. A block's hash stands for the whole prefix, the tenant's salt and the adapter, so no conversation crosses tenants.
+The last blocks of a prompt are its ends, and remembered. A later prompt that holds one of them goes on with that
+conversation, unless the conversation has already gone on in another way: such a block belongs to what many prompts
+share, as a system prompt does. A prompt whose last block is an end was asked before: by a client that tries again, for
+several answers to one prompt, or by a conversation that is held once more, whose turns all have the name of the first
+time. A block's hash stands for the whole prefix, the tenant's salt and the adapter, so no conversation crosses tenants.
 
-A prompt that goes on with nothing may be the first turn of a conversation or may never come back. While at least half
-of those before it came back, it is taken for a first turn.
+A prompt that continues no other may be the first turn of a conversation or may never come back. While at least half of
+those before it came back, it is taken for a first turn.
 
 Pure. Everything here belongs to one thread, the scheduler's.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from spillway_connector.plan.sessions import SessionHint
 
@@ -30,7 +34,7 @@ _NAME_MARK = b"\xff"  # in no session that a client names: those are UTF-8
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """ends: the last blocks of its newest prompt."""
+    """ends: those that its next turn is recognised by."""
 
     name: bytes
     ends: Sequence[bytes] = ()
@@ -42,7 +46,10 @@ class Conversations:
 
     def __init__(self, ends_max: int = ENDS_MAX) -> None:
         self._ends_max = ends_max
-        self._ends: OrderedDict[bytes, _Conversation | None] = OrderedDict()  # None: several prompts went on from it
+        # By end: the conversation that had it first.
+        self._ends: OrderedDict[bytes, _Conversation] = OrderedDict()
+        # First blocks of the prompts with these ends. They are used when an end is, so they are as many at most.
+        self._beginnings: OrderedDict[bytes, None] = OrderedDict()
         self._first_turns = 0
         self._came_back = 0
 
@@ -54,36 +61,44 @@ class Conversations:
         """
         if not blocks:
             return None
-        conversation = self._continued(blocks)
+        conversation = self._known(blocks)
         if conversation is None:
             conversation = _Conversation(_NAME_MARK + blocks[-1])
             self._count_first_turn()
         elif not conversation.came_back:
             conversation.came_back = True
             self._came_back += 1
-        conversation.ends = blocks[-_ENDS_OF_PROMPT:]
-        for block in conversation.ends:
-            self._remember(block, conversation)
+        self._end(conversation, blocks)
+        self._beginnings[blocks[0]] = None
+        self._beginnings.move_to_end(blocks[0])
+        if len(self._beginnings) > self._ends_max:
+            self._beginnings.popitem(last=False)
         expected = conversation.came_back or 2 * self._came_back >= self._first_turns
         return SessionHint(conversation.name) if expected else None
 
-    def _continued(self, blocks: Sequence[bytes]) -> _Conversation | None:
-        """The conversation that these blocks go on with."""
-        near = blocks[-NEW_BLOCKS_MAX:]
-        if self._ends.keys().isdisjoint(near):  # most first turns, without a loop
+    def _known(self, blocks: Sequence[bytes]) -> _Conversation | None:
+        """The conversation that these blocks repeat or go on with."""
+        if blocks[0] not in self._beginnings:  # a first turn, and no other block of it is looked at
             return None
-        block = next(block for block in reversed(near) if block in self._ends)
-        conversation = self._ends[block]
-        if conversation is not None and block not in conversation.ends:
-            conversation = self._ends[block] = None
-        return conversation
+        ends = self._ends
+        block = next(filter(ends.__contains__, islice(reversed(blocks), NEW_BLOCKS_MAX)), None)
+        if block is None:
+            return None
+        conversation = ends[block]
+        return conversation if block == blocks[-1] or block in conversation.ends else None
 
-    def _remember(self, block: bytes, conversation: _Conversation) -> None:
-        if self._ends.setdefault(block, conversation) is not None:
-            self._ends[block] = conversation
-        self._ends.move_to_end(block)
-        if len(self._ends) > self._ends_max:
-            self._ends.popitem(last=False)
+    def _end(self, conversation: _Conversation, blocks: Sequence[bytes]) -> None:
+        """This is the conversation's newest prompt, unless it was asked before."""
+        ends = self._ends
+        if blocks[-1] in ends:
+            ends.move_to_end(blocks[-1])
+            return
+        # What is an end already is one that several go on from.
+        conversation.ends = [block for block in blocks[-_ENDS_OF_PROMPT:] if block not in ends]
+        for block in conversation.ends:
+            ends[block] = conversation
+            if len(ends) > self._ends_max:
+                ends.popitem(last=False)
 
     def _count_first_turn(self) -> None:
         self._first_turns += 1

@@ -1,4 +1,4 @@
-"""From block ids to copy descriptors: which bytes go where, in as few pieces as the layouts allow.
+"""Turns block ids into copy descriptors: source, target and size of each piece, as few as the layouts allow.
 
 Pure arithmetic on addresses; no tensor, device, clock or lock. The same plan serves both directions and every
 transport: a store reads the device side and writes the host side, a load does the reverse.
@@ -55,10 +55,11 @@ class CopyPlan:
         return len(self.sizes_bytes)
 
     def share(self, part: int, parts: int) -> CopyPlan:
-        """The bytes of one of `parts` processes that hold the same: no byte is missing in all, or in two of them.
+        """Return the part of the copies that one of `parts` processes makes if all of them hold the same bytes: each
+        byte is copied by exactly one process.
 
-        They are counted in the order of the plan, which follows blocks and layers and so is the same in every process.
-        Addresses, and with them the spans, differ between processes.
+        The bytes are counted in the order of the plan, which follows blocks and layers and so is the same in every
+        process. Addresses, and with them the spans, differ between processes.
         """
         if parts == 1:
             return self
@@ -78,7 +79,7 @@ class CopyPlan:
 
 
 def join_plans(plans: Sequence[CopyPlan]) -> CopyPlan:
-    """One plan of several, which are not empty and whose spans do not overlap."""
+    """Join plans that are not empty and whose spans do not overlap."""
     if len(plans) == 1:
         return plans[0]
     return CopyPlan(

@@ -69,7 +69,8 @@ class ChunkGeometry:
     def own_pages(self, rank: int) -> tuple[int, int]:
         """The whole pages of each row that lie on this rank's memory node: (offset, length) in bytes.
 
-        Those of all ranks are the row. A page with the end of one cell and the start of the next is the latter's.
+        Those of all ranks are the row. A page that holds the end of one cell and the start of the next belongs to the
+        next.
         """
         return self._first_page(rank), self._first_page(rank + 1) - self._first_page(rank)
 

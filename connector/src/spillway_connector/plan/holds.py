@@ -34,7 +34,7 @@ class RetentionMark(NamedTuple):
 
 
 class RetentionHint(NamedTuple):
-    """What a request says of its prompt's retention. share: of a tier, the most that its tenant may hold."""
+    """A request's hint about its prompt's retention. share: of a tier, the most that its tenant may hold."""
 
     marks: tuple[RetentionMark, ...]
     share: float
@@ -69,7 +69,7 @@ class Holds(Generic[_Key]):
         self.keys: KeysView[_Key] = self._spans.keys()  # held, or until a moment ago
 
     def resize(self, chunks: int, now: float) -> None:
-        """From now on the tier has room for this number of chunks. Tenants' shares follow with their next requests."""
+        """Set the number of chunks for which the tier has room. Tenants' shares follow with their next requests."""
         self._chunks, self._chunks_max = chunks, int(chunks * TOTAL_SHARE_MAX)
         while len(self._spans) > self._chunks_max:
             self._give_up_one(self._giving(next(iter(self._tenants.values())), now), now)
@@ -94,7 +94,7 @@ class Holds(Generic[_Key]):
 
     def held_of(self, keys: Collection[_Key], now: float) -> set[_Key]:
         """Return those of the keys that are held."""
-        if self._spans.keys().isdisjoint(keys):  # most batches, without a loop
+        if not self._spans or self._spans.keys().isdisjoint(keys):  # most batches, without a loop
             return set()
         return {key for key in keys if self.is_held(key, now)}
 
@@ -131,7 +131,9 @@ class Holds(Generic[_Key]):
         self._forget_idle(owner)
 
     def expire(self, now: float) -> None:
-        """Forget what has expired. It counts for nothing before, except in `len`."""
+        """Forget what has expired. Expired holds have no effect even before this call, except on `len`."""
+        if not self._spans:
+            return
         for owner in list(self._tenants.values()):
             for span, key in list(_expired(owner, now)):
                 self._give_up(span, key)
@@ -143,7 +145,8 @@ class Holds(Generic[_Key]):
         self._tenants.clear()
 
     def _giving(self, asking: _Tenant[_Key], now: float) -> _Tenant[_Key]:
-        """Whose hold ends because all tenants together hold too much: one that has expired, or the most."""
+        """The tenant whose hold ends because all tenants together hold too much: one with an expired hold, or the one
+        with the most holds."""
         for owner in self._tenants.values():
             if next(_expired(owner, now), None) is not None:
                 return owner

@@ -1,8 +1,8 @@
 """Which chunks of a shared tier have not been used for a while, of those that this engine stored or loaded.
 
-A tier that is full evicts what was not used for longest, or something like it, and cannot be asked what that will be.
-So the order of use is kept here. A request uses its chunks from the first one on; what was idle for longest is
-therefore the beginning of a prefix, followed by the rest of it. Pure: time is an argument.
+A full tier evicts roughly the least recently used chunks, and it cannot be asked which these are. So the order of use
+is kept here. A request uses its chunks from the first one on; so the chunk that was idle for longest is the beginning
+of a prefix, and the rest of that prefix follows. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class IdleChunks:
         return len(self._used)
 
     def add(self, keys: Sequence[bytes], tenant: bytes, now: float) -> None:
-        """They are in the tier, and were used in this order."""
+        """Record that these chunks are in the tier, and were used in this order."""
         for key in keys:
             self._used.pop(key, None)
             self._used[key] = tenant, now
@@ -44,7 +44,7 @@ class IdleChunks:
                 self._used[key] = known[0], now
 
     def take(self, used_before: float, count: int) -> list[IdleChunk]:
-        """Remove and return up to ``count`` chunks that were last used at or before that, the oldest first."""
+        """Remove and return up to ``count`` chunks that were not used after this time, the oldest first."""
         due = [
             IdleChunk(key, tenant)
             for key, (tenant, used_at) in islice(self._used.items(), count)
@@ -55,7 +55,7 @@ class IdleChunks:
         return due
 
     def remove(self, key: bytes) -> None:
-        """The tier does not hold it."""
+        """Record that the tier does not hold this chunk."""
         self._used.pop(key, None)
 
     def clear(self) -> None:

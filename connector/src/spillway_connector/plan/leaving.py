@@ -1,4 +1,4 @@
-"""How far ahead of the device the CPU tier stores what the device is about to give up.
+"""Decides how early the CPU tier stores the blocks that the device is about to give up.
 
 vLLM takes blocks from the head of the free queue. What lies there and nowhere else has to be copied before its block is
 taken: one step before, at least, because a step's stores are copied behind it. How many blocks a step takes is

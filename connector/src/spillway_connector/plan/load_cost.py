@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 _STEPS_MAX = 64  # vLLM keeps at most a handful of steps in flight
 BEHIND_SHARE = 0.03  # of the time to compute what is loaded
-LATENCY_SECONDS_MAX = 0.1  # a request that took longer waited behind what loads had left on the path
+LATENCY_SECONDS_MAX = 0.1  # a request that took longer waited behind the rest of other loads on the path
 BEHIND_SECONDS_MIN = 0.05  # a few steps of a scheduler, which looks once a step
 _PREFILL_TOKENS_MIN = 128  # a step with fewer mostly decodes: no measure of the prefill rate
 
@@ -31,19 +31,24 @@ class LoadPolicy:
 class RateMeter:
     """Amount per second, exponentially weighted: `sum(w * amount) / sum(w * seconds)`, `w = 0.5 ** (age / half_life)`.
 
+    per_second: the measured rate; None before the first measurement. It is read several times a step, and changes when
+    a measurement is added: both sums decay alike, so their ratio survives a long pause.
+
     pinned: a rate to answer instead of the measured one.
     """
 
     def __init__(self, half_life_seconds: float, pinned: float | None = None) -> None:
         self._half_life_seconds = half_life_seconds
         self._pinned = pinned
+        self.per_second = pinned
         self._amount = 0.0
         self._seconds = 0.0
         self.updated_at: float | None = None  # the end of the last measurement
 
     def replace(self, amount: float, seconds: float, now: float) -> None:
-        """As :meth:`add`, but what was measured before does not count any more."""
+        """Add a measurement as :meth:`add` does, and drop all earlier ones."""
         self._amount = self._seconds = 0.0
+        self.per_second = self._pinned
         self.add(amount, seconds, now)
 
     def add(self, amount: float, seconds: float, now: float) -> None:
@@ -57,14 +62,9 @@ class RateMeter:
         self._amount += amount
         self._seconds += seconds
         self.updated_at = now
-
-    @property
-    def per_second(self) -> float | None:
-        """The measured rate; None before the first measurement, unless it is pinned."""
-        if self._pinned is not None:
-            return self._pinned
-        # Both sums decay alike, so their ratio survives a long pause; below this they are rounding errors.
-        return self._amount / self._seconds if self._seconds > 1e-12 else None
+        if self._pinned is None:
+            # Below this both are rounding errors.
+            self.per_second = self._amount / self._seconds if self._seconds > 1e-12 else None
 
 
 class _Step(NamedTuple):
@@ -120,29 +120,26 @@ def loading_pays(
     return size_bytes / load_bytes_per_second <= margin * tokens / prefill_tokens_per_second
 
 
-def is_behind(
-    elapsed_seconds: float, received_chunks: float, chunks: int, seconds_per_chunk: float, latency_seconds: float
-) -> bool:
-    """Whether a load is to be given up because computing has overtaken it.
+def behind_after(received_chunks: float, chunks: int, seconds_per_chunk: float, latency_seconds: float) -> float:
+    """After how many seconds a load is to be given up because computing has overtaken it, if no more arrives.
 
     During BEHIND_SHARE of the time that computing all of it would take, the load is not judged; after that more must
     have arrived than would have been computed. So a load that is too slow from its beginning costs that share, whatever
     rate the tier was believed to reach. An unmeasured tier is tried at the same price.
 
     Args:
-        elapsed_seconds: since the load was begun.
-        received_chunks: chunks of any load that have arrived since then, parts of chunks included.
-        chunks: of the load.
+        received_chunks: chunks of any load that have arrived since the load was begun, parts of chunks included.
+        chunks: the number of chunks to load.
         seconds_per_chunk: to compute one.
-        latency_seconds: of one request to the tier, during which nothing can arrive.
+        latency_seconds: the latency of one request to the tier, during which nothing can arrive.
     """
     nothing_yet = 2 * min(latency_seconds, LATENCY_SECONDS_MAX)
     free = max(BEHIND_SECONDS_MIN + nothing_yet, BEHIND_SHARE * chunks * seconds_per_chunk)
-    return elapsed_seconds > free and received_chunks * seconds_per_chunk < elapsed_seconds - nothing_yet
+    return max(free, nothing_yet + received_chunks * seconds_per_chunk)
 
 
 class GateReading(NamedTuple):
-    """What metrics say of one tier's gate. load_rate: bytes per second that loads have reached; None: not measured."""
+    """One tier's gate, for metrics. load_rate: bytes per second that loads have reached; None: not measured."""
 
     tier: str
     load_rate: float | None
@@ -205,7 +202,7 @@ class LoadGate:
         return False
 
     def readings(self, tier: str, prefill_rate: RateMeter) -> list[GateReading]:
-        """What there is to report of each tier behind this gate. tier: the name of the only one."""
+        """The figures to report of each tier behind this gate. tier: the name of the only one."""
         return [GateReading(tier, self.load_rate.per_second, self.pays(prefill_rate))]
 
 
@@ -213,7 +210,7 @@ class JointGate:
     """The gate of tiers that stand behind each other: open while loading from any of them pays, as their gates say.
 
     Args:
-        names: Of the tiers, in their order.
+        names: The names of the tiers, in their order.
         members: A gate for each tier.
         load_rate: What loads have reached, whichever tier they came from.
     """
@@ -246,6 +243,7 @@ class JointGate:
         return [reading for name, gate in pairs for reading in gate.readings(name, prefill_rate)]
 
     def open_members(self, request_id: str, prefill_rate: RateMeter, now: float) -> list[int]:
-        """From which of the tiers this request may load now, by position; from all, if it was let in against them."""
+        """The positions of the tiers from which this request may load now: all of them if every gate is closed and the
+        request was admitted nevertheless."""
         found = [number for number, gate in enumerate(self.members) if gate.passes(request_id, prefill_rate, now)]
         return found or list(range(len(self.members)))

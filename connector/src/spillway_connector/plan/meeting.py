@@ -36,8 +36,8 @@ class Rates(NamedTuple):
 def meeting_point(position: float, loaded_from: int, rates: Rates, busy_seconds: float = 0.0) -> int:
     """The first chunk to be loaded, so that the load is not late when computing has got there.
 
-    position: chunks computed, or on their way to be. loaded_from: chunks from here on are loaded. busy_seconds: until
-    the device computes behind `position`; loading goes on meanwhile. It is neither before `position` nor behind
+    position: chunks that are computed, or being computed. loaded_from: chunks from here on are loaded. busy_seconds:
+    until the device computes behind `position`; loading goes on meanwhile. It is neither before `position` nor behind
     `loaded_from`.
     """
     missing = max(0.0, loaded_from - position - busy_seconds * rates.loaded)
@@ -52,9 +52,9 @@ def meeting_pays(begin: int, end: int, rates: Rates) -> bool:
 
 
 def step_tokens_max(distance: int, chunk_tokens: int, rates: Rates) -> int:
-    """How many tokens the next step may compute, `distance` before the meeting point. This is half of the way, because
-    the other half may be loaded sooner than its rate says, or all of a short way. The result takes at least
-    STEP_SECONDS to compute.
+    """How many tokens the next step may compute, `distance` before the meeting point. This is half of the distance,
+    because the other half may be loaded sooner than its rate says; a short distance is computed as a whole. The result
+    takes at least STEP_SECONDS to compute.
     """
     shortest = chunk_tokens * max(1, math.ceil(STEP_SECONDS * rates.computed))
     if distance <= 0:

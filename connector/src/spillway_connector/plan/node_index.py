@@ -1,56 +1,55 @@
 """The index of rows that the engines of a node share: which chunk is in which row, and who uses it.
 
-It lies in memory that all of them map. Changes are made by the holder of one lock (node/region.py); a look-up reads
-without it. One word of a row, its stamp, says all that counts: the generation, a number that no other use of any row
-ever has, and the state. What belongs to a change is written before the stamp. So if an engine is killed between two
-words, each row is as it was before or as it was to be. The next holder of the lock counts again what is merely derived:
-the number of free rows, and which segments have changed.
+It lies in memory that all of them map. The holder of one lock (node/region.py) changes it; a look-up reads it without
+the lock. One word of each row, its stamp, holds the generation (a number that no other use of any row ever has) and the
+state. Everything else that a change writes is written before the stamp. So if an engine is killed between two words,
+each row is as it was before or as it was to be. The next holder of the lock counts again what is merely derived: the
+number of free rows, and which segments have changed.
 
-With the lock an engine reserves rows, which no other engine changes then while it lives. So it needs no lock to give
-them to chunks and, when those are written, to publish them. It counts such changes in words of its own.
+An engine reserves rows under the lock; while it lives, no other engine changes these. So it needs no lock to give them
+to chunks, nor to publish the chunks once they are written. It counts such changes in its own words of the index.
 
 Pure: no I/O, no lock, no clock.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
+from spillway_connector.plan.node_records import (
+    RECORD_BYTES,
+    STATE_BITS,
+    U64,
+    USE_MASK,
+    Entry,
+    NodeRecords,
+    RowArray,
+    Rows,
+    are_many,
+)
+
 VERSION = 7
 ENGINES_MAX = 64
-KEY_BYTES_MAX = 64
-NAMESPACE_BYTES = 16
 IDENTITY_BYTES = 16
 HEAD_BYTES = 64  # of the index, that tell whose it is
-# The state of a row, in the low bits of its stamp. Of those with the lowest bit the row is one engine's alone.
+# The state of a row, in the low bits of its stamp. If the lowest bit is set, the row belongs to one engine alone.
 FREE, WRITING, READY, RESERVED = 0, 1, 2, 3
 NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such generation
 DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends within it
 
-Rows = Sequence[int]
 Stamps = Sequence[int]
-RowArray = npt.NDArray[np.intp]
-U64 = npt.NDArray[np.uint64]
 
 _MAGIC = int.from_bytes(b"spillnod", "little")
 _STATE_MASK = 3
 _STATE = np.uint64(_STATE_MASK)
 _OWNED = 1
 _IS_OWNED = np.uint64(_OWNED)
-STATE_BITS = 2
-RESERVED_TO_WRITING, WRITING_TO_READY = WRITING - RESERVED, READY - WRITING
-_USE_MASK = 0xFFFF_FFFF  # what a check holds of the generation
-_USE_AT, _USE = np.uint64(STATE_BITS), np.uint64(_USE_MASK)
-# What the index holds of each row's chunk: check, length of the key, namespace, key.
-_RECORD = struct.Struct(f"<QB7x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")
-_NAMESPACE_AT = 16  # in a record
-_FEW_ROWS = 16  # up to this number, reading words one by one is faster than an array
+RESERVED_TO_WRITING, WRITING_TO_READY = RESERVED ^ WRITING, WRITING ^ READY  # the bits of a stamp that change
+_USE_AT, _USE = np.uint64(STATE_BITS), np.uint64(USE_MASK)
 _NO_PINS = bytes(ENGINES_MAX)
 _NO_HOLDS = bytes(4 * ENGINES_MAX)
 _NO_ENGINE_HOLDS = bytes(8 * ENGINES_MAX)
@@ -64,23 +63,6 @@ _MARK, _VERSION, _ROWS, _ROW_BYTES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _
 # How often rows have changed: under the lock, and by the engine at each place, which claimed or published them. Each
 # segment has this number of words, too.
 _CHANGES_FROM, _CHANGE_WORDS = 256, 1 + ENGINES_MAX
-
-
-class Entry(NamedTuple):
-    """What a row holds. Without a chunk, free or reserved, it has a stamp alone."""
-
-    stamp: int
-    namespace: bytes = b""
-    key: bytes = b""
-    check: int = 0
-
-    @property
-    def state(self) -> int:
-        return self.stamp & 3
-
-    @property
-    def generation(self) -> int:
-        return self.stamp >> STATE_BITS
 
 
 class NodeIndex:
@@ -104,7 +86,7 @@ class NodeIndex:
         used_ms = column(8)
         self._num_segments = (num_rows >> _SEGMENT_BITS) + 1
         segments = column(8, _CHANGE_WORDS * self._num_segments)
-        self._records = column(_RECORD.size)
+        self.records = NodeRecords(column(RECORD_BYTES), num_rows)
         self._owners = column(1)  # the engine that a row is reserved for, or that writes it
         self._pins = column(ENGINES_MAX)
         self._holds = column(4 * ENGINES_MAX)  # of each engine the second until which it holds the row
@@ -114,11 +96,9 @@ class NodeIndex:
         self.used_ms_array: U64 = np.frombuffer(used_ms, np.uint64)
         self._segments: U64 = np.frombuffer(segments, np.uint64).reshape(_CHANGE_WORDS, self._num_segments)
         self.counts = self._words[_CHANGES_FROM : _CHANGES_FROM + _CHANGE_WORDS]
-        records = np.frombuffer(self._records, np.uint8).reshape(num_rows, _RECORD.size)
         self._owner_array = np.frombuffer(self._owners, np.uint8)
-        self._namespaces: npt.NDArray[np.uint8] = records[:, _NAMESPACE_AT : _NAMESPACE_AT + NAMESPACE_BYTES]
-        self._checks: U64 = np.frombuffer(self._records, np.uint64)[:: _RECORD.size // 8]
         self._pin_array = np.frombuffer(self._pins, np.uint8).reshape(num_rows, ENGINES_MAX)
+        self._pin_words: U64 = self._pin_array.view(np.uint64)
         self._hold_words = self._holds.cast("I")
         self._hold_array = np.frombuffer(self._holds, np.uint32).reshape(num_rows, ENGINES_MAX)
         engines: U64 = np.frombuffer(header, np.uint64)[_ENGINES_FROM : _ENGINES_FROM + 3 * ENGINES_MAX]
@@ -128,7 +108,7 @@ class NodeIndex:
     @classmethod
     def bytes_of(cls, num_rows: int) -> int:
         segments = _CHANGE_WORDS * ((num_rows >> _SEGMENT_BITS) + 1)
-        a_row = 2 * 8 + _RECORD.size + 1 + ENGINES_MAX + 4 * ENGINES_MAX
+        a_row = 2 * 8 + RECORD_BYTES + 1 + ENGINES_MAX + 4 * ENGINES_MAX
         return _HEADER_WORDS * 8 + a_row * num_rows + 8 * segments + 8 * 64  # each column begins at a cache line
 
     def format(self, row_bytes: int, identity: bytes) -> None:
@@ -175,20 +155,27 @@ class NodeIndex:
     def _count_free(self) -> None:
         self._words[_FREE_ROWS] = int(np.count_nonzero((self.stamp_array & _STATE) == FREE))
 
-    def reserve(self, rows: Rows, place: int) -> list[int]:
+    def reserve(self, rows: Rows | RowArray, place: int) -> range:
         """The engine at `place` has these rows to itself, which are free or whose chunks leave. No engine has pinned
         them. Returns their stamps."""
-        words, stamps, owners, any_held = self._words, self.stamps, self._owners, self._any_holds()
+        words, count = self._words, len(rows)
         first = words[_GENERATION] + 1 << STATE_BITS | RESERVED
-        words[_GENERATION] += len(rows)
-        reserved = list(range(first, first + (len(rows) << STATE_BITS), 1 << STATE_BITS))
-        taken = 0
-        for row, stamp in zip(rows, reserved, strict=True):
-            taken += not stamps[row] & _STATE_MASK
-            if any_held and self._is_marked(row):
+        words[_GENERATION] += count
+        reserved = range(first, first + (count << STATE_BITS), 1 << STATE_BITS)
+        if self._any_holds():
+            for row in filter(self._is_marked, rows):
                 self._hold_array[row] = 0  # of the chunk before
-            owners[row] = place
-            stamps[row] = stamp
+        if are_many(rows):
+            at = np.asarray(rows, np.intp)
+            taken = count - int(np.count_nonzero(self.stamp_array[at] & _STATE))
+            self._owner_array[at] = place
+            self.stamp_array[at] = np.arange(reserved.start, reserved.stop, reserved.step, np.uint64)
+        else:
+            stamps, owners, taken = self.stamps, self._owners, 0
+            for row, stamp in zip(rows, reserved, strict=True):
+                taken += not stamps[row] & _STATE_MASK
+                owners[row] = place
+                stamps[row] = stamp
         words[_FREE_ROWS] -= taken
         self._note(rows)
         return reserved
@@ -201,19 +188,28 @@ class NodeIndex:
         Returns the words by which :meth:`holds` recognises the chunks; the stamps follow from those of the reserved
         rows. None if one of these is not as it was reserved: the index was cut, or the engine was taken for dead.
         """
-        stamps, records, used_ms, record_bytes = self.stamps, self._records, self.used_ms, _RECORD.size
-        pack_into, crc32, of_namespace = _RECORD.pack_into, zlib.crc32, zlib.crc32(namespace)
+        stamps, used_ms, write, of_namespace = self.stamps, self.used_ms, self.records.write, crc32(namespace)
         checks: list[int] = []
         for row, stamp, key in zip(rows, reserved, keys, strict=True):
             if stamps[row] != stamp:
                 break
-            check = crc32(key, of_namespace) << 32 | stamp >> STATE_BITS & _USE_MASK
-            pack_into(records, row * record_bytes, check, len(key), namespace, key)
+            checks.append(write(row, stamp >> STATE_BITS, namespace, of_namespace, key))
             used_ms[row] = now_ms
-            stamps[row] = stamp + RESERVED_TO_WRITING
-            checks.append(check)
+            stamps[row] = stamp ^ RESERVED_TO_WRITING
         self._note(rows, 1 + place)
         return checks if len(checks) == len(rows) else None
+
+    def claim_many(
+        self, rows: RowArray, reserved: U64, namespace: bytes, keys: Sequence[bytes], place: int, *, now_ms: int
+    ) -> U64 | None:
+        """Claim several rows as :meth:`claim` does."""
+        if (self.stamp_array[rows] != reserved).any():
+            return None
+        checks = self.records.write_many(rows, reserved >> _USE_AT, namespace, keys)
+        self.used_ms_array[rows] = now_ms
+        self.stamp_array[rows] = reserved ^ RESERVED_TO_WRITING
+        self._note(rows, 1 + place)
+        return checks
 
     def publish(self, rows: Rows, claimed: Stamps, place: int) -> bool:
         """Publish the chunks that the engine at `place` has written. Without the lock.
@@ -226,23 +222,37 @@ class NodeIndex:
         stamps, published = self.stamps, 0
         for row, stamp in zip(rows, claimed, strict=True):
             if stamps[row] == stamp:
-                stamps[row] = stamp + WRITING_TO_READY
+                stamps[row] = stamp ^ WRITING_TO_READY
                 published += 1
         self._note(rows, 1 + place)
         return published == len(rows)
 
-    def free(self, rows: Rows) -> None:
-        """Mark these rows, which were in use, as free."""
+    def publish_many(self, rows: RowArray, claimed: U64, place: int) -> bool:
+        """Publish several rows as :meth:`publish` does."""
+        is_claimed = self.stamp_array[rows] == claimed
+        are_all = bool(is_claimed.all())
+        if not are_all:
+            rows, claimed = rows[is_claimed], claimed[is_claimed]
+        self.stamp_array[rows] = claimed ^ WRITING_TO_READY
+        self._note(rows, 1 + place)
+        return are_all
+
+    def free(self, rows: Rows) -> list[int]:
+        """Mark these rows, which were in use, as free. Returns their stamps."""
+        stamps = self.stamps
+        freed: list[int] = []
         for row in rows:
-            self.stamps[row] &= ~_STATE_MASK
+            stamps[row] = stamp = stamps[row] & ~_STATE_MASK
+            freed.append(stamp)
         self._words[_FREE_ROWS] += len(rows)
         self._note(rows)
+        return freed
 
     def free_lost(self, rows: Rows, place: int) -> int:
         """Free those of these rows that no engine takes otherwise; see :meth:`lost`. Returns how many.
 
-        rows: without those that the engine at `place` has reserved or writes. Not while another engine reads the row,
-        or may write to it: the one that its record names, unless that has ended.
+        rows: without those that the engine at `place` has reserved or writes. A row stays while another engine reads
+        it, or while the engine that its record names may still write to it because it has not ended.
         """
         freed: list[int] = []
         for row in rows:
@@ -257,23 +267,17 @@ class NodeIndex:
             self._note(freed)
         return len(freed)
 
-    def pin(self, rows: Rows, place: int) -> None:
-        """The engine at `place` reads these rows: they are not to be freed."""
-        pins = self._pin_array[:, place].data
-        for row in rows:
-            pins[row] = 1
-
     def unpin(self, rows: Rows, place: int) -> None:
         """The same engine reads them no longer. The caller needs no lock, as the change only allows more."""
-        pins = self._pin_array[:, place].data
-        for row in rows:
-            pins[row] = 0
+        self.pin(rows, place, 0)
 
-    def use(self, rows: Rows, now_ms: int) -> None:
-        """A request uses these rows. The caller needs no lock, as only the order of eviction depends on it."""
-        used_ms = self.used_ms
-        for row in rows:
-            used_ms[row] = now_ms
+    def pin(self, rows: Rows | RowArray, place: int, value: int = 1) -> None:
+        """The engine at `place` reads these rows: they are not to be freed."""
+        if are_many(rows):
+            self._pin_array[rows, place] = value
+        else:
+            for row in rows:
+                self._pins[row * ENGINES_MAX + place] = value
 
     def hold(self, rows: Rows, place: int, until_s: int) -> None:
         """Clients of the engine at `place` asked to retain what is in these rows until this second; 0: no longer.
@@ -291,7 +295,7 @@ class NodeIndex:
             self._engines[place, 2] = 0
 
     def take_free(self, count: int) -> list[int]:
-        """Up to `count` free rows. The search continues after the last one, so rows often lie side by side."""
+        """Take up to `count` free rows. The search continues after the last one, so rows often lie side by side."""
         found: list[int] = []
         first = row = self._words[SEARCHED]
         while len(found) < count and row < self.num_rows and not self.stamps[row] & _STATE_MASK:  # the usual case
@@ -310,10 +314,10 @@ class NodeIndex:
         self._words[SEARCHED] = (found[-1] + 1 if found else row) % self.num_rows
         return found
 
-    def _note(self, rows: Rows, column: int = 0) -> None:
+    def _note(self, rows: Rows | RowArray, column: int = 0) -> None:
         """column: 0, or of the engine that claimed or published the rows."""
-        first, words = column * self._num_segments, self._segment_words
-        for segment in {row >> _SEGMENT_BITS for row in rows}:
+        first, words, bits = column * self._num_segments, self._segment_words, _SEGMENT_BITS
+        for segment in set((rows >> bits).tolist() if isinstance(rows, np.ndarray) else [row >> bits for row in rows]):
             words[first + segment] += 1
         self.counts[column] += 1
 
@@ -371,6 +375,11 @@ class NodeIndex:
         found: list[int] = np.flatnonzero(((self.stamp_array & _IS_OWNED) != 0) & (self._owner_array == place)).tolist()
         return found
 
+    @property
+    def has_dead_engines(self) -> bool:
+        """Whether a sweep has found dead engines, whose places will be free."""
+        return bool(self._engines[self._engines[:, 0] != 0, 1].any())
+
     def engines(self) -> int:
         """How many engines have a place."""
         return len(self.numbers())
@@ -391,11 +400,11 @@ class NodeIndex:
 
     @property
     def generation(self) -> int:
-        """The latest of all rows."""
+        """The latest generation of all rows."""
         return self._words[_GENERATION]
 
     def new_segments(self) -> U64:
-        """For :meth:`changed_rows`, before the first call: everything has changed."""
+        """Return the state before the first call of :meth:`changed_rows`: everything has changed."""
         return np.full(self._segments.shape, np.iinfo(np.uint64).max, np.uint64)
 
     def changed_rows(self, seen: U64, segments: U64) -> list[int]:
@@ -410,27 +419,24 @@ class NodeIndex:
         return found
 
     def entry(self, row: int) -> Entry | None:
-        """What a row holds; None if that is changing at this moment or damaged."""
+        """Return the content of a row; None: it is changing at this moment or damaged."""
         stamp = self.stamps[row]
         if stamp & _STATE_MASK in (FREE, RESERVED):
             return Entry(stamp)
-        check, length, namespace, key = _RECORD.unpack_from(self._records, row * _RECORD.size)
-        key = key[:length]
-        if check != check_of(namespace, key, stamp >> STATE_BITS) or self.stamps[row] != stamp:
-            return None
-        return Entry(stamp, namespace, key, check)
+        found = self.records.read(row, stamp)
+        return found if self.stamps[row] == stamp else None
 
     def lost(self, place: int) -> list[int]:
         """Rows whose stamps and records are of different uses, and those that are reserved or being written for no
         engine, or for the one at `place`, which knows its own. One that is changing at this moment may be among them.
 
-        No order of events leaves one, if engines keep to what is written here.
+        If engines follow the rules of this module, no order of events leaves such a row.
         """
         stamps, is_nobodys = self.stamp_array.copy(), self._engines[:, 0] == 0
         is_nobodys[place] = True
         is_owned = (stamps & _IS_OWNED) != 0
         has_chunk = ((stamps & _STATE) == WRITING) | ((stamps & _STATE) == READY)
-        is_damaged = has_chunk & (((stamps >> _USE_AT) ^ self._checks) & _USE != 0)
+        is_damaged = has_chunk & (((stamps >> _USE_AT) ^ self.records.checks) & _USE != 0)
         found: list[int] = np.flatnonzero(is_damaged | is_owned & is_nobodys[self._owner_array % ENGINES_MAX]).tolist()
         return found
 
@@ -443,11 +449,19 @@ class NodeIndex:
         engine took the row for."""
         return self.stamps[row] & _STATE_MASK == READY and not self.is_pinned(row)
 
-    def all_may_leave(self, rows: Rows) -> bool:
-        if len(rows) <= _FEW_ROWS:
-            return all(map(self.may_leave, rows))
+    def all_may_leave(self, rows: RowArray) -> bool:
+        return bool(((self.stamp_array[rows] & _STATE) == READY).all()) and not self._pin_words.take(rows, 0).any()
+
+    def which_may_leave(self, rows: RowArray) -> npt.NDArray[np.bool_]:
+        """Whether each row holds a chunk that no engine reads, as :meth:`may_leave`."""
+        may: npt.NDArray[np.bool_] = ((self.stamp_array[rows] & _STATE) == READY) & ~self._pin_words[rows].any(1)
+        return may
+
+    def used_since(self, rows: Rows, used_ms: U64) -> list[int]:
+        """Return the rows that were used later than these words of all rows show."""
         at = np.array(rows, np.intp)
-        return bool(((self.stamp_array[at] & _STATE) == READY).all()) and not self._pin_array[at].any()
+        later: list[int] = at[self.used_ms_array[at] > used_ms[at]].tolist()
+        return later
 
     def any_held(self, now_s: float) -> bool:
         """Whether an engine holds any row. An engine that holds nothing but what has left may be counted, too."""
@@ -467,25 +481,20 @@ class NodeIndex:
         """The stamps of these rows and the words beside them, by which :meth:`holds` recognises what they hold; None
         if not all of them hold a chunk."""
         stamps = self.stamp_array[rows]
-        return (stamps, self._checks[rows]) if ((stamps & _STATE) == READY).all() else None
+        return (stamps, self.records.checks[rows]) if ((stamps & _STATE) == READY).all() else None
 
     def holds(self, rows: RowArray, stamps: U64, checks: U64) -> bool:
         """Whether these rows still hold, whole, what they held when these words were read."""
-        return bool((self.stamp_array[rows] == stamps).all() and (self._checks[rows] == checks).all())
+        return bool((self.stamp_array[rows] == stamps).all() and (self.records.checks[rows] == checks).all())
 
     def count(self) -> dict[int, int]:
-        """Rows by state."""
-        states = np.bincount((self.stamp_array & _STATE).astype(np.int64), minlength=4)
+        """Return the number of rows by state."""
+        states = np.bincount((self.stamp_array & _STATE).astype(np.intp), minlength=4)
         return dict(enumerate(states.tolist()))
 
     def count_namespaces(self) -> dict[bytes, int]:
         """Rows with a chunk by namespace, as of about now."""
         states = self.stamp_array & _STATE
-        used = self._namespaces[(states == WRITING) | (states == READY)]
+        used = self.records.namespaces[(states == WRITING) | (states == READY)]
         found, counts = np.unique(used, axis=0, return_counts=True)
         return {each.tobytes(): count for each, count in zip(found, counts.tolist(), strict=True)}
-
-
-def check_of(namespace: bytes, key: bytes, generation: int) -> int:
-    """The checksum of whose chunk a row holds, in one use of it. It tells damage, not an attacker."""
-    return zlib.crc32(key, zlib.crc32(namespace)) << 32 | generation & _USE_MASK

@@ -60,7 +60,7 @@ class ChangeLog(Generic[_Key]):
 
 
 class PresenceIndex:
-    """What a shared tier answered about single chunks, each answer valid for a fixed time; the oldest key is evicted.
+    """A shared tier's answers about single chunks, each valid for a fixed time; the oldest key is evicted.
 
     The keys are spread over many small dicts. Growing one dict of 200,000 keys takes 10 ms, and finding its oldest key
     means passing over all keys that were deleted before it.
@@ -146,7 +146,7 @@ class PrefixAnswer(Generic[_Key, _Condition]):
 
 
 class Step(NamedTuple, Generic[_Condition]):
-    """What all answers of one scheduler step have in common. :meth:`PrefixMemo.begin_step` makes it."""
+    """The facts that all answers of one scheduler step share. :meth:`PrefixMemo.begin_step` makes it."""
 
     now: float
     condition: _Condition  # of requests in general

@@ -48,7 +48,7 @@ class FrequencySketch:
             self._count(keys, 1)
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Like :meth:`add`, but counted at the next estimate: without one it costs nothing.
+        """Add keys as :meth:`add` does, but count them at the next estimate: without one it costs nothing.
 
         At most ``NOTED_MAX`` keys are kept for it, or the last request's.
         """

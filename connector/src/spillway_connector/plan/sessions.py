@@ -1,7 +1,10 @@
 """When sessions come back: what requests say of their session, and what their pauses tell.
 
 A session is expected after the seconds that its client announces, or else after its own usual pause once it has come
-back. One that is late by several times that has ended, and so has one whose client says so.
+back. If such pauses are chance, how long a session has been idle says nothing of its return, but the longer it has
+been, the likelier it has ended. A session has ended if its client says so, or if it is late by several mean deviations
+of its pauses. It has probably ended if most of its tenant's sessions ended after as many requests: agents stop at a
+number of steps, and many questions are asked once.
 
 Pure: no clock, no lock; the time is an argument, in seconds. Everything here belongs to one thread, the scheduler's.
 """
@@ -9,14 +12,14 @@ Pure: no clock, no lock; the time is an argument, in seconds. Everything here be
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import xxhash
 
-SESSIONS_MAX = 1024  # followed at a time; an eviction from the CPU tier looks at each, in about 0.1 ms
+SESSIONS_MAX = 1024  # followed at a time; an eviction from the CPU tier looks at each, in up to a millisecond
 # A session that is late by this many mean deviations of its pauses has ended: 99 % of exponential pauses end before.
 LATE_DEVIATIONS_MAX = 5
 LATE_SECONDS_MIN = 15.0
@@ -33,14 +36,28 @@ _GONE_SECONDS_MIN = 1.0
 _NEWEST_SHARE = 0.5  # of the last pause in the usual one, and of the last request's duration
 _NEWEST_DEVIATION_SHARE = 0.25
 _NEWEST_HABIT_SHARE = 0.1
+_PAUSES_MAX = 4.0  # usual ones of the tenant, as which one pause counts at most among its habits
 _SESSIONS_COUNTED = 128  # of a tenant; then older ones count half
+# Sessions of a tenant rarely go on after a number of requests if fewer than this share of them did. Until some have
+# ended there, two that went on are assumed.
+_RARE_SHARE = 1 / 3
+# The mean difference between a pause and its session's usual one, as a share of the longer. Up to the first value the
+# pauses are regular. From the second on their lengths are chance: when a session comes back does not depend on how long
+# it has been idle. Two exponential pauses differ by 2 - 2 ln 2 = 0.61.
+_REGULAR_DIFFERENCE, _CHANCE_DIFFERENCE = 0.2, 0.5
+_DIFFERENCES_COUNTED = 64  # of a tenant; the mean follows the last ones
+_ASSUMED_REGULAR = 4  # pauses, before any was seen
+_IDLE_PAUSES_MAX = 40.0  # usual ones; a session that has been idle for longer is gone anyway
+_ASSUMED_RETURNS = 2
+_IDLE_COUNTED = 128  # sessions of a tenant that are waited for at a time; of the others only those that go on count
+_REQUESTS_COUNTED = 64  # of a session; those that follow count as the last of these
 
 
 def expected_at(due_at: float, late_at: float, now: float) -> float:
     """When an idle session comes back, as known now; infinity: it has ended.
 
-    One that is overdue is expected the later the longer it has been: it may have ended without saying so, whatever its
-    client announced before.
+    The longer a session is overdue, the later it is expected: it may have ended without saying so, whatever its client
+    announced before.
 
     Args:
         due_at: when it was expected as its last request ended.
@@ -52,7 +69,7 @@ def expected_at(due_at: float, late_at: float, now: float) -> float:
 
 
 class SessionHint(NamedTuple):
-    """What a request says of its session. session: unique within the tenant. ended: this is its last request.
+    """A request's hint about its session. session: unique within the tenant. ended: this is its last request.
     return_seconds: from the end of this request to the next; None: unknown."""
 
     session: bytes
@@ -67,16 +84,83 @@ class Habits:
     sessions: int = 0
     came_back: int = 0  # of those
     pause: float | None = None
+    pauses: int = 0  # of as many sessions as are counted
+    chance: float = 0.0  # how much of a pause is chance; 0: nothing, the pauses of a session are alike; 1: all
+    _differences: int = _ASSUMED_REGULAR
+    _difference: float = 0.0  # the mean of a pause from the session's usual one, as a share of the longer
+    # By the number of requests that a session has had in one go: how many went on after them, and how many were gone.
+    _went_on: Counter[int] = field(default_factory=Counter)
+    _gone: Counter[int] = field(default_factory=Counter)
+    _idle: deque[tuple[SessionTimes, int]] = field(default_factory=deque)
 
     def begun(self) -> None:
         self.sessions += 1
         if self.sessions >= _SESSIONS_COUNTED:
             self.sessions //= 2
             self.came_back //= 2
+            self.pauses //= 2
+
+    def differed(self, pause: float, usual: float) -> None:
+        """Count how far a session's pause was from its usual one."""
+        if (longer := max(pause, usual)) > 0:
+            self._differences = min(self._differences + 1, _DIFFERENCES_COUNTED)
+            self._difference += (abs(pause - usual) / longer - self._difference) / self._differences
+            share = (self._difference - _REGULAR_DIFFERENCE) / (_CHANCE_DIFFERENCE - _REGULAR_DIFFERENCE)
+            self.chance = min(1.0, max(0.0, share))
+
+    def return_seconds(self, usual_pause: float, idle_seconds: float) -> float:
+        """The time until a session comes back whose pauses are chance, divided by the probability that it does: the
+        longer it has been idle, the likelier it has ended, as one of so many pauses is the last."""
+        pause = usual_pause if self.pause is None else self.pause
+        # A session's own last pauses say little, unless it is of another kind than the others.
+        pause = min(max(pause, usual_pause / _PAUSES_MAX), _PAUSES_MAX * usual_pause)
+        if pause <= 0:
+            return 0.0
+        ended = self.sessions / max(1, self.pauses)  # for each that came back, at the end of a request
+        return pause * (1.0 + ended * math.exp(min(idle_seconds / pause, _IDLE_PAUSES_MAX)))
 
     def paused(self, seconds: float, *, first: bool) -> None:
         self.came_back += first
-        self.pause = seconds if self.pause is None else self.pause + _NEWEST_HABIT_SHARE * (seconds - self.pause)
+        self.pauses += 1
+        if self.pause is None:
+            self.pause = seconds
+        else:  # one that lasts a day would have all others waited for, long after they are gone
+            self.pause += _NEWEST_HABIT_SHARE * (
+                min(seconds, max(_GONE_SECONDS_MIN, _PAUSES_MAX * self.pause)) - self.pause
+            )
+
+    def went_on(self, session: SessionTimes) -> None:
+        """The session begins another request."""
+        if session.counted_gone:
+            session.counted_gone = False
+            self._gone[session.requests] = max(0, self._gone[session.requests] - 1)
+        self._count(self._went_on, session.requests)
+
+    def gone(self, session: SessionTimes) -> None:
+        """The session has had no other request for so long that it is gone."""
+        if not session.counted_gone:
+            session.counted_gone = True
+            self._count(self._gone, session.requests)
+
+    def idle(self, session: SessionTimes, now: float) -> None:
+        """A request of the session has ended, and no other of it runs."""
+        while self._idle and self._idle[0][0].is_settled(self._idle[0][1], now):
+            other, after = self._idle.popleft()
+            if other.requests == after and not other.running:
+                self.gone(other)
+        if len(self._idle) < _IDLE_COUNTED and session.announced is None:
+            self._idle.append((session, session.requests))
+
+    def _count(self, sessions: Counter[int], after: int) -> None:
+        sessions[after] += 1
+        if self._gone[after] + self._went_on[after] >= _SESSIONS_COUNTED:
+            self._gone[after] //= 2
+            self._went_on[after] //= 2
+
+    def rarely_go_on(self, requests: int) -> bool:
+        """Whether few of the sessions that had so many requests had another."""
+        went_on = self._went_on[requests] + _ASSUMED_RETURNS
+        return went_on < _RARE_SHARE * (went_on + self._gone[requests])
 
     @property
     def expected_pause(self) -> float | None:
@@ -91,6 +175,8 @@ class SessionTimes:
     tenant: bytes
     habits: Habits
     running: int = 0  # requests
+    requests: int = 0  # that have begun since it was last taken for one that has ended, up to a bound
+    counted_gone: bool = False  # among the tenant's habits, after the newest of these requests
     begun_at: float = -math.inf
     used_at: float = -math.inf
     usual_pause: float | None = None
@@ -104,8 +190,15 @@ class SessionTimes:
 
     def begin_request(self, return_seconds: float | None, now: float) -> None:
         if self.served and not self.running:
+            had_ended = now > self.late_at
             self._paused(now - self.used_at)
+            if had_ended:  # it begins again: a client may use a name again, or ask all of its questions once more
+                self.habits.gone(self)
+                self.requests, self.counted_gone = 0, False
+            else:
+                self.habits.went_on(self)
         self.running += 1
+        self.requests = min(self.requests + 1, _REQUESTS_COUNTED)
         self.begun_at = now
         self.announced = None if return_seconds is None or not return_seconds >= 0 else return_seconds
         self.used(now)
@@ -118,6 +211,7 @@ class SessionTimes:
             self.usual_pause = pause
             self.usual_deviation = max(pause, _FIRST_DEVIATION_SECONDS_MIN)
         else:
+            self.habits.differed(pause, usual)
             self.usual_deviation += _NEWEST_DEVIATION_SHARE * (abs(pause - usual) - self.usual_deviation)
             self.usual_pause = usual + _NEWEST_SHARE * (pause - usual)
 
@@ -149,16 +243,45 @@ class SessionTimes:
         self.usual_duration = duration
         self.served = True
         self.used(now)
+        if not self.running:
+            self.habits.idle(self, now)
+
+    def goes_on_as_another(self) -> None:
+        """Record that a request of another session begins with everything that this one has used: the session went on
+        under another name."""
+        if not self.running and self.requests:
+            self.habits.went_on(self)
+            self.requests = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session has probably ended, since few of its tenant's go on after as many requests. False if its
+        client has announced another."""
+        return not self.running and self.announced is None and self.habits.rarely_go_on(self.requests)
+
+    def is_settled(self, requests: int, now: float) -> bool:
+        """Whether it is known that the session went on, or did not, after so many requests."""
+        if self.requests != requests or self.running:
+            return True
+        return self.is_gone(now) if self.due_at is not None else now > self.used_at + LATE_SECONDS_MIN
 
     def due_from(self, now: float) -> float | None:
-        """When its chunks are used next, as known now. None: unknown, infinity: never. One whose request waits needs
-        them at once; one whose request runs, after that has ended and the pause is over."""
+        """When its chunks are used next, as known now. None: unknown, infinity: never. A session whose request waits
+        needs them at once; one whose request runs needs them when the request has ended and the pause is over."""
         if self.waits:
             return now
         if self.due_at is None:
             return None
-        pause = self.expected_pause if self.running else None
-        return expected_at(self.due_at, self.late_at, now) if pause is None else max(self.due_at, now + pause)
+        pause = self.expected_pause if self.running or self.habits.chance else None
+        if self.running and pause is not None:
+            due, begins_at, idle = max(self.due_at, now + pause), max(self.due_at - pause, now), 0.0
+        else:
+            due, begins_at, idle = expected_at(self.due_at, self.late_at, now), now, now - self.used_at
+        chance = self.habits.chance
+        if not chance or pause is None or self.announced is not None or due == math.inf:
+            return due
+        by_chance = begins_at + self.habits.return_seconds(pause, idle)
+        return due + chance * (by_chance - due)
 
     def is_gone(self, now: float) -> bool:
         """Whether sessions that are as late as this one come back so rarely that other chunks are worth more."""

@@ -19,9 +19,12 @@ def load_within_step(
 ) -> bool:
     """Whether the load of `blocks` device blocks costs the other requests of the step no more than the bound.
 
-    blocks_before: of loads that the step has already. others: whether any other request runs in the step; without one
-    nobody waits. blocks_per_second: of copies to the device, as measured; None before the first: then a load of its own
-    measures it.
+    Args:
+        blocks: Those of this load.
+        blocks_before: Those of the loads that are already in the step.
+        others: Whether any other request runs in the step. If none does, no request waits for the load.
+        blocks_per_second: The measured rate of copies to the device; None until a load of its own has measured it.
+        others_wait_ms_max: The bound.
     """
     if not others:
         return True

@@ -34,8 +34,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 HALF_LIFE_SECONDS = 60.0
 LATELY_SECONDS = 60.0  # a party that neither came nor had a prompt computed for so long has left
-FLOOD_TIMES = 4.0  # as much as another party, and at least that part of the most: less is as between two users
-FLOOD_STEPS = 8  # full steps of prompts within a half-life or so; who takes less disturbs no other
+FLOOD_TIMES = 4.0  # as much as another party, and at least that part of the most: two users differ by less
+FLOOD_STEPS = 8  # full steps of prompts within about a half-life; a party that takes less disturbs no other
 FLOOD_STEP_TOKENS = 256  # of a flood's prompts in one step, until steps were measured
 LEAST_TOKENS = 64  # of a step that measures the least time that a step takes; two in a row of MEASURED_EVERY are such
 MEASURED_EVERY = 64
@@ -210,8 +210,8 @@ class StepShares:
         return Step(frozenset({least}), tokens, held_seconds=held_seconds)
 
     def computed_alone(self, tokens: int, now: float) -> None:
-        """A step has computed this number of tokens while at most one party had requests lately. Those of its answers
-        may be among them: to tell them apart would cost every engine time in each step."""
+        """A step has computed this number of tokens while at most one party had requests lately. Tokens of its answers
+        may be among them, because telling them apart would cost every engine time in each step."""
         self._flood_steps.planned(tokens, now)
         for party in list(self._parties):
             self._add(party, tokens, now)
@@ -226,8 +226,8 @@ class StepShares:
                 self._had_room |= party in self._others
 
     def passed_over(self, parties: Iterable[Party]) -> None:
-        """Their step has computed nothing of them: blocks are short, say, or prefixes are looked up. They get none
-        until another party has computed something, or none can."""
+        """Their step has computed nothing of them: blocks are short, say, or prefixes are looked up. These parties get
+        no step until another party has computed something, or until no party can."""
         self._passed_over.update(parties)
         self._had_room &= self._others.isdisjoint(self._passed_over)
 

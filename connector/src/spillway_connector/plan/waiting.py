@@ -6,9 +6,12 @@ in the queue. So the chunks of requests that wait are kept while others can leav
 - Requests keep chunks in the order of their turns, each from its first chunk on, until `chunks_max` are kept: if
   they do not fit for all, the ones whose turn comes first keep theirs. Chunks that several use count once.
 - A tenant whose requests want more keeps an equal share of `chunks_max` at least, whoever came first.
-- A request keeps nothing from its end on, which is the caller's to say, or SECONDS_MAX after it began to wait.
+- A request keeps nothing once the caller says that it has ended, or SECONDS_MAX after it began to wait.
 
 A kept chunk is not pinned: if nothing else can leave, the chunk whose request comes last in the queue does.
+
+Which chunks a request keeps is found out when that matters: when a chunk is about to leave, or LOOK_SECONDS after the
+request began to wait. A request that ends before costs nothing.
 
 Pure: no clock, no lock; the time is an argument, in seconds. Everything here belongs to one thread, the scheduler's.
 The cost of a request is that of its chunks, once when it begins to keep them and once when it ends.
@@ -16,14 +19,17 @@ The cost of a request is that of its chunks, once when it begins to keep them an
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, KeysView, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Generic, NamedTuple, TypeVar
 
 KEPT_SHARE_MAX = 0.5  # of the tier: the rest is there for what runs, and for other tenants' idle sessions
 SECONDS_MAX = 60.0  # as long as the gateway lets a request wait by default
+LOOK_SECONDS = 0.1  # how far `kept_count` may be behind; it bounds, too, how many requests one look is at
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -33,6 +39,15 @@ class Turn(NamedTuple):
 
     priority: float
     number: int
+
+
+class _New(NamedTuple, Generic[_Key]):
+    """A request that has begun to wait, and whose chunks were not looked at."""
+
+    tenant: bytes
+    turn: Turn
+    keys: Sequence[_Key]
+    began_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -65,24 +80,36 @@ class _Tenant(Generic[_Key]):
 class WaitingChunks(Generic[_Key]):
     """The requests that wait for what one tier holds.
 
-    chunks_max: how many chunks may be kept. here: those that are in the tier, as they are at each call. kept: those
-    that leave last.
+    chunks_max: how many chunks may be kept. here: a view of the chunks that are in the tier. due_at: before this time,
+    `pass_time` has nothing to do.
     """
 
     def __init__(self, chunks_max: int, here: AbstractSet[_Key]) -> None:
         self._chunks_max = chunks_max
         self._here = here
         self._users: dict[_Key, int] = {}  # by kept chunk: the requests that keep it
-        self.kept: KeysView[_Key] = self._users.keys()
         self._waiting: dict[str, _Waiting[_Key]] = {}  # the one that has waited longest first
+        self._new: dict[str, _New[_Key]] = {}  # the same, of those that began to wait after them
         self._tenants: dict[bytes, _Tenant[_Key]] = {}
+        self.due_at = math.inf
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._new)
 
     def __contains__(self, request: str) -> bool:
-        return request in self._waiting
+        return request in self._waiting or request in self._new
+
+    @property
+    def kept(self) -> KeysView[_Key]:
+        """The chunks that leave last."""
+        self._look()
+        return self._users.keys()
+
+    @property
+    def kept_count(self) -> int:
+        """How many chunks are kept, of the requests that were looked at: a figure to report in each step."""
+        return len(self._users)
 
     def begin(self, request: str, tenant: bytes, turn: Turn, keys: Sequence[_Key], now: float) -> None:
         """A request waits that will use these chunks, in the order of its prefix; those not in the tier are ignored.
@@ -90,15 +117,13 @@ class WaitingChunks(Generic[_Key]):
         A request that waits already starts over.
         """
         self.end(request)
-        owner = self._tenants.get(tenant)
-        if owner is None:
-            owner = self._tenants[tenant] = _Tenant(tenant)
-        owner.requests += 1
-        waiting = self._waiting[request] = _Waiting(owner, turn, tuple(keys), now + SECONDS_MAX)
-        self._keep(waiting)
+        self._new[request] = _New(tenant, turn, keys, now)
+        self.due_at = min(self.due_at, now + LOOK_SECONDS)
 
     def end(self, request: str) -> None:
         """The request has been admitted, has ended or has moved; nothing happens if it does not wait."""
+        if self._new.pop(request, None) is not None:
+            return
         waiting = self._waiting.pop(request, None)
         if waiting is None:
             return
@@ -108,16 +133,22 @@ class WaitingChunks(Generic[_Key]):
             del self._tenants[waiting.tenant.name]
         self._fill()
 
-    def end_old(self, now: float) -> None:
-        """End those that have waited for SECONDS_MAX."""
+    def pass_time(self, now: float) -> None:
+        """End those that have waited for SECONDS_MAX; look at all if one has waited for LOOK_SECONDS without a look."""
+        if self._new and now >= next(iter(self._new.values())).began_at + LOOK_SECONDS:
+            self._look()
         while self._waiting:
             request, waiting = next(iter(self._waiting.items()))
             if now < waiting.ends_at:
-                return
+                break
             self.end(request)
+        self.due_at = next((waiting.ends_at for waiting in self._waiting.values()), math.inf)
+        if self._new:
+            self.due_at = min(self.due_at, next(iter(self._new.values())).began_at + LOOK_SECONDS)
 
     def last_first(self) -> Iterator[_Key]:
         """The kept chunks, some of them repeatedly, in the order in which they leave if nothing else can."""
+        self._look()
         holding = [waiting for tenant in self._tenants.values() for waiting in tenant.holding]
         holding.sort(key=_turn_of, reverse=True)
         for waiting in holding:
@@ -127,12 +158,27 @@ class WaitingChunks(Generic[_Key]):
     def clear(self) -> None:
         """The tier is empty: no request keeps anything."""
         self._users.clear()
+        self._new.clear()
         self._waiting.clear()
         self._tenants.clear()
 
+    def _look(self) -> None:
+        """Have the requests that began to wait since the last look keep what there is of their chunks."""
+        if not self._new:
+            return
+        for request, new in self._new.items():
+            owner = self._tenants.get(new.tenant)
+            if owner is None:
+                owner = self._tenants[new.tenant] = _Tenant(new.tenant)
+            owner.requests += 1
+            waiting = _Waiting(owner, new.turn, tuple(dict.fromkeys(new.keys)), new.began_at + SECONDS_MAX)
+            self._waiting[request] = waiting
+            self._keep(waiting)
+        self._new.clear()
+
     def _keep(self, waiting: _Waiting[_Key]) -> None:
-        """Keep as many chunks as there is room for; the request is in its tenant's lists then."""
-        if self._keep_all_or_none(waiting):
+        """Keep as many chunks as there is room for; the request then stands in its tenant's lists."""
+        if self._keep_all(waiting):
             return
         keys, users, held, tenant = waiting.keys, self._users, waiting.held, waiting.tenant
         held_before = bool(held)
@@ -158,36 +204,30 @@ class WaitingChunks(Generic[_Key]):
         else:
             _remove(tenant.short, waiting)
 
-    def _keep_all_or_none(self, waiting: _Waiting[_Key]) -> bool:
-        """The usual requests, without a loop: all of its chunks are here, used by nobody else and fit, or none is here.
+    def _keep_all(self, waiting: _Waiting[_Key]) -> bool:
+        """The usual requests, without a loop: no other request needs its chunks that are here, and they fit.
 
         False, and nothing has changed, for others.
         """
         keys = waiting.keys
         if waiting.position:
             return False
-        if self._here.isdisjoint(keys):
-            waiting.position = len(keys)
-            _remove(waiting.tenant.short, waiting)
-            return True
-        new = dict.fromkeys(keys, 1)
-        if (
-            len(new) < len(keys)
-            or len(self._users) + len(new) > self._chunks_max
-            or not self.kept.isdisjoint(new)
-            or not self._here >= new.keys()
-        ):
+        are_here = list(map(self._here.__contains__, keys))
+        new = dict.fromkeys(compress(keys, are_here), 1)
+        if len(self._users) + len(new) > self._chunks_max or not self._users.keys().isdisjoint(new):
             return False
-        self._users.update(new)
-        waiting.tenant.chunks += len(new)
-        waiting.held.extend(range(len(keys)))
+        if new:
+            self._users.update(new)
+            waiting.tenant.chunks += len(new)
+            waiting.held.extend(compress(range(len(keys)), are_here))
+            insort(waiting.tenant.holding, waiting, key=_turn_of)
         waiting.position = len(keys)
-        insort(waiting.tenant.holding, waiting, key=_turn_of)
         _remove(waiting.tenant.short, waiting)
         return True
 
     def _make_room(self, asking: _Waiting[_Key]) -> bool:
-        """Room for a chunk that is this request's by right, taken from another; False if there is none."""
+        """Make room for a chunk that this request has a right to, at another request's expense. Returns False if there
+        is none."""
         tenant = asking.tenant
         share = self._chunks_max // len(self._tenants)
         while len(self._users) >= self._chunks_max:
@@ -210,8 +250,11 @@ class WaitingChunks(Generic[_Key]):
         _insert(waiting.tenant.short, waiting)
 
     def _release(self, waiting: _Waiting[_Key]) -> None:
-        for position in waiting.held:
-            self._leave(waiting, waiting.keys[position])
+        keys = [waiting.keys[position] for position in waiting.held]
+        users = list(map(self._users.pop, keys))
+        if max(users, default=0) > 1:  # other requests keep some of them
+            self._users.update((key, count - 1) for key, count in zip(keys, users, strict=True) if count > 1)
+        waiting.tenant.chunks -= users.count(1)
         waiting.held.clear()
         _remove(waiting.tenant.holding, waiting)
         _remove(waiting.tenant.short, waiting)

@@ -251,7 +251,7 @@ def results(copier: Copier, count: int) -> list[CopyResult]:
 
 
 def refusal(rig: CopierRig, job_id: int, spans: Sequence[Span]) -> DeviceCopyError | None:
-    """What submitting the job raises; None if it is accepted."""
+    """Return the error that submitting the job raises; None: the job is accepted."""
     try:
         rig.copier.submit(job_id, plan_of(rig, spans))
     except DeviceCopyError as error:

@@ -255,7 +255,7 @@ class DirectoryContract:
     def test_names_that_are_known_beforehand_are_not_written_through(
         self, make_tier: MakeTier, medium: DirectoryMedium, tmp_path: Path
     ) -> None:
-        """What a tier writes before it gives it its name."""
+        """A tier's temporary names are not written through a link that has them already."""
         victims = Victims(tmp_path / "node")
         _filled(make_tier, medium)
         for place in list(_kinds_of_files(medium.root)):

@@ -90,7 +90,7 @@ def make_node_tier(
 
 
 def _window_chunks(group: KVCacheSpec, chunk_tokens: int) -> int | None:
-    """As vLLM's OffloadingConfig holds it since 0.33; None before, where nothing reads it."""
+    """Return the value that vLLM's OffloadingConfig has since 0.33; None for older versions, which do not read it."""
     count = getattr(offloading_config, "get_sliding_window_size_in_chunks", None)
     return None if count is None else count(group, chunk_tokens)
 
@@ -99,7 +99,7 @@ def patch_vllm(*names: str) -> None:
     """Put patches of this vLLM in force, for tests of what they do.
 
     Args:
-        names: Of the patches, as `spillway doctor` shows them.
+        names: The names of the patches, as `spillway doctor` shows them.
     """
     wanted = [patch for patch in PATCHES if patch.name in names]
     assert len(wanted) == len(names), names
@@ -125,8 +125,8 @@ def scheduler_half(
     retention_interval: int | None = 0,
     settings: ConnectorConfig | None = None,
 ) -> SpillwayConnectorScheduler:
-    """For KV groups of equal block size, one device block to a chunk. half: a class of this generation's.
-    retention_interval: vLLM's `prefix_cache_retention_interval`, with its default."""
+    """Make a scheduler half for KV groups of equal block size, one device block to a chunk. half: a class of this
+    generation's. retention_interval: vLLM's `prefix_cache_retention_interval`, with its default."""
     block_tokens = groups[0].block_size
     kv_cache_config = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], group) for group in groups])
     vllm_config = _vllm_config(num_ranks, retention_interval)

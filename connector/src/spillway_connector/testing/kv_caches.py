@@ -60,7 +60,7 @@ def deepseek_v4(_block_tokens: int = 256) -> dict[str, KVCacheSpec]:
 
 
 def kv_cache_config(specs: Mapping[str, KVCacheSpec], memory_bytes: int) -> KVCacheConfig:
-    """What a worker of this vLLM has for these layers."""
+    """Return the KV cache configuration of a worker of this vLLM with these layers."""
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(
@@ -78,13 +78,13 @@ def kv_cache_config(specs: Mapping[str, KVCacheSpec], memory_bytes: int) -> KVCa
 
 
 def of_scheduler(config: KVCacheConfig) -> KVCacheConfig:
-    """What the scheduler's process has of it: the spec of one layer of each group."""
+    """Return the scheduler's view of the configuration: the spec of one layer of each group."""
     made: KVCacheConfig = kv_cache_utils.generate_scheduler_kv_cache_config([copy.deepcopy(config)])
     return made
 
 
 def counted_block_bytes(config: KVCacheConfig) -> int:
-    """What vLLM counts of a row for a block of any group, with the padding of pages."""
+    """Return the bytes that vLLM counts for a block of any group in a row, with the padding of pages."""
     if BLOCKS_OUTERMOST is None:
         from spillway_connector.engine.v023.spec import group_block_bytes  # noqa: PLC0415
 

@@ -39,10 +39,10 @@ def request_of(
 
 
 def new_request(request_id: str, *blocks: Sequence[int], computed: int = 0) -> NewRequestData:
-    """What a step's output says of a request that runs for the first time, or again after a preemption.
+    """Return a step's scheduler data of a request that runs for the first time, or again after a preemption.
 
     Args:
-        request_id: Of the request.
+        request_id: The request's id.
         blocks: The device blocks of each KV group.
         computed: So many of its tokens were computed, or loaded, before.
     """

@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 30.0  # for what a tier does in the background
 
 
 class Medium(Protocol):
-    """What the tier keeps its frames in; changed here without the tier's knowledge."""
+    """The medium of the tier's frames, changed here without the tier's knowledge."""
 
     def read_frame(self, namespace: Namespace, key: bytes) -> bytes: ...
 
@@ -231,7 +231,7 @@ class TierContract:
     def test_another_document_under_our_namespace_is_explained(
         self, make_tier: MakeTier, medium: Medium, caplog: Any
     ) -> None:
-        """Refused; or quarantined, counted and written anew: then the log explains it."""
+        """Refused; or quarantined, counted and written again: then the log explains it."""
         medium.write_document(NAMESPACE, OTHER_NAMESPACE.document)
         tier = make_tier(NAMESPACE, PAYLOAD_BYTES)
         assert sum(tier.quarantined.values()) == 0
@@ -377,7 +377,7 @@ class BoundedTierContract(TierContract):
                 assert isinstance(error_of(lambda seed=seed: load(tier, key_of(seed))), TierMiss)  # type: ignore[misc]
 
     def test_a_peek_gives_what_a_load_gives_and_keeps_nothing(self, make_small_tier: MakeSmallTier) -> None:
-        """What is read for a copy leaves as if it had not been read."""
+        """A frame that is read for a copy is evicted as if it had not been read."""
         tier, target = make_small_tier(12), memoryview(bytearray(PAYLOAD_BYTES))
         assert isinstance(tier, PeekableTier)
         assert isinstance(error_of(lambda: tier.peek(key_of(0), target, soon())), TierMiss)

@@ -1,9 +1,9 @@
 """Memory that is filled or read piece by piece while its owner may take it back: a row of the CPU tier, until its job
 ends.
 
-What fills it waits for the next piece without the memory, asks for it once the piece is there, and gives it back when
-the piece is in place and read for its checksum. What reads it asks for it once there is room for a piece, and gives it
-back when the piece is copied. So the owner gets it back within one copy, whatever the wait is for.
+A writer waits for the next piece without holding the memory, borrows it once the piece has arrived, and returns it when
+the piece is in place and checksummed. A reader borrows it once there is room for a piece, and returns it when the piece
+is copied. So the owner gets the memory back within one copy, whatever the borrower waits for.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ class Borrow(Protocol):
     """Several threads may use it at once."""
 
     def begin(self) -> memoryview | None:
-        """The memory; None: it was taken back, for good. After a memory :meth:`end` must follow within milliseconds.
+        """Return the memory; None: the owner has taken it back for good.
 
-        Between the two is no wait; after ``end`` nothing may be kept of the memory.
+        If it returns memory, :meth:`end` must follow within milliseconds, without a wait between the two. After ``end``
+        the caller must not keep any view of the memory.
         """
         ...
 
     def end(self) -> None:
-        """The memory is not needed any more."""
+        """Return the memory to its owner."""
         ...
 
 
@@ -52,7 +53,7 @@ class Span:
 
     @classmethod
     def of(cls, memory: memoryview) -> Span:
-        """All of ``memory``, which nobody takes back."""
+        """Return a span of all of ``memory``, which its owner never takes back."""
         return cls(Owned(memory), 0, memory.nbytes)
 
     @property
@@ -65,5 +66,5 @@ class Span:
 
 
 def taken_back() -> TierRefused:
-    """Why what fills or reads borrowed memory stops."""
+    """Return the error that ends the filling or reading of memory that was taken back."""
     return TierRefused(RefusedReason.CLOSED, "the transfer was given up")

@@ -68,7 +68,7 @@ class FrameHeader:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which piece of a block a frame holds. ``set_digest``: 16 bytes, equal in all parts of one block."""
+    """The piece of a block that a frame holds. ``set_digest``: 16 bytes, equal in all parts of one block."""
 
     index: int = 0
     count: int = 1
@@ -79,17 +79,17 @@ WHOLE = Part()
 
 
 def digest_of_payload(payload: memoryview | bytes) -> bytes:
-    """The 16 bytes of checksum of a payload, as its header has them."""
+    """Return a payload's checksum, 16 bytes, as its header has it."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def running_digest() -> xxhash.xxh3_128:
-    """The same for a payload that arrives in pieces: ``update`` with each, then ``digest``."""
+    """Return a hash for a payload that arrives in pieces: ``update`` it with each, then ``digest``."""
     return xxhash.xxh3_128()
 
 
 def digest_of_parts(payload_digests: Sequence[bytes]) -> bytes:
-    """The set digest of a block stored in parts: xxh3_128 over the parts' payload digests, in order.
+    """Return the set digest of a block stored in parts: xxh3_128 over the parts' payload digests, in order.
 
     It depends on the contents alone, so parts of two writers fit together exactly when they wrote the same bytes.
     """
@@ -106,9 +106,9 @@ def build_header(
     part: Part = WHOLE,
     tenant: bytes = NO_TENANT,
 ) -> bytes:
-    """The header of a frame; reads the whole payload once for its checksum (about 30 GB/s, without the GIL).
+    """Return the header of a frame. Reads the whole payload once for its checksum (about 30 GB/s, without the GIL).
 
-    As :func:`pack_header`.
+    For the arguments see :func:`pack_header`.
     """
     return pack_header(
         namespace,
@@ -203,7 +203,7 @@ def read_header(header: memoryview | bytes) -> FrameHeader:
     if xxhash.xxh3_128_digest(raw[:_CHECKSUM_AT] + raw[HEADER_BYTES:]) != checksum:
         raise TierCorrupt(CorruptReason.HEADER, "the header's checksum does not match its bytes")
     if flags or zero or any(reserved) or part_index >= part_count or not 1 <= key_bytes <= KEY_BYTES_MAX:
-        # Intact, so written by a newer program.
+        # The header is intact, so a newer program wrote it.
         raise TierCorrupt(CorruptReason.VERSION, "the frame uses fields that this program does not support")
     part = Part(part_index, part_count, set_digest)
     return FrameHeader(header_bytes, namespace, padded_key[:key_bytes], payload_bytes, digest, created_ms, part, tenant)
@@ -243,7 +243,7 @@ def verify_digest(
     part_index: int = 0,
     part_count: int = 1,
 ) -> FrameHeader:
-    """The same of a payload of ``payload_bytes`` that arrived in pieces: ``payload_digest`` is of all that arrived."""
+    """Verify as :func:`verify` does for a payload that arrived in pieces; ``payload_digest`` is of all of them."""
     found = _verify_header(header, namespace, key, payload_bytes, (part_index, part_count))
     _compare(payload_digest, found)
     return found

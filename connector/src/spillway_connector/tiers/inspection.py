@@ -19,7 +19,7 @@ TENANT_HEX_DIGITS = 2 * TENANT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """``reason``: a word of CorruptReason, "document" or "index". ``sentence``: for people."""
+    """Damage in a store. ``reason``: a word of CorruptReason, "document" or "index". ``sentence``: for people."""
 
     reason: str
     sentence: str
@@ -43,12 +43,12 @@ class StoredNamespace:
 
     @property
     def codec(self) -> dict[str, Any] | None:
-        """How payloads are encrypted: cipher, key_id, key_check; None if they are not."""
+        """The encryption of payloads: cipher, key_id, key_check; None if they are not encrypted."""
         codec = (self.facts or {}).get("codec")
         return codec if isinstance(codec, dict) else None
 
     def damage(self) -> Damage | None:
-        """What is wrong with the document: missing, unreadable or of another digest; None if it is intact."""
+        """Return the damage of the document: missing, unreadable or of another digest; None if it is intact."""
         if self.document is None:
             return Damage("document", f"namespace {self.digest.hex()} has no document; an engine using it writes it")
         facts = self.facts
@@ -60,7 +60,7 @@ class StoredNamespace:
 
 
 def identity_of(facts: dict[str, Any]) -> Namespace:
-    """The namespace that a stored document's digest is computed from: without the key check of an encrypted one
+    """Return the part of a stored document that its digest is computed from: all but an encrypted namespace's key check
     (sealed.py)."""
     codec = facts.get("codec")
     if isinstance(codec, dict):
@@ -73,10 +73,13 @@ def identity_of(facts: dict[str, Any]) -> Namespace:
 class StoredFrame:
     """One block as a walk found it.
 
-    stored_bytes: what it takes in the store. key, payload_bytes, tenant, created_s: None if they are damaged, or
-    if the walk did not read headers. created_s, used_s: seconds since 1970; used_s is None if the store does not
-    record uses. damage: as far as the header shows. place: where it is, for people.
-    handle: for the inspector that found it.
+    Attributes:
+        stored_bytes: The bytes that it takes in the store.
+        key, payload_bytes, tenant, created_s: None if they are damaged, or if the walk did not read headers.
+        created_s, used_s: Seconds since 1970. used_s is None if the store does not record uses.
+        damage: The damage that the header shows.
+        place: The block's place in the store, for people.
+        handle: The place, for the inspector that found the block.
     """
 
     namespace: bytes
@@ -92,7 +95,7 @@ class StoredFrame:
 
     @property
     def age_reference_s(self) -> float | None:
-        """When its age begins: at its last use, or at its creation if uses are not recorded."""
+        """The time from which its age counts: its last use, or its creation if uses are not recorded."""
         return self.used_s if self.used_s is not None else self.created_s
 
 
@@ -106,7 +109,7 @@ CheckPayload = Callable[[StoredFrame, memoryview], Damage | None]
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What a call removed, without frames that were missing or used meanwhile."""
+    """The frames that a call removed, without those that were missing or used meanwhile."""
 
     frames: int = 0
     stored_bytes: int = 0

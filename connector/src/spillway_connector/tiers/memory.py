@@ -112,7 +112,7 @@ class MemoryTier:
         target[:] = payload
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """None: the medium stands in for something slower."""
+        """Return None: the medium stands in for something slower."""
         return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:

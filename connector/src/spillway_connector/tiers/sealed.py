@@ -1,13 +1,13 @@
 """Encryption at rest: a wrapper around any tier that seals payloads with AES-GCM before they leave this process.
 
-A sealed payload, which is what the wrapped tier stores in its frame; the ciphertext comes first so that it lies page
-aligned if the payload did:
+The wrapped tier stores a sealed payload in its frame. The ciphertext comes first, so that it is page aligned if the
+payload was:
 
     ciphertext (payload_bytes) | tag (16) | nonce (12) | key check (4)
 
-Authenticated beside it: the namespace digest, the block's key and the payload's size. So a block under another name, of
-another engine layout, or written without the key does not open, even if its checksums are right. Names, sizes and times
-stay visible to all readers of the store.
+The namespace digest, the block's key and the payload's size are authenticated with it. So a block under another name,
+of another engine layout, or written without the key does not open, even if its checksums are right. Names, sizes and
+times stay visible to all readers of the store.
 
 One key per namespace is derived from the master key (HKDF-SHA256, salted with the namespace digest). Nonces are random:
 with 2**32 blocks written under one namespace the chance that two share a nonce is below 2**-32 (NIST SP 800-38D, 8.3);
@@ -68,7 +68,7 @@ class SealKey:
 
     @classmethod
     def parse(cls, key_id: str, text: str, where: str) -> SealKey:
-        """``text``: the key in hex or base64. ``where`` it comes from, for the message. Raises ConfigError."""
+        """Parse a key in hex or base64. ``where``: its origin, for the message. Raises ConfigError."""
         if not key_id or not key_id.isascii() or not key_id.isprintable():
             raise ConfigError(f"encryption.keyId: {key_id!r} is not a name; use letters, digits and dashes")
         compact = "".join(text.split())
@@ -86,7 +86,7 @@ class SealKey:
 
     @classmethod
     def from_file(cls, key_id: str, path: Path) -> SealKey:
-        """Raises ConfigError when the file cannot be read or holds no key."""
+        """Read the key from a file. Raises ConfigError if the file cannot be read or holds no key."""
         try:
             with path.open("rb") as file:
                 text = file.read(KEY_FILE_BYTES_MAX).decode("ascii")
@@ -98,7 +98,7 @@ class SealKey:
 
     @classmethod
     def from_environment(cls, key_id: str, variable: str) -> SealKey:
-        """Raises ConfigError when the variable is not set or holds no key."""
+        """Read the key from a variable. Raises ConfigError if the variable is not set or holds no key."""
         if variable not in os.environ:
             raise ConfigError(f"encryption.keyEnv: the environment variable {variable} is not set")
         return cls.parse(key_id, os.environ[variable], f"encryption.keyEnv {variable}")
@@ -108,7 +108,7 @@ class SealKey:
         return f"AES-{len(self.secret) * 8}-GCM"
 
     def derive(self, salt: bytes, purpose: bytes, size: int) -> bytes:
-        """HKDF-SHA256 of the master key."""
+        """Derive a namespace's key: HKDF-SHA256 of the master key."""
         return HKDF(algorithm=SHA256(), length=size, salt=salt, info=b"spillway " + purpose).derive(self.secret)
 
 
@@ -130,7 +130,7 @@ class SealedNamespace(Namespace):
 
     @override
     def may_own(self, document: bytes) -> bool:
-        """As of any namespace; also true for the document of another key under the same id, which is no damage."""
+        """Whether the document may be this namespace's. One of another key under the same id may: it is no damage."""
         try:
             facts = json.loads(document)
             del facts["codec"]["key_check"]
@@ -140,7 +140,7 @@ class SealedNamespace(Namespace):
 
 
 def sealed_namespace(namespace: Namespace, key: SealKey) -> SealedNamespace:
-    """The namespace of the same blocks, sealed with ``key``: give it to the tier that SealedTier wraps."""
+    """Return the namespace of the same blocks, sealed with ``key``, for the tier that SealedTier wraps."""
     facts = json.loads(namespace.document)
     codec = {"cipher": key.cipher, "key_id": key.key_id}
     identity = Namespace.of({**facts, "codec": codec})

@@ -23,9 +23,13 @@ NO_TENANT = bytes(TENANT_BYTES)
 
 
 class StoreOutcome(Enum):
-    """STORED: written by this call. PRESENT: an entry of that key was there already, and its age was renewed.
+    """The result of a store.
 
-    PENDING: another running writer is writing it and may still fail. NOT_ADMITTED: see SessionTier.store_of_session.
+    Attributes:
+        STORED: This call wrote the entry.
+        PRESENT: The tier had an entry of that key already. Its age was renewed.
+        PENDING: Another running writer is writing the entry and may still fail.
+        NOT_ADMITTED: See SessionTier.store_of_session.
     """
 
     STORED = "stored"
@@ -35,21 +39,21 @@ class StoreOutcome(Enum):
 
 
 class EvictionReason(StrEnum):
-    """Why an intact frame was removed."""
+    """The reason for which an intact frame was removed."""
 
-    ROOM = "room"  # for other frames, within max_bytes or the file system share
-    TENANT = "tenant"  # for the same tenant's next frame, within its quota
+    ROOM = "room"  # other frames needed space, within max_bytes or the file system share
+    TENANT = "tenant"  # the same tenant's next frame needed space within its quota
     TTL = "ttl"  # it had not been used for ttl_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInMemory:
-    """A block of a tier whose bytes are in this node's memory, so that loading it waits for nothing.
+    """A block of a tier whose bytes are in this node's memory, so that a load waits for nothing.
 
     Attributes:
         copy_to: Copies the payload into its argument (see :meth:`Tier.load`) and verifies it there, in a few
-            milliseconds. False: it is not in memory any more, or does not verify; the target is undefined then, and
-            load has to say why.
+            milliseconds. Returns False if the block is not in memory any more or does not verify. The target's contents
+            are then undefined, and :meth:`Tier.load` raises the reason.
     """
 
     copy_to: Callable[[memoryview], bool]
@@ -58,11 +62,11 @@ class BlockInMemory:
 class Tier(Protocol):
     """A blocking store of fixed-size payloads by key, within one namespace.
 
-    Methods with a ``deadline`` may block and are called from several worker threads at once, never from the scheduler
-    thread; so is ``close``. Everything else answers from memory without waiting, on any thread, the scheduler's
-    included. A key has 1 to 64 bytes. ``deadline`` is a point on the tier's clock; an operation that passes it raises
-    TierTimeout as soon as it can (a thread blocked in the kernel raises late: its caller must be prepared). Failures
-    are TierError, see errors.py. ``testing.tier_contract`` is the test suite of this contract.
+    Methods with a ``deadline``, and ``close``, may block. They are called from several worker threads at once, never
+    from the scheduler thread. All other methods answer from memory without waiting, on any thread, the scheduler's
+    included. A key has 1 to 64 bytes. ``deadline`` is a point on the tier's clock. An operation that passes it raises
+    TierTimeout as soon as it can; a thread that is blocked in the kernel raises late, which callers must expect.
+    Failures are TierError, see errors.py. ``testing.tier_contract`` is the test suite of this contract.
     """
 
     @property
@@ -77,28 +81,28 @@ class Tier(Protocol):
 
     @property
     def store_id(self) -> bytes | None:
-        """8 bytes that are the same in every process whose entries this tier can read, and in no other; see
-        namespace.py. None until the store has been prepared, or if it has no name."""
+        """8 bytes that identify the store: equal in all processes whose entries this tier can read, different in all
+        others (see namespace.py). None before the store has been prepared, or if the store has no name."""
         ...
 
     @property
     def evictions(self) -> Mapping[EvictionReason, int]:
-        """Intact frames that this process removed since it started, by reason; reasons without a frame may be absent.
+        """The number of intact frames that this process has removed, by reason. Reasons without a frame may be absent.
 
-        Evictions that a server makes by itself are not included.
+        Evictions by the server itself are not included.
         """
         ...
 
     @property
     def quarantined(self) -> Mapping[str, int]:
-        """Damaged files that this process renamed and replaced, by reason. Empty if a store has none."""
+        """The number of damaged files that this process has renamed and replaced, by reason. Empty without files."""
         ...
 
     @property
     def under_pressure(self) -> bool:
-        """Whether frames were evicted or refused for want of room a moment ago, so that a store costs another frame.
+        """Whether the tier recently evicted or refused frames because it was full, so that a store costs another frame.
 
-        The tier defines the moment. Always False in a tier that cannot tell.
+        The tier defines "recently". Always False in a tier that cannot tell.
         """
         ...
 
@@ -109,13 +113,13 @@ class Tier(Protocol):
 
     @property
     def renews(self) -> bool:
-        """Whether :meth:`renew` makes an entry stay. Constant. False: nothing counts as held there."""
+        """Whether :meth:`renew` makes an entry stay. Constant. If False, no entry of the tier counts as held."""
         ...
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """The answer of :meth:`contains` from memory alone. None if it cannot be given now.
+        """Answer as :meth:`contains` does, but from memory only. Returns None if the tier cannot answer now.
 
-        Changes of other processes may be seen a moment later than by ``contains``.
+        This method may see changes of other processes a moment later than ``contains`` does.
         """
         ...
 
@@ -123,56 +127,73 @@ class Tier(Protocol):
         """Make the store ready and compare the stored namespace document with this one.
 
         Called at start so that misconfiguration is reported early; every other operation calls it until it succeeds.
-        Raises TierRefused, TierUnreachable or TierTimeout; the tier stays usable and tries again.
+
+        Raises:
+            TierRefused, TierUnreachable, TierTimeout: The tier stays usable and tries again.
         """
         ...
 
     def contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which of ``keys`` are there now, in the same order. A hint: the entry may be evicted or damaged later.
+        """Return for each of ``keys`` whether the tier has it now, as a hint: it may be evicted or damaged later.
 
-        Raises TierPartlyAsked if this process may not ask for all of them in time.
+        Raises:
+            TierPartlyAsked: This process may not ask for all of them in time.
         """
         ...
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
-        """Read the payload into ``target`` and verify it there; renews the entry's age.
+        """Read the payload into ``target``, verify it there, and renew the entry's age.
 
-        target: writable, flat, exactly ``payload_bytes`` long; page aligned if it is to be fast. Its contents are
-        undefined when this raises, so no other thread may read it meanwhile.
-        Raises TierMiss, TierCorrupt (the caller then discards), TierRefused, TierUnreachable, TierTimeout.
+        Args:
+            target: Writable, flat, exactly ``payload_bytes`` long; page aligned for speed. Its contents are undefined
+                if this raises, so no other thread may read it meanwhile.
+
+        Raises:
+            TierMiss, TierCorrupt (the caller then discards), TierRefused, TierUnreachable, TierTimeout.
         """
         ...
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """The block, if it can be copied from memory now; None: :meth:`load` it. Renews the entry's age. May block.
+        """Return the block if it can be copied from memory now, and renew its age. May block.
 
-        Raises what load raises, but TierCorrupt.
+        Returns:
+            None: call :meth:`load` instead.
+
+        Raises:
+            The errors of :meth:`load` except TierCorrupt.
         """
         ...
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
-        """Write a frame around ``source`` (flat, ``payload_bytes`` long) unless the key is there already.
+        """Write a frame around ``source`` unless the tier has the key already. Readers see the whole frame or none.
 
-        All or nothing: readers never see a part. tenant: 8 bytes, written into the frame and counted against the
-        tenant's quota if the tier has one. Reading needs the key alone, which contains the tenant's salt.
-        Raises TierRefused, TierUnreachable, TierTimeout.
+        Args:
+            source: Flat, ``payload_bytes`` long.
+            tenant: 8 bytes, written into the frame and counted against the tenant's quota if the tier has one. Reading
+                needs only the key, which contains the tenant's salt.
+
+        Raises:
+            TierRefused, TierUnreachable, TierTimeout.
         """
         ...
 
     def renew(self, keys: Sequence[bytes], deadline: float, tenant: bytes = NO_TENANT) -> None:
-        """Renew the age of those of ``keys`` that are there, as a load of each does, without reading them.
+        """Renew the age of those of ``keys`` that the tier has, as a load of each does, without reading them.
 
-        tenant: of all of them, as they were stored. A store that takes no writes renews nothing. Raises TierError.
+        A store that accepts no writes renews nothing. Raises TierError.
+
+        Args:
+            tenant: The tenant of all ``keys``, as they were stored.
         """
         ...
 
     def discard(self, key: bytes, deadline: float) -> None:
-        """Remove an entry that load has proven corrupt. A key that is not there is not an error."""
+        """Remove an entry that load has proven corrupt. An absent key is not an error."""
         ...
 
     def resident_bytes(self, deadline: float) -> int:
-        """Bytes that the store holds, all namespaces together, or what this process has stored if only a listing could
-        sum them up. Asks the store whether it answers. Raises TierError."""
+        """Return the bytes that the store holds in all namespaces, or, if only a listing could sum them up, those that
+        this process has stored. Checks that the store answers. Raises TierError."""
         ...
 
     def close(self) -> None:
@@ -184,79 +205,81 @@ class Tier(Protocol):
 class BorrowingTier(Tier, Protocol):
     """A tier that moves blocks in pieces, so that it needs their memory only while a piece is copied.
 
-    Both methods take borrowed memory of ``payload_bytes`` and raise TierRefused(CLOSED) if it was taken back.
+    Both methods use borrowed memory of ``payload_bytes`` and raise TierRefused(CLOSED) if it was taken back.
     """
 
     @property
     def transfers_at_once(self) -> int | None:
-        """How many blocks it moves at a time; a further thread would only wait. None: as many as there are threads.
+        """The number of blocks that the tier moves at a time; further threads would only wait. None: no limit.
 
         Constant."""
         ...
 
     def receive(self, key: bytes, borrow: Borrow, deadline: float) -> None:
-        """What :meth:`load` does. The contents of the memory are valid only after this returns."""
+        """Load as :meth:`load` does. The contents of the memory are valid only after this returns."""
         ...
 
     def send(self, key: bytes, borrow: Borrow, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
-        """What :meth:`store` does. Nothing may write to the memory before this ends or the memory is taken back."""
+        """Store as :meth:`store` does. Nothing may write to the memory before this ends or the memory is taken back."""
         ...
 
 
 @runtime_checkable
 class ReceivingTier(Tier, Protocol):
-    """A tier that can tell what has arrived of loads that have not ended."""
+    """A tier that counts the bytes of loads while they arrive."""
 
     @property
     def received_bytes(self) -> int | None:
         """The bytes that loads have received since the start, including loads that failed later. The number never
-        falls. None: it cannot tell."""
+        decreases. None: the tier cannot tell."""
         ...
 
 
 @runtime_checkable
 class BilledTier(Tier, Protocol):
-    """A tier in a store whose every request costs money."""
+    """A tier in a store that charges for each request."""
 
     @property
     def requests(self) -> Mapping[str, int]:
-        """Requests since the start, by kind: put, get, head, delete."""
+        """The number of requests since the start, by kind: put, get, head, delete."""
         ...
 
 
 @runtime_checkable
 class PeekableTier(Tier, Protocol):
-    """A tier whose entries can be read without being used, so that a copy of them does not make them stay."""
+    """A tier that can read an entry without counting this as a use, so that a copy of it does not keep it."""
 
     def peek(self, key: bytes, target: memoryview, deadline: float) -> None:
-        """What :meth:`load` does, without renewing the entry's age: what it would evict next stays the same."""
+        """Load as :meth:`load` does, without renewing the entry's age: the tier's next evictions stay the same."""
         ...
 
 
 @runtime_checkable
 class SessionTier(Tier, Protocol):
-    """A tier whose order of eviction follows sessions. What it learns is a hint: one that is lost costs hits."""
+    """A tier whose order of eviction follows sessions. Each use is a hint: if one is lost, that costs hits only."""
 
     def use_session(self, use: SessionUse) -> None:
-        """A request of a session uses chunks, in the tier or not. The call only notes it in memory and does not wait;
-        the tier takes it in later."""
+        """Note that a request of a session uses chunks, whether the tier has them or not. The call only records it in
+        memory, without waiting; the tier applies it later."""
         ...
 
     def store_of_session(
         self, key: bytes, source: memoryview, deadline: float, tenant: bytes, session: bytes, *, own_room: bool
     ) -> StoreOutcome:
-        """What :meth:`store` does, for a chunk of a session (SessionUse.session).
+        """Store a chunk of a session (SessionUse.session) as :meth:`store` does.
 
-        own_room: if room is short, only in place of a chunk of the same tenant that is used later; NOT_ADMITTED
-        if there is none.
+        Args:
+            own_room: If the tier is full, replace only a chunk of the same tenant that is used later; NOT_ADMITTED if
+                there is none.
         """
         ...
 
 
 class WrappedTier:
-    """Passes what :class:`Tier` says on to ``tier``; subclasses load and store.
+    """Passes the methods of :class:`Tier` on to ``tier``; subclasses implement load and store.
 
-    payload_bytes: of this tier, which may be others than the wrapped one's.
+    Args:
+        payload_bytes: The size of this tier's payloads, which may differ from the wrapped tier's.
     """
 
     def __init__(self, tier: Tier, payload_bytes: int) -> None:

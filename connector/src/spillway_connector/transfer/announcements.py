@@ -1,5 +1,5 @@
-"""What an engine tells routers about a tier that others share: which engines can load from it, and which chunks it
-holds.
+"""Announcements of an engine to routers about a tier that others share: which engines can load from it, and which
+chunks it holds.
 
 A chunk is announced once, by the engine that stores it, when the store begins: an engine without requests takes no step
 and could not announce its end. A store that fails is taken back. Chunks of a request that another engine goes on with
@@ -80,7 +80,7 @@ class Announcements:
         return successor
 
     def storing(self, keys: Iterable[bytes]) -> None:
-        """This process has begun to store them, or has stored them."""
+        """Note that this process has begun to store these keys, or has stored them."""
         now = self._clock()
         for key in keys:
             self._say_present(key, now)
@@ -107,7 +107,7 @@ class Announcements:
                 self._say(key, gone=True)
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """This process has removed them."""
+        """Note that this process has removed these keys."""
         now = self._clock()
         for key in keys:
             self._present.drop(key)
@@ -154,7 +154,7 @@ class Announcements:
         return self._joined is not None
 
     def take(self, store_id: bytes | None, usable: bool) -> list[Announcement]:
-        """What to announce now, in order; called once per step.
+        """Return the announcements that are due now, in order; called once per step.
 
         store_id: None while unknown. usable: whether this engine loads from the store at present. While it does not,
         what is known of the store's contents waits.

@@ -78,7 +78,7 @@ class TierChain:
         return self.lookup_prefix((key,), request_id).found[0]
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> Answers:
-        """Like SharedTier.lookup_prefix, for both tiers together. PENDING at most as long as both of them wait."""
+        """Answer as SharedTier.lookup_prefix does, for both tiers. PENDING at most as long as both of them wait."""
         asked = self._asked(request_id)
         if len(asked) == 1:
             answers = asked[0].lookup_prefix(keys, request_id)

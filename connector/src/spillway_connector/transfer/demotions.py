@@ -47,10 +47,10 @@ class Demotions:
         above: the tier that chunks leave.
         below: the tier that takes them.
         idle_seconds: without a use, after which a chunk is copied.
-        threads: that copy, each with a buffer of one chunk.
+        threads: the number of threads that copy, each with a buffer of one chunk.
         lookup_seconds, store_seconds: deadlines of single calls of the tiers.
-        breaker: of stores to ``below``.
-        counters: of both tiers, in this order.
+        breaker: the breaker of stores to ``below``.
+        counters: the counters of both tiers, in this order.
         clock: monotonic seconds.
     """
 
@@ -248,7 +248,7 @@ class Demotions:
             self._stored.append(stored)
 
     def _failed(self, chunks: Sequence[IdleChunk]) -> None:
-        """They count as used now, so they are due again after a while."""
+        """Count the chunks as used now, so that they are due again after a while."""
         with self._lock:
             self._outcomes[DemotionOutcome.FAILED] += len(chunks)
             for chunk in chunks:

@@ -165,7 +165,7 @@ class TransferJob:
     behind: Behind | None = None
 
     def fill(self, keys: list[bytes], rows: list[int]) -> None:
-        """What is to be moved; once, before any worker sees the job."""
+        """Set the chunks to move; once, before any worker sees the job."""
         self.keys, self.rows, self.states = keys, rows, bytearray(len(keys))
         self.open_items = self.open_items_reported = len(keys)
 

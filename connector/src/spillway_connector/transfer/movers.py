@@ -376,7 +376,7 @@ class Movers:
         return copied
 
     def _store(self, item: TransferItem, bounce: memoryview, now: float) -> StoreOutcome | None:
-        """None: the item was given up before anything was done."""
+        """Store an item; None: it was given up before anything was done."""
         waited = now - item.job.queued_at
         if waited > self._store_queue_seconds_max:
             raise TierRefused(RefusedReason.QUEUE_AGE, f"waited {waited:.1f} s for a thread")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from spillway_connector.errors import RefusedReason, TierCorrupt, TierError, TierMiss, TierRefused, TierTimeout
 from spillway_connector.limits import TransferLimits
-from spillway_connector.plan.load_cost import is_behind
+from spillway_connector.plan.load_cost import BEHIND_SECONDS_MIN, behind_after
 from spillway_connector.plan.prefix_memo import PresenceIndex
 from spillway_connector.tiers.tier import NO_TENANT, Clock
 from spillway_connector.transfer.announcements import Announcements
@@ -63,6 +63,7 @@ class OpenJobs:
         self._ended: list[TransferJob] = []
         self.storing: set[bytes] = set()
         self.queued_bytes = {Operation.LOAD: 0, Operation.STORE: 0}
+        self._judged_until = float("-inf")  # until then computing overtakes no load
 
     @property
     def busy(self) -> bool:
@@ -165,11 +166,19 @@ class OpenJobs:
 
     def give_up_behind(self, seconds_per_chunk: float, latency_seconds: float, spared: Callable[[int], bool]) -> None:
         """Give up the loads that computing has overtaken, except those for which no request waits (``spared``)."""
-        received, now = self._movers.received_chunks, self._clock()
+        now = self._clock()
+        if now < self._judged_until:
+            return
+        received = self._movers.received_chunks
+        self._judged_until = now + BEHIND_SECONDS_MIN  # so long no new load is behind; and rates change meanwhile
         for job in list(self.loads.values()):
             since, elapsed = received - job.received_before, now - job.queued_at
-            if not is_behind(elapsed, since, len(job.keys), seconds_per_chunk, latency_seconds) or spared(job.job_id):
+            left = behind_after(since, len(job.keys), seconds_per_chunk, latency_seconds) - elapsed
+            if left >= 0:
+                self._judged_until = min(self._judged_until, now + left)
+            if left >= 0 or spared(job.job_id):
                 continue
+            self._judged_until = now  # what cannot be given up yet is tried again
             behind = TierRefused(RefusedReason.BEHIND, f"{since:.1f} of {len(job.keys)} chunks came in {elapsed:.3g} s")
             if self.void(job, lambda _, why=behind: why):  # type: ignore[misc]
                 job.behind = Behind(since, elapsed)

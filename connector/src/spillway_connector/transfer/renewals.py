@@ -1,4 +1,4 @@
-"""What clients asked to retain stays in a shared tier: the engine renews its age again and again until its time.
+"""Keeps in a shared tier what clients asked to retain: the engine renews its age again and again until its time.
 
 Every engine's, and every server's, order of eviction is by use in some way, so an entry that is renewed once in
 RENEW_SECONDS is kept from all of them, without a word of it in the store; an engine that dies renews nothing more. The

@@ -133,7 +133,7 @@ class SharedTier:
         return self.lookup_prefix((key,), request_id).found[0]
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> Answers:
-        """What :meth:`lookup` would return for each of ``keys`` (at least one), up to and including the first MISS."""
+        """Return :meth:`lookup`'s answers for ``keys`` (at least one), up to and including the first MISS."""
         self.counters.moved = True
         if self._weights_changed:
             self.counters.misses[MissReason.WEIGHTS_CHANGED] += 1
@@ -201,7 +201,7 @@ class SharedTier:
     ) -> None:
         """Write the rows to the tier for ``tenant``; they must stay unchanged until the job is reported.
 
-        session: of the request whose chunks these are. hand_over: another engine is to load them as soon as they are
+        session: the session of the chunks' request. hand_over: another engine is to load them as soon as they are
         announced, so they are announced when the store has ended, and a tier under pressure admits them. Keys that are
         there already, or on their way by another job, count as done; so do others that a tier under pressure does not
         admit, and all once the weights have changed. If the breaker is open or too many bytes are under way, the rest
@@ -276,7 +276,7 @@ class SharedTier:
         self._lookups.drop_request(request_id)
 
     def take_announcements(self) -> list[tuple[str, Announcement]]:
-        """What to announce about the tier's contents since the last call, in order, each with the tier's name.
+        """Return the announcements about the tier's contents since the last call, in order, each with the tier's name.
 
         Called once per scheduler step.
         """
@@ -364,6 +364,11 @@ class SharedTier:
     def evictions(self) -> dict[str, int]:
         """Undamaged frames that this process removed, by reason."""
         return {str(reason): count for reason, count in self._tier.evictions.items()}
+
+    @property
+    def evicted_frames(self) -> int:
+        """All of :meth:`evictions` together."""
+        return sum(self._tier.evictions.values())
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

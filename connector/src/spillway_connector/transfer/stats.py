@@ -92,7 +92,7 @@ def miss_of_error(error: TierError) -> MissReason:
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened to one tier in the process's lifetime.
+    """Counters of one tier over the process's lifetime.
 
     read_seconds and write_seconds are summed over threads. failures and shed: by what failed and why (a TierError's
     reason).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.driver import CudaDriver
 from spillway_connector.device.cuda.transport import CudaTransport
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.pinned import PinMethod
 from spillway_connector.device.stream_copier import CopyLimits
 from spillway_connector.errors import ConfigError, DeviceCopyError
@@ -22,6 +20,7 @@ from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.copy_table import PATHS, CopyTable
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.copier_contract import CopierContract
+from spillway_connector.testing.memory import unnamed_region
 
 ROWS, ROW = 4, 16_384
 BOTH = list(Direction)
@@ -37,8 +36,7 @@ class Rig:
     def __init__(self, path: str = "batch", mode: str = "auto", double: CudaDouble | None = None, **options) -> None:
         self.double = double or CudaDouble()
         self.kernel = DoubleKernel(self.double)
-        self.region = HostRegion(region_path(f"test-cuda-{os.getpid()}"), ROWS, ROW)
-        self.region.unlink_name()
+        self.region = unnamed_region(ROWS, ROW)
         self.host = np.asarray(self.region.create_kv_memoryview()).reshape(-1).view(np.uint8)
         self.device = np.zeros(ROWS * ROW, dtype=np.uint8)
         self.driver = CudaDriver(self.double.proc_address)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import HIT, make_cpu_tier, make_node_tier
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.retention_contract import ANN, BOB, MakeRetaining, RetentionContract
 from spillway_connector.testing.tier_contract import key_of
 from spillway_connector.tiers.disk.slab.writers import new_number
@@ -75,8 +75,7 @@ def make_rows(request: pytest.FixtureRequest) -> Iterator[MakeRetaining]:
     regions: list[HostRegion] = []
 
     def make(chunks: int) -> Rows:
-        region = HostRegion(region_path(f"test-retention-{os.getpid()}"), chunks, ROW_BYTES)
-        region.unlink_name()
+        region = unnamed_region(chunks, ROW_BYTES)
         regions.append(region)
         clock = SteppedClock()
         tier = make_cpu_tier(chunks, region, request.param, enable_events=False)

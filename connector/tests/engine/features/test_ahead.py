@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.features.ahead import HINT_SECONDS, HINTS_MAX
 from spillway_connector.engine.features.hints import HintOutcome
 from spillway_connector.engine.ipc.samples import sample_key
@@ -33,6 +31,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import request_of
 from spillway_connector.testing.vllm_parts import part_of
 from spillway_connector.transfer.lookups import Answers, Lookup
@@ -106,8 +105,7 @@ class Rig:
         self.clock = SteppedClock()
         self.tier = HeldTier()
         self.device = Device()
-        self.region = HostRegion(region_path(f"test-ahead-{os.getpid()}"), ROWS, CHUNK_BYTES)
-        self.region.unlink_name()
+        self.region = unnamed_region(ROWS, CHUNK_BYTES)
         options = {
             "num_cpu_blocks": ROWS,
             "prefill_tokens_per_second": 1.0,
@@ -137,7 +135,7 @@ class Rig:
         return request
 
     def step(self) -> None:
-        """A step in which vLLM asks about nobody."""
+        """A step in which vLLM asks about no request."""
         self.half.build_connector_meta(step_output())
 
     def turn(self, name: str) -> tuple[int | None, bool]:

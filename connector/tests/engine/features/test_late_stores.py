@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -17,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.features import late_stores
 from spillway_connector.engine.features.late_stores import LateStore, LateStores
 from spillway_connector.engine.ipc.samples import sample_key
@@ -25,6 +24,7 @@ from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantCo
 from spillway_connector.plan.leaving import LeavingWindow
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import RequestState, SpillwayTieringManager, make_cpu_tier
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.vllm_parts import part_of
 
 ROWS, BLOCKS, CHUNKS = 6, 13, 4  # a request has so many chunks; 12 blocks can be used
@@ -38,8 +38,7 @@ def keys_of(prompt: int) -> list[OffloadKey]:
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    region = HostRegion(region_path(f"test-late-stores-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     yield region
     region.cleanup()
 
@@ -450,6 +449,16 @@ def test_what_gone_sessions_left_makes_room_for_new_chunks_at_once_and_is_not_co
     assert left and left <= rig.on_device() and left.isdisjoint(rig.late._owed)
     rig.late.found_on_device(keys_of(0), context)
     assert left <= rig.late._owed.keys()
+
+
+def test_the_cpu_tier_learns_the_order_of_what_is_stored_later(region: HostRegion):
+    rig = Rig(region)
+    announced = list[tuple[list[OffloadKey], str]]()
+    rig.tier.will_store = lambda keys, context: announced.append((list(keys), context.req_id))
+    for prompt in range(3):  # the CPU tier has room for the first
+        rig.begin(prompt)
+
+    assert announced == [(keys_of(prompt)[1:], "r") for prompt in (1, 2)]
 
 
 def test_a_step_that_changed_nothing_looks_at_no_block(region: HostRegion, monkeypatch: pytest.MonkeyPatch):

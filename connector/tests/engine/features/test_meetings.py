@@ -5,7 +5,6 @@ Requests of sixteen chunks, and a shared tier that loads half as fast as the dev
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.features.meetings import _LOOKUP_SECONDS_MAX
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.ipc.samples import sample_key
@@ -37,6 +35,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import request_of
 from spillway_connector.testing.vllm_parts import part_of
 from spillway_connector.transfer.lookups import Answers, Lookup
@@ -105,8 +104,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.tier = ScriptedTier()
-        self.region = HostRegion(region_path(f"test-meetings-{os.getpid()}"), ROWS, CHUNK_BYTES)
-        self.region.unlink_name()
+        self.region = unnamed_region(ROWS, CHUNK_BYTES)
         self.manager = SpillwayTieringManager(
             make_cpu_tier(ROWS, self.region, "lru", enable_events=False),
             [self.tier],
@@ -217,7 +215,7 @@ def test_the_end_of_the_prefix_is_loaded_backwards_while_its_front_is_computed(e
     assert places(job) == [15, 14, 13, 12, 11], "a third of the chunks, as the tier has a third of the speed"
     assert engine.limit == 11 * CHUNK_TOKENS // 2 // CHUNK_TOKENS * CHUNK_TOKENS, "half of the way"
     assert engine.config.long_prefill_token_threshold == 0, "vLLM's own bound is as it was"
-    engine.now += 5 / COMPUTED  # in which 2.5 chunks are loaded, although nobody has seen them yet
+    engine.now += 5 / COMPUTED  # in which 2.5 chunks are loaded, although no step has seen them yet
     engine.compute(request, 5)
     assert engine.limit == 3 * CHUNK_TOKENS
     engine.tier.end()

@@ -193,7 +193,7 @@ def test_a_longer_queue_is_asked_about_no_more_than_a_short_one(rig: Rig) -> Non
     rig.clock.advance(BOUND)
     rig.device_blocks.questions = 0
     assert rig.pop() == "r0000"
-    assert not rig.device_blocks.questions, "nobody could be overtaken, and yet it was asked what they find"
+    assert not rig.device_blocks.questions, "no request could be overtaken, and yet it was asked what they find"
 
 
 def test_priorities_come_before_any_prefix() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -15,13 +14,13 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import LoadPiece, SpillwayWorkerMetadata
 from spillway_connector.engine.manager.early_loads import EarlyLoad
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import allocated, request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
@@ -111,8 +110,7 @@ class ComingTier(PrefixTier):
 class Rig:
     def __init__(self) -> None:
         self.tier = ComingTier()
-        self.region = HostRegion(region_path(f"test-early-{os.getpid()}"), ROWS, CHUNK_BYTES)
-        self.region.unlink_name()
+        self.region = unnamed_region(ROWS, CHUNK_BYTES)
         options = {"num_cpu_blocks": ROWS, "prefill_tokens_per_second": 1.0}
         options |= {"promotion_in_flight_fraction": 1.0, "promotion_per_request_fraction": 1.0}
         self.manager = SpillwayTieringManager(
@@ -158,7 +156,7 @@ class Rig:
         self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
 
     def require_nothing_left(self) -> None:
-        assert not self.scheduler._early_loads
+        assert not self.scheduler._early_loads.loads
         assert not self.scheduler._jobs
         assert not self.scheduler._being_loaded
         assert not self.manager.primary_tier._readers

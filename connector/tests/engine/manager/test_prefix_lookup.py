@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_offload_key
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, TierJobResult
 from spillway_connector.plan.prefix_memo import ChangeLog
 from spillway_connector.testing.clock import SteppedClock
@@ -24,6 +22,7 @@ from spillway_connector.testing.generation import (
     make_cpu_tier,
     rows_on_the_way,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.transfer.jobs import Behind
 from spillway_connector.transfer.lookups import Answers, Lookup
 
@@ -99,8 +98,7 @@ class Stack:
         self.clock = SteppedClock()
         self.tiers = [ScriptedTier() for _ in range(tiers)]
         self.tier = self.tiers[0]
-        self.region = HostRegion(region_path(f"test-prefix-{name}-{os.getpid()}"), ROWS, 4096)
-        self.region.unlink_name()
+        self.region = unnamed_region(ROWS, 4096)
         self.manager = SpillwayTieringManager(
             make_cpu_tier(ROWS, self.region, "lru", enable_events=False),
             list(self.tiers),
@@ -318,6 +316,23 @@ def test_a_requests_own_chunks_make_no_room_for_its_others(stack: Stack):
     (job,) = stack.tier.loads
     assert job.keys == keys[3:]
     assert stack.manager.primary_tier.ready.issuperset(keys[:3])
+
+
+def test_a_requests_own_chunks_make_no_room_for_its_others_even_if_nothing_else_can(stack: Stack):
+    """While the tier stores slowly, rows whose stores are under way cannot be freed."""
+    keys, context = prompt_keys(1), stack.requests["r1"]
+    others = [make_offload_key(bytes([100 + number]) * 32, 0) for number in range(ROWS - 4)]
+    for stored in (keys[:3], others):
+        output = stack.manager.prepare_store(stored, context)
+        assert output is not None
+        stack.manager.complete_store(output.keys_to_store, context)
+    stack.apply("end", 1, 0)  # the first of the two stores to the tier
+    tier = stack.manager.primary_tier
+    assert tier.free_rows() == 1
+    stack.tier.set_held(keys, True)
+    stack.manager.lookup_prefix(keys, context)
+    assert tier.ready.issuperset(keys[:3]), "its beginning left for its end"
+    assert [list(job.keys) for job in stack.tier.loads] == [keys[3:4]], "as far as rows go"
 
 
 def test_what_is_stored_is_known_whatever_a_load_would_cost(stack: Stack):

@@ -14,7 +14,8 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from spillway_connector import metrics
 from spillway_connector.engine.ipc.samples import Samples, sample_key
-from spillway_connector.engine.manager.spills import IN_HAND_LEAST, UNPAID_SECONDS, Spills
+from spillway_connector.engine.manager import spills
+from spillway_connector.engine.manager.spills import IN_HAND_LEAST, UNPAID_SECONDS, AllSpills, Spills
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.holds import RetentionHint
 from spillway_connector.plan.sessions import SessionHint
@@ -53,8 +54,9 @@ class Rig:
 
     def arrive(self, prompt: int, *, reverse: bool = False, chunks: int = CHUNKS) -> None:
         """A request of its own conversation ends, and the CPU tier receives its chunks."""
-        keys, context = prefix(prompt, chunks), context_of(prompt)
-        self.spills.use(keys, context)
+        keys = prefix(prompt, chunks)
+        context = context_of(prompt, prefix=keys)
+        self.spills.use(context)
         self.ready.update(keys)
         self.spills.offer(keys[::-1] if reverse else keys, context)
 
@@ -102,7 +104,7 @@ def test_what_was_used_longest_ago_goes_first_from_the_head_of_its_prefix_on():
     rig = Rig()
     for prompt in range(3):
         rig.arrive(prompt, reverse=True)  # as a device frees a prefix
-    rig.spills.use(prefix(0), context_of(0))
+    rig.spills.use(context_of(0, prefix=prefix(0)))
     assert not rig.spills.keeps_up
     order: list[OffloadKey] = []
     for _ in range(3 * CHUNKS):
@@ -147,9 +149,10 @@ def test_branches_of_one_conversation_all_reach_the_tier():
     rig = Rig()
     branches = [prefix(number) for number in range(3)]
     for keys in branches:  # the last one is the conversation's prefix when the tier takes the first
-        rig.spills.use(keys, context_of(0))
+        context = context_of(0, prefix=keys)
+        rig.spills.use(context)
         rig.ready.update(keys)
-        rig.spills.offer(keys, context_of(0))
+        rig.spills.offer(keys, context)
     rig.drain()
     assert rig.stored == {key for keys in branches for key in keys}
 
@@ -159,7 +162,7 @@ def test_what_waits_of_a_prompt_that_is_handed_over_goes_at_once():
     rig.arrive(0)
     rig.arrive(1)
     assert not rig.given
-    rig.spills.use(prefix(1), context_of(1, hand_over=True))
+    rig.spills.use(context_of(1, hand_over=True, prefix=prefix(1)))
     assert rig.given == prefix(1)
 
 
@@ -170,8 +173,9 @@ def test_an_idle_tier_catches_up_with_many_short_conversations():
     names = count(1)
     for _ in range(20):
         for name in islice(names, IN_HAND_LEAST // 2):
-            keys, context = [OffloadKey(b"%036d" % name)], TenantContext(f"short-{name}")
-            rig.spills.use(keys, context)
+            keys = [OffloadKey(b"%036d" % name)]
+            context = TenantContext(f"short-{name}", prefix=keys)
+            rig.spills.use(context)
             rig.ready.update(keys)
             rig.spills.offer(keys, context)
         rig.take(IN_HAND_LEAST)
@@ -184,10 +188,11 @@ def test_no_more_waits_than_the_cpu_tier_holds_however_long_the_tier_takes_nothi
     rig.pays = False
     for number in range(100):  # one conversation, of which the CPU tier keeps the last prompt alone
         keys = [OffloadKey(b"%018d%018d" % (number, at)) for at in range(10)]
-        rig.spills.use(keys, context_of(0))
+        context = context_of(0, prefix=keys)
+        rig.spills.use(context)
         rig.ready.clear()
         rig.ready.update(keys)
-        rig.spills.offer(keys, context_of(0))
+        rig.spills.offer(keys, context)
     rig.pays = True
     assert len(rig.ready) <= rig.spills.waiting_chunks <= 2 * ROWS
 
@@ -214,6 +219,22 @@ def test_chunks_that_the_tier_holds_are_not_deferred_again():
     rig.arrive(0)
     assert rig.spills.keeps_up
     assert not rig.given
+
+
+@pytest.mark.parametrize("tiers", [0, 1, 2])
+def test_contexts_that_late_stores_keep_hold_few_prefixes(tiers: int, monkeypatch: pytest.MonkeyPatch):
+    """Each chunk that only the device holds has its request's context, which is one of thousands."""
+    monkeypatch.setattr(spills, "PREFIX_CHUNKS_MAX", 10 * CHUNKS)
+    cpu_tier, given = SimpleNamespace(ready=set(), free_rows=lambda: 1), cast(Any, lambda *_: None)
+    pays = {cast(Any, object()): lambda: True for _ in range(tiers)}
+    every = AllSpills(pays, cast(Any, cpu_tier), given, lambda: 0.0, rows=ROWS, follows_tiers=True)
+    requests = [(prefix(number), context_of(number)) for number in range(100)]
+    for _ in range(2):
+        for keys, context in requests:
+            for _ in ("it begins", "it ends"):
+                every.use(keys, context)
+            assert not tiers or context.prefix == keys
+    assert [number for number, (_, context) in enumerate(requests) if context.prefix] == [*range(90, 100)] * bool(tiers)
 
 
 actions = st.lists(st.tuples(st.sampled_from(["arrive", "take", "give", "evict", "pay"]), st.integers(0, 5)))

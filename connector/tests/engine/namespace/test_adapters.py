@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.namespace.adapters import (
@@ -54,6 +52,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import new_request
 from spillway_connector.testing.vllm_parts import part_of
 
@@ -176,8 +175,7 @@ def engine() -> Iterator[EngineProcess]:
 @contextmanager
 def open_engine(store: Path | None = None) -> Iterator[EngineProcess]:
     """store: a directory that several engines share; what they compute differs in nothing but adapters."""
-    region = HostRegion(region_path(f"test-adapters-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     cpu_tier, tiers = make_cpu_tier(ROWS, region, "lru", enable_events=True), []
     if store is not None:
         geometry = ChunkGeometry(rank_block_bytes=4096, blocks_per_chunk=1, num_ranks=1)

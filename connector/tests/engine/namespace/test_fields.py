@@ -492,7 +492,7 @@ LENGTH_READERS_ADDED = {  # by 0.30 and later
     "models/muse_spark/amd/model.py": "as minimax_m2",
     "models/muse_spark/nvidia/model.py": "as minimax_m2",
     "models/step5/nvidia/model.py": "as minimax_m2",
-    "models/transformers/utils.py": "whether a rotation is computed anew: dynamic and longrope are in by their types",
+    "models/transformers/utils.py": "whether a rotation is computed again: dynamic and longrope are in by their types",
     "models/voxtral_realtime.py": "multimodal: in",
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -148,6 +149,47 @@ def test_a_sleep_that_is_refused_leaves_the_next_reset_whole(core: EngineCore):
         core.sleep(1, mode="soon")
     core._reset_caches()
     assert resets == [(True, True)]
+
+
+def test_a_second_sleep_that_is_refused_leaves_the_first_one_s_reset_as_it_was(core: EngineCore):
+    resets: list[tuple[bool, bool]] = []
+    core.reset_prefix_cache = lambda **caches: resets.append(tuple(caches.values())) or True
+    core.reset_mm_cache = core.reset_encoder_cache = lambda: None
+    core.pause_scheduler = lambda mode, clear_cache: Future()
+    core.sleep(1)
+
+    def refuse(mode: str, clear_cache: bool) -> None:
+        raise ValueError(f"Invalid pause mode: {mode}")
+
+    core.pause_scheduler = refuse
+    with pytest.raises(ValueError, match="pause mode"):
+        core.sleep(1, mode="soon")
+    core._reset_caches()  # the first sleep's copies have ended
+    assert resets == [(True, False)]
+
+
+@pytest.mark.skipif(not hasattr(EngineCore, "release_kv_cache_memory"), reason="this vLLM keeps the device's KV")
+def test_a_release_of_the_device_s_kv_keeps_what_the_weights_that_stay_have_computed(
+    core: EngineCore, order: list[str]
+):
+    resets: list[tuple[bool, bool]] = []
+    core.reset_prefix_cache = lambda **caches: resets.append(tuple(caches.values())) or True
+    core.reset_mm_cache = core.reset_encoder_cache = lambda: None
+    core.scheduler.has_requests = lambda: False
+    core.model_executor.discard = lambda tags: order.append(f"discarded {tags}")
+    core.model_executor.sleeping_tags, core.batch_queue = set(), None
+    patch_vllm("kv-memory-releases")
+
+    core.scheduler._pause_state = PauseState.UNPAUSED
+    with pytest.raises(RuntimeError, match="requires a completed pause"):
+        core.release_kv_cache_memory()
+    core._reset_caches()  # that of the pause to come
+    core.scheduler._pause_state = PauseState.PAUSED_ALL
+    core.release_kv_cache_memory()
+    core._reset_caches()  # of a later pause
+
+    assert resets == [(True, True), (True, False), (True, True)]
+    assert order == ["discarded ('kv_cache',)"], "weights that stay are no others"
 
 
 def test_a_function_of_the_caller_s_may_do_anything(core: EngineCore, order: list[str]):

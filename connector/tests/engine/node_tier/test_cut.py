@@ -20,8 +20,8 @@ from spillway_connector.tiers.disk.slab.writers import new_number
 ROWS, ROW_BYTES = 6, 4096
 CONTEXT = ReqContext(req_id="r")
 LOOKS = (
-    *("changed_rows", "entry", "reserve", "claim", "publish", "free", "pin", "unpin", "use", "take_free"),
-    *("sweep", "is_pinned", "all_may_leave", "ready_words", "holds", "end", "begin"),
+    *("changed_rows", "entry", "reserve", "claim", "publish", "free", "pin", "unpin", "take_free"),
+    *("sweep", "is_pinned", "all_may_leave", "used_since", "ready_words", "holds", "end", "begin"),
 )
 
 

@@ -20,14 +20,19 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine import spec_base
 from spillway_connector.engine.manager.tiering import TieringManager
+from spillway_connector.engine.node_tier.picture import _REJOIN_SECONDS as REJOIN_SECONDS
 from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.engine.node_tier.rows import NodeRows
+from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier
 from spillway_connector.engine.spec import SpillwayOffloadingSpec
 from spillway_connector.errors import ConfigError, DeviceCopyError, HostMemoryError, TierTimeout
 from spillway_connector.node.keeper import NodeKeeper
 from spillway_connector.node.region import REMOVED_LEASE_MS, NodeRegion, agreed_region
-from spillway_connector.plan.node_index import _RECORD, DEAD_ROWS_KEPT_MS, FREE, READY, RESERVED, SEARCHED, WRITING
+from spillway_connector.plan import node_records
+from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, RESERVED, SEARCHED, WRITING
+from spillway_connector.plan.node_records import RECORD_BYTES
+from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.plan.waiting import Turn
 from spillway_connector.testing.generation import HIT, MISS, PENDING, make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
@@ -39,6 +44,10 @@ OURS, THEIRS = b"o" * 16, b"t" * 16
 
 def key(number: int) -> OffloadKey:
     return OffloadKey(bytes([number]) * 36)
+
+
+def long_key(number: int) -> OffloadKey:
+    return OffloadKey(number.to_bytes(36, "big"))
 
 
 class Node:
@@ -193,6 +202,86 @@ def test_no_engine_evicts_what_another_one_reads(node: Node):
     assert second.prepare_store([key(10), key(11)], CONTEXT) is not None
 
 
+@pytest.mark.parametrize("few_rows", [0, 16])
+def test_chunks_that_other_engines_read_stay_and_younger_ones_leave(
+    node: Node, few_rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(node_records, "FEW_ROWS", few_rows)
+    first, second = node.engine(rows=8), node.engine(rows=8)
+    store(first, *range(1, 9))
+    second.sync()
+    second.prepare_load([key(1), key(2), key(4)], CONTEXT)
+    store(first, 11, 12, 13)
+    assert {number for number in range(1, 14) if key(number) in first.ready} == {1, 2, 4, 7, 8, 11, 12, 13}
+    assert first.prepare_store(list(map(key, range(21, 27))), CONTEXT) is None  # five may leave
+    assert [looked_up(first, number) for number in (7, 8, 11, 12, 13)] == [HIT] * 5
+    second.complete_load([key(1), key(2), key(4)], CONTEXT)
+    store(first, *range(21, 27))
+    assert [looked_up(second, number) for number in range(21, 27)] == [HIT] * 6
+
+
+@pytest.mark.parametrize("read", [1, 40, 300])
+def test_few_rows_are_looked_at_beyond_those_that_other_engines_read(
+    node: Node, read: int, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = node.engine(rows=4000), node.engine(rows=4000)
+    numbers = list(map(long_key, range(4000)))
+    first._spare_rows = (0).__index__  # type: ignore[method-assign]
+    assert first.prepare_store(numbers, CONTEXT) is not None
+    first.complete_store(numbers, CONTEXT, True)
+    second.sync()
+    second.prepare_read(numbers[:read], CONTEXT)  # for a shared tier, which leaves the order of use as it is
+    asked: list[int] = []
+    which_may_leave = first._index.which_may_leave
+    monkeypatch.setattr(
+        first._index, "which_may_leave", lambda rows: (asked.append(len(rows)), which_may_leave(rows))[1]
+    )
+    output = first.prepare_store([long_key(4000)], CONTEXT)
+    assert output is not None and output.evicted_keys == [numbers[read]]
+    assert 0 < sum(asked) < 100 + 10 * read, "of 4,000"
+
+
+def test_an_eviction_passes_over_what_others_have_used_wherever_it_is_in_the_order(node: Node):
+    first, second = node.engine(rows=80), node.engine(rows=80)
+    first._spare_rows = (0).__index__  # type: ignore[method-assign]
+    store(first, *range(80))
+    second.sync()
+    node.seconds += 1
+    used = [*range(50), 55]
+    second.touch(list(map(key, used)), CONTEXT)
+    store(first, *range(100, 106))
+    assert {number for number in range(80) if key(number) not in first.ready} == {50, 51, 52, 53, 54, 56}
+
+
+def test_a_report_of_chunks_that_are_not_being_written_changes_nothing(node: Node):
+    tier = node.engine()
+    store(tier, 1)
+    before = bytes(tier._index.counts)
+    tier.complete_store([key(1), key(2)], CONTEXT, True)
+    assert bytes(tier._index.counts) == before
+    assert looked_up(tier, 1) is HIT
+
+
+def test_a_store_remembers_what_it_reserved_and_not_what_an_engine_that_lost_its_place_wrote_since(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    tier = node.engine()
+    reserve = tier._index.reserve
+
+    def overwritten(rows: Any, place: int) -> object:
+        stamps = reserve(rows, place)
+        tier._index.stamps[rows[0]] += 1 << 20
+        return stamps
+
+    monkeypatch.setattr(tier._index, "reserve", overwritten)
+    for few_rows in (16, 0):
+        monkeypatch.setattr(node_records, "FEW_ROWS", few_rows)
+        assert tier.prepare_store([key(1)], CONTEXT) is None
+        assert not tier.is_joined
+        node.seconds += REJOIN_SECONDS
+        tier.sync()
+
+
 def test_a_row_that_another_engine_reads_for_a_shared_tier_is_not_evicted_either(node: Node):
     first, second = node.engine(), node.engine()
     store(first, 0, 1, 2, 3)
@@ -320,7 +409,7 @@ def test_a_row_that_changed_under_a_copy_fails_it(node: Node):
 def test_a_damaged_entry_of_the_index_is_no_hit(node: Node):
     first = node.engine()
     store(first, 1, 2)
-    first._index._records[first.rows_of([key(1)])[0] * _RECORD.size + 32] ^= 1  # of its key
+    first._index.records._memory[first.rows_of([key(1)])[0] * RECORD_BYTES + 32] ^= 1  # of its key
     second = node.engine()
     assert [looked_up(second, number) for number in (1, 2)] == [MISS, HIT]
 
@@ -353,6 +442,24 @@ def test_a_reset_drops_the_chunks_for_all_engines_but_what_they_use(node: Node):
     assert looked_up(first, 0) is HIT
     store(first, 5, 6, 7)
     assert first.prepare_store([key(8)], CONTEXT) is not None
+
+
+def test_what_a_session_left_over_here_and_another_engine_uses_does_not_leave_first(node: Node):
+    one, other = node.engine(), node.engine()
+    over = TenantContext("over", session=SessionHint(b"over", ended=True))
+    store(one, 0)
+    one.on_new_request(over)
+    output = one.prepare_store([key(1)], over)
+    assert output is not None
+    one.complete_store([key(1)], over)
+    one.on_request_finished(over)
+    store(one, 2, 3)
+    other.sync()
+    node.seconds += 1.0
+    other.touch([key(1)], CONTEXT)
+
+    store(one, 4)
+    assert {number for number in range(5) if looked_up(one, number) is HIT} == {1, 2, 3, 4}
 
 
 def test_rows_under_way_at_a_reset_are_used_again_when_their_jobs_have_ended(node: Node):

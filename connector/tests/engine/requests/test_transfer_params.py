@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine import connector_base
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.engine.requests.transfer_params import accepted
@@ -30,6 +28,7 @@ from spillway_connector.testing.generation import (
     patch_vllm,
     scheduler_half,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import request_of
 from spillway_connector.testing.vllm_parts import part_of
 
@@ -69,8 +68,7 @@ mappings = st.dictionaries(names, json_values, max_size=6)
 
 @pytest.fixture(scope="module")
 def half() -> Iterator[SpillwayConnectorScheduler]:
-    region = HostRegion(region_path(f"test-transfer-params-{os.getpid()}"), 4, 4096)
-    region.unlink_name()
+    region = unnamed_region(4, 4096)
     manager = SpillwayTieringManager(
         make_cpu_tier(4, region, "lru", enable_events=False),
         [],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.requests.tenancy import tenant_of, tenant_of_context
@@ -35,6 +33,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import allocated, new_request, request_of
 from spillway_connector.testing.vllm_parts import part_of
 from spillway_connector.transfer.announcements import Announcements
@@ -66,8 +65,7 @@ def open_scheduler(
     second_group: KVCacheSpec | None = None,
     generated_tokens: str = "on",
 ) -> Iterator[SpillwayConnectorScheduler]:
-    region = HostRegion(region_path(f"test-scheduler-{name}-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS, "generated_tokens": generated_tokens})
     manager = SpillwayTieringManager(
         make_cpu_tier(ROWS, region, "lru", enable_events=False),
@@ -598,7 +596,7 @@ def compute_and_store_distinct(scheduler) -> str:
     return "gone"
 
 
-@pytest.mark.skipif(generation() is Generation.V023, reason="vLLM 0.23 does not report whom a reset preempts")
+@pytest.mark.skipif(generation() is Generation.V023, reason="vLLM 0.23 does not report which requests a reset preempts")
 def test_a_request_that_a_reset_preempted_loads_in_the_next_step(scheduler):
     """The step begins its load and reports it as preempted."""
     job = compute_and_store(scheduler, "writer")

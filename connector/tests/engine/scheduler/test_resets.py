@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.engine.manager.early_loads import EarlyLoad
@@ -32,6 +31,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import allocated, new_request, request_of
 from spillway_connector.transfer.lookups import Answers, Lookup
 
@@ -46,8 +46,7 @@ def key(number: int) -> bytes:
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    region = HostRegion(region_path(f"test-resets-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     yield region
     region.cleanup()
 

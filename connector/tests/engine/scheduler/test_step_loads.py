@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +12,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.testing.generation import (
     SpillwayTieringManager,
@@ -22,6 +20,7 @@ from spillway_connector.testing.generation import (
     scheduler_half,
     step_output,
 )
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import allocated, new_request, request_of
 
 BLOCKS, BLOCK_TOKENS, ROWS = 4, 16, 12
@@ -36,8 +35,7 @@ def request_for(request_id: str, prompt: int = 0) -> Request:
 
 @pytest.fixture
 def half() -> Iterator[StepLoadingScheduler]:
-    region = HostRegion(region_path(f"test-layerwise-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     manager = SpillwayTieringManager(
         make_cpu_tier(ROWS, region, "lru", enable_events=False),
         [],
@@ -143,7 +141,7 @@ def test_requests_beside_it_wait_no_longer_than_the_bound(half):
     assert half.get_num_new_matched_tokens(request, 0) == (TOKENS, True), "24 ms"
     other.status = RequestStatus.FINISHED_STOPPED
     half.request_finished(other)
-    assert half.get_num_new_matched_tokens(request, 0) == (TOKENS, False), "nobody waits for it"
+    assert half.get_num_new_matched_tokens(request, 0) == (TOKENS, False), "no request waits for it"
 
 
 def test_the_loads_of_a_step_add_up(half):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,11 +13,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.samples import sample_key
-from spillway_connector.plan.waiting import SECONDS_MAX
+from spillway_connector.plan.waiting import LOOK_SECONDS, SECONDS_MAX
 from spillway_connector.testing.clock import SteppedClock
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import allocated, request_of
 
 BLOCK_TOKENS, BLOCKS, ROWS = 16, 4, 16
@@ -28,8 +27,7 @@ OTHERS = ReqContext(req_id="others")
 class Rig:
     def __init__(self) -> None:
         self.clock = SteppedClock()
-        self.region = HostRegion(region_path(f"test-waiting-{os.getpid()}"), ROWS, 4096)
-        self.region.unlink_name()
+        self.region = unnamed_region(ROWS, 4096)
         self.tier = make_cpu_tier(ROWS, self.region, "lru", enable_events=False)
         self.manager = SpillwayTieringManager(
             self.tier,
@@ -178,8 +176,25 @@ def test_a_reset_leaves_nothing_kept(rig):
     assert not rig.tier.waiting.kept
 
 
+@pytest.mark.parametrize("others", [("b", "c", "d", "e", "f"), ("b", "c", "d", "e")])
+def test_the_first_eviction_of_a_tier_that_had_room_takes_nothing_that_waits(rig, others):
+    """However much of the tier it takes at once, and although no step has ended since the room was there."""
+    rig.half.reset_cache()
+    rig.store("a")
+    rig.arrive("a")
+    rig.step()
+    rig.store("b", "c")
+    assert not rig.tier.waiting.kept_count, "nothing leaves a tier with room: there is nothing to find out"
+
+    stored = rig.tier.prepare_store([key for name in others[2:] for key in keys(name)], OTHERS)
+    assert stored is not None and len(stored.evicted_keys) == len(others[3:]) * BLOCKS
+    assert rig.kept() == {"a"} and rig.tier.ready >= set(keys("a"))
+
+
 def test_the_kept_chunks_are_reported(rig):
     rig.arrive("a")
+    rig.step()
+    rig.clock.advance(LOOK_SECONDS)
     rig.step()
     samples = rig.manager.take_samples()
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import new_request, request_of
 
 BLOCKS, BLOCK_TOKENS = 4, 16
@@ -22,8 +20,7 @@ TOKENS = BLOCKS * BLOCK_TOKENS
 def test_a_reset_preempts_without_a_word_and_its_stores_end_first() -> None:
     """vLLM reports requests that `schedule` preempts; those that a reset preempts are not reported, and their blocks
     are free."""
-    region = HostRegion(region_path(f"test-scheduler-023-{os.getpid()}"), 2 * BLOCKS, 4096)
-    region.unlink_name()
+    region = unnamed_region(2 * BLOCKS, 4096)
     manager = SpillwayTieringManager(
         make_cpu_tier(2 * BLOCKS, region, "lru", enable_events=False),
         [],

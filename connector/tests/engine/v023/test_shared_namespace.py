@@ -88,7 +88,7 @@ def test_two_engines_share_exactly_when_their_caches_lie_alike(tmp_path: Path, m
 
 def test_a_tier_below_another_is_driven_by_the_same_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    # Nobody answers there; the tier above serves nevertheless.
+    # No server answers there; the tier above serves nevertheless.
     below = {"type": "redis", "url": "redis://127.0.0.1:1/0", "idle_seconds": 1}
     tier = {"type": "nvme", "path": str(tmp_path / "kv"), "max_bytes": 1 << 26, "below": below}
     with started(write_tiny_llama(tmp_path / "model"), in_memory((0, 1, 2, 3, 4)), tier) as manager:

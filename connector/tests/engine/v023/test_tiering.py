@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,11 +10,11 @@ from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_o
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.shared_tiers.prefix_tier import TierJobResult
 from spillway_connector.engine.v023.cpu_tier import LruCpuTier
 from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.testing.clock import SteppedClock
+from spillway_connector.testing.memory import unnamed_region
 
 ROWS = 8
 
@@ -61,8 +60,7 @@ class Stack:
     def __init__(self, **config) -> None:
         self.clock = SteppedClock()
         self.tier = ScriptedTier()
-        self.region = HostRegion(region_path(f"test-tiering-{os.getpid()}"), ROWS, 4096)
-        self.region.unlink_name()
+        self.region = unnamed_region(ROWS, 4096)
         primary = LruCpuTier(ROWS, self.region)
         parsed = ConnectorConfig.parse({"num_cpu_blocks": ROWS, **config})
         self.manager = SpillwayTieringManager(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -13,8 +12,8 @@ from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.testing.generation import SpillwayTieringManager, make_cpu_tier, scheduler_half, step_output
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.testing.requests import new_request, request_of
 
 BLOCK_TOKENS, ROWS = 16, 8
@@ -51,8 +50,7 @@ class WatchedManager(SpillwayTieringManager):
 
 @pytest.fixture
 def manager() -> Iterator[WatchedManager]:
-    region = HostRegion(region_path(f"test-lock-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     WatchedManager.calls, WatchedManager.unlocked = [], []
     yield WatchedManager(
         make_cpu_tier(ROWS, region, "lru", enable_events=False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,10 +11,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.stock.tiers import SpillwayNvmeTier, SpillwayRedisTier
 from spillway_connector.engine.v030 import tier_adapter, tiering
 from spillway_connector.testing.generation import STEP_END, SpillwayTieringManager, make_cpu_tier
+from spillway_connector.testing.memory import unnamed_region
 
 ROWS = 8
 KEYS = [bytes([number]) * 36 for number in range(3)]
@@ -59,8 +58,7 @@ def tier() -> StorageTier:
 
 @pytest.fixture
 def manager(tier: StorageTier) -> Iterator[Any]:
-    region = HostRegion(region_path(f"test-tiering-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS, "promotion_in_flight_fraction": 1.0})
     primary = make_cpu_tier(ROWS, region, "lru", enable_events=False)
     manager = SpillwayTieringManager(primary, [tier], ROWS, config, chunk_tokens=16, chunk_bytes=4096)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.features.window_stores import WindowStores
 from spillway_connector.engine.v030.tiering import SpillwayTieringManager
 from spillway_connector.testing.generation import make_cpu_tier, scheduler_half
+from spillway_connector.testing.memory import unnamed_region
 
 ROWS, ROW_BYTES, BLOCK_TOKENS = 8, 4096, 16
 FULL = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
@@ -26,8 +25,7 @@ STATES = MambaSpec(block_size=BLOCK_TOKENS, shapes=((2, 2),), dtypes=(torch.bflo
 
 @pytest.fixture
 def manager() -> Iterator[SpillwayTieringManager]:
-    region = HostRegion(region_path(f"test-windows-{os.getpid()}"), ROWS, ROW_BYTES)
-    region.unlink_name()
+    region = unnamed_region(ROWS, ROW_BYTES)
     config = ConnectorConfig.parse({"num_cpu_blocks": ROWS})
     cpu_tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
     yield SpillwayTieringManager(cpu_tier, [], ROWS, config, chunk_tokens=BLOCK_TOKENS, chunk_bytes=ROW_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +18,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import HostCopier
-from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.layouts.copy_layout import copy_layout
 from spillway_connector.plan.copies import CopyLayout
 from spillway_connector.plan.geometry import ChunkGeometry
+from spillway_connector.testing.memory import unnamed_region
 
 RANKS, LAYERS, BLOCKS, PAGE_BYTES = 2, 3, 6, 2048
 GEOMETRY = ChunkGeometry(LAYERS * PAGE_BYTES, blocks_per_chunk=2, num_ranks=RANKS, one_cell=True)
@@ -32,8 +32,7 @@ CHUNK = CPULoadStoreSpec([1])  # row 1
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    opened = HostRegion(region_path(f"test-shares-{os.getpid()}"), 3, GEOMETRY.row_bytes)
-    opened.unlink_name()
+    opened = unnamed_region(3, GEOMETRY.row_bytes)
     yield opened
     opened.cleanup()
 

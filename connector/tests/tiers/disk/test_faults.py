@@ -198,8 +198,8 @@ def _write(path: Path, at: int, raw: bytes) -> None:
 
 
 @contextmanager
-def nobody() -> Iterator[None]:
-    """Not root for a while, whom permissions do not bind."""
+def unprivileged() -> Iterator[None]:
+    """Not root for a while, because permissions do not bind root."""
     was_root = os.geteuid() == 0
     if was_root:
         os.seteuid(65534)
@@ -226,7 +226,7 @@ def test_a_directory_that_may_not_be_entered_is_refused_by_name(
     make_tier(root).store(key_of(1), payload_of(1), soon())
     root.chmod(0o000)
     try:
-        with nobody():
+        with unprivileged():
             tier = make_tier(root)
             for call in (
                 lambda: tier.prepare(soon()),
@@ -249,7 +249,7 @@ def test_a_directory_that_may_only_be_read_is_read(make_tier: Callable[..., Disk
         os.chmod(folder, 0o555)
         for name in names:
             os.chmod(os.path.join(folder, name), 0o444)
-    with nobody():
+    with unprivileged():
         tier = make_tier(root)
         assert load(tier, key_of(1)) == payload_of(1)
         assert error_of(lambda: tier.store(key_of(2), payload_of(2), soon())).reason == RefusedReason.PERMISSION

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from spillway_connector.errors import RefusedReason, TierRefused
-from spillway_connector.tiers.disk.maintenance import MaintenanceThread
+from spillway_connector.tiers.disk.maintenance import STOP_SECONDS, MaintenanceThread
 
 WAIT_SECONDS = 60.0
 
@@ -46,6 +46,50 @@ def test_waking_it_ends_the_pause() -> None:
         thread.wake()
         assert rounds.begun.acquire(timeout=WAIT_SECONDS)
     assert thread.stop(), "stopping ends the pause, too"
+
+
+def test_wakes_that_follow_each_other_cost_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests = threading.Semaphore(0)
+    goes_on = threading.Event()
+
+    class Stopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout:  # the rest after a wake, which lasts until the test ends it
+                rests.release()
+                assert goes_on.wait(WAIT_SECONDS)
+            return self.is_set()
+
+    rounds = Rounds()
+    thread = MaintenanceThread("here", rounds.maintain, 1e6)
+    thread._stopped = Stopped()
+    thread.start()
+    for _ in range(100):
+        thread.wake()
+    assert rests.acquire(timeout=WAIT_SECONDS)
+    for _ in range(100):
+        thread.wake()
+    goes_on.set()
+    assert rounds.begun.acquire(timeout=WAIT_SECONDS)
+    assert thread.stop() and not rounds.begun.acquire(blocking=False)
+
+
+def test_a_stop_as_the_rest_after_a_wake_ends_is_not_slept_through() -> None:
+    class Stopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            before = self.is_set()
+            if timeout:  # the rest has ended, and only then does `stop` come
+                self.set()
+                thread.wake()
+            return before
+
+    rounds = Rounds()
+    thread = MaintenanceThread("here", rounds.maintain, 1e6)
+    thread._stopped = Stopped()
+    thread.start()
+    thread.wake()
+    assert thread._thread is not None
+    thread._thread.join(STOP_SECONDS)
+    assert not rounds.begun.acquire(blocking=False) and not thread.is_running
 
 
 def test_a_thread_stopped_before_its_start_never_runs() -> None:

@@ -119,5 +119,5 @@ def test_a_directory_that_every_user_may_write_to_is_warned_of_once(
     mounts.write_text(
         f"1 2 8:1 /var/lib/kubelet/pods/1-2/volumes/kubernetes.io~empty-dir/kv {place} rw - ext4 /dev/a rw\n"
     )
-    monkeypatch.setattr(root, "_MOUNTS", mounts)
+    monkeypatch.setattr(root, "MOUNTS", mounts)
     assert access_warning(place) is None, "only the containers of one pod reach an emptyDir"

@@ -50,7 +50,11 @@ class CudaCopier(StreamCopier):
         on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """staging: None if the host memory is not pinned or no kernel can be had. Raises CudaError."""
+        """Open the copier of one direction. Raises CudaError.
+
+        Args:
+            staging: None if the host memory is not pinned or there is no kernel.
+        """
         self._driver = driver
         self._paths = paths
         self._staging = staging

@@ -215,7 +215,7 @@ class CudaDriver:
         self._call("cuStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:
-        """Waits for queued work."""
+        """Wait for queued work, and destroy the stream."""
         try:
             self.synchronize_stream(stream)
         finally:

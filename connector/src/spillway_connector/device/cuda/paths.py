@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaPaths:
-    """What this driver and these settings allow, shared by both directions of a worker; it can only shrink."""
+    """The paths that this driver and these settings allow, shared by both directions of a worker. None is added."""
 
     def __init__(self, table: CopyTable, *, batch: bool, staged: bool, reason: str) -> None:
         self.table = table

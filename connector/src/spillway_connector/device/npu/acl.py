@@ -259,7 +259,7 @@ class Acl:
         return self._create("aclrtCreateStream")
 
     def destroy_stream(self, stream: int) -> None:
-        """Waits for queued work."""
+        """Wait for queued work, and destroy the stream."""
         self._call("aclrtDestroyStream", stream)
 
     def discard_stream(self, stream: int) -> None:

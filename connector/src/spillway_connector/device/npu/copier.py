@@ -49,9 +49,11 @@ class NpuCopier(StreamCopier):
         on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compute_stream: called at every submit. torch_npu queues kernels on the host first, and reading
-            a stream's handle is what flushes that queue: a barrier recorded on an older handle would come too early.
-        Raises AclError.
+        """Open the copier of one direction. Raises AclError.
+
+        Args:
+            compute_stream: Called at every submit. torch_npu queues kernels on the host first, and reading a stream's
+                handle flushes that queue: a barrier recorded on an older handle would come too early.
         """
         self._kind = CopyKind.DEVICE_TO_HOST if direction is Direction.STORE else CopyKind.HOST_TO_DEVICE
         self._acl = acl

@@ -1,4 +1,5 @@
-"""What the CPU tier asks of late stores, which know what the device holds as well (engine/features/late_stores.py)."""
+"""The interface through which the CPU tier asks late stores (engine/features/late_stores.py) what the device holds
+too."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ class Duplicates(Protocol):
     left."""
 
     def take_spare(self, count: int, may_leave: Callable[[OffloadKey], bool], /) -> list[tuple[OffloadKey, ReqContext]]:
-        """Return up to `count` of those that the device keeps, each with the request that used it last.
+        """Return up to `count` chunks that the device keeps, each with the request that used it last.
 
         Args:
             count: The rows that are needed.

@@ -26,7 +26,7 @@ class HoldingArc(ARCCachePolicy):
 
     @override
     def evict(self, n: int, protected: set[OffloadKey]) -> Any:  # this generation's class of entries
-        """What ARC evicts without the held chunks; if that is not enough, all others of both of its lists first."""
+        """Evict as ARC does without the held chunks; if that is not enough, all others of both of its lists first."""
         held = self._held()
         if not held:
             return super().evict(n, protected)

@@ -1,8 +1,7 @@
-"""The CPU tier's rows: which chunk is in which row and which may be evicted, for whole prefixes at once.
+"""The CPU tier as the tiering manager sees it: which chunk is in which row, for whole prefixes at once.
 
 Upstream's manager keeps one object per row and walks them in Python, several times per request and step. Here a row is
-a number, a pin an entry of a dict, and "which of these are ready" one set operation. What it decides (order of rows and
-of eviction, refusals) is upstream's LRU, and a test holds the two against each other. The room of a generation of vLLM
+a number, a pin an entry of a dict, and "which of these are ready" one set operation. The room of a generation of vLLM
 completes these classes: answers of a lookup, media of events.
 """
 
@@ -10,12 +9,10 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, islice, repeat
-from typing import Any
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
@@ -23,26 +20,22 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
-    PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
 )
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier.duplicates import Duplicates
-from spillway_connector.engine.cpu_tier.holding_arc import HoldingArc
-from spillway_connector.engine.requests.tenancy import session_of_context
 from spillway_connector.plan.holds import Holds
 from spillway_connector.plan.prefix_memo import ChangeLog
-from spillway_connector.plan.retention import EVICTION_LOOKAHEAD, Retention
-from spillway_connector.plan.waiting import KEPT_SHARE_MAX, WaitingChunks
+from spillway_connector.plan.waiting import WaitingChunks
 from spillway_connector.transfer.announcements import Announcement, Announcements
+
+_NOTHING = nullcontext()
 
 
 class CpuTier(OffloadingManager):
-    """What the tiering manager needs beyond vLLM's OffloadingManager.
+    """The methods that the tiering manager needs beyond vLLM's OffloadingManager.
 
     ready: chunks that may be read. resident: those and the ones still being written. changed_chunks: those that were
     added, became ready or were evicted. quarantine: rows whose chunks a reset dropped while jobs still use them, and by
@@ -74,18 +67,23 @@ class CpuTier(OffloadingManager):
         self.complete_read = self.complete_load
 
     def evict_first(self, duplicates: Duplicates) -> None:
-        """From now on, what the device holds as well leaves first, behind what sessions that are gone left."""
+        """From now on, chunks that the device holds too leave first, but after what sessions that are gone have
+        left."""
         self._duplicates = duplicates
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         return self.prepare_load(keys, req_context)
 
+    def will_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Learn the chunks, in the order of the prefix, that are stored once the device gives them up."""
+
     def sync(self) -> None:
         """Learn what others have changed in rows that are shared, before what a step asks."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Stores that are completed within it are made known to others that share the rows at its end, all at once."""
-        return nullcontext()
+        """Return a context: at its end, the stores that were completed within it are announced all at once to the
+        engines that share the rows."""
+        return _NOTHING
 
     def weights_changed(self) -> None:
         """The model's weights change: chunks that this engine shares with others then belong to other weights."""
@@ -94,7 +92,8 @@ class CpuTier(OffloadingManager):
         """The weights that changed have a name: engines whose namespaces are equal share chunks again."""
 
     def take_announcements(self) -> Iterable[Announcement]:
-        """What to tell of shared rows, once per step: `take_events` then is for vLLM's books alone."""
+        """Return what to announce about shared rows, once per step. `take_events` then serves vLLM's own bookkeeping
+        alone."""
         return ()
 
     @property
@@ -103,7 +102,7 @@ class CpuTier(OffloadingManager):
         return None
 
     def has_room(self, count: int) -> bool:
-        """Whether so many chunks can come, and none leaves that a session may use again."""
+        """Whether so many chunks can be added without evicting one that a session may use again."""
         return self.free_rows() >= count
 
     def used_rows(self) -> int:
@@ -131,7 +130,8 @@ class CpuTier(OffloadingManager):
         return 0
 
     def retire(self, keys: Iterable[OffloadKey]) -> None:
-        """Nobody came for these chunks: they go first. A policy that tells chunks used once from others ignores it."""
+        """Make these chunks leave first, because no request came for them. A policy that tells chunks used once from
+        others ignores it."""
 
     @abstractmethod
     def free_rows(self) -> int: ...
@@ -146,7 +146,7 @@ class CpuTier(OffloadingManager):
 
     @abstractmethod
     def _drop_all(self) -> int:
-        """All chunks, ready or not. Returns the number of rows that have ever been handed out, 0 to that."""
+        """Drop all chunks, ready or not. Returns how many rows have ever been handed out; they are the first ones."""
 
     @abstractmethod
     def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent: ...
@@ -199,301 +199,3 @@ class CpuTier(OffloadingManager):
     def shutdown(self) -> None:
         self._view.release()
         self._region.cleanup()
-
-
-class LruRows(CpuTier):
-    """Evicts the least recently used ready chunk that no job reads, no waiting request needs and no client asked to
-    retain; its session may choose another one in its place (plan/retention.py). Upstream's policies know none of it."""
-
-    def __init__(
-        self,
-        num_rows: int,
-        region: HostRegion,
-        *,
-        enable_events: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(num_rows, region, enable_events, clock)
-        self._retention: Retention[OffloadKey] = Retention()
-        self._num_rows = num_rows
-        self._allocated_rows = 0  # rows 0 to that have been handed out, once or more often
-        self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # the oldest first
-        self._readers: dict[OffloadKey, int] = {}  # of the chunks that are being read
-        self.resident = self._rows.keys()
-        self.waiting = WaitingChunks(int(num_rows * KEPT_SHARE_MAX), self.resident)
-
-    @override
-    def retire(self, keys: Iterable[OffloadKey]) -> None:
-        for key in filter(self._rows.__contains__, keys):
-            self._rows.move_to_end(key, last=False)
-
-    @override
-    def free_rows(self) -> int:
-        return len(self._free_list) + self._num_rows - self._allocated_rows
-
-    @override
-    def retained_rows(self) -> int:
-        return self._retention.retained_chunks
-
-    @override
-    def take_ended_sessions(self) -> int:
-        ended, self._retention.sessions_ended = self._retention.sessions_ended, 0
-        return ended
-
-    @override
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        ordered = keys if isinstance(keys, list | tuple) else list(keys)
-        # The head of a prefix becomes the youngest: without its head a prefix is useless.
-        deque(map(self._rows.move_to_end, filter(self._rows.__contains__, reversed(ordered))), maxlen=0)
-        self._use(ordered, req_context)
-
-    def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        if (named := session_of_context(req_context)) is not None:
-            self._retention.use(*named, filter(self._rows.__contains__, keys), self._clock())
-        elif not self._retention.is_idle:
-            self._retention.use_without_session(keys)
-
-    @override
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if (named := session_of_context(req_context)) is not None:
-            self._retention.begin_request(*named, self._clock())
-        return super().on_new_request(req_context)
-
-    @override
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        super().on_request_finished(req_context)
-        if (named := session_of_context(req_context)) is not None:
-            self._retention.end_request(*named, self._clock())
-
-    @override
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pins the rows. Every key must be ready."""
-        self._begin_reads(keys)
-        return CPULoadStoreSpec(list(map(self._rows.__getitem__, keys)))
-
-    def _begin_reads(self, keys: Collection[OffloadKey]) -> None:
-        assert self.ready.issuperset(keys), "a chunk that is not ready cannot be read"
-        if self._readers.keys().isdisjoint(keys):  # the usual case, without a loop
-            self._readers.update(dict.fromkeys(keys, 1))
-        else:
-            self._readers.update((key, self._readers.get(key, 0) + 1) for key in keys)
-
-    @override
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        left = list(map(self._readers.pop, keys, repeat(0)))
-        assert 0 not in left, "a chunk was unpinned more often than it was pinned"
-        if max(left, default=1) > 1:
-            self._readers.update((key, count - 1) for key, count in zip(keys, left, strict=True) if count > 1)
-
-    @override
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Rows for those of `keys` that are not here; None when too few can be freed, and then nothing has changed."""
-        none_here = self.resident.isdisjoint(keys)
-        wanted = list(keys) if none_here else [key for key in keys if key not in self._rows]
-        evicted = self._make_room(len(wanted), () if none_here else keys, req_context) if wanted else []
-        if evicted is None:
-            return None
-        if evicted:
-            self._free_list += map(self._rows.pop, evicted)
-            self._retention.forget(evicted)
-            self.ready.difference_update(evicted)
-            self._announce(evicted, removed=True)
-        rows = self._allocate(len(wanted))
-        self._rows.update(zip(wanted, rows, strict=True))
-        self._use(wanted, req_context)
-        self.changed_chunks.add(evicted)
-        self.changed_chunks.add(wanted)
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
-
-    @override
-    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        if self.ready.isdisjoint(keys) and self.resident >= set(keys):
-            written = list(keys)
-        else:
-            written = [key for key in keys if key in self._rows and key not in self.ready]
-        if success:
-            self.ready.update(written)
-            self._announce(written, removed=False)
-        else:
-            self._free_list += [self._rows.pop(key) for key in written]
-            self._retention.forget(written)
-            self._lost(written)
-        self.changed_chunks.add(written)
-
-    @override
-    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        return list(map(self._rows.__getitem__, keys))
-
-    @override
-    def _rows_in_use(self) -> Counter[int]:
-        in_use = Counter(self.rows_of(self._rows.keys() - self.ready))
-        in_use.update({self._rows[key]: count for key, count in self._readers.items()})
-        return in_use
-
-    @override
-    def _drop_all(self) -> int:
-        self._rows.clear()
-        self._readers.clear()
-        self._retention.clear()
-        return self._allocated_rows
-
-    def _allocate(self, count: int) -> list[int]:
-        fresh = min(count, self._num_rows - self._allocated_rows)
-        rows = list(range(self._allocated_rows, self._allocated_rows + fresh))
-        self._allocated_rows += fresh
-        reused = count - fresh
-        if reused:
-            rows += self._free_list[: -reused - 1 : -1]
-            del self._free_list[-reused:]
-        return rows
-
-    def _make_room(self, count: int, protected: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey] | None:
-        """The chunks that leave for `count` others; None if too few may."""
-        return self._evict(count - self.free_rows(), protected, context)
-
-    def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
-        """`count` chunks that may be evicted, the oldest unless sessions choose others; None when there are fewer."""
-        if count <= 0:
-            return []
-        if len(self.ready) - len(self._readers) < count:
-            return None  # without a search: in a full tier whose rows are all being read, this is every step
-        kept = set(protected)
-        if self._duplicates is None:
-            return self._evict_unique(count, kept, req_context)
-        gone = self._left_behind(count, kept)
-        kept.update(gone)
-        spare = self._duplicates.take_spare(count - len(gone), lambda key: self._is_unneeded(key, kept))
-        first = gone + [key for key, _ in spare]
-        rest = self._evict_unique(count - len(first), kept.union(first), req_context)
-        if rest is None:
-            self._duplicates.put_back(spare)
-            return None
-        self._duplicates.gave_up(spare, gone, rest)
-        return first + rest
-
-    @override
-    def has_room(self, count: int) -> bool:
-        missing = count - self.free_rows()
-        return missing <= 0 or len(self._left_behind(missing, frozenset())) == missing
-
-    def _left_behind(self, count: int, kept: AbstractSet[OffloadKey]) -> list[OffloadKey]:
-        """Up to `count` chunks that sessions which are gone have left, and that may leave."""
-        now, unneeded, held = self._clock(), self._is_unneeded, self._held_of
-        return self._retention.gone(count, self._rows, lambda key: unneeded(key, kept) and not held((key,), now), now)
-
-    def _is_unneeded(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
-        return key not in self.waiting.kept and self._may_leave(key, kept)
-
-    def _evict_unique(
-        self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext
-    ) -> list[OffloadKey] | None:
-        if count <= 0:
-            return []
-        waiting, now = self.waiting.kept, self._clock()
-        if not self._retention.is_idle and (chosen := self._evict_with_sessions(count, kept, req_context, now)):
-            return chosen
-        victims, spared = list[OffloadKey](), list[OffloadKey]()
-        oldest_first = iter(self._rows)
-        while len(victims) < count and (batch := list(islice(oldest_first, count + EVICTION_LOOKAHEAD))):
-            late = self._held_of(batch, now)
-            if waiting and not waiting.isdisjoint(batch):
-                late |= waiting & set(batch)
-            if late:
-                spared += filter(late.__contains__, batch)
-                batch = [key for key in batch if key not in late]
-            enough = batch[: count - len(victims)]
-            if self._all_may_leave(enough, kept):
-                victims += enough
-                continue
-            victims += [key for key in batch if self._may_leave(key, kept)]
-        del victims[count:]
-        if len(victims) < count:
-            held = (key for key in spared if key not in waiting)
-            last = dict.fromkeys(key for key in chain(held, self.waiting.last_first()) if self._may_leave(key, kept))
-            victims += islice(last, count - len(victims))
-            if len(victims) < count:
-                return None
-        # They are not looked at again before every other chunk was.
-        deque(map(self._rows.move_to_end, spared), maxlen=0)
-        return victims
-
-    def _all_may_leave(self, batch: Sequence[OffloadKey], kept: AbstractSet[OffloadKey]) -> bool:
-        return self._readers.keys().isdisjoint(batch) and self.ready.issuperset(batch) and kept.isdisjoint(batch)
-
-    def _may_leave(self, key: OffloadKey, kept: AbstractSet[OffloadKey]) -> bool:
-        return key in self.ready and key not in self._readers and key not in kept
-
-    def _evict_with_sessions(
-        self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext, now: float
-    ) -> list[OffloadKey] | None:
-        """None if fewer may leave without what waiting requests need and clients asked to retain."""
-        passed: list[OffloadKey] = []
-
-        def may_leave(key: OffloadKey) -> bool:
-            if key in self.waiting.kept or self._held_of((key,), now):
-                passed.append(key)
-                return False
-            return self._may_leave(key, kept)
-
-        asking = None if (named := session_of_context(req_context)) is None else (named[0], named[1].session)
-        plan = self._retention.plan_eviction(count, self._rows, may_leave, now, asking)
-        if plan is None:
-            return None
-        victims, spared = plan
-        deque(map(self._rows.move_to_end, chain(passed, spared)), maxlen=0)
-        return victims
-
-
-class ArcRows(CpuTier, CPUOffloadingManager):
-    """Upstream's ARC, with the two sets beside it; what clients asked to retain leaves last."""
-
-    def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
-        CPUOffloadingManager.__init__(self, num_rows, cache_policy="arc", enable_events=enable_events)
-        CpuTier.__init__(self, num_rows, region, enable_events)
-        self._policy = HoldingArc(num_rows, self._held)
-        self._resident: set[OffloadKey] = set()
-        self.resident = self._resident
-
-    @abstractmethod
-    def _row_of(self, status: Any) -> int:
-        """status: what upstream's policy keeps of a chunk."""
-
-    def _held(self) -> AbstractSet[OffloadKey]:
-        self._holds.expire(self._clock())
-        return self._holds.keys
-
-    @override
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        output = CPUOffloadingManager.prepare_store(self, keys, req_context)
-        if output is not None:
-            for gone in (self._resident, self.ready):
-                gone.difference_update(output.evicted_keys)
-            self._resident.update(output.keys_to_store)
-            self.changed_chunks.add(output.evicted_keys)
-            self.changed_chunks.add(output.keys_to_store)
-        return output
-
-    @override
-    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        written = [key for key in keys if key in self._resident and key not in self.ready]
-        CPUOffloadingManager.complete_store(self, keys, req_context, success)
-        if success:
-            self.ready.update(written)
-        else:
-            self._resident.difference_update(written)
-        self.changed_chunks.add(written)
-
-    @override
-    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        return [self._row_of(self._status_of(key)) for key in keys]
-
-    @override
-    def _rows_in_use(self) -> Counter[int]:
-        chunks = [self._status_of(key) for key in self._resident]
-        return Counter({self._row_of(chunk): abs(chunk.ref_cnt) for chunk in chunks if chunk.ref_cnt})
-
-    def _status_of(self, key: OffloadKey) -> Any:
-        """Its `ref_cnt` is -1 while it is being written, else the number of its readers."""
-        status = self._policy.get(key)
-        assert status is not None, "a resident chunk has a row"
-        return status

@@ -91,7 +91,7 @@ class AheadPromotions(Feature):
 
     @override
     def came(self, status: RequestFields) -> None:
-        """Its turn may be now or much later."""
+        """Note a request that has come. Its turn may be now or much later."""
         if self._rows_max:
             request_id = status.req.request_id
             waiting = _Waiting(status, ReqContext(req_id=f"ahead of {request_id}"))

@@ -46,7 +46,7 @@ class FairSteps(SteeringFeature):
 
     Args:
         state_of: What the connector knows of a request.
-        step_tokens: That vLLM computes in one step at most.
+        step_tokens: The most tokens that vLLM computes in one step.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class FairSteps(SteeringFeature):
             self._held_seconds = 0.0
 
     def seconds_until_plan(self) -> float:
-        """For how long the next step shall not be planned yet, though one is under way: that long others may come."""
+        """How long to wait before the next step is planned, although one is under way: other requests may come until
+        then."""
         if not self._held_seconds:
             return 0.0
         now = self._clock()
@@ -99,8 +100,8 @@ class FairSteps(SteeringFeature):
             # the requests of its last step.
             pauses = step.pauses if not scheduler.num_spec_tokens else ()
             others += [request for request, party in begun if party in pauses and not _computes_prompt(request)]
-            # vLLM finds that a load or a grammar is done only of requests that it plans with. In a step of a flood,
-            # which comes at least after a few of others, those of everybody are.
+            # vLLM notices that a load or a grammar is done only for requests that it sees when it plans. In a step of a
+            # flood, of which one comes at least after a few steps of others, it sees everybody's requests.
             queued = {
                 request
                 for request, party in waiting
@@ -168,7 +169,7 @@ def _bounded(scheduler: Scheduler, prompt_tokens: int | None) -> Iterator[None]:
     before = scheduler.max_num_scheduled_tokens
     if prompt_tokens is not None:
         decoding = sum(1 for request in scheduler.running if not _computes_prompt(request))
-        least = max(prompt_tokens, scheduler.block_size)  # of some models vLLM computes whole blocks alone
+        least = max(prompt_tokens, scheduler.block_size)  # for some models vLLM computes only whole blocks
         scheduler.max_num_scheduled_tokens = min(before, decoding * (1 + scheduler.num_spec_tokens) + least)
     try:
         yield

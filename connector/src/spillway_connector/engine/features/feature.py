@@ -1,7 +1,7 @@
 """A feature of the scheduler half: an object that the half keeps in its list and tells what becomes of requests.
 
-What steers vLLM's steps takes part in `Scheduler.schedule`, too, which is patched for it. EngineCore process, scheduler
-thread; no method blocks.
+A feature that steers vLLM's steps takes part in `Scheduler.schedule`, too, which is patched for that. EngineCore
+process, scheduler thread; no method blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Feature:
     """Each method does nothing unless a feature overrides it."""
 
     def came(self, status: RequestFields) -> None:
-        """A request has arrived."""
+        """Handle the arrival of a request."""
 
     def admitted(self, request_id: str, loaded_tokens: int) -> None:
         """vLLM has given the request blocks, and the request loads this number of tokens."""
@@ -35,7 +35,7 @@ class Feature:
         """vLLM has planned a step; its stores have no rows yet."""
 
     def ended(self, request_id: str) -> None:
-        """The request has ended."""
+        """Handle the end of the request."""
 
     def tier_was_reset(self) -> None:
         """The CPU tier holds no chunk any more."""

@@ -143,7 +143,7 @@ class LateStores:
         return list(dict.fromkeys(key for key in keys if key is not None and key in self._owed))
 
     def _forget(self, missed: Sequence[OffloadKey]) -> None:
-        """Their blocks were taken before a copy had begun; another block may hold the same chunk."""
+        """Forget chunks whose blocks were taken before a copy had begun, unless another block holds the same chunk."""
         gone = [key for key in missed if self._block_of(key) is None]
         for key in gone:
             del self._owed[key]
@@ -170,9 +170,9 @@ class LateStores:
             return False
         if any(self._block_of(key) is None for key in keys):
             return False
-        resident = self._tier.resident
-        owed = [key for key in keys if key not in resident]
+        owed = [key for key in keys if key not in self._tier.resident]
         self._owed.update(dict.fromkeys(owed, context))
+        self._tier.will_store(owed, context)
         if self._shared:
             self._alone.update(dict.fromkeys(owed))
         return True
@@ -194,7 +194,7 @@ class LateStores:
         return taken
 
     def put_back(self, spare: Sequence[tuple[OffloadKey, ReqContext]]) -> None:
-        """They stay in the CPU tier after all."""
+        """Put chunks back that stay in the CPU tier after all."""
         self._spare.update(reversed(spare))
 
     def gave_up(
@@ -284,7 +284,7 @@ class LateStores:
         """The stores of the step that has been scheduled.
 
         Args:
-            needed_blocks: that the running requests may take in the next step. If it is 0, none runs: nothing is about
+            needed_blocks: blocks that running requests may take in the next step. If 0, none runs: nothing is about
                 to leave the device, and in a CPU tier that is smaller than the window copies would evict each other
                 endlessly.
             settling: chunks to be stored although the device keeps them; None: there is nothing to settle.
@@ -314,8 +314,8 @@ class LateStores:
             yield from self._store(leaving, to_hold, new_job_id)
 
     def _never_stored(self, count: int) -> dict[OffloadKey, KVCacheBlock]:
-        """Those of several sessions, and `count` others: of the request that ran last first, the head of its prefix
-        first."""
+        """Take the chunks of several sessions, and `count` others: the request that ran last comes first, and of each
+        the head of its prefix."""
         chosen, self._common = list(self._common), {}
         if count > 0:
             by_request: dict[int, list[OffloadKey]] = {}
@@ -450,7 +450,7 @@ class LateStores:
         self._near_head.clear()
 
     def tier_resetting(self) -> Iterator[tuple[int, int, list[OffloadKey]]]:
-        """(job under way, ranks that have not reported it, its chunks): of all, which are another's from now on."""
+        """Return (job, ranks that have not reported it, its chunks) for all jobs, which the caller follows now."""
         self.device_resetting()
         self.device_was_reset()
         self._spare.clear()
@@ -461,7 +461,7 @@ class LateStores:
 
     @property
     def alone(self) -> int:
-        """Chunks that the device alone holds and that no other tier was ever offered."""
+        """The number of chunks that the device alone holds and that no other tier was ever offered."""
         return len(self._alone)
 
     @property
@@ -479,7 +479,7 @@ class LateStores:
         self._let_go(held)
 
     def _let_go(self, held: list[KVCacheBlock]) -> None:
-        """Those that were about to be taken are taken next, the first first; those of ended requests are the last."""
+        """Free held blocks: those that were about to be taken are next, in order; those of ended requests are last."""
         device = self._device
         if not held or device is None:
             return

@@ -2,8 +2,8 @@
 
 The order within vLLM's queue is its own, by arrival or by priority; what changes is which of the requests at its head
 vLLM is shown next. Requests of another priority are never compared. A request that a step has preempted goes first, as
-in vLLM. Requests that vLLM has passed over (a load under way, a grammar) are its own affair: it keeps them apart or
-puts them back in front.
+in vLLM. vLLM itself handles requests that it has passed over (a load under way, a grammar): it keeps them apart or puts
+them back in front.
 
 The device's prefix cache and the CPU tier say whether a prefix is there; asking them neither marks a block as used nor
 begins a load. A chunk that only a shared tier holds counts from its promotion on, which begins when the request arrives
@@ -34,7 +34,7 @@ from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.plan.waiting import leading_count
 from spillway_settings.queue_order import CANDIDATES_MAX, admission_order, next_due
 
-_CURRENT_SECONDS = 0.1  # so long an answer about a prefix is taken for true
+_CURRENT_SECONDS = 0.1  # for so long an answer about a prefix is used again
 _FULL_ATTENTION_GROUP = 0
 
 
@@ -74,7 +74,7 @@ class QueueOrder(Feature):
         return self._planned[0]
 
     def popped(self, request: Request) -> None:
-        """It has left the queue, whose others keep their order."""
+        """The request has left the queue; the others keep their order."""
         self._found.pop(request, None)
         if self._planned and self._planned[0] is request:
             self._planned.popleft()
@@ -224,8 +224,8 @@ _QUEUES: dict[type[Any], type[Any]] = {FCFSRequestQueue: OrderedFCFSQueue, Prior
 
 
 def ordering_queue(original: Any) -> Callable[[Any, Request], None]:
-    """For Scheduler._enqueue_waiting_request: the queue of an engine with such an order has it from its first request
-    on. A scheduler whose queue is not vLLM's own keeps it."""
+    """Wrap Scheduler._enqueue_waiting_request: an engine with such an order has its queue from its first request on. A
+    scheduler whose queue is not vLLM's own keeps it."""
 
     def enqueue_waiting_request(self: Any, request: Request) -> None:
         if type(self.waiting) in _QUEUES:

@@ -30,11 +30,11 @@ from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.kv_groups import chunks_before_end, last_end_tokens
 
-_LEFT_OUT = 0  # vLLM's scheduler half does not store a block with this id
+LEFT_OUT = 0  # vLLM's scheduler half does not store a block with this id
 
 
 def group_names(indices: Sequence[int], specs: Sequence[KVCacheSpec]) -> dict[int, str]:
-    """What metrics call each KV group, by its index; none if there is one alone."""
+    """The names of KV groups in metrics, by index; empty if there is only one group."""
     if len(specs) == 1:
         return {}
     return {index: f"{index}-{_kind(spec)}" for index, spec in zip(indices, specs, strict=True)}
@@ -118,8 +118,8 @@ class WindowStores:
         """Make it for these KV groups.
 
         Args:
-            specs: Of the KV groups.
-            chunk_tokens: Of a chunk of each group.
+            specs: The specs of the KV groups.
+            chunk_tokens: The tokens of a chunk of each group.
             blocks_per_chunk: Blocks of a chunk.
             step_tokens: What a step computes of a prompt at most.
             drafts: Whether the engine speculates: vLLM computes the last chunk of a prompt for a draft's layers.
@@ -160,7 +160,7 @@ class WindowStores:
         )
 
     def _last_end(self, request: RequestFields) -> int:
-        """In tokens: the end from which on everything is stored."""
+        """Return the end, in tokens, from which on everything is stored."""
         return last_end_tokens(request.req.num_prompt_tokens, self._whole_chunk_tokens, rewinds=self._rewinds)
 
     def _ends_amid(self, request: RequestFields, window: Window) -> list[int]:
@@ -185,7 +185,7 @@ class WindowStores:
             blocks = state.block_ids
             for chunk in range(request.first_own_chunk(state), min(last, len(blocks) // per_chunk)):
                 if not window.is_stored(chunk, end_tokens, ends):
-                    blocks[chunk * per_chunk : (chunk + 1) * per_chunk] = [_LEFT_OUT] * per_chunk
+                    blocks[chunk * per_chunk : (chunk + 1) * per_chunk] = [LEFT_OUT] * per_chunk
 
 
 def _ends(request: RequestFields) -> Iterable[int]:

@@ -1,1 +1,1 @@
-"""What EngineCore and the workers send each other: messages of a step, samples of statistics, settings."""
+"""Messages between EngineCore and the workers: of a step, samples of statistics, settings."""

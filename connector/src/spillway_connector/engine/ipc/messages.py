@@ -1,4 +1,4 @@
-"""What the two halves of the connector send each other in a step, beyond vLLM's own messages.
+"""Messages of a step between the two halves of the connector, beyond vLLM's own.
 
 All of it is plain picklable data: with several ranks it crosses processes.
 """

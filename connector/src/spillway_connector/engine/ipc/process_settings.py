@@ -1,4 +1,4 @@
-"""What a process of the engine obeys, as that process holds it: series that `spillway doctor` reads.
+"""Series with the settings that a process of the engine applies. `spillway doctor` reads them.
 
 The configuration that an engine was started with says what was asked for; these series say what EngineCore and each
 worker made of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from spillway_connector import metrics
@@ -13,6 +14,7 @@ SAMPLES_KEY = "spillway"  # of all samples within the statistics
 SEPARATOR = "|"
 
 
+@lru_cache(maxsize=4096)  # a step adds the same ones as the step before
 def sample_key(metric: Metric, *label_values: str) -> str:
     assert len(label_values) == len(metric.labels)
     return SEPARATOR.join((metric.name, *label_values))
@@ -59,21 +61,12 @@ class Samples(SampledStats):
 class Gauges:
     """Adds the gauges that have changed since they were last added. zero: one that is 0 before it is known."""
 
-    def __init__(self, zero: Metric) -> None:
-        self._reported: dict[tuple[Metric, tuple[str, ...]], float] = {(zero, ()): 0}
+    def __init__(self, zero: str) -> None:
+        self._reported: dict[str, float | None] = {zero: 0}
 
-    def add(
-        self, stats: SampledStats, metric: Metric, value: float | None, *labels: str, repeated: bool = False
-    ) -> None:
-        """Add a gauge that has changed.
-
-        Args:
-            stats: To which it is added.
-            metric: Which one.
-            value: None: it is not known yet.
-            labels: Its label values.
-            repeated: Whether it is added each time, because statistics may be lost.
-        """
-        if value is not None and (repeated or self._reported.get((metric, labels)) != value):
-            self._reported[metric, labels] = value
-            stats.add(metric, value, *labels)
+    def add(self, stats: SampledStats, values: Mapping[str, float | None]) -> None:
+        """Add those of these gauges that have changed, by :func:`sample_key`; None: it is not known yet."""
+        for key, value in values.items() - self._reported.items():
+            self._reported[key] = value
+            if value is not None:
+                stats.samples()[key] = value

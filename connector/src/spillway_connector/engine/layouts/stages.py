@@ -1,4 +1,4 @@
-"""What the processes of a replica must agree on before a row has a shape.
+"""Facts on which the processes of a replica must agree before a row has a shape.
 
 Each process knows the layers of one stage of a pipeline only: a worker knows its own stage's, the scheduler's process
 the first stage's. Stages differ (61 layers are 31 and 30, a drafter lies on the last one), and a row is cut the same

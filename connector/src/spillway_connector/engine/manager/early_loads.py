@@ -92,19 +92,20 @@ class EarlyLoad:
 
 
 class EarlyLoads:
-    """The early loads under way in one engine, by job. EngineCore process, scheduler thread; no method blocks."""
+    """The early loads under way in one engine. EngineCore process, scheduler thread; no method blocks.
+
+    Attributes:
+        loads: By job.
+    """
 
     def __init__(self, cpu_tier: CpuTier, new_job_id: Callable[[], int]) -> None:
         self._cpu_tier = cpu_tier
         self._new_job_id = new_job_id
-        self._loads: dict[int, EarlyLoad] = {}
-
-    def __len__(self) -> int:
-        return len(self._loads)
+        self.loads: dict[int, EarlyLoad] = {}
 
     def begin(self, job_id: int, load: EarlyLoad) -> None:
         """Take a load of which nothing is pinned yet."""
-        self._loads[job_id] = load
+        self.loads[job_id] = load
 
     def due(self, jobs: Mapping[int, Any]) -> list[LoadPiece]:
         """Pin the rows that have arrived, and return the pieces to send in this step.
@@ -113,7 +114,7 @@ class EarlyLoads:
             jobs: vLLM's jobs under way. One that is not there was dropped by a reset, while the workers still have it.
         """
         pieces: list[LoadPiece] = []
-        for job_id, load in list(self._loads.items()):
+        for job_id, load in list(self.loads.items()):
             due = load.due(self._cpu_tier.ready, self._cpu_tier.resident)
             if due is None:
                 continue
@@ -129,25 +130,25 @@ class EarlyLoads:
             piece_id = self._new_job_id()
             pieces.append(LoadPiece(job_id, piece_id, load.context.req_id, transfer_spec, due.last, lost_blocks))
             if job is None and due.last:
-                del self._loads[job_id]
+                del self.loads[job_id]
         return pieces
 
     def abandon(self, job_ids: Collection[int]) -> None:
         """The request of these jobs has ended."""
-        for job_id in self._loads.keys() & job_ids:
-            self._loads[job_id].abandon(needed=False)
+        for job_id in self.loads.keys() & job_ids:
+            self.loads[job_id].abandon(needed=False)
 
     def tier_was_reset(self) -> None:
         """Their requests still run, and recompute what has not been sent."""
-        for load in self._loads.values():
+        for load in self.loads.values():
             load.abandon(needed=True)
 
     def ended(self, completed: Collection[int], jobs: Collection[int]) -> Iterator[Sequence[OffloadKey]]:
         """Forget the completed jobs that vLLM has no more. Yields the chunks of each."""
         for job_id in completed:
-            if job_id in self._loads and job_id not in jobs:
-                yield self._loads.pop(job_id).keys
+            if job_id in self.loads and job_id not in jobs:
+                yield self.loads.pop(job_id).keys
 
     def requests(self) -> set[str]:
         """The requests whose blocks these loads may still write to."""
-        return {load.context.req_id for load in self._loads.values()}
+        return {load.context.req_id for load in self.loads.values()}

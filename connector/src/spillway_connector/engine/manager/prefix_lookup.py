@@ -205,7 +205,7 @@ class PrefixLookupManager(OffloadingManager):
         self._processed_jobs_this_step = False
         if self._promotions:
             self._flush_promotions()
-        self.end_lookups()
+        self.step = None
 
     def forbid_probing(self, request_id: str) -> None:
         """The request may compute and load its prefix at the same time, which measures a slow tier as a probe does."""
@@ -281,7 +281,7 @@ class PrefixLookupManager(OffloadingManager):
         assert tier is not None
         resident = self.primary_tier.resident
         missing = [key for key in keys if key not in resident]
-        promoted = self._promote(tier, missing, req_context, self._wait_of(req_context)) if missing else 0
+        promoted = self._promote(tier, missing, req_context, self._wait_of(req_context), keys) if missing else 0
         if promoted:
             self._flush_promotions()
         return len(keys) if promoted == len(missing) else keys.index(missing[promoted])
@@ -327,7 +327,7 @@ class PrefixLookupManager(OffloadingManager):
         if missing and len(missing) < len(keys) and not wait.rows_promoted:
             # The tier's oldest chunks may be this request's: they must not make room for its others.
             self.primary_tier.touch(keys, req_context)
-        asked = self._ask_for(missing, req_context, wait, step) if missing else _Asked(None, math.inf, None, True)
+        asked = self._ask_for(missing, keys, req_context, wait, step) if missing else _Asked(None, math.inf, None, True)
         if asked.stop == keys[first]:
             return first, asked.valid_until, asked.condition, first, first, asked.why
         if wait.deadline is None:
@@ -338,9 +338,14 @@ class PrefixLookupManager(OffloadingManager):
         return None, min(asked.valid_until, wait.deadline), asked.condition, first, expected, asked.why
 
     def _ask_for(
-        self, missing: Sequence[OffloadKey], req_context: ReqContext, wait: Wait, step: Step[TierState]
+        self,
+        missing: Sequence[OffloadKey],
+        prefix: Sequence[OffloadKey],
+        req_context: ReqContext,
+        wait: Wait,
+        step: Step[TierState],
     ) -> _Asked:
-        """Look the chunks up and promote them, up to the first one that no tier can provide."""
+        """Look the missing chunks of a prefix up and promote them, up to the first one that no tier can provide."""
         tier = self._prefix_tier
         if tier is None:  # several tiers, or one of vLLM's own: chunk by chunk, and the answer is not kept
             absent = ChunkState.ABSENT
@@ -357,7 +362,7 @@ class PrefixLookupManager(OffloadingManager):
             hits = list(missing)
         else:
             hits = [key for key, answer in zip(missing, found, strict=False) if answer is Lookup.HIT]
-        promoted = self._promote(tier, hits, req_context, wait) if hits else 0
+        promoted = self._promote(tier, hits, req_context, wait, prefix) if hits else 0
         if promoted < len(hits):
             self._count_miss(MissReason.NO_ROOM)
             # rows may be freed at any time
@@ -366,20 +371,33 @@ class PrefixLookupManager(OffloadingManager):
         why = "they are looked up or promoted" if stop is None else "the tier lacks the next one"
         return _Asked(stop, valid_until, condition, len(hits) == len(found) - (stop is not None), why)
 
-    def _promote(self, tier: SecondaryTierManager, keys: list[OffloadKey], req_context: ReqContext, wait: Wait) -> int:
-        """Allocate rows for the leading `keys` that the bounds allow, and queue their loads. Returns how many."""
+    def _promote(
+        self,
+        tier: SecondaryTierManager,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        wait: Wait,
+        prefix: Sequence[OffloadKey] = (),
+    ) -> int:
+        """Allocate rows for the leading `keys` that the bounds allow, and queue their loads. Returns how many.
+
+        prefix: Its chunks that have rows make no room for the others, or a load would miss them.
+        """
         bounds = self._bounds
         room = min(
             bounds.in_flight_rows_max - bounds.rows_in_flight, bounds.request_rows_max - wait.rows_promoted, len(keys)
         )
         if room <= 0:
             return 0
-        written = self.primary_tier.prepare_write(keys[:room], req_context)
+        rows = self.primary_tier
+        present = [key for key in prefix if key in rows.resident] if rows.free_rows() < room else []
+        written = rows.prepare_write([*present, *keys[:room]], req_context)
         if written is None:  # no room for all of them: as many as fit
-            promoted, room = 0, room if room > 1 else 0
-            while promoted < room and self._promote(tier, [keys[promoted]], req_context, wait):
-                promoted += 1
-            return promoted
+            half = room // 2
+            promoted = self._promote(tier, keys[:half], req_context, wait, prefix)
+            if promoted < half or room == 1:
+                return promoted
+            return half + self._promote(tier, keys[half:room], req_context, wait, prefix)
         assert isinstance(written.store_spec, CPULoadStoreSpec)
         if taken := written.keys_to_store:  # another engine of the node may have begun to load the others meanwhile
             pending = self._promotions.setdefault(tier, {})
@@ -421,7 +439,7 @@ class PrefixLookupManager(OffloadingManager):
         if not hits:
             return [], found[0] is Lookup.PENDING
         self.primary_tier.touch(keys, req_context)  # they must not make room for the others
-        promoted = self._promote(tier, missing[: min(hits, rows_max)], req_context, Wait())
+        promoted = self._promote(tier, missing[: min(hits, rows_max)], req_context, Wait(), keys)
         self._flush_promotions()
         return missing[:promoted], promoted > 0 and (hits > promoted or found[-1] is Lookup.PENDING)
 

@@ -1,5 +1,5 @@
-"""The time and rows that requests may use while they wait for promotions, each request and all together. What is under
-way."""
+"""Bounds the time and rows that requests may use while they wait for promotions, each request and all together; and the
+records of promotions under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CPU tier gives a shared tier, and when.
+"""Decides which chunks the CPU tier gives to a shared tier, and when.
 
 A tier that keeps up is given every chunk when the CPU tier has received it. If it cannot take everything, waiting
 stores would pin the rows that they read, so that the CPU tier would evict others, and the tier would drop what waited
@@ -13,7 +13,7 @@ prefix waits already. What a client retains is held in the CPU tier until its tu
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -25,7 +25,7 @@ from spillway_connector import metrics
 from spillway_connector.engine.cpu_tier.duplicates import Duplicates
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.samples import Samples
-from spillway_connector.engine.requests.tenancy import hands_over, is_awaited, session_of_context
+from spillway_connector.engine.requests.tenancy import TenantContext, is_awaited, session_of_context
 from spillway_connector.engine.shared_tiers.prefix_tier import SharedTierBase
 
 IN_HAND_LEAST = 32  # chunks, so that a prompt of usual length waits for nothing
@@ -33,6 +33,9 @@ _IN_HAND_ROWS_PART = 64  # stores under way hold at most one in this number of t
 _BATCH_CHUNKS = 8  # the least that is given at once, which keeps the jobs few
 _CONVERSATIONS_MAX = 1024
 _LOOKS_MAX = 4096  # at chunks of conversations, in one step
+# In the prefixes of all requests' contexts, which then take 100 MB at most. Chunks that the device holds keep contexts
+# of ended requests alive, perhaps thousands. If one has no prefix any more, its chunks go in the order of their stores.
+PREFIX_CHUNKS_MAX = 1 << 20
 UNPAID_SECONDS = 10.0  # between two batches while loads do not pay
 
 _Name = tuple[bytes, bytes] | str
@@ -47,11 +50,14 @@ def _name_of(context: ReqContext) -> _Name:
 class Spills:
     """The chunks that wait for one shared tier. Scheduler thread; no method blocks.
 
+    Attributes:
+        waiting: The newest request and the chunks of each conversation, the one used longest ago first.
+
     Args:
         submit: gives chunks to the tier; they are in the CPU tier.
         pays: whether loads from the tier pay now.
         clock: in seconds.
-        rows: of the CPU tier.
+        rows: the number of the CPU tier's rows.
     """
 
     def __init__(
@@ -68,8 +74,7 @@ class Spills:
         self._submit, self._pays, self._clock = submit, pays, clock
         self._rows = rows
         self._in_hand_max = max(IN_HAND_LEAST, rows // _IN_HAND_ROWS_PART)
-        self._prefixes: OrderedDict[_Name, Sequence[OffloadKey]] = OrderedDict()  # the one used longest ago first
-        self._waiting: OrderedDict[_Name, tuple[ReqContext, dict[OffloadKey, None]]] = OrderedDict()  # likewise
+        self.waiting: OrderedDict[_Name, tuple[ReqContext, dict[OffloadKey, None]]] = OrderedDict()
         self._deferred = 0  # chunks, since those that have left were last forgotten
         self._unpaid_at = float("-inf")
         self._counted: Counter[str] = Counter()  # chunks since the last statistics
@@ -77,23 +82,19 @@ class Spills:
     @property
     def keeps_up(self) -> bool:
         """Whether the tier gets new chunks at once."""
-        return not self._waiting and self._pays()
+        return not self.waiting and self._pays()
 
     @property
     def waiting_chunks(self) -> int:
         """The chunks that the tier would get if the engine had nothing else to do."""
-        return sum(len(keys) for _, keys in self._waiting.values()) if self._pays() else 0
+        return sum(len(keys) for _, keys in self.waiting.values()) if self._pays() else 0
 
-    def use(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        """A request uses these chunks, which are the whole prefix of a model with one KV group."""
+    def use(self, context: TenantContext) -> None:
+        """A request uses the chunks of its prefix."""
         name = _name_of(context)
-        self._prefixes[name] = keys
-        self._prefixes.move_to_end(name)
-        if name in self._waiting:
-            self._waiting.move_to_end(name)
-        while len(self._prefixes) > _CONVERSATIONS_MAX:
-            self._prefixes.popitem(last=False)
-        if hands_over(context) and (given := self._leading(keys, ())):
+        if (waiting := self.waiting.pop(name, None)) is not None:
+            self.waiting[name] = context, waiting[1]
+        if context.hand_over and (given := self._leading(context.prefix, ())):
             self._counted["later"] += len(given)
             self._submit(given, context)
 
@@ -109,24 +110,24 @@ class Spills:
         if not absent:
             return
         name = _name_of(context)
-        _, waiting = self._waiting.get(name, (context, {}))
+        newest, waiting = self.waiting.get(name, (context, {}))
         before = len(waiting)
         waiting.update(absent)
-        self._waiting[name] = context, waiting
+        self.waiting[name] = newest, waiting
         self._counted["deferred"] += len(waiting) - before
         self._deferred += len(waiting) - before
         if self._deferred > self._rows:
             self._forget_those_that_left()
-        while len(self._waiting) > _CONVERSATIONS_MAX:
-            self._waiting.popitem(last=False)
+        while len(self.waiting) > _CONVERSATIONS_MAX:
+            self.waiting.popitem(last=False)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
         """The chunks of which the engine does not know that the tier holds them or will hold them."""
         return set(keys) - self._tier.known(keys)
 
     def give(self) -> None:
-        """Give the tier what it takes now of what waits. Called in each step."""
-        if not self._waiting or (room := self._room()) < _BATCH_CHUNKS:
+        """Give the tier what it takes now of what waits. Called in each step in which something does."""
+        if (room := self._room()) < _BATCH_CHUNKS:
             return
         if not self._pays():
             now = self._clock()
@@ -134,14 +135,14 @@ class Spills:
                 return
             self._unpaid_at, room = now, min(room, IN_HAND_LEAST)
         looks = 0
-        while self._waiting and room > 0 and looks < _LOOKS_MAX:
-            name, (context, offered) = next(iter(self._waiting.items()))
-            prefix = self._prefixes.get(name, ())
+        while self.waiting and room > 0 and looks < _LOOKS_MAX:
+            name, (context, offered) = next(iter(self.waiting.items()))
+            prefix = context.prefix if isinstance(context, TenantContext) else ()
             chunks = self._leading(prefix, offered)
             looks += len(prefix) + len(offered)
             given = chunks[:room]
             if len(given) == len(chunks):
-                del self._waiting[name]
+                del self.waiting[name]
             if given:
                 room -= len(given)
                 self._counted["later"] += len(given)
@@ -149,23 +150,24 @@ class Spills:
 
     def add_to(self, stats: Samples) -> None:
         """Report what happened since the last call."""
-        counted, self._counted = self._counted, Counter()
-        for outcome, chunks in counted.items():
+        for outcome, chunks in self._counted.items():
             stats.add(metrics.TIER_OFFERED, chunks, self._tier.tier_type, outcome)
+        self._counted.clear()
         stats.add(metrics.TIER_STORES_WAIT, float(not self.keeps_up), self._tier.tier_type)
 
     def clear(self) -> None:
-        """The CPU tier is empty."""
-        self._waiting.clear()
+        """Forget all chunks: the CPU tier is empty."""
+        self.waiting.clear()
 
     def _forget_those_that_left(self) -> None:
-        """So that no more waits than the CPU tier holds, however long the tier takes nothing."""
+        """Forget chunks that have left the CPU tier, so that no more wait than it holds, even if the shared tier takes
+        nothing."""
         self._deferred, ready = 0, self._cpu_tier.ready
-        for name, (context, offered) in list(self._waiting.items()):
+        for name, (context, offered) in list(self.waiting.items()):
             if kept := dict.fromkeys(key for key in offered if key in ready):
-                self._waiting[name] = context, kept
+                self.waiting[name] = context, kept
             else:
-                del self._waiting[name]
+                del self.waiting[name]
 
     def _leading(self, prefix: Sequence[OffloadKey], offered: Collection[OffloadKey]) -> list[OffloadKey]:
         """The chunks to give: those of the prefix, in order, up to the first that is in neither tier, as behind it
@@ -221,6 +223,8 @@ class AllSpills:
             tier: Spills(tier, cpu_tier, partial(submit, tier), pays, clock, rows=rows) for tier, pays in tiers.items()
         }
         self._follows_tiers = follows_tiers and bool(self._of)
+        self._prefixes: deque[tuple[TenantContext, int]] = deque()  # the newest requests that have one; its chunks
+        self._prefix_chunks = 0
 
     def at_once(self, context: ReqContext) -> bool:
         """Whether new chunks are stored when they are computed although the device keeps them: what another engine or a
@@ -238,20 +242,31 @@ class AllSpills:
             spills.offer(keys, context)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-        """Those that one of the tiers lacks."""
+        """Return the keys that one of the tiers lacks."""
         return set().union(*(spills.lacks(keys) for spills in self._of.values()))
 
     @property
     def waiting_chunks(self) -> int:
         return sum(spills.waiting_chunks for spills in self._of.values())
 
-    def use(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def use(self, keys: Sequence[OffloadKey], context: TenantContext) -> None:
+        """A request uses these chunks, which are the whole prefix of a model with one KV group."""
+        if self._of and context.prefix is not keys:
+            context.prefix = keys
+            self._prefixes.append((context, len(keys)))
+            self._prefix_chunks += len(keys)
+            while self._prefix_chunks > PREFIX_CHUNKS_MAX:
+                oldest, chunks = self._prefixes.popleft()
+                oldest.prefix = ()
+                self._prefix_chunks -= chunks
         for spills in self._of.values():
-            spills.use(keys, context)
+            if spills.waiting or context.hand_over:
+                spills.use(context)
 
     def give(self) -> None:
         for spills in self._of.values():
-            spills.give()
+            if spills.waiting:
+                spills.give()
 
     def add_to(self, stats: Samples) -> None:
         for spills in self._of.values():

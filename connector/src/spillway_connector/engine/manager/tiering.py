@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -28,13 +29,15 @@ from spillway_connector import metrics
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.process_settings import ProcessSettings
-from spillway_connector.engine.ipc.samples import Gauges, Samples
+from spillway_connector.engine.ipc.samples import Samples
 from spillway_connector.engine.manager.early_loads import PendingRows
+from spillway_connector.engine.manager.gauges import ManagerGauges
 from spillway_connector.engine.manager.prefix_lookup import PrefixLookupManager
 from spillway_connector.engine.manager.promotion import Promotion, TierJob
 from spillway_connector.engine.manager.spills import AllSpills, LateRows
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext, session_of_context
 from spillway_connector.engine.shared_tiers.prefix_tier import PrefixTier, SharedTierBase, TierJobResult
+from spillway_connector.engine.shared_tiers.tier_stats import IDLE_SECONDS
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.ahead import AheadOutcome
 from spillway_connector.plan.answers import AnswerReuse
@@ -93,7 +96,8 @@ class TieringManager(PrefixLookupManager):
             pays, primary_tier, self._submit_store, clock, rows=num_rows, follows_tiers=config.storing == "auto"
         )
         self._reported_state: tuple[int, float | None, int] | None = None
-        self._gauges = Gauges(metrics.HELD_BLOCKS)
+        self._gauges = ManagerGauges(primary_tier, num_rows, self.prefill_rate, self._gates)
+        self._gauged_at = -math.inf
         self.settled_chunks = 0
         self._failed_stores: set[OffloadKey] = set()  # to be completed as failed
         self._early_chunks: dict[int, int] = {}  # by promotion under way: chunks that were completed before its end
@@ -107,7 +111,7 @@ class TieringManager(PrefixLookupManager):
         Args:
             loads_begin_early: Whether a load may begin before all of its chunks are in the CPU tier.
             late_stores: Decides which stores wait, and which chunks of the CPU tier the device holds too.
-            kv_groups: What metrics call each KV group, by the index that keys have; none: there is one group.
+            kv_groups: Names of KV groups in metrics, by the index that keys have; none: there is one group.
         """
         self.loads_begin_early = loads_begin_early
         self._kv_groups = kv_groups
@@ -133,18 +137,21 @@ class TieringManager(PrefixLookupManager):
             tier.count_request(keys)
 
     def use_chunks(
-        self, keys: Sequence[OffloadKey], prompt: Sequence[OffloadKey], chunk_tokens: int, req_context: ReqContext
+        self, keys: Sequence[OffloadKey], prompt_tokens: int, chunk_tokens: int, req_context: ReqContext
     ) -> None:
         """The request uses these chunks, those of its prompt first.
 
         What it says of its session counts for them in the shared tiers, and what it asks to retain is held from now on.
         """
-        if session_of_context(req_context) is not None:
+        if not isinstance(req_context, TenantContext):
+            return
+        if req_context.session is not None:
             for tier in self._shared_tiers:
                 tier.use_session(keys, req_context)
         if self.loads_begin_early:  # one KV group: the chunks are one prefix
             self.spills.use(keys, req_context)
-        if isinstance(req_context, TenantContext) and (retention := req_context.retention) is not None:
+        if (retention := req_context.retention) is not None:
+            prompt = keys[: prompt_tokens // chunk_tokens]
             for tokens, seconds in retention.marks:
                 held = prompt if tokens is None else prompt[: -(-tokens // chunk_tokens)]
                 self.primary_tier.hold(req_context.tenant, retention.share, seconds, held)
@@ -154,7 +161,7 @@ class TieringManager(PrefixLookupManager):
 
     @property
     def introduced(self) -> bool:
-        """Whether it was announced from which stores that others share this engine loads."""
+        """Whether the engine has announced from which shared stores it loads."""
         news = self.primary_tier.news
         return (news is None or news.introduced) and all(tier.introduced for tier in self._shared_tiers)
 
@@ -176,6 +183,7 @@ class TieringManager(PrefixLookupManager):
         self._last_job_id += 1
         job = self._make_job(self._last_job_id, keys, rows, is_promotion, context)
         self._transfer_jobs[job.job_id] = job
+        self._unreported = True
         if logger.isEnabledFor(logging.DEBUG):
             verb = "promotes" if is_promotion else "stores"
             logger.debug("request %s: job %d %s %d chunks", context.req_id, job.job_id, verb, len(keys))
@@ -194,8 +202,7 @@ class TieringManager(PrefixLookupManager):
         tier.submit_store(self._begin_job(keys, pinned.block_ids.tolist(), False, context))
 
     def weights_changed(self) -> None:
-        """The shared tiers hold KV of other weights from now on, so they rest. The memory of answers ends with it,
-        too."""
+        """The shared tiers hold KV of other weights from now on, so they rest. The memory of answers ends, too."""
         if self.answers is not None:
             self.answers = AnswerReuse()
         self.primary_tier.weights_changed()
@@ -213,16 +220,18 @@ class TieringManager(PrefixLookupManager):
     @override
     def _process_finished_jobs(self) -> None:
         self.primary_tier.sync()
-        computed = self.prefill_rate.per_second
-        if computed is not None and self._bounds.rows_in_flight:
+        loading = self._bounds.rows_in_flight
+        if loading and (computed := self.prefill_rate.per_second) is not None:
             for shared in self._shared_tiers:
                 shared.give_up_behind(self._chunk_tokens / computed, self._nobody_waits)
-        with self.primary_tier.together():
-            for tier in self.secondary_tiers:
-                for result in tier.get_finished_jobs():
+        results = [(tier, result) for tier in self.secondary_tiers for result in tier.get_finished_jobs()]
+        tier_of_early = self._prefix_tier if loading and self.loads_begin_early else None
+        early = () if tier_of_early is None else tier_of_early.take_arrived()
+        if results or early:
+            with self.primary_tier.together():
+                for tier, result in results:
                     self._complete(tier, result)
-            if self.loads_begin_early and self._prefix_tier is not None and self._bounds.rows_in_flight:
-                for job_id, arrived in self._prefix_tier.take_arrived():
+                for job_id, arrived in early:
                     if job_id not in self._reset_rows:
                         self._complete_early(job_id, arrived)
         self.spills.give()
@@ -372,8 +381,9 @@ class TieringManager(PrefixLookupManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._bounds.waits.pop(req_context.req_id, None)
         self.primary_tier.on_new_request(req_context)
-        for shared in self._shared_tiers:
-            shared.begin_request(req_context)
+        if session_of_context(req_context) is not None:
+            for shared in self._shared_tiers:
+                shared.begin_request(req_context)
         answer = RequestOffloadingContext()
         if len(self._shared_tiers) < len(self.secondary_tiers):  # Spillway's tiers add nothing to it
             for tier in self.secondary_tiers:
@@ -387,9 +397,10 @@ class TieringManager(PrefixLookupManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._bounds.waits.pop(req_context.req_id, None)
         self.primary_tier.on_request_finished(req_context)
-        self._unreported |= session_of_context(req_context) is not None
-        for shared in self._shared_tiers:
-            shared.end_request(req_context)
+        if session_of_context(req_context) is not None:
+            self._unreported = True
+            for shared in self._shared_tiers:
+                shared.end_request(req_context)
         for tier in self.secondary_tiers:
             tier.on_request_finished(req_context)
         self._request_level_tiers.pop(req_context.req_id, None)
@@ -437,7 +448,7 @@ class TieringManager(PrefixLookupManager):
         return self._num_rows
 
     def _count_groups(self, keys: Collection[OffloadKey], operation: Operation) -> None:
-        for group, chunks in Counter(map(get_offload_group_idx, keys if self._kv_groups else ())).items():
+        for group, chunks in Counter(map(get_offload_group_idx, keys)).items() if self._kv_groups else ():
             self._count(metrics.KV_GROUP_BYTES, chunks * self._chunk_bytes, self._kv_groups[group], operation.value)
 
     def count_settled(self, chunks: int) -> None:
@@ -456,42 +467,24 @@ class TieringManager(PrefixLookupManager):
 
     def take_samples(self) -> Samples | None:
         """The events since the last call; None if nothing did. Called once per engine step."""
-        kept = len(self.primary_tier.waiting.kept)
-        changed = self.primary_tier.changed_chunks.position, self.prefill_rate.updated_at, kept
-        if (
-            changed == self._reported_state
-            and not self._unreported
-            and not any(tier.report.has_updates() for tier in self._shared_tiers)
-        ):
-            return None
-        self._reported_state, self._unreported = changed, False
-        stats, self._counted, gauge = self._counted, Samples(), self._gauges.add
         tier = self.primary_tier
-        gauge(stats, metrics.CPU_TIER_BLOCKS, tier.used_rows(), "used")
-        gauge(stats, metrics.CPU_TIER_BLOCKS, self._num_rows, "total")
-        gauge(stats, metrics.CPU_TIER_BLOCKS, tier.retained_rows(), "retained")
-        gauge(stats, metrics.CPU_TIER_BLOCKS, kept, "waiting")
-        gauge(stats, metrics.HELD_BLOCKS, tier.held_rows())
-        if (joined := tier.is_joined) is not None:
-            gauge(stats, metrics.CPU_TIER_JOINED, int(joined), repeated=not joined)
-        if self.answers is not None:
-            gauge(stats, metrics.ANSWERS_KEPT, int(self.answers.keeps))
-            gauge(stats, metrics.ANSWERS_SENT_BACK, self.answers.sent_back_share)
-        gauge(stats, metrics.PREFILL_RATE, self.prefill_rate.per_second)
-        for each, gate in self._gates.items():
-            for name, load_rate, pays in gate.readings(each.tier_type, self.prefill_rate):
-                gauge(stats, metrics.TIER_LOAD_RATE, load_rate, name)
-                gauge(stats, metrics.TIER_LOADS_PAY, float(pays), name, repeated=True)
-        if ended := tier.take_ended_sessions():
-            stats.add(metrics.CPU_TIER_SESSIONS_ENDED, ended)
-        if self._process_settings is not None:
-            self._process_settings.add_to(stats)
-        self.spills.add_to(stats)
-        for shared in self._shared_tiers:
+        state = tier.changed_chunks.position, self.prefill_rate.updated_at, tier.waiting.kept_count
+        moved = self._unreported or state != self._reported_state
+        updated = [shared for shared in self._shared_tiers if shared.report.has_updates()]
+        if not moved and not updated:
+            return None
+        stats, self._counted = self._counted, Samples()
+        if moved or self._clock() - self._gauged_at >= IDLE_SECONDS:
+            self._reported_state, self._unreported = state, False
+            self._gauged_at = self._clock()  # what changes by itself is at most IDLE_SECONDS late
+            self._gauges.add_to(stats, self.answers)
+            if self._process_settings is not None:
+                self._process_settings.add_to(stats)
+            self.spills.add_to(stats)
+        for shared in updated:
             shared.report.add_to(stats)
             for name, count in shared.take_not_worth():
-                if count:
-                    stats.add(metrics.TIER_NOT_WORTH, count, name)
+                stats.add(metrics.TIER_NOT_WORTH, count, name)
         return stats
 
 

@@ -1,1 +1,1 @@
-"""What a chunk's key and namespace follow from: vLLM's configuration, the weights, LoRA adapters."""
+"""Configuration, weights and LoRA adapters of vLLM, as far as a chunk's key and namespace follow from them."""

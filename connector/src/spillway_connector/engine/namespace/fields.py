@@ -1,4 +1,4 @@
-"""What changes the bytes or the meaning of a stored chunk, collected from vLLM's configuration.
+"""Everything that changes the bytes or the meaning of a stored chunk, collected from vLLM's configuration.
 
 All of the configuration counts except the fields that config_fields.py excludes, each for a reason; so do the
 model's own configuration as vLLM resolved it, the weights, the versions, the chip and the layout of the KV caches.

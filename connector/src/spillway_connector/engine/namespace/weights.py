@@ -5,7 +5,8 @@ A namespace names the weights that the engine was started with. vLLM 0.23 can ch
 reach the engine as `EngineCore.collective_rpc`, on the scheduler's thread and between two steps, so that method is
 patched: RPCs known not to touch weights pass, any other is treated as a change before it runs. So is a sleep of level
 2, which drops the weights: what computes after it, before they are loaded again, is no KV of theirs. A sleep of level 1
-brings them back, so the reset of caches that belongs to it leaves the CPU tier as it is.
+brings them back, and a release of the device's KV leaves them in memory, so the reset of caches that belongs to
+either leaves the CPU tier as it is.
 
 Whoever changed the weights may name them: `EngineCore.spillway_weights(version)`, which the engine service calls. The
 tiers are then used again, in the namespace of this name, which engines that were given the same name share. A name
@@ -16,7 +17,8 @@ Not detected: code that changes parameters from inside a worker process without 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -137,21 +139,31 @@ def watched_sleep(sleep: Any) -> Callable[..., Any]:
     def watched(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         if level >= _LEVEL_WITHOUT_WEIGHTS:
             _report(self, f"sleep of level {level}")
-        elif level > 0 and own_connector(self.scheduler, WeightsListener) is not None:  # type: ignore[type-abstract]
-            _keep_connector_once(self)
-        try:
+        with _connector_kept(self) if 0 < level < _LEVEL_WITHOUT_WEIGHTS else nullcontext():
             return sleep(self, level, *args, **kwargs)
-        except Exception:
-            vars(self).pop("_reset_caches", None)  # a sleep that is refused ends no pause
-            raise
 
     return watched
 
 
-def _keep_connector_once(engine_core: Any) -> None:
-    """The next reset of all caches leaves the connector's out. It is the one that ends the pause of a sleep, at once or
-    when copies have ended: the device loses its KV, but the weights come back, so what the tiers hold stays right."""
-    if "_reset_caches" in vars(engine_core):
+def watched_release(release: Any) -> Callable[..., Any]:
+    """Wrap EngineCore.release_kv_cache_memory: the device loses its KV, the weights stay, and so does the CPU tier."""
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _connector_kept(self):
+            return release(self, *args, **kwargs)
+
+    return watched
+
+
+@contextmanager
+def _connector_kept(engine_core: Any) -> Iterator[None]:
+    """Let the next reset of all caches leave the connector's out, unless what is called here fails.
+
+    It is the one that ends the pause of a sleep, at once or when copies have ended, or the one of a release: the device
+    loses its KV, but the weights stay or come back, so what the tiers hold stays right.
+    """
+    if "_reset_caches" in vars(engine_core) or own_connector(engine_core.scheduler, WeightsListener) is None:  # type: ignore[type-abstract]
+        yield
         return
     reset_caches = engine_core._reset_caches
 
@@ -160,6 +172,11 @@ def _keep_connector_once(engine_core: Any) -> None:
         reset_caches(reset_running_requests, reset_connector=False)
 
     replace_on(engine_core, "_reset_caches", reset_once)
+    try:
+        yield
+    except Exception:
+        vars(engine_core).pop("_reset_caches", None)  # what is refused resets nothing
+        raise
 
 
 def watched_collective_rpc(collective_rpc: Any) -> Callable[..., Any]:

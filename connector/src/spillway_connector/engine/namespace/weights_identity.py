@@ -1,4 +1,4 @@
-"""What the model of a vLLM configuration was loaded from, in the words of the namespace.
+"""The source of a vLLM configuration's model weights, in the terms of the namespace.
 
 A loader opens more than the model's folder: the places that `model_weights` and the model's configuration name, the
 drafter, code from other repositories, files named in settings. If it is unknown what was opened, KV must not be

@@ -18,12 +18,13 @@ from blake3 import blake3
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey
 
-from spillway_connector.engine.cpu_tier.tier import LruRows
+from spillway_connector.engine.cpu_tier.lru_rows import LruRows
 from spillway_connector.errors import TierTimeout
 from spillway_connector.node.region import NodeRegion, RegionGone
 from spillway_connector.plan.foreign_rows import ForeignRows
 from spillway_connector.plan.holds import Holds
-from spillway_connector.plan.node_index import NO_STAMP, READY, STATE_BITS, WRITING_TO_READY, NodeIndex
+from spillway_connector.plan.node_index import NO_STAMP, READY, WRITING_TO_READY, NodeIndex
+from spillway_connector.plan.node_records import STATE_BITS, are_many
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
 logger = logging.getLogger(__name__)
@@ -63,19 +64,18 @@ class NodePicture(LruRows):
         self._namespace = namespace
         # Of each row, as this picture shows it: its stamp, the time of use that gives its chunk its place in the order,
         # and the checksum of that chunk in this use of the row. They are read one by one and as arrays.
-        self._seen_array, self._used_array, self._check_array = np.zeros((3, region.num_rows), np.uint64)
-        self._seen, self._used_ms = self._seen_array.data, self._used_array.data
-        self._checks = self._check_array.data
+        words = np.zeros((4, region.num_rows), np.uint64)
+        self._seen_array, self._used_array, self._check_array, self._reserved_array = words
+        self._seen, self._used_ms, self._checks, self._reserved_stamps = (column.data for column in words)
         self._counts = self._index.counts
         self._version = bytearray(self._counts)  # the changes that this picture shows
         self._version_words = memoryview(self._version).cast("Q")
         self._chunk_in: dict[int, OffloadKey] = {}  # the reverse of _rows
         self._foreign = ForeignRows(namespace, region.num_rows, floor_share)  # and those of before a reset
         self._floor_share = floor_share
-        self._mine: set[OffloadKey] = set()  # being written by this engine
+        self._mine: dict[OffloadKey, int] = {}  # being written by this engine, and their rows
         self._reserved: list[int] = []  # rows for the next chunks of this engine
-        self._reserved_stamps: list[int] = []
-        self._unpublished: set[OffloadKey] = set()  # written by this engine
+        self._unpublished: dict[OffloadKey, int] = {}  # written by this engine, and their rows
         self._together = _Together(self)
         self._unpinned: Counter[OffloadKey] = Counter()  # of loads that will be refused
         self._reset_writes: set[int] = set()  # being written by this engine, of chunks that a reset has dropped
@@ -90,7 +90,7 @@ class NodePicture(LruRows):
         self.news = Announcements(clock) if enable_events else None
         self._any_held = False  # by any engine, at this engine's last change
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
-        self._place = region.join(self._now_ms())
+        self._place = region.join(self._now_ms)
         self._see_all_anew()
         self.sync()
         if self.news is not None:
@@ -129,8 +129,8 @@ class NodePicture(LruRows):
                 logger.error("Spillway: %d rows of the node's CPU tier were damaged; they are free again", freed)
 
     def _own_rows(self) -> set[int]:
-        """Those that this engine has reserved or writes."""
-        return self._reset_writes.union(self.rows_of(self._mine), self._reserved)
+        """Return the rows that this engine has reserved or writes."""
+        return self._reset_writes.union(self._mine.values(), self._reserved)
 
     def _see_all_anew(self) -> None:
         """At the next look, every row counts as changed since the last one."""
@@ -215,8 +215,8 @@ class NodePicture(LruRows):
         if self._holds:
             self._index.hold([row], self._place, 0)
         self.ready.discard(key)
-        self._mine.discard(key)
-        self._unpublished.discard(key)
+        self._mine.pop(key, None)
+        self._unpublished.pop(key, None)
         self._retention.forget([key])
 
     def _change(self, change: Callable[[NodeIndex], object], *, followed: bool = True) -> bool:
@@ -256,23 +256,28 @@ class NodePicture(LruRows):
         if (row := self._rows.get(key)) is not None:
             self._index.hold([row], self._place, 0)
 
-    def _took(self, rows: Iterable[int]) -> None:
-        """This engine has changed these rows itself, under the lock, and its picture with them."""
-        seen, stamps = self._seen, self._index.stamps
-        for row in rows:
-            seen[row] = stamps[row]
+    def _free(self, index: NodeIndex, rows: list[int]) -> None:
+        for row, stamp in zip(rows, index.free(rows), strict=True):
+            self._seen[row] = stamp
 
     def _publish(self) -> None:
         """Make the rows that this engine has written available to all engines. No lock: until now the rows are this
         engine's alone."""
-        rows, self._unpublished = self.rows_of(self._unpublished), set()
-        seen = self._seen
-        claimed = list(map(seen.__getitem__, rows))
-        if not self._index.publish(rows, claimed, self._place):
+        rows, self._unpublished = list(self._unpublished.values()), {}
+        if are_many(rows):
+            at = np.array(rows, np.intp)
+            stamps = self._seen_array[at]
+            if is_published := self._index.publish_many(at, stamps, self._place):
+                self._seen_array[at] = stamps ^ WRITING_TO_READY
+        else:
+            seen = self._seen
+            claimed = list(map(seen.__getitem__, rows))
+            if is_published := self._index.publish(rows, claimed, self._place):
+                for row, stamp in zip(rows, claimed, strict=True):
+                    seen[row] = stamp ^ WRITING_TO_READY
+        if not is_published:
             self._leave_changed_rows()
             return
-        for row, stamp in zip(rows, claimed, strict=True):
-            seen[row] = stamp + WRITING_TO_READY
         self._version_words[1 + self._place] = self._counts[1 + self._place]
 
     def _leave_changed_rows(self) -> None:
@@ -300,7 +305,7 @@ class NodePicture(LruRows):
         for key in idle:
             self._drop(self._rows[key], key)
         self._foreign.clear()
-        self._reserved, self._reserved_stamps = [], []
+        self._reserved = []
         self.changed_chunks.add_all()
 
     def _try_to_rejoin(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import LoadStoreSpec
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 class NodeRowsSpec(CPULoadStoreSpec):
     """Rows to be loaded, and by what they are recognised before and after the copy."""
 
-    def __init__(self, rows: list[int], stamps: Iterable[int], checks: Iterable[int]) -> None:
+    def __init__(self, rows: Any, stamps: Iterable[int], checks: Iterable[int]) -> None:
         super().__init__(rows)
         self.stamps = np.array(stamps, np.uint64)
         self.checks = np.array(checks, np.uint64)

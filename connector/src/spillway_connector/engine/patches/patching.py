@@ -49,6 +49,7 @@ class Patch:
         reason: What goes wrong without it.
         until: What vLLM must have before the patch can go.
         upstream: vLLM's issue or pull request; empty if none is known.
+        may_be_missing: Whether older versions of the generation lack the function, so that there is nothing to replace.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Patch:
     reason: str
     until: str
     upstream: str = ""
+    may_be_missing: bool = False
 
     @property
     def module(self) -> str:
@@ -107,6 +109,8 @@ def apply(patches: Iterable[Patch], needs: Collection[Needed]) -> None:
             continue
         owner = patch.owner()
         original = getattr(owner, patch.function, None)
+        if original is None and patch.may_be_missing:
+            continue
         _check(patch, original)
         module, _, name = patch.replacement.partition(":")
         replacement = getattr(importlib.import_module(module), name)(original)
@@ -144,11 +148,11 @@ def replaced_on(thing: object, function: str, replacement: Callable[..., Any]) -
 
 
 def patched_methods(patches: Iterable[Patch]) -> tuple[Methods, ...]:
-    """What the patches rely on, for the seams of a generation."""
+    """Return the methods that the patches replace, for a generation's seams, without functions that may be missing."""
     return tuple(
         Methods(patch.module, patch.cls, {patch.function: patch.parameters})
         for patch in patches
-        if patch.cls and patch.parameters is not None
+        if patch.cls and patch.parameters is not None and not patch.may_be_missing
     )
 
 

@@ -252,4 +252,13 @@ V030: Sequence[Patch] = (
         until="the part of one request in a step can be bounded",
     ),
     _failed_step_loads("v030"),
+    Patch(
+        name="kv-memory-releases",
+        place=_ENGINE_CORE,
+        signature="release_kv_cache_memory(self)",
+        replacement=f"{_ENGINE}.namespace.weights:watched_release",
+        reason="a release of the device's KV empties the CPU tier, although the weights stay",
+        until="a release leaves connectors' caches to them",
+        may_be_missing=True,
+    ),
 )

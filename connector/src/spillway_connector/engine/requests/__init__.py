@@ -1,1 +1,1 @@
-"""What the connector knows of one request: its owner, what its client asked for, its keys."""
+"""The connector's state of one request: its owner, what its client asked for, its keys."""

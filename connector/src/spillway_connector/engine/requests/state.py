@@ -1,4 +1,4 @@
-"""What the scheduler half keeps for one request: its chunk keys, its LoRA adapter and the last lookup's answer."""
+"""The scheduler half's state of one request: its chunk keys, its LoRA adapter and the last lookup's answer."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class RequestFields(RequestOffloadState):
     is_unsound = False  # vLLM may compute its KV wrongly
     window_ends: tuple[int, ...] | None = None  # tokens, see features/window_stores.py; None before its first step
     _offload_tokens_max: int | None = None
-    _known_counts = (-1, -1)  # hashes of blocks and keys of chunks when the keys were last complete; see _counts()
+    _known_counts = (-1, -1)  # hashes of blocks and keys of chunks when the keys were last complete
     _first_load: FirstLoad | None = None
 
     @property
     def max_offload_tokens(self) -> int | None:
-        """None: no limit. Nothing is stored for a request whose adapter's digest is not known, nor of KV that is not
-        what the weights of its key give."""
+        """The tokens of the request that may be stored; None: no limit. Nothing is stored if its adapter's digest is
+        unknown or its KV was computed with other weights than its key's."""
         return self._offload_tokens_max if self.identified and not (self.is_stale or self.is_unsound) else 0
 
     @max_offload_tokens.setter
@@ -81,7 +81,7 @@ class RequestFields(RequestOffloadState):
         """Upstream's contract: append the keys of blocks whose hashes are new."""
         adapter_key = b""
         if not self.has_adapter:
-            if self._counts() == self._known_counts:
+            if (len(self.req.block_hashes), len(self.group_states[0].offload_keys)) == self._known_counts:
                 return  # in most steps of a request that decodes
         else:
             key = None if self.adapter is None else self.adapter.key
@@ -97,7 +97,4 @@ class RequestFields(RequestOffloadState):
                 group = make_offload_key(adapter_key, config.group_idx)
                 wanted = hashes[begin::factor] if begin or factor > 1 else hashes
                 state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
-        self._known_counts = self._counts()
-
-    def _counts(self) -> tuple[int, int]:
-        return len(self.req.block_hashes), len(self.group_states[0].offload_keys)
+        self._known_counts = len(self.req.block_hashes), len(self.group_states[0].offload_keys)

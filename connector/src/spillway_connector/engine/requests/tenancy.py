@@ -7,12 +7,12 @@ gateway writes into `kv_transfer_params`; a session's name counts within the ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from blake3 import blake3
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
 from spillway_connector.plan.holds import RetentionHint, RetentionMark
@@ -40,13 +40,15 @@ _SESSION_NAME_CHARS_MAX = 64
 class TenantContext(ReqContext):
     """vLLM's offloading context of a request, with its tenant, its session and what it asks to retain.
 
-    hand_over: another engine goes on with the prompt.
+    hand_over: another engine goes on with the prompt. prefix: the request's chunks, if it is one of the newest
+    (engine/manager/spills.py).
     """
 
     tenant: bytes = NO_TENANT
     session: SessionHint | None = None
     retention: RetentionHint | None = None
     hand_over: bool = False
+    prefix: Sequence[OffloadKey] = ()
 
 
 def context_of(request: Request, session: SessionHint | None, **fields: Any) -> TenantContext:
@@ -55,14 +57,10 @@ def context_of(request: Request, session: SessionHint | None, **fields: Any) -> 
     Args:
         fields: What the generation's ReqContext has besides.
     """
-    params = request.kv_transfer_params
-    return TenantContext(
-        **fields,
-        tenant=tenant_of(getattr(request, "cache_salt", None)),
-        session=session,
-        retention=retention_of(params),
-        hand_over=is_handed_over(params),
-    )
+    context = TenantContext(**fields, tenant=tenant_of(getattr(request, "cache_salt", None)), session=session)
+    if (params := request.kv_transfer_params) is not None:
+        context.retention, context.hand_over = retention_of(params), is_handed_over(params)
+    return context
 
 
 UNKNOWN_REQUEST = ReqContext(req_id="")  # the last user of a chunk is not known: no shared tier gets the chunk

@@ -1,4 +1,4 @@
-"""What a request's `kv_transfer_params` may say: known members of a known form.
+"""The members that a request's `kv_transfer_params` may have, with their types.
 
 Clients write them, and no schema checks all of them: `vllm_xargs: {"kv_transfer_params": ...}` may hold a string or a
 list. vLLM's scheduler and the connector halves read them on the scheduler's thread, where an exception ends the engine,
@@ -65,7 +65,7 @@ _FORMS: Mapping[str, Callable[[object], bool]] = {
 
 
 def filtering_transfer_params(connector: type[Any], preprocess: Any) -> Callable[..., Any]:
-    """For EngineCore.preprocess_add_request: an engine with Spillway's connector takes in no other kv_transfer_params.
+    """Wrap EngineCore.preprocess_add_request: an engine with Spillway's connector accepts no other kv_transfer_params.
 
     Beside other connectors their members pass: only they know the forms of those.
 

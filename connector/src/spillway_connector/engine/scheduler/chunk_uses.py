@@ -1,4 +1,4 @@
-"""What the tiers learn of the chunks that requests use: once when a request begins, and once when it ends."""
+"""Tells the tiers which chunks a request uses: once when the request begins, and once when it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class ChunkUses:
         """The request has ended. prompt_only: nothing of its answer is stored."""
         for state, counted in zip(status.group_states, status.counted_keys or (), strict=False):
             # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts once.
-            self._manager.count_request([] if prompt_only else state.offload_keys[counted:])
+            if len(state.offload_keys) > counted and not prompt_only:
+                self._manager.count_request(state.offload_keys[counted:])
         self._use(status)
         keys, prompt = status.group_states[0].offload_keys, status.req.num_prompt_tokens // self._chunk_tokens[0]
         if (answers := self._manager.answers) is not None and len(keys) > prompt:
@@ -52,10 +53,9 @@ class ChunkUses:
         return not now
 
     def _use(self, status: RequestFields) -> None:
-        """What the request says of its session and of its prompt's retention counts for its chunks, from now on."""
+        """Apply the request's session and retention hints to its chunks, from now on."""
         for chunk_tokens, state in zip(self._chunk_tokens, status.group_states, strict=True):
-            prompt = state.offload_keys[: status.req.num_prompt_tokens // chunk_tokens]
-            self._manager.use_chunks(state.offload_keys, prompt, chunk_tokens, status.req_context)
+            self._manager.use_chunks(state.offload_keys, status.req.num_prompt_tokens, chunk_tokens, status.req_context)
 
 
 def _session_name(status: RequestFields) -> tuple[bytes, bytes] | None:

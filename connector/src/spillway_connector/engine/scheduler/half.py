@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
@@ -50,6 +51,7 @@ from spillway_connector.plan.leaving import LeavingWindow
 from spillway_connector.plan.load_cost import PrefillTimer
 from spillway_connector.plan.sessions import SessionHint
 
+_BLOCK_ID = attrgetter("block_id")
 _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU tier
 
 
@@ -77,7 +79,7 @@ class SchedulerHalf(ResettableHalf):
         Args:
             settings: None if vLLM's spec is not Spillway's, as in vLLM's own tests.
             control: How this generation's scheduler computes and loads a prompt at the same time.
-            specs: Of a layer of each KV group.
+            specs: The spec of a layer of each KV group.
             chunk_tokens: The tokens of a chunk, by KV group.
             blocks_per_chunk: The device blocks of a chunk.
             one_prefix: Whether one lookup of a prefix answers for the model: attention reads all of its one KV group.
@@ -108,7 +110,9 @@ class SchedulerHalf(ResettableHalf):
         self._partial_chunks = PartialChunks.of(specs, chunk_tokens, blocks_per_chunk)
         self._stores_adapters_alone = lora_mixes_weights(vllm_config)
         self.chunk_tokens, self.blocks_per_chunk = chunk_tokens[0], blocks_per_chunk
-        self.without_requests = StepsWithoutRequests(self.manager, self._copying_chunks, self._chunks_alone)
+        self.without_requests = StepsWithoutRequests(
+            self.manager, self._copying_chunks, lambda: 0 if self.late_stores is None else self.late_stores.alone
+        )
         rows_max = self.manager.ahead_rows_max if one_prefix else 0
         self.ahead = AheadPromotions(self.manager, self, rows_max=rows_max, blocks_per_chunk=blocks_per_chunk)
         self.features: list[Feature] = [self.ahead, WaitingRequests(self.manager, self.known_state)]
@@ -147,9 +151,6 @@ class SchedulerHalf(ResettableHalf):
     def _copying_chunks(self) -> int:
         stores = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
         return stores + (0 if self.late_stores is None else self.late_stores.copying)
-
-    def _chunks_alone(self) -> int:
-        return 0 if self.late_stores is None else self.late_stores.alone
 
     def known_state(self, request_id: str) -> RequestFields | None:
         """Return the state of a request that vLLM has announced and that has not ended, or None."""
@@ -217,23 +218,43 @@ class SchedulerHalf(ResettableHalf):
         Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
         unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
         """
-        meetings = self.meetings
-        if meetings is None or request.skip_reading_prefix_cache or request.request_id in self._recompute_only:
-            return self._matched(request, num_computed_tokens, max_num_new_tokens)
-        meetings.consider(request)
-        tokens, later = self._matched(request, num_computed_tokens, max_num_new_tokens)
-        if tokens is not None:
-            status = self._req_status[request.request_id]
+        loads_nothing = request.skip_reading_prefix_cache or request.request_id in self._recompute_only
+        meetings = None if loads_nothing else self.meetings
+        if meetings is not None:
+            meetings.consider(request)
+        status = self._req_status[request.request_id]
+        prefix, answer = None if self._gridlock or max_num_new_tokens is not None else status.prefix, None
+        if prefix is not None and prefix.matched is not None:  # so the request's turn has come, and it may load
+            memo, step = self.manager.memo, self.manager.step or self.manager.begin_step()
+            if (
+                prefix.computed_tokens == num_computed_tokens
+                and prefix.total_tokens == request.num_tokens
+                # Most of the time one comparison: is_current's first two, without the call.
+                and (
+                    (prefix.stamp == memo.stamp and step.now < prefix.valid_until)
+                    or memo.is_current(prefix, request.request_id, step)
+                )
+                and (not self._being_loaded or prefix.matched[0] is None)
+                and not (status.has_adapter and (status.adapter is None or status.adapter.key is None))
+            ):
+                status.num_locally_computed_tokens = num_computed_tokens
+                if prefix.chunks and step.now - status.touched_at >= _TOUCH_SECONDS:
+                    self._touch(status)
+                answer = prefix.matched
+        if answer is None:
+            answer = self._look_up(request, status, num_computed_tokens, max_num_new_tokens)
+        if meetings is not None and answer[0] is not None:
             keys = status.group_states[0].offload_keys[: request.num_tokens // self._chunk_tokens]
-            if meetings.keeps_waiting(request, status.req_context, keys, num_computed_tokens + tokens):
+            if meetings.keeps_waiting(request, status.req_context, keys, num_computed_tokens + answer[0]):
                 return None, False
-        return tokens, later
+        return answer
 
-    def _matched(
-        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
+    def _look_up(
+        self, request: Request, status: RequestFields, num_computed_tokens: int, max_num_new_tokens: int | None
     ) -> tuple[int | None, bool]:
+        """Answer a request that has no current answer."""
         if request.request_id in self.ahead.waiting:
-            self.ahead.turn_came(cast(RequestFields, self._req_status[request.request_id]))
+            self.ahead.turn_came(status)
         if request.skip_reading_prefix_cache:
             # It needs a forward pass over the whole prompt (`prompt_logprobs`, pooling over all tokens). vLLM skips the
             # device's prefix cache for it, but asks the connector nevertheless.
@@ -242,35 +263,17 @@ class SchedulerHalf(ResettableHalf):
             # vLLM asks about requests without computed tokens: a load of this one, if any, failed as a whole.
             self._loaded.discard(request.request_id)
             return None, False  # requests that hold their blocks already go first
-        status = cast(RequestFields, self._req_status[request.request_id])
         status.num_locally_computed_tokens = num_computed_tokens
         if status.has_adapter and (status.adapter is None or status.adapter.key is None):
             return 0, False  # without the adapter's digest there are no keys
-        prefix = status.prefix
-        if prefix is not None and (matched := prefix.matched) is not None and max_num_new_tokens is None:
-            manager = self.manager
-            memo, step = manager.memo, manager.step or manager.begin_step()
-            if (
-                # Most of the time one comparison: is_current's first two, without the call.
-                (
-                    (prefix.stamp == memo.stamp and step.now < prefix.valid_until)
-                    or memo.is_current(prefix, request.request_id, step)
-                )
-                and prefix.computed_tokens == num_computed_tokens
-                and prefix.total_tokens == request.num_tokens
-                and (not self._being_loaded or matched[0] is None)
-            ):
-                if prefix.chunks and step.now - status.touched_at >= _TOUCH_SECONDS:
-                    self._touch(status)
-                return matched
         if request.request_id in self._recompute_only:
             return 0, False
         if status.transfer_jobs:
             # A preempted request is scheduled again while its stores still read its old blocks; upstream asserts that
             # a request never has a load and a store at once. The flush of its preemption ends the stores this step.
             return None, False
-        if prefix is not None:
-            prefix.matched = None
+        if status.prefix is not None:
+            status.prefix.matched = None
         answer = self._ask(request, num_computed_tokens, max_num_new_tokens)
         if status.counted_keys is None:
             self._uses.begin(status)
@@ -278,9 +281,9 @@ class SchedulerHalf(ResettableHalf):
         return answer
 
     def _follow_answers(self) -> None:
-        prompt_only = self._uses.prompt_only(self.config.offload_prompt_only)
-        if prompt_only is not self.config.offload_prompt_only:
-            self.config = self.config._replace(offload_prompt_only=prompt_only)
+        answers, config = self.manager.answers, self.config
+        if answers is not None and answers.keeps is config.offload_prompt_only:
+            self.config = config._replace(offload_prompt_only=self._uses.prompt_only(config.offload_prompt_only))
 
     @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
@@ -295,13 +298,11 @@ class SchedulerHalf(ResettableHalf):
         if not self._one_prefix or max_num_new_tokens is not None or req_status.max_load_tokens is not None:
             return whole_chunks(self._look_up_groups, req_status, max_num_new_tokens, self._load_unit_tokens)
         computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
-        chunk_tokens = self._chunk_tokens
-        all_keys = req_status.group_states[0].offload_keys
+        chunk_tokens, all_keys = self._chunk_tokens, req_status.group_states[0].offload_keys
         limit = min(total, len(all_keys) * chunk_tokens)
         if limit - computed < chunk_tokens:
             return 0
-        first = computed // chunk_tokens
-        manager, prefix = self.manager, req_status.prefix
+        manager, prefix, first = self.manager, req_status.prefix, computed // chunk_tokens
         step = manager.step or manager.begin_step()
         if (
             prefix is None
@@ -344,7 +345,7 @@ class SchedulerHalf(ResettableHalf):
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Upstream's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
-        prefix = cast(RequestFields, self._req_status[request.request_id]).prefix
+        prefix = self._req_status[request.request_id].prefix
         if prefix is not None:
             prefix.matched = None
         written, self._current_batch_allocated_block_ids = self._current_batch_allocated_block_ids, set()
@@ -352,7 +353,7 @@ class SchedulerHalf(ResettableHalf):
         if self._one_prefix:  # the blocks before those that it loads, or computes, are only read
             found = self._req_status[request.request_id].num_locally_computed_tokens // self._block_tokens
             own = blocks.blocks[self.config.kv_group_configs[0].group_idx][found:]
-            written.update(block.block_id for block in own)
+            written.update(map(_BLOCK_ID, own))
         else:
             written |= self._current_batch_allocated_block_ids
         self._current_batch_allocated_block_ids = written
@@ -392,8 +393,7 @@ class SchedulerHalf(ResettableHalf):
             for store in self.late_stores.due(self._generate_job_id, needed_blocks=needed, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
-        pieces = self._early_loads.due(self._jobs) if self._early_loads else []
-        if not pieces:
+        if not self._early_loads.loads or not (pieces := self._early_loads.due(self._jobs)):
             return metadata
         return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
 
@@ -419,8 +419,7 @@ class SchedulerHalf(ResettableHalf):
             suspect = holds_any(invalid)
             fail_stores(self, suspect)
             if self.late_stores is not None:
-                known = cast(Iterable[RequestFields], self._req_status.values())
-                self.late_stores.lose(invalid.union(blocks_of(filter(suspect, known))))
+                self.late_stores.lose(invalid.union(blocks_of(filter(suspect, self._req_status.values()))))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
             if self.late_stores is not None:
@@ -450,15 +449,16 @@ class SchedulerHalf(ResettableHalf):
                     request_state = self._req_status.get(status.req_id)
                     if request_state is not None and not request_state.req.is_finished():
                         self._recompute_only.add(status.req_id)
-                        prefix = cast(RequestFields, request_state).prefix
-                        if prefix is not None:
+                        if (prefix := request_state.prefix) is not None:
                             prefix.matched = None
-        with self.manager.primary_tier.together():
-            super().update_connector_output(connector_output)
-        if self._early_loads and isinstance(meta, SpillwayWorkerMetadata):
+        if isinstance(meta, SpillwayWorkerMetadata) and meta.completed_jobs:
+            with self.manager.primary_tier.together():
+                super().update_connector_output(connector_output)
             for keys in self._early_loads.ended(meta.completed_jobs, self._jobs):
                 if self._being_loaded:
                     self._being_loaded.difference_update(keys)
+        else:
+            super().update_connector_output(connector_output)
 
     @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -472,7 +472,7 @@ class SchedulerHalf(ResettableHalf):
             self.late_stores.ending(state.offload_keys, state.block_ids)
         if status is not None and hands_over(status.req_context):
             self.without_requests.settle(HAND_OVER_SECONDS)
-        if self._early_loads and status is not None:
+        if self._early_loads.loads and status is not None:
             self._early_loads.abandon(status.transfer_jobs)
         if isinstance(status, RequestFields) and status.counted_keys is not None:
             self._uses.end(status, prompt_only=self.config.offload_prompt_only)

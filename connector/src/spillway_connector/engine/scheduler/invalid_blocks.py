@@ -1,4 +1,4 @@
-"""What rooms put before vLLM's handling of device blocks whose load failed."""
+"""Wraps vLLM's handling of device blocks whose load failed: each generation's room says what comes before it."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
+from spillway_connector.engine.features.window_stores import LEFT_OUT
 from spillway_connector.engine.requests.state import RequestFields
 
-_LEFT_OUT = 0  # vLLM's scheduler half does not store a block with this id
 LookUp = Callable[[RequestFields, int | None], int | None]
 
 
@@ -61,13 +61,13 @@ class PartialChunks:
         for chunk in reversed(range(first_chunk, len(blocks) // per_chunk)):
             place = slice(chunk * per_chunk, (chunk + 1) * per_chunk)
             in_chunk = blocks[place]
-            if in_chunk[-1] == _LEFT_OUT:
+            if in_chunk[-1] == LEFT_OUT:
                 continue  # nothing of it is stored
-            whole = in_chunk[::-1].index(_LEFT_OUT) if _LEFT_OUT in in_chunk else per_chunk  # at its end
+            whole = in_chunk[::-1].index(LEFT_OUT) if LEFT_OUT in in_chunk else per_chunk  # at its end
             if begins_job or whole < read:
-                blocks[place] = [_LEFT_OUT] * per_chunk
+                blocks[place] = [LEFT_OUT] * per_chunk
             elif whole < per_chunk:
-                blocks[place] = [_LEFT_OUT] * (per_chunk - whole) + in_chunk[-whole:]
+                blocks[place] = [LEFT_OUT] * (per_chunk - whole) + in_chunk[-whole:]
                 begins_job = True  # a chunk in front of it would shift its blocks
 
 

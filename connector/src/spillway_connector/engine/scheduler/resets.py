@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -57,6 +57,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
     device_blocks: BlockPool | None = None  # vLLM's; bound before the first request
     _early_loads: EarlyLoads
     features: list[Feature]
+    _req_status: dict[str, RequestFields]  # type: ignore[assignment]  # vLLM's, made by `_state_of`
     _failed_jobs: set[int]
     _has_device_cache: bool
     late_stores: LateStores | None
@@ -111,7 +112,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
         self.manager.weights_changed()
         self.reset_cache()
         for status in self._req_status.values():
-            cast(RequestFields, status).is_stale = True
+            status.is_stale = True
 
     def name_weights(self, namespace: Namespace | None, reset_device: Callable[[], bool]) -> str | None:
         """The weights that the engine has are those of this namespace: share under it from the next step on.
@@ -143,7 +144,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
 
     @property
     def weights_are_known(self) -> bool:
-        """Whether they have not changed since the start, or since they were named."""
+        """Whether the weights are those of the start, or were named after their last change."""
         return not self._weights_changed
 
     def _device_was_reset(self) -> None:
@@ -153,7 +154,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
         if self._device_is_stale:
             self._device_is_stale = False
             for status in self._req_status.values():
-                cast(RequestFields, status).is_stale = False
+                status.is_stale = False
 
     def reset_with_device(self) -> bool:
         """Reset the CPU tier; False, and nothing has changed, while requests hold blocks of the device.
@@ -205,7 +206,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
     def copies_under_way(self) -> bool:
         """Between the device and the CPU tier, those of before a reset included."""
         late = self.late_stores is not None and self.late_stores.under_way
-        return late or bool(self._jobs or self._reset_jobs or self._early_loads)
+        return late or bool(self._jobs or self._reset_jobs or self._early_loads.loads)
 
     @contextmanager
     def forced_reset(self, scheduler: Any) -> Iterator[None]:

@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -64,7 +64,7 @@ class StepLoadingHalf(SchedulerHalf):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """Like SchedulerHalf's; (n, False) if the request's step is to load these n tokens itself."""
+        """Answer as SchedulerHalf does, or (n, False) if the request's step is to load these n tokens itself."""
         self._asked_in_step = None
         tokens, later = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         if not later or not tokens or request.pooling_params is not None:
@@ -103,7 +103,7 @@ class StepLoadingHalf(SchedulerHalf):
             return
         # Not upstream's method: it looks for the first block that is not in the device's prefix cache, and vLLM has
         # entered those of a load within the step already.
-        status = cast(RequestFields, self._req_status[request.request_id])
+        status = self._req_status[request.request_id]
         if status.prefix is not None:
             status.prefix.matched = None  # asked again, it is looked up again
         computed = status.num_locally_computed_tokens

@@ -10,6 +10,7 @@ EngineCore process, scheduler thread; no method blocks.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 from typing_extensions import override
@@ -31,18 +32,15 @@ class WaitingRequests(Feature):
 
     def __init__(self, manager: TieringManager, state_of: Callable[[str], RequestFields | None]) -> None:
         """state_of: what the connector knows of a request."""
+        self.chunks: WaitingChunks[OffloadKey] = manager.primary_tier.waiting
         self._manager = manager
         self._state_of = state_of
         self._arrived: dict[str, RequestFields] = {}  # waiting since this step, or since a crowded one before
         self._numbers = itertools.count()
 
-    @property
-    def chunks(self) -> WaitingChunks[OffloadKey]:
-        return self._manager.primary_tier.waiting
-
     @override
     def came(self, status: RequestFields) -> None:
-        """Its turn may be now or much later."""
+        """Note a request that has come. Its turn may be now or much later."""
         self._arrived[status.req.request_id] = status
 
     @override
@@ -51,13 +49,14 @@ class WaitingRequests(Feature):
 
     @override
     def ended(self, request_id: str) -> None:
-        """It waits no more."""
+        """Note that the request does not wait any more."""
         if self._arrived.pop(request_id, None) is None:
             self.chunks.end(request_id)
 
     @override
     def end_step(self, output: SchedulerOutput) -> None:
-        self.chunks.end_old(self._manager.now())
+        if self.chunks.due_at < math.inf and (now := self._manager.step_time) >= self.chunks.due_at:
+            self.chunks.pass_time(now)
         for request_id in output.preempted_req_ids or ():
             status = self._state_of(request_id)
             if status is not None and status.req.status is RequestStatus.PREEMPTED:  # not resumed
@@ -72,11 +71,13 @@ class WaitingRequests(Feature):
             return
         status.update_offload_keys()
         first, *others = status.group_states
-        keys = [*first.offload_keys, *(key for state in others for key in state.offload_keys)]
+        keys = first.offload_keys  # they do not grow while the request waits
+        if others:
+            keys = [*keys, *(key for state in others for key in state.offload_keys)]
         if keys:
             self.chunks.begin(name, tenant_of_context(status.req_context), turn, keys, self._manager.now())
 
 
 def _priority(status: RequestFields) -> float:
-    """What vLLM's `priority` scheduling goes by: the least is first."""
+    """Return vLLM's priority of a request. With `priority` scheduling the lowest is first."""
     return float(getattr(status.req, "priority", 0))

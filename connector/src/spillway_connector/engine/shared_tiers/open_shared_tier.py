@@ -31,11 +31,11 @@ def open_shared_tier(
 
     Args:
         config: The tier's settings.
-        namespace: Of its chunks.
-        geometry: Of a chunk.
-        rows: Of the CPU tier.
-        announces_blocks: Whether somebody hears what lies in the tiers.
-        before: What this takes the place of, from the same settings; it stays open until its owner closes it.
+        namespace: The namespace of the tier's chunks.
+        geometry: The geometry of a row.
+        rows: The CPU tier's rows.
+        announces_blocks: Whether KV events about the tiers' contents are published.
+        before: The tier with the same settings that this one replaces; it stays open until its owner closes it.
 
     Raises:
         ConfigError: The settings, or the store, cannot be used.

@@ -85,7 +85,7 @@ class PrefixTier(SecondaryTierManager):
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
-        """What lookup() would return for each of `keys` (at least one), up to and including the first MISS."""
+        """Return lookup()'s answers for `keys` (at least one), up to and including the first MISS."""
 
 
 class SharedTierBase(PrefixTier):

@@ -1,4 +1,4 @@
-"""From the counters of one shared tier to samples of one engine step: only what has changed, as counter deltas.
+"""Turns the counters of one shared tier into samples of one engine step: only changes, as counter deltas.
 
 Most steps in which anything moves, move the same few series, so those are compared one by one; for everything else a
 whole picture is drawn, when a rare count has moved and otherwise once a second.
@@ -93,7 +93,7 @@ class TierReport:
         counters = self._shared.counters
         for metric, name in _FREQUENT_COUNTS:
             counts = getattr(counters, name)
-            if counts != self._reported[name]:
+            if not dict.__eq__(counts, self._reported[name]):  # a Counter compares itself in a loop of Python's
                 self._add_deltas(stats, metric, name, counts)
         reported_totals = self._reported_totals
         for name, key in self._totals:
@@ -102,7 +102,7 @@ class TierReport:
                 reported_totals[name] = total
                 stats.samples()[key] = total - (reported or 0)
         rare = sum(counters.failures.values()) + sum(counters.expiries.values()) + counters.weights_changes
-        rare += sum(counters.shed.values()) + sum(self._shared.evictions().values())
+        rare += sum(counters.shed.values()) + self._shared.evicted_frames
         now = self._clock()
         if rare != self._rare_seen or now - self._drawn_at >= IDLE_SECONDS:
             self._rare_seen, self._drawn_at = rare, now
@@ -153,7 +153,7 @@ class JointReport:
 
     def has_updates(self) -> bool:
         """Whether :meth:`add_to` has something to report."""
-        return any(report.has_updates() for report in self._reports)
+        return any([report.has_updates() for report in self._reports])
 
     def add_to(self, stats: SampledStats) -> None:
         """Add what changed since the last call."""

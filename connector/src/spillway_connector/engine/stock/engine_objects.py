@@ -1,4 +1,4 @@
-"""What a tier of vLLM's own spec needs to know about the engine, beyond what vLLM hands it.
+"""Facts about the engine that a tier of vLLM's own spec needs and that vLLM does not pass to it.
 
 vLLM builds a tier from an OffloadingConfig, which lacks the model's identity and most of what decides the bytes of a
 block. The objects that know are arguments of the calls that lead to the tier's constructor (`OffloadingConnector` and

@@ -100,7 +100,7 @@ def _name_heads_of_all_ranks(facts: dict[str, Any], heads: int) -> None:
 
 
 def row_facts(spec: OffloadingSpec, row_bytes: int) -> dict[str, Any]:
-    """What decides how vLLM's worker fills a row. JSON values only. Raises ConfigError."""
+    """Return what decides how vLLM's worker fills a row. JSON values only. Raises ConfigError."""
     config = spec.config
     if config.kv_cache_layout is None:
         raise ConfigError(

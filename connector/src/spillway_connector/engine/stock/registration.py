@@ -31,4 +31,4 @@ def register() -> None:
         try:
             SecondaryTierFactory.register_tier(name, TIERS_MODULE, class_name)
         except ValueError as error:
-            logger.debug("Spillway's tier %s is not registered anew: %s", name, error)
+            logger.debug("Spillway's tier %s is not registered again: %s", name, error)

@@ -41,19 +41,17 @@ from spillway_connector.engine.shared_tiers.tier_stats import REPORTED, TierRepo
 from spillway_connector.engine.stock.engine_objects import EngineObjects, engine_objects
 from spillway_connector.engine.stock.namespace import stock_namespace
 from spillway_connector.engine.v030.stats import connector_stats, metric_definitions
-from spillway_connector.engine.v030.tier_adapter import remote_store_source
+from spillway_connector.engine.v030.tier_adapter import ANSWER, remote_store_source
 from spillway_connector.errors import ConfigError, WeightsUnknown
 from spillway_connector.namespace import Namespace
 from spillway_connector.tiers.memory import MemoryStore, MemoryTier
 from spillway_connector.tiers.tier import NO_TENANT
 from spillway_connector.transfer.jobs import JobOutcome
-from spillway_connector.transfer.lookups import Lookup
 from spillway_connector.transfer.shared_tier import SharedTier
 from spillway_connector.transfer.stats import Operation
 
 logger = logging.getLogger(__name__)
 
-_ANSWER = {Lookup.HIT: LookupResult.HIT, Lookup.MISS: LookupResult.MISS, Lookup.PENDING: LookupResult.RETRY}
 # vLLM 0.30 neither passes a detector of backpressure nor takes the bytes of a job; 0.32 does both.
 _REPORTS_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
 
@@ -150,7 +148,7 @@ class StockTier(SecondaryTierManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return _ANSWER[self._shared.lookup(key, req_context.req_id)]
+        return ANSWER[self._shared.lookup(key, req_context.req_id)]
 
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:

@@ -47,7 +47,7 @@ class SpillwayConnector(ConnectorBase):
     @property
     @override
     def prefer_cross_layer_blocks(self) -> bool:
-        """Like vLLM's, except that a layer's blocks lie together if the layer is loaded on its own."""
+        """Answer as vLLM does, except that a layer's blocks lie together if the layer is loaded on its own."""
         return not self._layerwise
 
     @override

@@ -7,7 +7,9 @@ from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
-from spillway_connector.engine.cpu_tier.tier import ArcRows, CpuTier, LruRows
+from spillway_connector.engine.cpu_tier.arc_rows import ArcRows
+from spillway_connector.engine.cpu_tier.lru_rows import LruRows
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.node_tier.rows import NodeRows
 
 

@@ -19,7 +19,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-from spillway_connector.engine.cpu_tier.tier import ArcRows, CpuTier, LruRows
+from spillway_connector.engine.cpu_tier.arc_rows import ArcRows
+from spillway_connector.engine.cpu_tier.lru_rows import LruRows
+from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.node_tier.rows import NodeRows
 
 _HAS_LOST = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # since 0.33
@@ -77,7 +79,7 @@ class ArcCpuTier(_CpuEvents, ArcRows):
     def _drop_all(self) -> int:
         rows = int(self._num_allocated_chunks)
         CPUOffloadingManager.reset_cache(self)
-        self._num_allocated_chunks = rows  # upstream begins anew from row 0, jobs under way or not
+        self._num_allocated_chunks = rows  # upstream begins again from row 0, jobs under way or not
         self._resident.clear()
         return rows
 

@@ -93,8 +93,8 @@ def _group_parts(
     block: Part | None,
     room_bytes: int | None,
 ) -> list[tuple[str, Part]]:
-    """What a group has in each block, by layer; what several layers share is named after the first. block: of all
-    layers, if they lie side by side."""
+    """Return the parts of a group's block, by layer. A part that layers share is named after the first one. block: of
+    all layers, if they lie side by side."""
     parts = [
         (layer, part)
         for layer, spec in layer_specs(group)

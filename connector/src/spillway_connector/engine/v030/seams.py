@@ -1,4 +1,4 @@
-"""What the connector relies on in vLLM 0.30 and later: what it calls or overrides, and what its patches replace."""
+"""The names and signatures of vLLM 0.30 and later that the connector calls, overrides or patches."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class SpillwayOffloadingSpec(SpecBase):
         self._worker: CopyWorker | None = None
 
     def attach(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """What the namespace of shared chunks is made of, which an OffloadingConfig leaves out. By the connector."""
+        """Set the sources of the namespace that an OffloadingConfig leaves out. The connector calls it."""
         self._attached = vllm_config, kv_cache_config
 
     @override

@@ -24,7 +24,7 @@ from spillway_connector.errors import ConfigError
 from spillway_connector.transfer.lookups import Lookup
 from spillway_settings.wire import STORE_TYPES
 
-_ANSWER = {Lookup.HIT: LookupResult.HIT, Lookup.MISS: LookupResult.MISS, Lookup.PENDING: LookupResult.RETRY}
+ANSWER = {Lookup.HIT: LookupResult.HIT, Lookup.MISS: LookupResult.MISS, Lookup.PENDING: LookupResult.RETRY}
 _REMOTE = {"redis", "s3"}  # stores on another machine
 
 
@@ -58,7 +58,7 @@ class SharedTierAdapter(SharedTierBase):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return _ANSWER[self._shared.lookup(key, req_context.req_id)]
+        return ANSWER[self._shared.lookup(key, req_context.req_id)]
 
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -75,7 +75,7 @@ class SharedTierAdapter(SharedTierBase):
 
 
 def remote_store_source() -> Any:
-    """What vLLM counts a hit in a remote store as since 0.32; by the medium alone, STORAGE, it would count as disk."""
+    """Return vLLM's source for hits in a remote store (0.32 and later); the medium, STORAGE, would count as disk."""
     return getattr(SecondaryTierManager, "cache_hit_source", None)
 
 

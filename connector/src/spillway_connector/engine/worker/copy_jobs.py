@@ -30,7 +30,7 @@ SubmitStores = Callable[[int, Sequence[Sides]], bool]  # the same for the stores
 
 @dataclass(frozen=True, slots=True)
 class EndedCopy:
-    """size_bytes, seconds: The figures of a complete copy, if the transport measured them."""
+    """A copy that ended. size_bytes, seconds: of a complete copy, if the transport measured them."""
 
     job_id: int
     success: bool
@@ -40,7 +40,7 @@ class EndedCopy:
 
 @dataclass(slots=True)
 class Received:
-    """Requests whose load has ended. failed: those of them with device blocks that hold undefined bytes."""
+    """Requests whose load has ended. failed: the requests among them with device blocks that hold undefined bytes."""
 
     requests: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -87,7 +87,7 @@ class _LoadInPieces:
 
 
 class CopyJobs:
-    """Called on the model-runner thread of one rank. Job ids are the scheduler's; pieces have ids of their own.
+    """The copy jobs of one rank, on its model-runner thread. Job ids are the scheduler's; pieces have own ids.
 
     The stores of a step are one copy, which has the id of the first of them. Each of the many requests of a batch fills
     a block now and then, and one copy for each would cost the model thread more than the bytes do.
@@ -122,12 +122,16 @@ class CopyJobs:
         lost_blocks: Iterable[int],
         in_step: bool = False,
     ) -> bool:
-        """A part of load `job_id`, which ends when `last` has been seen and every piece has ended.
+        """Start a part of load `job_id`, which ends when `last` has been seen and every piece has ended.
 
-        in_step: the step that runs reads what is loaded. Its request is not reported as received, and a failure must be
-        known by the next :meth:`finish`.
-        copy: None if there is nothing (more) to copy. lost_blocks: device blocks of the job that will not be filled.
-        Returns whether the transport took the copy.
+        Args:
+            in_step: The running step reads what is loaded. Its request is not reported as received, and a failure must
+                be known by the next :meth:`finish`.
+            copy: None if there is nothing (more) to copy.
+            lost_blocks: Device blocks of the job that will not be filled.
+
+        Returns:
+            Whether the transport took the copy.
         """
         load = self._in_pieces.setdefault(job_id, _LoadInPieces(request_id, in_step=in_step))
         load.last_seen |= last
@@ -144,7 +148,7 @@ class CopyJobs:
         return True
 
     def fail_piece(self, piece_id: int) -> None:
-        """The blocks of a piece do not hold what they should, although it may still be moving."""
+        """Mark a piece as failed: its blocks hold wrong bytes, although its copy may still be moving."""
         piece = self._pieces.get(piece_id)
         if piece is not None:
             self._in_pieces[piece.job_id].invalid_blocks.update(int(block) for block in piece.device_blocks)
@@ -183,7 +187,7 @@ class CopyJobs:
         return {*self._loads, *self._pieces, *self._stores}
 
     def finish(self, ended: Iterable[EndedCopy]) -> Received:
-        """Take in what the transport has ended since the last call; once a step, behind its computation.
+        """Process the copies that have ended since the last call; once a step, after its computation.
 
         Raises DeviceCopyError when a copy has failed that an earlier step computed with: nothing tells which tokens
         are wrong.

@@ -41,7 +41,7 @@ class WorkerHalf(OffloadingConnectorWorker):
             self._layerwise = LayerwiseLoads(loader, self._jobs)
 
     def _take_samples(self) -> Samples:
-        """The samples since the last call, and now and then the settings of this process."""
+        """Return the samples since the last call, and now and then the settings of this process."""
         samples = self._jobs.take_samples()
         settings: ProcessSettings | None = getattr(self.spec, "process_settings", None)
         if settings is not None:
@@ -50,11 +50,11 @@ class WorkerHalf(OffloadingConnectorWorker):
 
     @abstractmethod
     def _sides_of(self, job: Any) -> Sides:
-        """The pair (source, destination) of a job in the metadata."""
+        """Return the pair (source, destination) of a job in the metadata."""
 
     @abstractmethod
     def _store(self, copy_id: int, stores: Sequence[Sides]) -> bool:
-        """Submit one copy of them all; False if the transport refused it, and nothing moves."""
+        """Submit all stores as one copy. Returns False if the transport refused it: then nothing moves."""
 
     @abstractmethod
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit: ...
@@ -78,7 +78,7 @@ class WorkerHalf(OffloadingConnectorWorker):
         self._start_loads(metadata)
 
     def start_step_loads(self, metadata: OffloadingConnectorMetadata, forward_context: Any) -> None:
-        """Loads that the forward itself reads; behind :meth:`start_kv_transfers`, before the forward."""
+        """Start the loads that the forward itself reads; after :meth:`start_kv_transfers`, before the forward."""
         if self._layerwise is not None and isinstance(metadata, SpillwayConnectorMetadata):
             loads, metadata.step_loads = metadata.step_loads, []
             self._layerwise.start(loads, forward_context)

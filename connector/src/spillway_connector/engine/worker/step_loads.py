@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def loads_within_steps(settings: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """The same answer in every process of an engine."""
+    """Whether this engine loads within steps. All of its processes get the same answer."""
     return settings.layerwise_loads == "on" and why_not_within_steps(vllm_config, kv_cache_config) is None
 
 
 def why_not_within_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this model or engine cannot load within a step; None if nothing is in the way."""
+    """Return why this model or engine cannot load within a step; None if it can."""
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     if len(groups) != 1 or not isinstance(first_spec(groups[0]), FullAttentionSpec):
         return "its layers are not one group that attention reads whole"
@@ -47,7 +47,7 @@ def why_not_within_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 class LayerLoader(Protocol):
-    """What copies to the device in a generation's room. layers: None if it copies no layers by themselves."""
+    """The part of a generation's room that copies to the device. layers: None if it cannot copy single layers."""
 
     layers: LayerGroups | None
 

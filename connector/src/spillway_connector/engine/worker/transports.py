@@ -24,14 +24,14 @@ from spillway_connector.plan.copy_table import BATCH, H200_TABLE, LOOP
 
 @dataclass(frozen=True, slots=True)
 class OpenTransport:
-    """copier: makes the copier of one direction. device: on an NPU or GPU, whose state is reported; else None."""
+    """An open transport. copier: makes the copier of one direction. device: the NPU or GPU to report on; else None."""
 
     copier: Callable[[Direction], Copier]
     device: NpuTransport | CudaTransport | None = None
 
 
 def open_transport(config: ConnectorConfig, region: HostRegion) -> OpenTransport:
-    """The transport of this platform, unless the configuration names one; in a rank's process, once its device is set.
+    """Open this platform's transport, or the configured one, in a rank's process once its device is set.
 
     Raises ConfigError when there is none, or batch_memcpy forbids it.
     """

@@ -45,14 +45,14 @@ class AgeClock:
         self._ahead_ns = self._wall_ns() - self._clock_ns()
 
     def now(self) -> float:
-        """Seconds, to a fraction of a microsecond."""
+        """Return the seconds, to a fraction of a microsecond."""
         return self.now_ns() / 1e9
 
     def now_ns(self) -> int:
         return max(0, self._clock_ns() + self._ahead_ns)
 
     def now_s(self) -> int:
-        """Fits 32 unsigned bits."""
+        """Return whole seconds, which fit into 32 unsigned bits."""
         return min(self.now_ns() // 10**9, (1 << 32) - 1)
 
     def share(self) -> None:
@@ -72,7 +72,7 @@ class AgeClock:
                 self._ahead_ns = age_ns - clock_ns
 
     def _setting(self, path: Path) -> bytes:
-        """This clock's setting, for a boot that has none; those of earlier boots go."""
+        """Write this clock's setting for a boot that has none, and remove those of earlier boots."""
         self._sweep(path)
         fields = _SETTING.pack(_MAGIC, self.now_ns(), self._clock_ns())
         return fields + xxhash.xxh3_64_digest(fields)

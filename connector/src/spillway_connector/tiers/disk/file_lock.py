@@ -1,7 +1,7 @@
 """A lock file that one thread of one process holds at a time.
 
-By ``flock``, which the kernel releases when its holder ends: a crash leaves no lock behind, and process ids, which mean
-nothing across containers, are not needed.
+It uses ``flock``, which the kernel releases when its holder ends: a crash leaves no lock behind, and process ids, which
+mean nothing across containers, are not needed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from spillway_connector.errors import TierTimeout
 from spillway_connector.own_files import clear_the_place, open_own
 from spillway_connector.tiers.tier import Clock
 
-_FIRST_RETRY_SECONDS = 0.0001
-_LONGEST_RETRY_SECONDS = 0.002
+FIRST_RETRY_SECONDS = 0.0001
+LONGEST_RETRY_SECONDS = 0.002
 _CLOSE_SECONDS = 0.1
 
 
@@ -54,7 +54,7 @@ class FileLock:
             self.release()
 
     def acquire(self, deadline: float) -> int:
-        """As :meth:`held`; release() must follow."""
+        """Acquire the lock as :meth:`held` does; release() must follow."""
         lock = self._thread_lock
         if not lock.acquire(blocking=False) and not lock.acquire(timeout=max(0.0, deadline - self._clock())):
             raise TierTimeout(f"{self.path}: another thread held the lock")
@@ -78,7 +78,7 @@ class FileLock:
                 self._thread_lock.release()
 
     def _acquire(self, deadline: float) -> int:
-        pause = _FIRST_RETRY_SECONDS
+        pause = FIRST_RETRY_SECONDS
         while True:
             if self._descriptor is None:
                 self._descriptor = self._open()
@@ -91,7 +91,7 @@ class FileLock:
                 if self._clock() >= deadline:
                     raise TierTimeout(f"{self.path}: another process held the lock") from None
                 time.sleep(pause)  # flock has no timeout of its own
-                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+                pause = min(2 * pause, LONGEST_RETRY_SECONDS)
                 continue
             if self._is_current():
                 return descriptor

@@ -1,4 +1,4 @@
-"""Where header and payload of a frame lie on a disk. Pure.
+"""The places of header and payload of a frame on a disk. Pure.
 
 Direct I/O moves whole pages between a file and memory that begins with a page, so a payload begins with a page. If its
 last page has room for a header, the header ends that page; else it has a page of its own in front of the payload.
@@ -13,7 +13,7 @@ from spillway_connector.tiers.frame import HEADER_BYTES, PAGE_BYTES, FrameHeader
 
 @dataclass(frozen=True, slots=True)
 class FramePlaces:
-    """Bytes from the start of the frame.
+    """The offsets of a frame's parts, in bytes from its start.
 
     Args:
         payload_bytes: Bytes of the payload.
@@ -25,12 +25,12 @@ class FramePlaces:
 
     @classmethod
     def of(cls, payload_bytes: int) -> FramePlaces:
-        """How a frame with this payload is stored."""
+        """Return the places of a frame with this payload."""
         return cls(payload_bytes, 0 < payload_bytes % PAGE_BYTES <= PAGE_BYTES - HEADER_BYTES)
 
     @classmethod
     def announced(cls, header: FrameHeader) -> FramePlaces:
-        """How the frame with this header was stored: earlier versions gave each header a page."""
+        """Return the places that the frame's header states: earlier versions gave each header a page."""
         return cls(header.payload_bytes, header.header_bytes < PAGE_BYTES)
 
     @property
@@ -52,11 +52,11 @@ class FramePlaces:
 
     @property
     def frame_bytes(self) -> int:
-        """Whole pages."""
+        """The size of the frame: whole pages."""
         held_bytes = self.header_bytes + self.payload_bytes
         return -(-held_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def last_header_at(frame_bytes: int) -> int:
-    """Where a header lies that ends a frame of this size."""
+    """Return the offset of a header that ends a frame of this size."""
     return max(0, frame_bytes - HEADER_BYTES)

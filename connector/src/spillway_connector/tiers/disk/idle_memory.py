@@ -35,7 +35,7 @@ class IdleMemory:
 
     @property
     def enough(self) -> bool:
-        """Read again at most every CHECK_SECONDS. False if it cannot be read."""
+        """Whether enough memory is idle, read at most every CHECK_SECONDS. False if it cannot be read."""
         with self._lock:  # the first to come reads for all
             now = self._clock()
             if now >= self._next_check:
@@ -82,5 +82,5 @@ def _idle_of(group: Path, version: int, node_bytes: int) -> Iterator[tuple[int, 
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """First and second word of each line."""
+    """Return the first and second word of each line."""
     return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}

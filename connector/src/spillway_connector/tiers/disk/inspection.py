@@ -1,4 +1,4 @@
-"""What the inspectors of both layouts share: checking headers, proving payloads, namespaces, reading in threads."""
+"""Functions of the inspectors of both layouts: checking headers, proving payloads, namespaces, reading in threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def namespaces_below(root: Path, prefix: str = "") -> Iterator[StoredNamespace]:
 
 
 def header_at(descriptor: int, offset: int, frame_bytes: int) -> FrameHeader | Damage:
-    """Read the header of the frame at ``offset``, or what is wrong with it. Raises OSError.
+    """Return the header of the frame at ``offset``, or its damage. Raises OSError.
 
     Any engine's frame may lie there, so both places of a header are looked at.
     """
@@ -59,7 +59,7 @@ def _checked_header(raw: bytes) -> FrameHeader | Damage:
 
 
 def with_header(frame: StoredFrame, header: FrameHeader | Damage, *, namespace: bytes, key: str | None) -> StoredFrame:
-    """``frame`` with the contents of its header.
+    """Return ``frame`` with the contents of its header.
 
     key: the key, in hex, that the frame's place stands for; None if places do not determine keys.
     """
@@ -123,7 +123,7 @@ class FramePayloads:
 
 
 def in_order(frames: Iterator[StoredFrame], look: Callable[[StoredFrame], StoredFrame | None]) -> Iterator[StoredFrame]:
-    """``look`` at each frame in threads, a bounded number ahead; frames for which it returns None are left out."""
+    """Yield ``look`` of each frame, computed in threads a bounded number ahead, without those that are None."""
     with ThreadPoolExecutor(_THREADS, "spillway-inspect") as threads:
         waiting: deque[Future[list[StoredFrame | None]]] = deque()
         try:
@@ -147,7 +147,7 @@ def _look_at_all(
 
 
 def _read_fully(descriptor: int, target: memoryview, offset: int) -> int:
-    """How many bytes there were, at most all of ``target``. Raises OSError."""
+    """Fill ``target`` and return the bytes that were read, which may be fewer. Raises OSError."""
     done = 0
     while done < target.nbytes:
         try:

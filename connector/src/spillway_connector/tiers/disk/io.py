@@ -54,7 +54,7 @@ _INPUT_OUTPUT = {errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIME
 
 
 def tier_error(error: OSError, doing: str) -> TierError:
-    """The tier error that stands for a failed system call. No errno means that an entry is damaged."""
+    """Return the tier error for a failed system call. No errno means that an entry is damaged."""
     sentence = f"{doing}: {error.strerror or error}"
     if isinstance(error, NotOwn):
         return TierRefused(RefusedReason.FOREIGN, sentence)
@@ -65,7 +65,7 @@ def tier_error(error: OSError, doing: str) -> TierError:
 
 @contextmanager
 def preparing(root: Path) -> Iterator[None]:
-    """Raise a tier error for whatever keeps a store's directory from being made or opened."""
+    """Raise a tier error if a store's directory cannot be made or opened."""
     try:
         yield
     except FileExistsError as error:
@@ -236,7 +236,7 @@ class FrameFiles:
         return self._taken(header, target, tail)
 
     def read_cached_at(self, descriptor: int, offset: int, target: memoryview) -> memoryview | None:
-        """The same from the page cache alone, without waiting: None if not all of the frame lies there.
+        """Read as :meth:`read_at` does, but only from the page cache, without waiting; None if a part is not there.
 
         descriptor: without O_DIRECT. ``target`` is then undefined.
         """
@@ -280,7 +280,7 @@ class FrameFiles:
     def write_through_at(
         self, descriptor: int, offset: int, header: bytes, source: memoryview, deadline: float
     ) -> None:
-        """The same through the page cache, where the frame then stays. descriptor: without O_DIRECT.
+        """Write through the page cache, which then holds the frame. descriptor: opened without O_DIRECT.
 
         It ends when the disk has taken the frame, so a slow or failing disk shows as it does without the page cache,
         and no more than the transfers under way waits in memory to be written.
@@ -291,7 +291,7 @@ class FrameFiles:
 
     @property
     def uses_page_cache(self) -> bool:
-        """Whether to use it now. Reading counts too: what was read twice is no longer idle memory."""
+        """Whether to use the page cache now, for reads too: memory that was read twice is no longer idle."""
         return self.page_cache and self._idle_memory.enough
 
     def _views(self, header: memoryview, payload: memoryview, tail: memoryview) -> list[memoryview]:
@@ -335,7 +335,7 @@ class FrameFiles:
                 views[0] = views[0][moved:]
 
     def direct_flag(self, payload: memoryview) -> int:
-        """O_DIRECT if the file system takes it and ``payload`` lies on a page boundary, else 0."""
+        """Return O_DIRECT if the file system takes it and ``payload`` lies on a page boundary, else 0."""
         aligned = np.frombuffer(payload, np.uint8).ctypes.data % PAGE_BYTES == 0 if payload.nbytes else False
         return os.O_DIRECT if self.direct and aligned else 0
 

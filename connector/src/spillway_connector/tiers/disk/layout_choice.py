@@ -1,4 +1,4 @@
-"""Slabs or one file per frame: which layout suits a directory."""
+"""Chooses the layout that suits a directory: slabs, or one file per frame."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from spillway_connector.tiers.disk.root import LEDGER_NAME, PARTIAL_NAME, SLAB_FOLDER
+from spillway_connector.tiers.disk.root import LEDGER_NAME, MOUNTS, PARTIAL_NAME, SLAB_FOLDER
 from spillway_connector.tiers.inspection import is_namespace_name
 
 Mode = Literal["slab", "files"]
@@ -20,22 +20,21 @@ SHARED_FILE_SYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs"}
     | {"nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
 )
-_MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Choice(NamedTuple):
-    """``reason``: half a sentence for the log."""
+    """A layout. ``reason``: half a sentence for the log."""
 
     mode: Mode
     reason: str
 
 
-def suitable_mode(root: Path, mounts: Path = _MOUNTS) -> Choice:
-    """The layout that ``auto`` selects for ``root``, which need not exist yet. Raises nothing.
+def suitable_mode(root: Path, mounts: Path = MOUNTS) -> Choice:
+    """Return the layout that ``auto`` selects for ``root``, which need not exist yet. Raises nothing.
 
-    Files on shared file systems, without access to the directory, which may be unreachable and block. Elsewhere a
-    directory that holds frames keeps their layout; a new one gets slabs if the file system is known to belong to one
-    node, files otherwise.
+    On shared file systems this is one file per frame; the directory is not accessed, as it may be unreachable and
+    block. Elsewhere a directory that holds frames keeps their layout. A new one gets slabs if the file system is known
+    to belong to one node, else files.
     """
     mountinfo = _read(mounts)
     shared = _shared_kind(root, mountinfo)
@@ -53,13 +52,13 @@ def suitable_mode(root: Path, mounts: Path = _MOUNTS) -> Choice:
     return Choice("files", f"{kind} is not known to be a file system of one node")
 
 
-def unused_layouts(root: Path, mode: Mode, mounts: Path = _MOUNTS) -> set[Mode]:
-    """Other layouts in ``root``, which engines in ``mode`` neither use nor remove. Shared file systems are not read."""
+def unused_layouts(root: Path, mode: Mode, mounts: Path = MOUNTS) -> set[Mode]:
+    """Return other layouts in ``root``, which engines in ``mode`` neither use nor remove; none if it is shared."""
     return set() if _shared_kind(root, _read(mounts)) is not None else layouts_in(root) - {mode}
 
 
 def layouts_in(root: Path) -> set[Mode]:
-    """The layouts that a directory was used in; none if it cannot be read."""
+    """Return the layouts in which a directory was used; none if it cannot be read."""
     found: set[Mode] = set()
     try:
         with os.scandir(root) as entries:
@@ -93,7 +92,7 @@ def _read(mounts: Path) -> str:
 
 
 def _shared_kind(root: Path, mountinfo: str) -> str | None:
-    """The type of the shared file system that ``root`` lies on, if it does. An unreachable one is not accessed."""
+    """Return the type of the shared file system under ``root``, if it is one. An unreachable one is not accessed."""
     for resolve in (os.path.abspath, os.path.realpath):  # the latter accesses the file system
         kind = _kind_of(resolve(root), mountinfo)
         if kind is not None and is_shared(kind):

@@ -11,6 +11,7 @@ from spillway_connector.errors import TierError
 
 _log = logging.getLogger(__name__)
 
+REST_SECONDS = 0.05  # after a wake, so that those which follow it cost one run
 STOP_SECONDS = 1.0  # bounds how long a thread stuck in an unresponsive disk delays the engine's exit; it is a daemon
 
 
@@ -26,7 +27,7 @@ class MaintenanceThread:
         self._maintain = weakref.WeakMethod(maintain)
         self._pause_seconds = pause_seconds
         self._wake = threading.Event()
-        self._stopped = False
+        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -35,22 +36,23 @@ class MaintenanceThread:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Does nothing when the thread runs already or was stopped."""
+        """Start the thread, unless it runs already or was stopped."""
         if self._thread is not None:
             return
         with self._lock:
-            if self._thread is None and not self._stopped:
+            if self._thread is None and not self._stopped.is_set():
                 self._thread = threading.Thread(target=self._run, name="spillway-disk-maintenance", daemon=True)
                 self._thread.start()
 
     def wake(self) -> None:
-        """Have it run without waiting for the pause to end. Returns at once; safe from any thread."""
-        self._wake.set()
+        """Make the thread run before its pause ends. Returns at once; safe from any thread."""
+        if not self._wake.is_set():
+            self._wake.set()
 
     def stop(self) -> bool:
         """End the thread, waiting at most STOP_SECONDS; it cannot be started again. Returns whether it has ended."""
         with self._lock:  # a thread that is being started can be joined afterwards
-            self._stopped = True
+            self._stopped.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_SECONDS)
@@ -58,9 +60,10 @@ class MaintenanceThread:
 
     def _run(self) -> None:
         while True:
-            self._wake.wait(self._pause_seconds)
+            if self._wake.wait(self._pause_seconds):
+                self._stopped.wait(REST_SECONDS)
             self._wake.clear()
-            if self._stopped:
+            if self._stopped.is_set():  # looked at last: clearing takes the wake of a stop away, too
                 return
             maintain = self._maintain()
             if maintain is None:

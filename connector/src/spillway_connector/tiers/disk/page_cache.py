@@ -1,4 +1,4 @@
-"""What of a file lies in the kernel's page cache, reading it from there alone, and writing it through.
+"""The part of a file in the kernel's page cache: finding it, reading from it alone, and writing it through.
 
 A read from the page cache is a copy from memory to memory. cachestat(2), Linux 6.5, tells beforehand whether it will be
 one: a read of a page that is not there would start to read ahead from the disk, with RWF_NOWAIT too.
@@ -47,7 +47,7 @@ def is_cached(descriptor: int, offset: int, size: int) -> bool:
 def read_cached(descriptor: int, offset: int, views: Sequence[memoryview]) -> bool:
     """Fill ``views`` from the page cache; False, and they are undefined, if a page is missing.
 
-    Does not wait for the disk. To be called right after :func:`is_cached` has said yes.
+    Does not wait for the disk. Call it right after :func:`is_cached` has returned True.
     """
     try:
         return os.preadv(descriptor, views, offset, os.RWF_NOWAIT) == sum(view.nbytes for view in views)
@@ -56,7 +56,7 @@ def read_cached(descriptor: int, offset: int, views: Sequence[memoryview]) -> bo
 
 
 def write_through(descriptor: int, offset: int, size: int) -> None:
-    """Have the disk take a range that was written to the page cache, and wait for it; it stays cached. Raises OSError.
+    """Write a range of the page cache to the disk and wait for it; the range stays cached. Raises OSError.
 
     As with a direct write, the disk may hold the bytes in a volatile cache of its own.
     """

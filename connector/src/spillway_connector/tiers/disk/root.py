@@ -28,14 +28,14 @@ LEDGER_NAME = "space.ledger"  # file layout: bytes in use
 PARTIAL_NAME = "partial"  # file layout: folder of files being written, inside each namespace folder
 TENANTS_FOLDER = "tenants"  # file layout: frames by tenant
 SLAB_FOLDER = "slab"  # slab layout: everything but the namespace documents
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 _DOCUMENT_DEPTH = 2  # of namespace.json, see own_files.py
 _warned: set[Path] = set()
 _ATTEMPTS = 3  # another process's sweep may take a document that is being written for abandoned
 
 
 def entries_in(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
-    """Everything in ``folder``; nothing if it is missing. Raises OSError."""
+    """Return everything in ``folder``; nothing if it is missing. Raises OSError."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -44,12 +44,12 @@ def entries_in(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def folders_in(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """The folders in ``folder``; links are none. Raises OSError."""
+    """Return the folders in ``folder``, without links. Raises OSError."""
     return (entry for entry in entries_in(folder) if entry.is_dir(follow_symlinks=False))
 
 
 def make_root(root: Path) -> None:
-    """Make the directory, but not the one it lies in: if that is missing, nothing is mounted or the path is wrong.
+    """Make the directory, but not its parent: if that is missing, nothing is mounted there or the path is wrong.
 
     Raises TierUnreachable(ROOT_MISSING), OSError.
     """
@@ -91,7 +91,7 @@ def missing_parent(root: Path) -> str | None:
 def _is_of_one_pod(root: Path) -> bool:
     """Whether an emptyDir is mounted there: its mode is 0777, and only the containers of its pod reach it."""
     try:
-        mounts = [line.split(" ") for line in _MOUNTS.read_text(errors="replace").splitlines()]
+        mounts = [line.split(" ") for line in MOUNTS.read_text(errors="replace").splitlines()]
     except OSError:
         return False
     return any(
@@ -103,7 +103,7 @@ class NamespaceDocument:
     """``namespace.json`` in the folder of one namespace.
 
     The folder is named after the document's digest, so another text there is damage, not another layout. It is renamed
-    and written anew; each frame names its namespace itself. The exception is an intact document of another encryption
+    and written again; each frame names its namespace itself. The exception is an intact document of another encryption
     key under the same key id: that is refused. quarantined: documents that were renamed, by reason. Safe from several
     threads and processes.
     """
@@ -175,4 +175,4 @@ class NamespaceDocument:
             return  # by another process
         self.quarantined[reason] += 1
         difference = explain_difference(self._ours, stored)
-        _log.error("%s was damaged (%s): renamed to %s and written anew", self._path, difference, aside.name)
+        _log.error("%s was damaged (%s): renamed to %s and written again", self._path, difference, aside.name)

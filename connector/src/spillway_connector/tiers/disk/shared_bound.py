@@ -63,7 +63,7 @@ class SharedBound:
             return self._smallest
 
     def close(self) -> None:
-        """Take back this process's bound."""
+        """Remove this process's bound."""
         self._closed = True
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None

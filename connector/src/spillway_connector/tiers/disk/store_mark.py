@@ -25,7 +25,7 @@ class StoreMark:
         self.value: bytes | None = None
 
     def share(self) -> None:
-        """Take over the directory's mark, or make one. Safe from several processes; raises nothing."""
+        """Read the directory's mark, or make one. Safe from several processes; raises nothing."""
         try:
             self.value = first_written(self._path, _is_mark, lambda: os.urandom(16).hex().encode())
         except OSError:

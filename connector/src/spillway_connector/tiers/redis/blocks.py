@@ -42,7 +42,7 @@ class Head:
 
 
 def read_head(raw: Reply | TierError, length: Reply | TierError, ttl_ms: Reply | TierError) -> Head:
-    """From the replies to GETRANGE, STRLEN and PTTL. Raises those that are errors, ProtocolError."""
+    """Parse the replies to GETRANGE, STRLEN and PTTL. Raises those that are errors, ProtocolError."""
     for reply in (raw, length, ttl_ms):
         if isinstance(reply, TierError):
             if isinstance(reply, WrongType):
@@ -64,7 +64,7 @@ def read_head(raw: Reply | TierError, length: Reply | TierError, ttl_ms: Reply |
 
 
 def from_commit(block: StoredBlock, head: Head) -> StoredBlock:
-    """``block``, of which only the key and the time to live are known, completed from its commit record."""
+    """Return ``block``, of which only key and time to live are known, completed from its commit record."""
     header = head.header
     damage = head.damage
     if header is not None:

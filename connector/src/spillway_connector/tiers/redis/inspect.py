@@ -102,7 +102,7 @@ class RedisInspector:
         """Remove these blocks; returns how many values (Redis keys) of each existed and were removed.
 
         Commit records are removed first, so that a reader gets a miss, not a block without its stripes. A block that an
-        engine stored anew meanwhile is removed too, and recomputed when it is needed.
+        engine stored again meanwhile is removed too, and recomputed when it is needed.
         """
         commits: list[bytes] = []
         stripes: list[tuple[int, bytes]] = []  # and which of the blocks each is of
@@ -118,7 +118,7 @@ class RedisInspector:
     def purge_namespace(self, namespace: str, deadline: float) -> int:
         """Remove everything of ``namespace``: blocks, orphaned stripes, tenants' indexes and, last, the document.
 
-        Returns how many values were removed. Engines that still use it get misses, store blocks anew, and write the
+        Returns how many values were removed. Engines that still use it get misses, store blocks again, and write the
         document again within a minute.
         """
         names = RedisNames(namespace)

@@ -127,7 +127,7 @@ class RedisTier:
         return {}
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """None: only the servers can tell."""
+        """Return None: only the servers can tell."""
         return None
 
     def prepare(self, deadline: float) -> None:
@@ -224,7 +224,7 @@ class RedisTier:
             self._quotas.use(key, found[commit].tenant)
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """None: blocks are on servers."""
+        """Return None: blocks are on servers."""
         return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
@@ -255,7 +255,7 @@ class RedisTier:
             if refused.reason == RefusedReason.OUT_OF_MEMORY:
                 self._pressure.refused()
             if quotas is not None and refused.reason != RefusedReason.CLOSED:
-                # A key of another type in the place of the sorted set is removed; the next store counts anew.
+                # A key of another type in the place of the sorted set is removed; the next store counts again.
                 wrong = isinstance(refused, WrongType)
                 self._clean_up([quotas.drop(tenant) if wrong else quotas.remove([key], tenant)], deadline)
             raise

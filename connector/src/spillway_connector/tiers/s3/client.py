@@ -39,11 +39,11 @@ class RequestRate:
         self._next_at = float("-inf")  # from when on the next request may begin, the burst left aside
 
     def wait_seconds(self, now: float) -> float:
-        """How long a request that comes now has to wait."""
+        """Return the seconds that a request which comes now has to wait."""
         return max(0.0, max(self._next_at, now - BURST_SECONDS) - now)
 
     def begin(self, now: float) -> float:
-        """Count a request that comes now; how long it has to wait."""
+        """Count a request that comes now. Returns the seconds that it has to wait."""
         wait = self.wait_seconds(now)
         self._next_at = max(self._next_at, now - BURST_SECONDS) + self._seconds_each
         return wait
@@ -85,7 +85,7 @@ class S3Client:
         self.bucket = self._open()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, _Result]], deadline: float) -> _Result:
-        """The result of ``work``, which runs on the loop. Raises TierError."""
+        """Run ``work`` on the loop and return its result. Raises TierError."""
         left = deadline - self._clock()
         if self._closed:
             raise _closed()

@@ -1,4 +1,4 @@
-"""From what obstore raises to a tier's error, with the sentence of explanations.py that says what to do. Pure."""
+"""Turns obstore's exceptions into a tier's errors, with the sentence of explanations.py that gives the remedy. Pure."""
 
 from __future__ import annotations
 

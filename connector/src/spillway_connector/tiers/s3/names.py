@@ -42,12 +42,12 @@ class S3Name:
 
 
 def root_of(prefix: str) -> str:
-    """What the key of each object of this tier begins with, without a slash behind it."""
+    """Return the common beginning of the keys of this tier's objects, without a slash at its end."""
     return f"{prefix}{FOLDER}"
 
 
 def parse_name(root: str, name: str) -> S3Name | None:
-    """The parts of an object's key; None if it is not one of this tier."""
+    """Return the parts of an object's key; None if it is not one of this tier."""
     if not name.startswith(f"{root}/"):
         return None
     match = _NAME.fullmatch(name, len(root) + 1)

@@ -104,7 +104,7 @@ class S3Tier:
         return self._client.requests
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """None: only the store can tell."""
+        """Return None: only the store can tell."""
         return None
 
     def prepare(self, deadline: float) -> None:
@@ -166,7 +166,7 @@ class S3Tier:
         return self._received_bytes
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """None: blocks are in the store."""
+        """Return None: blocks are in the store."""
         return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
@@ -194,7 +194,7 @@ class S3Tier:
             pass
 
     def resident_bytes(self, deadline: float) -> int:
-        """What this process has stored: a bucket's size is known to a listing alone. Asks whether the store answers."""
+        """Return the bytes that this process has stored: a bucket's size needs a listing. Asks if the store answers."""
         self.prepare(deadline)
         self._client.run(lambda: self._ask(deadline), deadline)
         with self._written_lock:
@@ -204,12 +204,12 @@ class S3Tier:
         self._client.close()
 
     async def _ask(self, deadline: float) -> None:
-        """Whether the store answers, and why not: to GET it gives a reason."""
+        """Ask the store for an answer. A reply to GET gives the reason of a failure."""
         if await self._found_document(deadline) is None:
             self._prepared = False  # a purge has removed it; the next operation writes it again
 
     async def _is_there(self, key: bytes, deadline: float) -> bool | None:
-        """None: not asked for, because of the bound of requests."""
+        """Ask whether the store has the block; None: not asked, because of the bound of requests."""
         async with self._client.lookups:
             try:
                 await self._client.turn("head", deadline)
@@ -231,7 +231,7 @@ class S3Tier:
         )
 
     async def _stored_document(self, deadline: float) -> bytes:
-        """The document that is there, or ours after it was written."""
+        """Return the document that is there, or ours after it was written."""
         while (stored := await self._found_document(deadline)) is None:
             try:
                 if await self._put(self._names.document, self._namespace.document, deadline):
@@ -259,7 +259,7 @@ class S3Tier:
             return bytes(await reply.bytes_async())
 
     async def _put(self, name: str, value: bytes, deadline: float) -> bool:
-        """Write one object; False: there was one."""
+        """Write one object. Returns False if there was one."""
         async with self._client.transfers:
             await self._client.turn("put", deadline)
             if self._conditional:

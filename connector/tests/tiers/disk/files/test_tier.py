@@ -128,7 +128,7 @@ def test_the_layout_on_disk_is_a_promise(make_tier: MakeTier, medium: _FileMediu
     names = {str(path.relative_to(medium.root)) for path in medium.root.rglob("*") if path.is_file()}
     assert names == {
         "space.ledger",
-        *([f"bounds/{tier._space._bound._name}"] if tier._space._max_bytes else []),
+        *([f"bounds/{tier._space._bound._name}"] if tier._space.max_bytes else []),
         f"clock.{boot_tag()}",
         "store",
         f"{NAMESPACE.hex}/namespace.json",

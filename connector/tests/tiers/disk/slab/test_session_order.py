@@ -127,13 +127,15 @@ def test_who_loads_what_an_ended_session_left_keeps_it():
     assert [size_class.victim() for _ in range(2)] == [0, 1], "1 in its own turn"
 
 
-def test_a_session_that_takes_over_what_an_ended_one_left_is_its_only_user():
+def test_what_a_session_takes_over_from_an_ended_one_leaves_in_its_own_turn_alone():
     size_class = SizeClass()
     size_class.turn(ANN, 10, [0, 1], None, ended=True)
     size_class.turn(ANN, 11, [0, 1], 300)
     size_class.turn(ANN, 12, [2], 10)
     size_class.now_s += 1
-    assert size_class.victim() == 1, "of the session that comes back last"
+    assert size_class.victim() == 0, "not 1, the end of the session that comes back last"
+    size_class.turn(ANN, 11, [], None, ended=True)
+    assert size_class.victim() == 1, "nor is it left over from that one"
 
 
 def test_a_tenant_gives_up_no_more_than_its_turn_whatever_others_announce():
@@ -188,7 +190,7 @@ def test_slabs_and_the_cpu_tier_choose_the_same_session(sessions, at):
     size_class.now_s = at
     keys = {slot: key for key, slot in size_class.slots.items()}
     for slot, key in keys.items():
-        plan = rows.plan_eviction(1, [key], lambda key: True, at)
+        plan = rows.plan_eviction(1, [key], lambda keys, /, *, of_session=False: iter([list(keys)]), at)
         order = SessionOrder(
             size_class.sessions, size_class.entries, size_class.put
         )  # without what others have planned

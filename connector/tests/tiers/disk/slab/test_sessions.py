@@ -286,7 +286,7 @@ def test_a_lost_or_damaged_file_costs_hits_and_never_a_byte(node: Node, spoil: C
 
 
 def test_an_index_that_was_rebuilt_has_no_sessions_until_requests_name_some(node: Node):
-    """A rebuilt index numbers generations anew, so that what was noted may speak of other entries."""
+    """A rebuilt index numbers generations again, so that what was noted may speak of other entries."""
     tier = node.start()
     fill(node, tier)
     tier.close()

@@ -346,7 +346,7 @@ def test_an_entry_expires_after_its_last_use(make_tier: MakeTier) -> None:
     assert tier.store(key_of(2), payload_of(2), NEVER) is StoreOutcome.STORED
     tier.load(key_of(2), target, NEVER)
     assert target == payload_of(2)
-    assert tier.evictions[EvictionReason.TTL] == 2  # the one stored anew, and the other by that store's maintenance
+    assert tier.evictions[EvictionReason.TTL] == 2  # the one stored again, and the other by that store's maintenance
     assert tier.resident_bytes(NEVER) == 2 * SLOT_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Names with several addresses, of which some do not answer. A connection attempt to a deaf one waits for ever."""
+"""Names with several addresses, of which some do not answer. A connection attempt to a deaf one waits forever."""
 
 from __future__ import annotations
 

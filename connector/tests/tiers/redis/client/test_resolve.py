@@ -94,7 +94,7 @@ def test_however_many_wait_one_asks() -> None:
     go_on.set()
     for thread in threads:
         thread.join(120)
-    # Those that came before the answer share it; a thread that came late asked anew, and got the same.
+    # Those that came before the answer share it; a thread that came late asked again, and got the same.
     assert answers == [found(99)] * 8
 
 

@@ -146,7 +146,7 @@ def _bus_port(folder: Path) -> int:
 
 @pytest.mark.parametrize("code", ["CLUSTERDOWN The cluster is down", "TRYAGAIN later", "READONLY replica"])
 def test_after_a_node_cannot_serve_the_map_is_read_anew(tier_on: MakeTier, code: str) -> None:
-    """The map is read anew, once, and the operation goes to where it points then."""
+    """The client reads the map again, once, and sends the operation to the server that the new map names."""
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n"
     with SickServer([[]]) as old, SickServer([[]]) as new:
         asked = threading.Event()

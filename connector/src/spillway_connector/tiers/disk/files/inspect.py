@@ -71,7 +71,7 @@ class FileInspector:
         return in_order(found, self._with_header) if headers else found
 
     def verify(self, frame: StoredFrame, check_payload: CheckPayload | None = None) -> Damage | None:
-        """Raises Gone, TierError."""
+        """Read the frame and prove it. Raises Gone, TierError."""
         file = _file_of(frame)
         if frame.damage is not None and frame.damage.reason == CorruptReason.FOREIGN:
             return frame.damage
@@ -102,7 +102,7 @@ class FileInspector:
             os.close(descriptor)
 
     def remove(self, frames: Sequence[StoredFrame], *, only_unused: bool) -> Removal:
-        """Raises TierError."""
+        """Remove the frame. Raises TierError."""
         removed = Removal()
         for start in range(0, len(frames), UNLINKS_PER_LOCK):
             batch = frames[start : start + UNLINKS_PER_LOCK]

@@ -15,11 +15,13 @@ import heapq
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from typing_extensions import override
 
 from spillway_connector.errors import RefusedReason, TierRefused, TierTimeout
 from spillway_connector.own_files import (
@@ -32,12 +34,12 @@ from spillway_connector.own_files import (
     unlink_own,
 )
 from spillway_connector.tiers.disk.clock import FUTURE_SLACK_SECONDS
+from spillway_connector.tiers.disk.directory_tier import DirectorySpace
 from spillway_connector.tiers.disk.files.ledger import Balance, Ledger
 from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, PARTIAL_DEPTH, frames_in, remove_empty_parents
 from spillway_connector.tiers.disk.io import FRAME_LINKS
-from spillway_connector.tiers.disk.room import FREE_FRACTION, PRESSURE_SECONDS, limit_bytes
+from spillway_connector.tiers.disk.room import FREE_FRACTION, limit_bytes
 from spillway_connector.tiers.disk.root import LEDGER_NAME, PARTIAL_NAME, TENANTS_FOLDER, entries_in, folders_in
-from spillway_connector.tiers.disk.shared_bound import SharedBound
 from spillway_connector.tiers.tier import Clock, EvictionReason
 
 DOCUMENT_PREFIX = "document-"  # of namespace documents being written there, which are not counted
@@ -55,11 +57,11 @@ class _Candidate:
     path: str
 
 
-class Space:
+class Space(DirectorySpace):
     """The room below ``root``, shared with other threads and processes.
 
     max_bytes: the configured bound, or None for the file system's share alone; the smallest of all processes counts.
-    ttl_seconds: how long a frame stays without being used, None for ever. now_ns: the clock of the frames' ages. Safe
+    ttl_seconds: how long a frame stays without being used, None: forever. now_ns: the clock of the frames' ages. Safe
     from several threads. Every method that takes a deadline raises TierError; OSError is left to the caller.
     """
 
@@ -72,29 +74,16 @@ class Space:
         ttl_seconds: float | None = None,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._root = root
-        self._max_bytes = max_bytes
-        self._bound = SharedBound(root, max_bytes, clock)
-        self._clock = clock
+        super().__init__(root, max_bytes, clock)
         self._ttl_ns = None if ttl_seconds is None else int(ttl_seconds * 1e9)
         self._now_ns = now_ns
         self._ledger = Ledger(root / LEDGER_NAME, clock, depth=1)
         self._expired: deque[_Candidate] = deque()
-        self._pressed_until = 0.0
         self._limit_bytes: int | None = None  # unknown before the first scan
         self._candidates: deque[_Candidate] = deque()
         self._room_lock = threading.Lock()
         self._reclaimed_at = float("-inf")
-        self.evictions: Counter[EvictionReason] = Counter()
         self.scans = 0
-
-    @property
-    def under_pressure(self) -> bool:
-        """Whether frames were evicted, or refused, for want of room within the last seconds."""
-        return self._clock() < self._pressed_until
-
-    def note_pressure(self) -> None:
-        self._pressed_until = self._clock() + PRESSURE_SECONDS
 
     def oldest_ns(self) -> int:
         """A frame last used before this has expired."""
@@ -128,7 +117,7 @@ class Space:
             if size > limit:
                 raise TierRefused(
                     RefusedReason.NO_SPACE,
-                    f"max_bytes: {limit} (the smaller of the configured {self._max_bytes} and "
+                    f"max_bytes: {limit} (the smaller of the configured {self.max_bytes} and "
                     f"{FREE_FRACTION:.0%} of what the file system can give) holds no frame of {size} bytes; "
                     f"raise max_bytes or free space",
                 )
@@ -246,12 +235,13 @@ class Space:
                 self._scan(deadline)
                 scanned, found = True, bool(self._candidates)
 
+    @override
     def close(self) -> None:
-        self._bound.close()
+        super().close()
         self._ledger.close()
 
     def _limit_now(self) -> int | None:
-        """As measured last, and within what other processes were given; None before the first scan."""
+        """Return the limit as measured last, and within other processes' bounds; None before the first scan."""
         bound = self._bound.smallest()
         limit = self._limit_bytes
         return limit if bound is None or limit is None else min(limit, bound)
@@ -278,7 +268,7 @@ class Space:
         try:
             status = status_of(path, FRAME_DEPTH)
             if status.st_mtime_ns != mtime_ns or status.st_nlink > 1 or not is_regular(status):
-                return None  # the next scan ranks it anew
+                return None  # the next scan ranks it again
             self._ledger.remove_file(balance, path, status)
         except (FileNotFoundError, NotOwn):
             return 0  # another process removed it
@@ -318,7 +308,7 @@ class Space:
                     seen_bytes += status.st_size
                 candidate = _Candidate(status.st_mtime_ns, status.st_size, entry.path)
                 if candidate.mtime_ns > now_ns + FUTURE_SLACK_SECONDS * 10**9:
-                    _set_back(candidate, now_ns)  # else a clock that was once ahead would keep it for ever
+                    _set_back(candidate, now_ns)  # else a clock that was once ahead would keep it forever
                 elif candidate.mtime_ns < oldest_ns:
                     if len(expired) < CANDIDATES_MAX:
                         expired.append(candidate)
@@ -334,7 +324,7 @@ class Space:
         self._candidates = deque([*expired, *oldest])
         self._expired = expired
         self.scans += 1
-        self._limit_bytes = limit_bytes(self._root, resident, self._max_bytes)
+        self._limit_bytes = limit_bytes(self._root, resident, self.max_bytes)
 
     def _frames(self) -> Iterator[os.DirEntry[str]]:
         for namespace in self._namespaces():

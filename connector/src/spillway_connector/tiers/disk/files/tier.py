@@ -21,7 +21,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from spillway_connector.errors import (
@@ -33,7 +33,7 @@ from spillway_connector.errors import (
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.namespace import Namespace, store_id_of
+from spillway_connector.namespace import Namespace
 from spillway_connector.own_files import (
     clear_the_place,
     is_regular,
@@ -44,14 +44,13 @@ from spillway_connector.own_files import (
     status_of,
     unlink_own,
 )
-from spillway_connector.tiers.disk.clock import AgeClock
+from spillway_connector.tiers.disk.directory_tier import DirectoryTier
 from spillway_connector.tiers.disk.files.quota import TenantQuotas
 from spillway_connector.tiers.disk.files.space import DOCUMENT_PREFIX, Space
 from spillway_connector.tiers.disk.files.tree import FRAME_DEPTH, PARTIAL_DEPTH, frame_path
 from spillway_connector.tiers.disk.io import (
     FRAME_LINKS,
     TRANSFERS_AT_ONCE,
-    FrameFiles,
     preparing,
     supports_direct,
     tier_error,
@@ -59,8 +58,7 @@ from spillway_connector.tiers.disk.io import (
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import PARTIAL_NAME, NamespaceDocument, make_root
 from spillway_connector.tiers.disk.store_mark import StoreMark
-from spillway_connector.tiers.frame import build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, StoreOutcome, WallClock
 
 SCAN_SECONDS = 300.0  # between scans that correct the ledger and measure the file system again
 SCAN_SECONDS_MIN = 30.0  # frames that expire sooner are scanned sooner, but not sooner than this
@@ -69,20 +67,17 @@ IDLE_SECONDS = 10.0  # between maintenance rounds while no stores arrive
 _LINK_ATTEMPTS = 4  # a folder may vanish between mkdir and link when another process evicts its last frame
 
 
-class FileTier:
+class FileTier(DirectoryTier):
     """A tier in the directory ``root``, on any file system. See tier.Tier for the contract.
 
-    max_bytes: bound for all namespaces and processes together, the smallest that a running one was given; None takes
-    80 % of what the file system can give. ttl_seconds: how long a frame stays without being used, by the node's clock
-    (clock.py); None for ever.
-    tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the tenant's oldest
-    frames are evicted. transfers_at_once: concurrent reads, and as many writes, for any number of threads.
-    The directory is not touched before the first operation.
+    max_bytes: bound for all namespaces and processes together, the smallest that a running one was given; None takes 80
+    % of what the file system can give. ttl_seconds: how long a frame stays without being used, by the node's clock
+    (clock.py); None: forever. tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant;
+    beyond it the tenant's oldest frames are evicted. transfers_at_once: concurrent reads, and as many writes, for any
+    number of threads. The directory is not touched before the first operation.
     """
 
-    name = "nvme"
     has_local_index = False  # other nodes may write to the directory, so only the file system can tell
-    renews = True
 
     def __init__(
         self,
@@ -97,19 +92,15 @@ class FileTier:
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
-        self.payload_bytes = payload_bytes
+        super().__init__(
+            namespace, payload_bytes, root, transfers_at_once=transfers_at_once, clock=clock, wall_clock=wall_clock
+        )
         self._namespace = namespace
-        self._digest = namespace.digest16
-        self._root = root
         self._folder = root / namespace.hex
         self._partial = self._folder / PARTIAL_NAME
         self._document = NamespaceDocument(self._folder, namespace)
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._ages = AgeClock(root, clock, wall_clock)
         self._mark = StoreMark(root)
-        self._files = FrameFiles(payload_bytes, transfers_at_once, clock=clock, wall_clock=self._ages.now)
-        self._space = Space(root, max_bytes, clock, ttl_seconds=ttl_seconds, now_ns=self._ages.now_ns)
+        self._space: Space = Space(root, max_bytes, clock, ttl_seconds=ttl_seconds, now_ns=self._ages.now_ns)
         self._quotas: TenantQuotas | None = None
         if tenant_max_bytes is not None:
             self._quotas = TenantQuotas(root, tenant_max_bytes, self._space, clock, self._ages.now_ns)
@@ -118,30 +109,7 @@ class FileTier:
         self._numbers = itertools.count()
         self._prepare_lock = threading.Lock()
         self._prepared = False
-        self._closed = False
         self._maintenance = MaintenanceThread(f"NVMe tier {root}", self._maintain, IDLE_SECONDS)
-
-    @property
-    def uses_direct_io(self) -> bool:
-        """Whether transfers bypass the page cache; known once prepared."""
-        return self._files.direct
-
-    @property
-    def store_id(self) -> bytes | None:
-        mark = self._mark.value
-        return None if mark is None else store_id_of(mark, self._digest)
-
-    @property
-    def evictions(self) -> Mapping[EvictionReason, int]:
-        return self._space.evictions
-
-    @property
-    def quarantined(self) -> Mapping[str, int]:
-        return self._document.quarantined
-
-    @property
-    def under_pressure(self) -> bool:
-        return self._space.under_pressure
 
     def prepare(self, deadline: float) -> None:
         self._check(deadline)
@@ -172,7 +140,7 @@ class FileTier:
         return found
 
     def contains_now(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """None: see ``has_local_index``."""
+        """Return None: see ``has_local_index``."""
         return None
 
     def load(self, key: bytes, target: memoryview, deadline: float) -> None:
@@ -190,10 +158,10 @@ class FileTier:
             raise TierMiss from None
         except OSError as error:
             raise tier_error(error, f"{self._root}: reading a frame") from error
-        verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+        self._verify(header, target, key)
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """None: files may lie on another node, whose changes the page cache sees late."""
+        """Return None: files may lie on another node, whose changes the page cache sees late."""
         return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:
@@ -213,16 +181,8 @@ class FileTier:
             pass
         except OSError as error:
             raise tier_error(error, f"{self._root}: renewing a frame") from error
-        header = build_header(
-            self._digest,
-            key,
-            source,
-            created_ms=int(self._wall_clock() * 1000),
-            header_bytes=self._files.places.header_bytes,
-            tenant=tenant,
-        )
         try:
-            return self._write(key, tenant, header, source, deadline)
+            return self._write(key, tenant, self._header_of(key, source, tenant), source, deadline)
         except FileNotFoundError as error:
             self._prepared = False  # the folders were removed: the next operation makes them again
             raise TierUnreachable(
@@ -355,12 +315,6 @@ class FileTier:
     def _unique(self) -> str:
         # The random part keeps processes apart that share the directory but not the process id namespace.
         return f"{os.getpid()}-{next(self._numbers)}-{os.urandom(6).hex()}"
-
-    def _check(self, deadline: float) -> None:
-        if self._closed:
-            raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
-        if self._clock() >= deadline:
-            raise TierTimeout(f"{self._root}: the deadline passed before the operation began")
 
 
 def _link(partial: str, path: str) -> bool:

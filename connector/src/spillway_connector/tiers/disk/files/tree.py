@@ -19,12 +19,12 @@ def frame_path(namespace_folder: str | os.PathLike[str], key_hex: str) -> str:
 
 
 def key_of_path(path: str) -> str:
-    """The key, in hex, that a frame's path stands for."""
+    """Return the key, in hex, of a frame's path."""
     return os.path.basename(path).removesuffix(FRAME_SUFFIX)
 
 
 def frames_in(namespace_folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """The frames of one namespace, without those being written."""
+    """Yield the frames of one namespace, without those being written."""
     for first in folders_in(namespace_folder):
         if first.name == PARTIAL_NAME:
             continue

@@ -122,7 +122,7 @@ class BucketTable:
         self._columns.put("bucket_tag", entry, 0)
 
     def rebuild(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Build the table anew from these slots; returns those that found a place, nearly always all. OSError."""
+        """Build the table again from these slots; returns those that found a place, nearly always all. OSError."""
         table_tags, table_slots = np.zeros_like(self._tags), np.zeros(self._tags.shape, np.uint32)
         placed = []
         taken = np.zeros(self._bucket_count, np.int64)
@@ -148,5 +148,5 @@ class BucketTable:
 
 
 def _tags(low: U64) -> npt.NDArray[np.uint32]:
-    """What an entry holds of a key: never 0, which marks an empty entry."""
+    """Return the tags of keys in entries: never 0, which marks an empty entry."""
     return low.astype(np.uint32) | np.uint32(1)

@@ -1,4 +1,4 @@
-"""What was changed in a file that several processes have copies of: a ring of (place, value) in a file beside it.
+"""A log of changes to a file that several processes have copies of: a ring of (place, value) in a file beside it.
 
 Whoever changes the file appends what was changed, under the root's lock; the others bring their copies up to date from
 there, without a lock. It is a notice and no journal. A process that has missed changes, or finds the ring damaged,

@@ -21,7 +21,7 @@ from spillway_connector.tiers.disk.slab.layout import SIZE_CLASS_DEPTH, SizeClas
 from spillway_connector.tiers.frame import PAGE_BYTES
 
 OPEN_FILES_MAX = 256
-_ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
+ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
 
 
 class _OpenFile:
@@ -46,7 +46,7 @@ class CachedFrame:
         self._offset = offset
 
     def read(self, target: memoryview) -> memoryview | None:
-        """The payload into ``target``, and the header, as of :meth:`Chunks.read`; None if pages have gone.
+        """Read the payload into ``target`` and return the header, as :meth:`Chunks.read` does; None if pages have gone.
 
         A copy from memory to memory. Not verified.
         """
@@ -67,7 +67,7 @@ class Chunks:
         self._open: OrderedDict[tuple[int, int, int], _OpenFile] = OrderedDict()
 
     def read(self, slot: int, epoch: int, target: memoryview, deadline: float) -> memoryview:
-        """One frame into ``target``; returns its header, valid until this thread's next call. Not verified.
+        """Read one frame into ``target`` and return its header, valid until this thread's next call. Not verified.
 
         Raises TierCorrupt (SHORT, LENGTH) if the file has another size, OSError (FileNotFoundError: the chunk has
         gone), TierTimeout.
@@ -95,7 +95,7 @@ class Chunks:
             raise TierCorrupt(CorruptReason.LENGTH, f"a chunk of {size} bytes; {self._shape.chunk_bytes} is its size")
 
     def write(self, slot: int, epoch: int, header: bytes, source: memoryview, deadline: float) -> None:
-        """One frame from ``source``. Raises OSError (FileNotFoundError: the chunk has gone), TierTimeout."""
+        """Write one frame from ``source``. Raises OSError (FileNotFoundError: the chunk has gone), TierTimeout."""
         chunk, offset, files = self._shape.chunk_of(slot), self._shape.offset_of(slot), self._files
         if files.uses_page_cache:
             file = self._file(chunk, epoch, 0)
@@ -108,9 +108,9 @@ class Chunks:
         """Overwrite the page with a slot's header: a rebuilt index must not find a frame that was proven wrong."""
         self.headers.clear(slot)
         # Directly: a dirty page would stall later writes.
-        file = self._file(self._shape.chunk_of(slot), epoch, self._files.direct_flag(_ZEROS))
+        file = self._file(self._shape.chunk_of(slot), epoch, self._files.direct_flag(ZEROS))
         at = self._files.places.header_at // PAGE_BYTES * PAGE_BYTES
-        os.pwritev(file.descriptor, [_ZEROS], self._shape.offset_of(slot) + at)
+        os.pwritev(file.descriptor, [ZEROS], self._shape.offset_of(slot) + at)
 
     def make(self, chunk: int, epoch: int) -> None:
         """Make a chunk's file with all its blocks allocated. Raises OSError; then there is no file."""

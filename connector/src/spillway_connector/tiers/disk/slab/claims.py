@@ -44,7 +44,7 @@ class SessionChunk(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """What decides which entry leaves for a store: what sessions say, the row of the store's own, and own_room."""
+    """The state that decides which entry leaves for a store: the sessions' order, the store's own row, and own_room."""
 
     order: SessionOrder | None
     row: int | None
@@ -90,7 +90,7 @@ class SlotClaims:
         deadline: float,
         chunk: SessionChunk | None = None,
     ) -> Claim | StoreOutcome:
-        """A slot to write to; PRESENT when the key is there, PENDING while another running writer is writing it.
+        """Return a slot to write to; PRESENT if the key is there, PENDING while another running writer is writing it.
 
         namespace, tenant: the words that the index keeps of them. chunk: of a session. Raises TierError, OSError.
         """
@@ -154,7 +154,7 @@ class SlotClaims:
 
     @contextmanager
     def locked(self, deadline: float) -> Iterator[SizeClass]:
-        """The root's lock; unfinished claims are released first. Raises TierError, OSError."""
+        """Hold the root's lock, after releasing unfinished claims. Raises TierError, OSError."""
         with self._size_class.locked(deadline) as size_class:
             while self._unfinished:
                 claim = self._unfinished.pop()
@@ -217,7 +217,7 @@ class SlotClaims:
         )
 
     def _victim(self, index: SlabIndex, room: _Room) -> int | None:
-        """The entry that leaves for any other; None if none may."""
+        """Return the entry that leaves for any other; None if none may."""
         order = room.order
         if order is None:
             return index.victim()
@@ -234,7 +234,7 @@ class SlotClaims:
         return leaving
 
     def _victim_of_tenant(self, index: SlabIndex, tenant: int, room: _Room) -> int | None:
-        """The entry of a tenant that leaves for its next one; None if it has none."""
+        """Return the entry of a tenant that leaves for its next one; None if it has none."""
         order, now_s = room.order, self._now_s()
         ended = None if order is None else order.ended_entry(now_s, tenant)
         if ended is not None:

@@ -7,7 +7,6 @@ the root's lock, the slot is freed and its header page is overwritten, so that a
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ from spillway_connector.tiers.disk.inspection import (
 )
 from spillway_connector.tiers.disk.io import disable_direct, enable_direct, tier_error
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
-from spillway_connector.tiers.disk.slab.chunks import chunks_on_disk
+from spillway_connector.tiers.disk.slab.chunks import ZEROS, chunks_on_disk
 from spillway_connector.tiers.disk.slab.columns import FileCut
 from spillway_connector.tiers.disk.slab.fingerprint import fingerprints, namespace_words
 from spillway_connector.tiers.disk.slab.headers import HeaderTable
@@ -54,7 +53,6 @@ from spillway_connector.tiers.tier import Clock
 
 SLOTS_PER_LOCK = 32  # slots freed, and header pages overwritten, while writers wait
 _SLOTS_PER_READ = 1 << 16  # of each column: bounds memory, about 3 MB
-_ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
 # The generation comes first: an entry that is LIVE after that and has another frame by then has another generation too.
 _WALKED = ("generation", "state", "namespace", "tenant", "used_s", "key_low", "key_high")
 
@@ -85,19 +83,19 @@ class SlabInspector:
         return folder.is_dir() and not folder.is_symlink()
 
     def notes(self) -> list[str]:
-        """Indexes that cannot be used: what their slots hold cannot be listed."""
+        """Return a note for each unusable index, whose slots cannot be listed."""
         notes = []
         for folder in self._size_classes():
             with _opened(folder) as index:
                 if index is None and _has_chunks(folder):
                     notes.append(
                         f"{folder / INDEX_NAME} is missing or damaged: its frames are not listed; the next engine to "
-                        "start makes it anew from the slots"
+                        "start makes it again from the slots"
                     )
         return notes
 
     def frames_in_use(self) -> tuple[int, int, int]:
-        """Frames, their bytes, and the bytes of all chunks and indexes."""
+        """Return the number of frames, their bytes, and the bytes of all chunks and indexes."""
         frames = stored_bytes = disk_bytes = 0
         for folder in self._size_classes():
             with _opened(folder) as index:
@@ -126,7 +124,7 @@ class SlabInspector:
                     yield known
 
     def verify(self, frame: StoredFrame, check_payload: CheckPayload | None = None) -> Damage | None:
-        """Raises Gone, TierError."""
+        """Read the frame and prove it. Raises Gone, TierError."""
         header = self._header(frame)
         if header is None:
             raise Gone
@@ -139,7 +137,7 @@ class SlabInspector:
         return damage
 
     def remove(self, frames: Sequence[StoredFrame], *, only_unused: bool) -> Removal:
-        """Raises TierError."""
+        """Remove the frame. Raises TierError."""
         removed = Removal()
         for start in range(0, len(frames), SLOTS_PER_LOCK):
             by_folder: dict[Path, list[StoredFrame]] = {}
@@ -184,7 +182,7 @@ class SlabInspector:
         return found
 
     def _header(self, frame: StoredFrame) -> FrameHeader | Damage | None:
-        """None: the chunk has gone. Raises TierError."""
+        """Read the frame's header; None: the chunk has gone. Raises TierError."""
         place = _slot_of(frame)
         try:
             descriptor = open_own(place.chunk_path, os.O_RDONLY, SIZE_CLASS_DEPTH)
@@ -296,7 +294,7 @@ class SlabInspector:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[IndexReader | None]:
-    """Like open_index, but an OSError of opening or reading becomes TierError."""
+    """Open an index as open_index does, but raise TierError for an OSError of opening or reading."""
     try:
         with open_index(folder) as index:
             yield index
@@ -309,7 +307,7 @@ def _cut_is_an_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileCut as cut:
-        raise OSError(cut.errno, f"{folder / INDEX_NAME} was cut; the next engine to store makes it anew") from None
+        raise OSError(cut.errno, f"{folder / INDEX_NAME} was cut; the next engine to store makes it again") from None
 
 
 def _frames(
@@ -375,12 +373,12 @@ def _blank(chunk_path: str, offset: int, slot_bytes: int) -> None:
         enable_direct(descriptor)
         for at in (offset, offset + slot_bytes - PAGE_BYTES):
             try:
-                os.pwritev(descriptor, [_ZEROS], at)
+                os.pwritev(descriptor, [ZEROS], at)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 disable_direct(descriptor)
-                os.pwritev(descriptor, [_ZEROS], at)
+                os.pwritev(descriptor, [ZEROS], at)
     finally:
         os.close(descriptor)
 

@@ -139,7 +139,7 @@ class S3Fifo:
 
 
 def oldest_entries(arrays: QueueArrays, queue: int, count: int) -> list[tuple[int, int]]:
-    """Up to ``count`` LIVE entries of a queue with their order numbers, oldest first."""
+    """Return up to ``count`` LIVE entries of a queue with their order numbers, oldest first."""
     slots = np.flatnonzero((arrays.state == LIVE) & (arrays.queue == queue))
     orders = arrays.order[slots]
     if len(slots) > count:
@@ -154,7 +154,7 @@ def tenant_victim(
 ) -> int | None:
     """The entry of a tenant to evict for its next one: the one least recently used; None if it has none.
 
-    By age alone: if hits counted, too, an entry that the tenant once used often would fill its quota for ever.
+    By age alone: if hits counted, too, an entry that the tenant once used often would fill its quota forever.
     """
     slots = np.flatnonzero((arrays.state == LIVE) & (tenants == np.uint64(tenant)))
     if not len(slots):

@@ -67,7 +67,7 @@ def create_sessions(folder: Path, shape: SizeClassShape) -> None:
 
 
 def remove_sessions(folder: Path) -> None:
-    """Remove the file, because the index has numbered its slots anew. Raises OSError."""
+    """Remove the file, because the index has numbered its slots again. Raises OSError."""
     clear_the_place(folder / SESSIONS_NAME, SIZE_CLASS_DEPTH)
     unlink_own(folder / SESSIONS_NAME, SIZE_CLASS_DEPTH, missing_ok=True)
 
@@ -79,7 +79,7 @@ class OpenSessions:
 
 
 def open_sessions(folder: Path, index: SlabIndex) -> OpenSessions | None:
-    """What sessions say of the entries of ``index``; None if there is no file that fits it. Raises OSError."""
+    """Open the session data of the entries of ``index``; None if there is no file that fits it. Raises OSError."""
     shape = index.shape
     try:
         descriptor = open_own(folder / SESSIONS_NAME, os.O_RDWR, SIZE_CLASS_DEPTH)

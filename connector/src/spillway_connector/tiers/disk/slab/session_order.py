@@ -8,7 +8,7 @@ session that is expected back only changes which entry of the same tenant that i
   comes back last leaves in its place, and the victim counts as used.
 - A chunk that was requested once and is stored only because its session comes back (``own_room``) takes the place of
   one of the same tenant that is used later, or is not stored.
-- An entry that several sessions use leaves only in its own turn.
+- An entry that several sessions use, or have used, leaves only in its own turn.
 
 Sessions and what they use are in arrays that all processes of the node share (session_file.py), so each evicts by what
 all of them know. A row belongs to one session at a time; its number changes with the session, and a slot names its
@@ -31,7 +31,7 @@ from spillway_connector.plan.sessions import expected_at
 from spillway_connector.tiers.disk.slab.layout import SESSION_ROWS_MAX
 from spillway_connector.tiers.disk.slab.policy import LIVE, Put
 
-NOBODY = 0  # no session is known to use the slot
+NO_SESSION = 0  # no session is known to use the slot
 SEVERAL = 0xFFFFFFFF
 UNKNOWN = 0xFFFFFFFF  # when a session comes back; or that it cannot be late
 NO_PLACE = 0xFFFFFFFF  # in the prefix: known when the request that stored the chunk ends
@@ -73,7 +73,7 @@ class EntryArrays:
 
 @dataclass(slots=True)
 class _Plan:
-    """What was found in one pass over the arrays; checked at use."""
+    """The findings of one pass over the arrays; checked at use."""
 
     made_s: int
     version: int
@@ -102,7 +102,7 @@ class SessionOrder:
     # --- what sessions say ------------------------------------------------------------------------------------------
 
     def find(self, tenant: int, tag: int) -> int | None:
-        """The row of a session."""
+        """Return the row of a session."""
         arrays = self._arrays
         rows = np.flatnonzero((arrays.row_tag == np.uint64(tag)) & (arrays.row_number != 0))
         for row in rows.tolist():
@@ -130,7 +130,7 @@ class SessionOrder:
     def claimed(self, row: int, slot: int) -> None:
         """A chunk of this row's session is written to the slot, which no other entry is in any more."""
         put = self._put
-        put("slot_session", slot, NOBODY)
+        put("slot_session", slot, NO_SESSION)
         put("slot_place", slot, NO_PLACE)
         put("slot_generation", slot, int(self._entries.generation[slot]))
         put("slot_session", slot, int(self._arrays.row_number[row]))
@@ -140,14 +140,14 @@ class SessionOrder:
         arrays, entries, put = self._arrays, self._entries, self._put
         number = int(arrays.row_number[row])
         known = arrays.slot_generation[slots] == entries.generation[slots]
-        current = np.where(known, arrays.slot_session[slots], NOBODY)
+        current = np.where(known, arrays.slot_session[slots], NO_SESSION)
         right = (current == number) & (arrays.slot_place[slots] == places)
         # An entry of another tenant is damage: the tenant's salt is in the key.
         changed = ~right & (current != SEVERAL) & (entries.tenant[slots] == arrays.row_tenant[row])
         for slot, place in zip(slots[changed].tolist(), places[changed].tolist(), strict=True):
             other = self._row_of(slot)
-            alone = other is None or other == row or arrays.row_ended[other]
-            put("slot_session", slot, NOBODY)
+            alone = other is None or other == row
+            put("slot_session", slot, NO_SESSION)
             put("slot_place", slot, place)
             put("slot_generation", slot, int(entries.generation[slot]))
             put("slot_session", slot, number if alone else SEVERAL)
@@ -156,7 +156,7 @@ class SessionOrder:
         """A request that names no session uses the entry: it is not left over from one that ended."""
         row = self._row_of(slot)
         if row is not None and self._arrays.row_ended[row]:
-            self._put("slot_session", slot, NOBODY)
+            self._put("slot_session", slot, NO_SESSION)
 
     def share(self, slot: int) -> None:
         """The entry leaves in its own turn alone, whatever its session says."""
@@ -231,7 +231,7 @@ class SessionOrder:
         number = int(arrays.slot_session[slot])
         row = number & self._rows - 1
         if (
-            number == NOBODY
+            number == NO_SESSION
             or int(arrays.row_number[row]) != number
             or arrays.slot_generation[slot] != entries.generation[slot]
             or arrays.row_tenant[row] != entries.tenant[slot]
@@ -240,7 +240,7 @@ class SessionOrder:
         return row
 
     def _due_of(self, row: int, now_s: int) -> float:
-        """When the session comes back; infinity: it does not, or nobody knows."""
+        """Return when the session comes back; infinity: never, or the time is unknown."""
         due_s, late_s = int(self._arrays.row_due_s[row]), int(self._arrays.row_late_s[row])
         return math.inf if due_s == UNKNOWN else expected_at(due_s, math.inf if late_s == UNKNOWN else late_s, now_s)
 
@@ -296,7 +296,7 @@ class SessionOrder:
         arrays, entries = self._arrays, self._entries
         rows = arrays.slot_session & np.uint32(self._rows - 1)
         numbers = arrays.row_number.copy()
-        mine = (arrays.slot_session != NOBODY) & (numbers[rows] == arrays.slot_session)
+        mine = (arrays.slot_session != NO_SESSION) & (numbers[rows] == arrays.slot_session)
         mine &= (arrays.slot_generation == entries.generation) & (entries.state == LIVE)
         held = np.bincount(rows[mine], minlength=self._rows)
         ended = np.flatnonzero((arrays.row_ended != 0) & (numbers != 0) & (held > 0))

@@ -108,8 +108,8 @@ class OpenSizeClass:
             self._prepare_lock.release()
 
     def readable(self, deadline: float) -> SizeClass | None:
-        """Like :meth:`writable`, but if only writing is refused (a read-only mount), readers go on; None: no size
-        class."""
+        """Return the size class as :meth:`writable` does, but let readers go on if only writing is refused (a read-only
+        mount). None: there is no size class."""
         if self._clock() >= self._read_only_until:
             try:
                 return self.writable(deadline)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from spillway_connector.tiers.disk.clock import FUTURE_SLACK_SECONDS
+from spillway_connector.tiers.disk.directory_tier import DirectorySpace
 from spillway_connector.tiers.disk.io import FrameFiles
-from spillway_connector.tiers.disk.room import PRESSURE_SECONDS, limit_bytes
+from spillway_connector.tiers.disk.room import limit_bytes
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
-from spillway_connector.tiers.disk.shared_bound import SharedBound
 from spillway_connector.tiers.disk.slab.chunks import Chunks
 from spillway_connector.tiers.disk.slab.index import SlabIndex
 from spillway_connector.tiers.disk.slab.index_reader import open_index
@@ -105,7 +104,7 @@ def oldest_use(index: SlabIndex) -> int | None:
     return int(used_s.min()) if len(used_s) else None
 
 
-class SlabSpace:
+class SlabSpace(DirectorySpace):
     """Changes how much disk the size classes of ``root`` take. All but ``measure`` under the root's lock.
 
     folder: of this process's size class. now_s: the clock of the entries' ages. OSError is left to the caller.
@@ -122,34 +121,18 @@ class SlabSpace:
         clock: Clock,
         now_s: Callable[[], int],
     ) -> None:
-        self.evictions: Counter[EvictionReason] = Counter()
-        self.max_bytes = max_bytes
-        self._bound = SharedBound(root, max_bytes, clock)
+        super().__init__(root, max_bytes, clock)
         self._kept_bytes = max_bytes  # the bound at the last upkeep
-        self._root = root
         self._folder = folder
         self._files = files
         self._ttl_seconds = ttl_seconds
-        self._clock = clock
         self._now_s = now_s
         self._next_upkeep = 0.0
         self._next_growth = 0.0
         self._growth_pause = 0
-        self._pressed_until = 0.0
 
     def measure(self) -> Room:
         return measure_room(self._root, self._bound.smallest())
-
-    def close(self) -> None:
-        self._bound.close()
-
-    @property
-    def under_pressure(self) -> bool:
-        """Whether entries were evicted, or refused, for want of room within the last seconds."""
-        return self._clock() < self._pressed_until
-
-    def note_pressure(self) -> None:
-        self._pressed_until = self._clock() + PRESSURE_SECONDS
 
     def evict(self, index: SlabIndex, slot: int) -> None:
         """Evict one entry to make room for another."""
@@ -274,7 +257,7 @@ class SlabSpace:
         live = index.state == LIVE
         ahead = np.flatnonzero(live & (used_s > now_s + FUTURE_SLACK_SECONDS))
         if len(ahead):
-            index.put_at("used_s", ahead, now_s)  # else a clock that was once ahead would keep them for ever
+            index.put_at("used_s", ahead, now_s)  # else a clock that was once ahead would keep them forever
         if self._ttl_seconds is not None:
             for slot in np.flatnonzero(live & (used_s < now_s - self._ttl_seconds))[:EXPIRED_MAX].tolist():
                 self.expire(index, slot)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -38,15 +38,14 @@ from spillway_connector.errors import (
     TierError,
     TierMiss,
     TierRefused,
-    TierTimeout,
     TierUnreachable,
     UnreachableReason,
 )
-from spillway_connector.namespace import Namespace, store_id_of
+from spillway_connector.namespace import Namespace
 from spillway_connector.own_files import NotOwn
 from spillway_connector.plan.sessions import SessionUse
-from spillway_connector.tiers.disk.clock import AgeClock
-from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, FrameFiles, tier_error
+from spillway_connector.tiers.disk.directory_tier import DirectoryTier
+from spillway_connector.tiers.disk.io import TRANSFERS_AT_ONCE, tier_error
 from spillway_connector.tiers.disk.maintenance import MaintenanceThread
 from spillway_connector.tiers.disk.root import SLAB_FOLDER
 from spillway_connector.tiers.disk.slab.chunks import CachedFrame
@@ -58,15 +57,14 @@ from spillway_connector.tiers.disk.slab.policy import LIVE
 from spillway_connector.tiers.disk.slab.session_file import SizeClassSessions
 from spillway_connector.tiers.disk.slab.size_class import OpenSizeClass
 from spillway_connector.tiers.disk.slab.space import UPKEEP_SECONDS, SizeClass, SlabSpace, resident_bytes
-from spillway_connector.tiers.frame import build_header, verify
-from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, EvictionReason, StoreOutcome, WallClock
+from spillway_connector.tiers.tier import NO_TENANT, BlockInMemory, Clock, StoreOutcome, WallClock
 
 FOLLOW_SECONDS = 0.001  # how late a look-up that does not wait may see what other processes have changed
 MAINTENANCE_DEADLINE_SECONDS = 10.0  # for the maintenance thread to get the lock
 
 
 class _Entry(NamedTuple):
-    """What the index says of the key with this fingerprint: slot, the slot's generation then, epoch of its chunk."""
+    """The index's entry of the key with this fingerprint: slot, the slot's generation then, epoch of its chunk."""
 
     size_class: SizeClass
     slot: int
@@ -75,21 +73,19 @@ class _Entry(NamedTuple):
     epoch: int
 
 
-class SlabTier:
+class SlabTier(DirectoryTier):
     """A tier in the directory ``root`` on a local file system. See tier.Tier for the contract.
 
     max_bytes: bound for all files below the root, all namespaces and processes together, the smallest that a running
     process was given; None takes 80 % of what the
     file system can give. ttl_seconds: how long an entry stays without being used, by the node's clock (clock.py); None
-    for ever. tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the
+    forever. tenant_max_bytes: the quota of each tenant, all without a cache salt being one tenant; beyond it the
     tenant's oldest entries are evicted. transfers_at_once: concurrent reads, and as many writes, for any number of
     threads. page_cache: leave frames in the page cache while memory is idle, if the kernel can tell what lies there
     (Linux 6.5); without, all transfers are direct. The directory is not touched before the first operation.
     """
 
-    name = "nvme"
     has_local_index = True
-    renews = True
 
     def __init__(
         self,
@@ -105,20 +101,16 @@ class SlabTier:
         clock: Clock = time.monotonic,
         wall_clock: WallClock = time.time,
     ) -> None:
-        self.payload_bytes = payload_bytes
-        self._digest = namespace.digest16
+        super().__init__(
+            namespace, payload_bytes, root, transfers_at_once=transfers_at_once, clock=clock, wall_clock=wall_clock
+        )
         self._words = namespace_words(self._digest)
         self._pair = (int(self._words[0]), int(self._words[1]))
-        self._root = root
         self._slot_bytes = slot_bytes_of(payload_bytes)
         self._folder = root / SLAB_FOLDER / str(self._slot_bytes)
         self._ttl_seconds = ttl_seconds
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._ages = AgeClock(root, clock, wall_clock)
-        self._files = FrameFiles(payload_bytes, transfers_at_once, clock=clock, wall_clock=self._ages.now)
         self._now_s = self._ages.now_s
-        self._space = SlabSpace(
+        self._space: SlabSpace = SlabSpace(
             root,
             self._folder,
             self._files,
@@ -137,6 +129,7 @@ class SlabTier:
             clock=clock,
             page_cache=page_cache,
         )
+        self._mark, self._document = self._size_class.mark, self._size_class.document
         self._sessions = SizeClassSessions(self._folder, self._words, self._now_s, self._space.make_room)
         self._claims = SlotClaims(
             root,
@@ -151,29 +144,6 @@ class SlabTier:
         )
         self._maintenance = MaintenanceThread(f"NVMe tier {self._folder}", self._maintain, UPKEEP_SECONDS)
         self._followed_at = -math.inf
-        self._closed = False
-
-    @property
-    def store_id(self) -> bytes | None:
-        mark = self._size_class.mark.value
-        return None if mark is None else store_id_of(mark, self._digest)
-
-    @property
-    def evictions(self) -> Mapping[EvictionReason, int]:
-        return self._space.evictions
-
-    @property
-    def quarantined(self) -> Mapping[str, int]:
-        return self._size_class.document.quarantined
-
-    @property
-    def under_pressure(self) -> bool:
-        return self._space.under_pressure
-
-    @property
-    def uses_direct_io(self) -> bool:
-        """Whether transfers bypass the page cache; known once prepared."""
-        return self._files.direct
 
     def prepare(self, deadline: float) -> None:
         self._check(deadline)
@@ -218,8 +188,7 @@ class SlabTier:
     def _read(self, key: bytes, target: memoryview, deadline: float) -> _Entry:
         entry = self._entry(key, deadline)
         try:
-            header = entry.size_class.chunks.read(entry.slot, entry.epoch, target, deadline)
-            verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+            self._verify(entry.size_class.chunks.read(entry.slot, entry.epoch, target, deadline), target, key)
         except TierCorrupt:
             if self._changed_hands(entry):
                 raise TierMiss("the entry was evicted while it was read") from None
@@ -251,7 +220,7 @@ class SlabTier:
         if header is None:
             return False
         try:
-            verify(header, target, namespace=self._digest, key=key, payload_bytes=self.payload_bytes)
+            self._verify(header, target, key)
         except TierCorrupt:
             return False  # overwritten meanwhile, or damaged in memory or on the disk: load finds out
         return True
@@ -315,14 +284,7 @@ class SlabTier:
             if live and not self._claims.expired(size_class.index, slot):
                 size_class.index.note_hit(slot, self._now_s())
                 return StoreOutcome.PRESENT
-            header = build_header(
-                self._digest,
-                key,
-                source,
-                created_ms=int(self._wall_clock() * 1000),
-                header_bytes=self._files.places.header_bytes,
-                tenant=tenant,
-            )
+            header = self._header_of(key, source, tenant)
             claim = self._claims.claim(fingerprint, self._pair[0], int.from_bytes(tenant, "little"), deadline, chunk)
         except OSError as error:
             raise self._refused(error, "making room for a frame") from error
@@ -440,9 +402,3 @@ class SlabTier:
     def _maintain(self) -> None:
         if not self._closed:
             self.maintain(self._clock() + MAINTENANCE_DEADLINE_SECONDS)
-
-    def _check(self, deadline: float) -> None:
-        if self._closed:
-            raise TierRefused(RefusedReason.CLOSED, f"{self._root}: the tier is closed")
-        if self._clock() >= deadline:
-            raise TierTimeout(f"{self._root}: the deadline passed before the operation began")

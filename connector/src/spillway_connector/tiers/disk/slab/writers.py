@@ -34,7 +34,7 @@ class WriterLease:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Make and lock the file, anew if need be. Under the root's lock. Raises OSError."""
+        """Make and lock the file, again if need be. Under the root's lock. Raises OSError."""
         self.release()
         clear_the_place(self._path, _DEPTH)
         self._descriptor = open_own(self._path, os.O_CREAT | os.O_RDWR, _DEPTH)

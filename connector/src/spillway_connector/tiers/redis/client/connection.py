@@ -143,7 +143,7 @@ class RedisConnection(ValueConnection):
 
 
 class _Login(CredentialProvider):
-    """Called by redis-py at each login, so a password file is read anew."""
+    """Called by redis-py at each login, so a password file is read again."""
 
     def __init__(self, endpoint: RedisEndpoint) -> None:
         self._endpoint = endpoint
@@ -209,7 +209,7 @@ class EncryptedSentinelConnection(_Encrypted, SentinelConnection):
 
 
 def connection_class(endpoint: RedisEndpoint) -> type[RedisConnection]:
-    """What connects to ``endpoint``."""
+    """Return the class of connections to ``endpoint``."""
     if endpoint.topology is Topology.SENTINEL:
         return EncryptedSentinelConnection if endpoint.tls else SentinelConnection
     return EncryptedConnection if endpoint.tls else RedisConnection

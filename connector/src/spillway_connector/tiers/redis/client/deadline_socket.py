@@ -52,7 +52,7 @@ def connect_deadline() -> float:
 
 
 class DeadlineSocket:
-    """Not for several threads at once, but for ``shutdown``, which ends a wait in progress. Raises OSError.
+    """A socket for one thread at a time, except ``shutdown``, which ends a wait in progress. Raises OSError.
 
     It takes what there is and waits only if there is nothing; the socket itself never blocks.
     ``unread``: bytes that were received with the line before them; the next read gets them, also one of redis-py's.
@@ -214,7 +214,7 @@ class DeadlineSocket:
                 self._wait(error, select.POLLIN, "receiving")
 
     def _take(self, target: memoryview) -> tuple[int, bool]:
-        """What has arrived, without waiting: how many bytes, 0 for none; and whether there may be more."""
+        """Take what has arrived, without waiting. Return how many bytes (0: none), and whether there may be more."""
         if self.unread:
             count = min(len(self.unread), target.nbytes)
             target[:count] = self.unread[:count]

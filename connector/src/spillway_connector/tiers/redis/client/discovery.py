@@ -16,7 +16,7 @@ _Found = TypeVar("_Found")
 
 
 class Discovery(Generic[_Found]):
-    """The last result, discovered anew once suspected: by one thread at a time, at most once per RENEWAL_SECONDS."""
+    """The last result, discovered again once suspected: by one thread at a time, at most once per RENEWAL_SECONDS."""
 
     def __init__(self, ask: Callable[[float], _Found], clock: Clock) -> None:
         self._ask = ask

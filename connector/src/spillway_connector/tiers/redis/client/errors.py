@@ -18,7 +18,7 @@ from spillway_connector.errors import (
 from spillway_connector.tiers.redis.client.endpoint import Address, RedisEndpoint
 
 Reply = Any
-"""What redis-py makes of one reply: bytes, int, float, bool, None, or a list or dict of these."""
+"""The value that redis-py makes of one reply: bytes, int, float, bool, None, or a list or dict of these."""
 
 _TEXT_MAX = 200  # characters of an error's text that are kept, the server's or the parser's
 _REFUSALS = {
@@ -76,7 +76,7 @@ class WrongType(TierRefused):
 
 
 def accepted(reply: Reply | TierError) -> Reply:
-    """``reply``, unless it is an error, which is raised. A caller that holds it makes a reference cycle."""
+    """Return ``reply``, or raise it if it is an error. A caller that holds the error makes a reference cycle."""
     if isinstance(reply, TierError):
         try:
             raise reply
@@ -86,7 +86,7 @@ def accepted(reply: Reply | TierError) -> Reply:
 
 
 def refusal(endpoint: RedisEndpoint, error: exceptions.ResponseError) -> TierRefused:
-    """The tier error for an error reply of the server at ``endpoint``."""
+    """Return the tier error for an error reply of the server at ``endpoint``."""
     code = error.status_code  # redis-py takes a code that it has a class for out of the message
     text = (str(error) if code is None else f"{code} {error}")[:_TEXT_MAX]
     code = text.partition(" ")[0] if code is None else code

@@ -82,7 +82,7 @@ class RedisPool(ConnectionPool):
             slot.release()
 
     def get_connection(self, *_: Any, **__: Any) -> RedisConnection:
-        """As redis-py's, without its metrics and events: with them a lookup of one key takes 45 us of CPU, not 35.
+        """Return a connection as redis-py does, without metrics and events, which add 10 us of CPU to a lookup's 35.
 
         A connection that the server closed while it was idle, or on which something arrived unasked, is replaced.
         """

@@ -40,7 +40,7 @@ class _Known:
 
 
 class Resolver:
-    """Resolves anew for every connection, so that a service that moved is found; else the last result is used.
+    """Resolves again for every connection, so that a service that moved is found; else the last result is used.
 
     Addresses come in the name server's order, except that the one that served last is first and one that failed since
     is last. Used by several threads at once.
@@ -84,7 +84,7 @@ class Resolver:
                     known.avoided = None
 
     def avoid(self, name: Address, address: SocketAddress) -> None:
-        """This address of ``name`` could be reached, but did not serve."""
+        """Note that this address of ``name`` could be reached, but did not serve."""
         with self._lock:
             known = self._good.get(name)
             if known is not None:

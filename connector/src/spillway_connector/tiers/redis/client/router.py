@@ -54,7 +54,7 @@ class RedisRouter:
         return [accepted(outcome) for outcome in self.attempt(commands, deadline)]
 
     def attempt(self, commands: Sequence[tuple[bytes, ...]], deadline: float) -> list[Reply | TierError]:
-        """The same with an error in the place of the reply that it replaces. Raises only what routing raises."""
+        """Send commands as :meth:`batch` does, but return error replies in place. Raises only what routing raises."""
         outcomes: list[Reply | TierError] = [None] * len(commands)
         routes = {index: self._map.locate(words[1], deadline) for index, words in enumerate(commands)}
         for _ in range(REDIRECTS_MAX + 1):
@@ -94,7 +94,7 @@ class RedisRouter:
         self._map.close()
 
     def _pipeline(self, route: Route, commands: list[tuple[bytes, ...]], deadline: float) -> list[Reply | TierError]:
-        """Each command's reply, or why there is none."""
+        """Return each command's reply, or the error that stands for it."""
         words = [word for command in commands for word in ((b"ASKING",), command)] if route.ask else commands
         try:
             answers = self._run_at(

@@ -210,7 +210,7 @@ class SentinelMap(_DiscoveredMap[Address]):
 
 
 class ClusterMap(_DiscoveredMap[list[Address | None]]):
-    """The owner of each slot: read from any node at first, corrected by each redirection, read anew after failures."""
+    """The owner of each slot: read from any node at first, corrected by each redirection, read again after failures."""
 
     def __init__(self, endpoint: RedisEndpoint, clock: Clock, **pool_options: Any) -> None:
         super().__init__(endpoint, clock, **pool_options)

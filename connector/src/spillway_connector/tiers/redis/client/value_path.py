@@ -188,7 +188,7 @@ def _fill(
 
 
 def encode_set(key: bytes, value_bytes: int, ttl_ms: int | None, *, only_if_absent: bool = True) -> tuple[bytes, bytes]:
-    """What surrounds the value of ``SET key value [PX ttl_ms] [NX]``; the value itself is sent from where it is."""
+    """Return the bytes around the value of ``SET key value [PX ttl_ms] [NX]``; the value itself is sent uncopied."""
     options = [] if ttl_ms is None else [b"PX", b"%d" % ttl_ms]
     if only_if_absent:
         options.append(b"NX")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 
@@ -12,13 +11,14 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.generation import Generation, generation
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.plan.waiting import KEPT_SHARE_MAX, Turn
 from spillway_connector.testing.generation import HIT, MISS, make_cpu_tier
+from spillway_connector.testing.memory import unnamed_region
 
 ROWS = 6
 CONTEXT = ReqContext(req_id="r")
@@ -34,8 +34,7 @@ def key(number: int) -> bytes:
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    region = HostRegion(region_path(f"test-cpu-tier-{os.getpid()}"), ROWS, 4096)
-    region.unlink_name()
+    region = unnamed_region(ROWS, 4096)
     yield region
     region.cleanup()
 
@@ -147,9 +146,9 @@ def test_a_chunk_that_is_not_ready_cannot_be_read(region: HostRegion):
 class Sessions:
     """An LRU tier that sessions use, on a clock that stands still unless it is set."""
 
-    def __init__(self, region: HostRegion) -> None:
+    def __init__(self, region: HostRegion, rows: int = ROWS) -> None:
         self.now = 0.0
-        self.tier = make_cpu_tier(ROWS, region, "lru", enable_events=False)
+        self.tier = make_cpu_tier(rows, region, "lru", enable_events=False)
         self.tier._clock = lambda: self.now
 
     def turn(self, name: str, numbers: list[int], returns: float | None = None, *, ended: bool = False) -> list[int]:
@@ -182,6 +181,18 @@ def test_what_an_ended_session_used_leaves_first(region: HostRegion):
     assert sessions.tier.take_ended_sessions() == 1
     assert sessions.tier.take_ended_sessions() == 0
     assert sessions.turn("new", [6, 7]) == [5, 4]
+
+
+def test_what_an_ended_session_used_and_a_client_retains_is_passed_over_once(region: HostRegion):
+    sessions = Sessions(region)
+    sessions.turn("over", [0, 1, 2], ended=True)
+    sessions.turn("soon", [3, 4, 5], 500.0)
+    sessions.tier.hold(b"", 1.0, 10.0, [key(1), key(2)])
+
+    assert sessions.turn("new", [6], ended=True) == [0]
+    assert not sessions.tier._retention.left_over & {key(1), key(2)}, "the next eviction would look at both again"
+    sessions.now += 10.0
+    assert sessions.turn("next", [7, 8]) == [6, 5], "those two count as used when they were passed over"
 
 
 def test_a_chunk_that_is_read_is_never_given_up_in_place_of_another(region: HostRegion):
@@ -303,6 +314,40 @@ def test_sessions_give_up_nothing_that_a_waiting_request_needs(region: HostRegio
 
     sessions.tier.prepare_load(keys(0, 1, 6), CONTEXT)
     assert sessions.turn("other", [7]) == [5], "the tier must evict where only these can leave"
+
+
+@pytest.mark.parametrize("need", ["waiting", "read"])
+def test_a_session_whose_end_is_needed_is_not_searched_for_what_may_leave(need: str):
+    """Whoever needs the end needs the beginning: an eviction would look at every chunk of each request under way."""
+    rows = 40
+    region = unnamed_region(rows, 4096)
+    sessions = Sessions(region, rows)
+    sessions.turn("soon", list(range(10)), 5.0)
+    sessions.turn("late", list(range(10, 40)), 500.0)
+    end = keys(*range(36, 40))
+    if need == "waiting":
+        sessions.tier.waiting.begin("waits", b"", Turn(0, 1), end, 0.0)
+    else:
+        sessions.tier.prepare_load(end, CONTEXT)
+    try:
+        evicted = sessions.turn("new", list(range(40, 46)))
+        assert evicted[:4] == [35, 34, 33, 32], "what was looked at together with the end"
+        assert set(evicted[4:]) < set(range(10)), "in their own turn"
+    finally:
+        region.cleanup()
+
+
+def test_if_all_other_rows_are_read_a_prefix_is_refused_without_a_search(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+):
+    """A request whose other chunks wait for rows asks in every step, several times."""
+    tier = filled(region, list(range(ROWS)))
+    tier.prepare_load(keys(0, 1, 2, 3), CONTEXT)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_evict_unique", None)
+        assert tier.prepare_store(keys(3, 4, 5, 6), CONTEXT) is None
+    output = tier.prepare_store(keys(3, 4, 6), CONTEXT)
+    assert output is not None and output.evicted_keys == keys(5)
 
 
 def test_a_reset_keeps_nothing(region: HostRegion):
