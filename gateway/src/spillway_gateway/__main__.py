@@ -9,14 +9,18 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spillway_gateway import interpreter, logs
 from spillway_gateway.access.keys import hash_key, read_keys
 from spillway_gateway.app import Gateway
 from spillway_gateway.client import descriptors
-from spillway_gateway.config.settings import load_config
+from spillway_gateway.config.settings import GatewayConfig, load_config
 from spillway_gateway.errors import ConfigError
-from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind
+from spillway_gateway.listeners.server import GatewayServer, PortInUse, bind, reserve
+
+if TYPE_CHECKING:
+    from spillway_gateway.processes.server import RouterServer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,28 +54,38 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     logs.set_up(config.log)
     descriptors.raise_limit()
-    if config.processes > 1:
-        from spillway_gateway.processes.server import serve  # noqa: PLC0415 - only if several serve
+    return _serve(config, options.config)
 
-        return serve(config, options.config)
-    listen = config.listen
+
+def _serve(config: GatewayConfig, path: Path) -> int:
+    """Serve until a signal ends it. Several processes listen for clients beside the sockets here, which keep the
+    addresses."""
+    listen, several = config.listen, config.processes > 1
+    take = reserve if several else bind
     with contextlib.ExitStack() as stack:
         try:
-            listener = stack.enter_context(contextlib.closing(bind(listen.host, listen.port)))
-            ops_listener = None
+            listener = stack.enter_context(take(listen.host, listen.port))
+            ops_listener = picker_listener = None
             if listen.ops_port is not None:
-                ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
-                stack.callback(ops_listener.close)
-            picker_listener = None
+                ops_host = listen.ops_host or listen.host
+                ops_listener = stack.enter_context(bind(ops_host, listen.ops_port, "listen.opsPort"))
             if listen.picker_port is not None:
-                picker_listener = bind(listen.host, listen.picker_port, "listen.pickerPort")
-                stack.callback(picker_listener.close)
-            server = GatewayServer(Gateway(config, options.config), ops_listener, picker_listener)
+                picker_listener = stack.enter_context(take(listen.host, listen.picker_port, "listen.pickerPort"))
+            server: GatewayServer | RouterServer
+            if several:
+                from spillway_gateway.processes.server import RouterServer  # noqa: PLC0415 - only if several serve
+
+                server = RouterServer(config, path, listener, ops_listener, picker_listener)
+                serving = server.serve()
+            else:
+                server = GatewayServer(Gateway(config, path), ops_listener, picker_listener)
+                serving = server.serve(sockets=[listener])
         except (PortInUse, ConfigError) as error:
             print(f"spillway-gateway: {error}", file=sys.stderr)
             return 1
-        log = logging.getLogger("spillway_gateway")
-        log.info("listening on %s://%s:%d", "https" if listen.tls else "http", *listener.getsockname()[:2])
+        log, scheme = logging.getLogger("spillway_gateway"), "https" if listen.tls else "http"
+        listening = f"{config.processes} processes will listen" if several else "listening"
+        log.info("%s on %s://%s:%d", listening, scheme, *listener.getsockname()[:2])
         if ops_listener is not None:
             log.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
         if picker_listener is not None:
@@ -79,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
             log.info("endpoint picker on %s://%s:%d", scheme, *picker_listener.getsockname()[:2])
         interpreter.prepare()
         with asyncio.Runner(loop_factory=interpreter.loop_factory()) as runner:
-            runner.run(server.serve(sockets=[listener]))
+            runner.run(serving)
     return 0 if server.started else 1
 
 

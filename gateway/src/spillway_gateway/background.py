@@ -41,7 +41,7 @@ async def supervised(
 
 
 async def on_daemon_thread(function: Callable[[], Result]) -> Result:
-    """Like asyncio.to_thread(), for what may take long: the end of the process does not wait for it."""
+    """Run the function as asyncio.to_thread() does, but do not make the end of the process wait for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 

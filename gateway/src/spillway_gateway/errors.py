@@ -160,6 +160,10 @@ class NoEngineReady(GatewayError):
     retry_after_seconds = 2
 
 
+class NoEngineInTime(NoEngineReady):
+    """The request has waited for an engine for as long as it may."""
+
+
 class GatewayDraining(GatewayError):
     status = 503
     kind = "service_unavailable"
@@ -230,7 +234,7 @@ class EngineEnding(UpstreamError):
 
 
 def engine_failure(engine_name: str, message: str) -> EngineFailed | EngineEnding:
-    """What the engine itself said of its failure. message: ENDING_ERROR if it ends for a reason that no request is."""
+    """Return the error for a failure that an engine reports. message: ENDING_ERROR if no request is why it ends."""
     if message == ENDING_ERROR:
         return EngineEnding.of(engine_name)
     return EngineFailed(f"Engine {engine_name} failed: {message}")

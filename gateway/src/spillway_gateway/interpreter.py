@@ -1,4 +1,4 @@
-"""What every process of the gateway asks of its interpreter before it serves."""
+"""Settings of the Python interpreter in every process of the gateway."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import gc
 import sys
 
 SWITCH_SECONDS = 0.001
-# Thresholds of Python's garbage collector: the default for the youngest generation, short runs of the middle one, and
-# rare runs of the oldest. What lives on is mostly requests in progress, which need no collector, and looking at all of
-# them again takes 5 % of a request's time. A run of the middle one stops all streams for as long as looking at what
-# hundreds of new connections hold takes; each object passes it once, so short runs cost no more than long ones.
-GARBAGE_THRESHOLDS = (700, 5, 200)
+# Thresholds of Python's garbage collector. What lives on is mostly requests in progress, which need no collector, and
+# looking at all of them again takes 5 % of a request's time: so runs of the oldest generation are rare, and the
+# youngest one begins a run only once more is new than a burst of requests makes. Every second run is of the middle
+# one, which looks at two such lots at most: it stops all streams for as long as that takes.
+GARBAGE_THRESHOLDS = (2_400, 0, 200)
 
 
 def freeze() -> None:
-    """What exists now stays: modules, configuration, the index's tables. Frozen, it is not scanned by full garbage
-    collections, which stop the process, however many blocks the index holds. It is freed when its last reference goes;
-    a cycle of frozen objects never is."""
+    """Exclude all objects that exist now (modules, configuration, the index) from full garbage collections, which
+    stop the process, however many blocks the index holds. A frozen object is freed when its last reference goes; a
+    cycle of them never is."""
     gc.collect()
     gc.freeze()
 

@@ -24,7 +24,7 @@ _OVERHEAD_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025,
 
 
 class Collected(Protocol):
-    """What an exposition is made of."""
+    """A registry or collector whose metrics an exposition shows."""
 
     def collect(self) -> Iterable[Metric]: ...
 
@@ -153,7 +153,7 @@ class GatewayMetrics:
         )
         self.event_restarts = Counter(
             "spillway_gateway_event_restarts",
-            "Times an engine's event stream began anew.",
+            "Times an engine's event stream began again.",
             ("engine",),
             registry=self.registry,
         )

@@ -31,14 +31,18 @@ class Turns:
     def take(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None], cost: int = 1) -> bool:
         """Whether work may begin in this iteration. If not, `begin` is called in the one in which it may, unless it
         leaves before. It must not wait already."""
+        if not self.spent:
+            self._spent += cost
+            if self._counts or 2 * self._spent < self.cost_max:  # so little may count for a later iteration, too
+                return True
+            begins = True
+        else:
+            self._waiting[begin] = cost
+            begins = False
         if not self._counts:
             self._counts = True
             loop.call_soon(self._next_iteration, loop)
-        if not self.spent:
-            self._spent += cost
-            return True
-        self._waiting[begin] = cost
-        return False
+        return begins
 
     def leave(self, begin: Callable[[], None]) -> None:
         """The work is not needed any more, if it waits. Else it would take the place of others, and be kept."""

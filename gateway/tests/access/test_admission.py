@@ -38,7 +38,7 @@ async def test_tenants_take_turns_and_priorities_go_first() -> None:
     tasks += [await queued(admission, "few", order), await queued(admission, "late", order, Priority.LOW)]
     tasks.append(await queued(admission, "urgent", order, Priority.HIGH))
     for _ in tasks:
-        admission.leave("first")
+        admission.leave(order[-1] if order else "first")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -47,8 +47,14 @@ async def test_tenants_take_turns_and_priorities_go_first() -> None:
     assert (admission.admitted_requests, admission.waiting_requests) == (1, 0)
 
 
+def full(config: AdmissionConfig) -> Admission:
+    admission = Admission(config, lambda: 1)
+    assert admission.enter_at_once("other")
+    return admission
+
+
 async def test_a_full_queue_refuses_at_once() -> None:
-    admission = Admission(AdmissionConfig(waiting_requests_max=1), lambda: 0)
+    admission = full(AdmissionConfig(waiting_requests_max=1))
     waiting = await queued(admission, "a", [])
     with pytest.raises(GatewayOverloaded, match="all engines are full and 1 requests wait"):
         await admission.enter("b", Priority.HIGH)
@@ -60,15 +66,15 @@ async def test_a_full_queue_refuses_at_once() -> None:
 
 
 async def test_waiting_ends_at_its_deadline() -> None:
-    admission = Admission(AdmissionConfig(normal_wait_seconds=0.001), lambda: 0)
+    admission = full(AdmissionConfig(normal_wait_seconds=0.001))
     with pytest.raises(GatewayOverloaded, match=r"full for 0\.001 s"):
         await admission.enter("a", Priority.NORMAL)
 
-    assert (admission.admitted_requests, admission.waiting_requests) == (0, 0)
+    assert (admission.admitted_requests, admission.waiting_requests) == (1, 0)
 
 
 async def test_those_whose_wait_ends_together_are_refused_a_few_at_a_time() -> None:
-    admission = Admission(AdmissionConfig(normal_wait_seconds=0.01), lambda: 0)
+    admission = full(AdmissionConfig(normal_wait_seconds=0.01))
     refused = [0]
 
     async def ask() -> None:
@@ -126,7 +132,7 @@ async def test_requests_of_a_model_at_zero_wait_for_its_first_engine() -> None:
     admission.wake()
     await tasks[0]
     assert (admission.waiting_requests, order) == (1, ["a"])
-    admission.leave("first")
+    admission.leave("a")
     await tasks[1]
 
 
@@ -138,6 +144,33 @@ async def test_an_engine_that_never_comes_is_named_as_the_reason() -> None:
     assert (admission.waiting_requests, admission.refused_total) == (0, 1)
 
 
+async def test_lost_engines_that_do_not_return_in_time_are_not_called_full() -> None:
+    config = AdmissionConfig(waiting_requests_max=1, normal_wait_seconds=0.01)
+    admission = Admission(config, lambda: 0, return_seconds=lambda: 1000.0)
+    waiting = asyncio.create_task(admission.enter("a", Priority.NORMAL))
+    await asyncio.sleep(0)
+    with pytest.raises(NoEngineReady, match="1 requests wait for one"):
+        await admission.enter("a", Priority.NORMAL)
+    with pytest.raises(NoEngineReady, match=r"became ready within 0\.01 s"):
+        await waiting
+
+
+async def test_requests_wait_for_lost_engines_to_return_and_pass_once_none_is_expected() -> None:
+    """No event says that the time is over. A timer that is early looks again."""
+    left = [0.001, 0.001, 0.001, 0.0]  # at each look; the last one stays
+
+    def returning() -> float:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    admission = Admission(AdmissionConfig(), lambda: 0 if len(left) > 1 else 1, return_seconds=returning)
+    order: list[str] = []
+    tasks = [await queued(admission, "a", order) for _ in range(2)]
+    await tasks[0]
+    assert (left, admission.waiting_requests) == ([0.0], 1)
+    admission.leave("a")
+    await tasks[1]
+
+
 async def test_of_one_tenants_requests_the_one_with_most_at_hand_goes_first_and_tenants_still_take_turns() -> None:
     now = 0.0
     admission = Admission(AdmissionConfig(), lambda: 1, clock=lambda: now)
@@ -147,14 +180,16 @@ async def test_of_one_tenants_requests_the_one_with_most_at_hand_goes_first_and_
     async def go(tenant: str, name: str, tokens: int) -> None:
         await admission.enter(tenant, Priority.NORMAL, lambda: tokens)
         order.append(name)
+        admitted.append(tenant)
 
+    admitted = ["first"]
     waiting = [("many", "cold", 0), ("many", "warm", 100), ("many", "warmer", 900), ("few", "cold-of-few", 0)]
     tasks = [asyncio.create_task(go(*one)) for one in waiting]
     await asyncio.sleep(0)
     for at, _ in enumerate(tasks):
         if at == 2:
             now = OVERTAKE_SECONDS  # no request may be overtaken any more
-        admission.leave("first")
+        admission.leave(admitted.pop())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -176,11 +211,13 @@ def test_nobody_is_overtaken_by_a_request_of_the_same_tenant_beyond_the_bound(
         now = 0.0
         admission = Admission(AdmissionConfig(normal_wait_seconds=1e6), lambda: 1, clock=lambda: now)
         await admission.enter("first", Priority.NORMAL)
+        admitted = ["first"]
         tasks: dict[int, asyncio.Task[None]] = {}
         queued: dict[int, tuple[str, float]] = {}  # by number, in order of arrival
 
         async def go(number: int, tenant: str, tokens: int) -> None:
             await admission.enter(tenant, Priority.NORMAL, lambda: tokens)
+            admitted.append(tenant)
             came = queued.pop(number)
             assert came[0] == tenant
             for other, arrived in queued.values():
@@ -193,7 +230,7 @@ def test_nobody_is_overtaken_by_a_request_of_the_same_tenant_beyond_the_bound(
         for number, (action, tenant, tokens, seconds) in enumerate(steps):
             now += seconds
             if action == 0:
-                admission.leave("first")
+                admission.leave(admitted.pop())
             elif action == 1 and queued:
                 gone = sorted(queued)[tokens % len(queued)]
                 del queued[gone]
@@ -205,9 +242,10 @@ def test_nobody_is_overtaken_by_a_request_of_the_same_tenant_beyond_the_bound(
             while not admission.admitted_requests:
                 if not queued:
                     await admission.enter("first", Priority.NORMAL)
+                    admitted.append("first")
                 await settle()
         while queued:
-            admission.leave("first")
+            admission.leave(admitted.pop())
             await settle()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert not any(task.exception() for task in tasks.values() if not task.cancelled())

@@ -43,7 +43,7 @@ async def served_in_order(
     tasks = [asyncio.create_task(go(*arrival)) for arrival in arrivals]
     await asyncio.sleep(0)
     for _ in tasks:
-        admission.leave("first")
+        admission.leave(*order[-1][:2] if order else ("first",))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -128,6 +128,26 @@ def test_what_a_session_got_counts_half_after_each_half_life() -> None:
     assert turns.tokens_of("b", AGENT) == 0
 
 
+def test_what_a_session_got_is_counted_after_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that grow without end would exceed what a float holds."""
+    monkeypatch.setattr(session_turns, "HALF_LIVES_MAX", 2)
+    clock = Clock()
+    turns = SessionTurns(60.0, clock)
+    turns.charge("a", AGENT, 800)
+    turns.charge("a", USER, 80)
+    for _ in range(5):
+        clock.now += 60.0
+        turns.charge("a", USER, 10)
+
+    assert turns.tokens_of("a", AGENT) == pytest.approx(800 / 32)
+    assert turns.tokens_of("a", USER) == pytest.approx(80 / 32 + 10 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16))
+    assert list(turns.next_of("a", [AGENT, USER])) == [1]
+    clock.now += 60.0 * 10_000
+    assert turns.tokens_of("a", AGENT) == 0.0
+    turns.charge("a", AGENT, 7)
+    assert turns.tokens_of("a", AGENT) == 7.0
+
+
 def test_sessions_without_end_take_bounded_memory_of_their_tenant_alone() -> None:
     turns = SessionTurns(60.0, Clock())
     turns.charge("b", AGENT, 5)
@@ -142,11 +162,11 @@ def test_the_sessions_of_all_tenants_together_take_bounded_memory(monkeypatch: p
     """The tenant that was served least recently loses its oldest one."""
     monkeypatch.setattr(session_turns, "ALL_SESSIONS_MAX", 4)
     turns = SessionTurns(60.0, Clock())
-    for tenant, session in (("a", 1), ("b", 1), ("a", 2), ("b", 2), ("c", 1), ("d", 1), ("e", 1)):
+    for tenant, session in (("a", 1), ("b", 1), ("b", 2), ("a", 2), ("c", 1), ("d", 1), ("e", 1)):
         turns.charge(tenant, session, 5)
 
     known = {(tenant, session) for tenant in "abcde" for session in (1, 2) if turns.tokens_of(tenant, session)}
-    assert known == {("b", 2), ("c", 1), ("d", 1), ("e", 1)}
+    assert known == {("a", 2), ("c", 1), ("d", 1), ("e", 1)}
 
 
 async def test_a_request_that_does_not_wait_counts_too() -> None:

@@ -308,7 +308,7 @@ async def test_a_request_is_one_round_trip_and_keys_tell_nothing(server: ValkeyS
 
 
 async def test_a_cluster_keeps_a_tenant_in_one_place(tmp_path: Path) -> None:
-    node = Process(tmp_path, cluster_enabled="yes")
+    node = Process(tmp_path, cluster_enabled="yes", cluster_port=str(free_port()))
     try:
         await node.until_up()
         node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)

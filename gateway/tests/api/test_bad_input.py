@@ -15,15 +15,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from spillway_gateway.app import Gateway
-from spillway_gateway.config.settings import parse_config
+from spillway_gateway.api.openapi import openapi_document
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import Status
 from spillway_gateway.testing.running import gateway_config, running_gateway
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
 
-_CONFIG = {"models": [{"name": "fake", "engines": [{"name": "fake-0", "url": "http://127.0.0.1:9"}]}]}
-DOCUMENT: dict[str, Any] = Gateway(parse_config(_CONFIG)).app.framework.openapi()
+DOCUMENT = openapi_document(keys=False)
 OPERATIONS = [(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

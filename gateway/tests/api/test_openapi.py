@@ -12,7 +12,10 @@ import pytest
 import yaml
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.api.openapi import openapi_document
 from spillway_gateway.api.routes import ROUTES
+from spillway_gateway.app import Gateway
+from spillway_gateway.config.settings import parse_config
 from spillway_gateway.error_bodies import Dialect
 from spillway_gateway.testing.running import gateway_config, running_gateway
 
@@ -58,6 +61,27 @@ async def test_it_names_every_route_and_the_shape_of_every_error(start_engine: A
     assert schemas["ErrorDetail"]["required"] == ["message", "type", "param", "code"]
     assert document["paths"]["/v1/models/{model}"]["get"]["parameters"][0]["name"] == "model"
     assert "security" not in document
+
+
+def test_it_names_what_is_routed_and_nothing_else() -> None:
+    config = {"models": [{"name": "fake", "engines": [{"name": "fake-0", "url": "http://127.0.0.1:9"}]}]}
+    application: Any = Gateway(parse_config(config)).app.framework
+    routed = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in application.routes
+        if not route.path.startswith(("/openapi.json", "/ui", "/metrics", "/spillway/"))
+        for method in route.methods - {"HEAD"}
+    }
+    paths = openapi_document(keys=False)["paths"]
+    assert {(path, method) for path, operations in paths.items() for method in operations} == routed
+
+
+def test_every_operation_has_an_id_of_its_own_that_is_an_identifier() -> None:
+    """Generators of clients name their methods by it."""
+    operations = [each for path in openapi_document(keys=False)["paths"].values() for each in path.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert {"post_v1_chat_completions", "post_score", "post_v1_score", "get_v1_models_model"} <= set(ids)
+    assert len(ids) == len(set(ids)) and all(name.isidentifier() for name in ids)
 
 
 async def test_with_keys_every_route_but_the_probes_needs_one(start_engine: Any, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway_gateway.api.chat import parse_chat
+from spillway_gateway.api.completions import parse_completion
 from spillway_gateway.api.messages import parse_messages
 from spillway_gateway.api.pooling import parse_pooling
 from spillway_gateway.api.responses import parse_responses
@@ -139,6 +141,16 @@ def test_the_first_of_a_batch_routes_and_all_of_it_counts(
     parsed = parse_pooling(json.dumps(body).encode())
     assert isinstance(parsed.prompt, CompletionPrompt)
     assert (parsed.prompt.prompt, parsed.other_tokens) == (prompt, other_tokens)
+
+
+@pytest.mark.parametrize(
+    ("given", "cut"), [(None, None), (-1, None), (0, 1), (8, 8), ("8", 8), (8.5, None), ("x", None), ([8], None)]
+)
+def test_the_length_to_which_an_engine_cuts_a_prompt(given: object, cut: int | None) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "truncate_prompt_tokens": given}
+    assert parse_chat(json.dumps(chat).encode()).prompt_tokens_max == cut
+    completion = {"prompt": "hi", "truncate_prompt_tokens": given}
+    assert parse_completion(json.dumps(completion).encode()).prompt_tokens_max == cut
 
 
 json_like = st.recursive(

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.lifespan.on import LifespanOn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from spillway_gateway.client import bounded_connection
+from spillway_gateway.client.bounded_connection import BoundedConnection, BoundedState
+from spillway_gateway.client.open_connections import OpenConnections
+from spillway_gateway.config.settings import ConnectionsConfig
 from spillway_gateway.testing.certificates import make_pair
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import HoldInStream
@@ -475,3 +481,41 @@ async def test_a_client_that_stays_after_a_refusal_is_closed(start_engine: Any) 
         client.send(b"still here")
         pass_seconds(running, bounded_connection.LINGER_SECONDS + 1)
         await until(lambda: not len(running.gateway.open_connections))
+
+
+async def never_answers(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+async def test_reading_pauses_only_within_a_long_body(parts: int) -> None:
+    """A body that comes at once is whole before its request's task begins, and is given to it as it came."""
+    config = uvicorn.Config(never_answers, lifespan="off")
+    config.load()
+    state = BoundedState(OpenConnections(ConnectionsConfig(), 10))
+    connection = BoundedConnection(config, state, LifespanOn(config).state)
+    connection.connection_made(Pipe())
+    body = bytes(range(256)) * (3 * HIGH_WATER_LIMIT // 256)
+    size = len(body) // parts
+    connection.data_received(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body[:size])
+    assert connection.flow.read_paused == (parts == 2), "of three parts the first one is not long yet"
+
+    for at in range(1, parts):
+        connection.data_received(body[at * size : (at + 1) * size])
+    assert connection.cycle.body == body
+    assert not connection.cycle.more_body
+    assert isinstance(connection.cycle.body, bytes) == (parts == 1)
+    for task in state.tasks:
+        task.cancel()
+
+
+class Pipe(asyncio.Transport):
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def is_closing(self) -> bool:
+        return False

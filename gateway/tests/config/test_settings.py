@@ -178,7 +178,7 @@ def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path: Path) -> Non
         load_config(file)
     file.write_text(engine + "x: &base {attemptsMax: 2}\nlimits: {<<: *base, attemptsMax: 3}\n")
     with pytest.raises(ConfigError, match="x: unknown setting"):
-        load_config(file)  # a merged key may be set anew
+        load_config(file)  # a merged key may be set again
 
 
 def test_a_file_that_would_take_minutes_to_read_is_refused_before_it_is_read(tmp_path: Path) -> None:

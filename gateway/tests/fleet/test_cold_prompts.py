@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
+from spillway_gateway.fleet.attempt import Attempt
 from spillway_gateway.fleet.cold_prompts import COLD_SECONDS, COLD_TOKENS_MIN, ROUTED_PER_ITERATION, ColdTurn
 from spillway_gateway.fleet.engine import EngineState
-from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_settings.queue_order import OVERTAKE_SECONDS
@@ -105,7 +106,7 @@ async def test_those_that_wait_are_sent_in_order_of_arrival_as_prompts_leave_the
         for _ in range(4):
             await asyncio.sleep(0)
     assert order == [0, 2, 3]
-    assert fleet.cold.waiting_requests == 0
+    assert len(fleet.cold.waiting) == 0
 
 
 def test_none_waits_for_longer_than_the_bound_and_urgent_ones_do_not_wait() -> None:
@@ -119,7 +120,7 @@ def test_none_waits_for_longer_than_the_bound_and_urgent_ones_do_not_wait() -> N
     assert ask(fleet, BOUND, turn) is None
     clock.now = OVERTAKE_SECONDS
     assert ask(fleet, BOUND, turn) is not None
-    assert fleet.cold.waiting_requests == 0
+    assert len(fleet.cold.waiting) == 0
 
 
 @pytest.mark.parametrize("state", [EngineState.DOWN, EngineState.NOT_READY])
@@ -178,7 +179,7 @@ def test_whatever_comes_and_goes_nobody_is_forgotten_and_no_engine_gets_more(ste
             assert engine.prefills.cold_tokens < BOUND + 2 * BOUND
     assert not waiting
     assert not running
-    assert fleet.cold.waiting_requests == 0
+    assert len(fleet.cold.waiting) == 0
 
 
 def test_callers_without_an_event_loop_are_woken_at_once() -> None:
@@ -208,7 +209,7 @@ async def test_all_that_wait_are_routed_anew_over_iterations_of_the_event_loop()
 
     tasks = [asyncio.create_task(request()) for _ in range(3 * ROUTED_PER_ITERATION)]
     await asyncio.sleep(0)
-    assert fleet.cold.waiting_requests == len(tasks)
+    assert len(fleet.cold.waiting) == len(tasks)
     fleet.engines["b"].set_state(EngineState.DOWN, "gone")
     for _ in range(10):
         routed.append(0)

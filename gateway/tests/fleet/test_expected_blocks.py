@@ -47,12 +47,25 @@ def test_a_shared_start_is_expected_of_both_engines_and_the_rest_of_one() -> Non
     assert [devices(blocks, key) for key in (1, 2, 3)] == [A | B, A, B]
 
 
+def test_an_announced_block_is_expected_of_the_other_engines_alone() -> None:
+    blocks = ExpectedBlocks()
+    expect(blocks, A, [1, 2])
+    expect(blocks, B, [2])
+
+    blocks.announced(1, A)
+    blocks.announced(2, A)
+
+    assert [devices(blocks, key) & ~A for key in (1, 2)] == [0, B]
+    assert 1 not in blocks.by_key
+
+
 def test_a_removed_block_and_a_cleared_device_are_forgotten() -> None:
     blocks = ExpectedBlocks()
     expect(blocks, A, [1, 2])
     expect(blocks, B, [2, 3])
 
     blocks.forget(1)
+    assert [devices(blocks, key) for key in (1, 2, 3)] == [0, A | B, B]
     blocks.forget_devices(A)
 
     assert [devices(blocks, key) for key in (1, 2, 3)] == [0, B, B]

@@ -126,9 +126,10 @@ class Interleaved:
 
     def prompt(self, name: str, has_events: bool) -> None:
         keys = keys_of([1, 2, 3, 4])
-        self.index.match(keys, BLOCK)
+        found = self.index.match(keys, BLOCK).get(name)
         self.index.in_a_store(keys)
-        expected = self.index.expect(name, keys, self.now + 10.0)
+        on_device = 0 if found is None else found.device_tokens // BLOCK
+        expected = self.index.expect(name, keys, self.now + 10.0, on_device=on_device)
         self.begin(self.index.accepted(name, keys, None if has_events else self.now + 10.0))
         if has_events:  # else it stays expected
             self.index.withdraw(expected)
@@ -205,7 +206,7 @@ def test_an_early_block_of_a_store_that_was_forgotten_meanwhile_is_no_key() -> N
     made = Interleaved()
     made.event("a", without_tokens([5], STORES[0], 0))
     made.leave(STORES[0], 9)
-    made.depart("b", False)  # which forgets the stores that nobody uses
+    made.depart("b", False)  # which forgets the stores that no engine uses
     assert made.index.shared_stores == 0
 
     made.event("a", with_tokens([5], None, Tier.DEVICE, 0))

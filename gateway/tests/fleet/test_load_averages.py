@@ -41,8 +41,10 @@ def test_means_follow_a_change_of_traffic() -> None:
     means = RequestMeans()
     for tokens in [1_000] * 300 + [5_000] * 300:
         means.sent(tokens)
+        means.finished(tokens / 1_000)
 
     assert 4_900 < means.uncached_tokens < 5_000
+    assert 4.9 < means.seconds < 5.0
 
 
 def test_the_device_share_and_the_time_of_a_load_are_of_the_tokens_found_lately() -> None:

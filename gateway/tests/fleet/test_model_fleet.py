@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
+from spillway_gateway.fleet.attempt import Attempt
 from spillway_gateway.fleet.engine import EXPECTED_ADAPTERS_MAX, Engine, EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.event_decoder import BlockRemoved, BlockStored, Tier
 from spillway_gateway.fleet.listed_models import read_listed_models
-from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, EngineRates, HeldPrefix
 from spillway_gateway.routing.prefix import PromptBlocks, token_block_keys
+from spillway_settings.roles import EngineRole
+from spillway_settings.vllm_salts import OLDEST
 
 
 def fleet_of(
@@ -58,6 +61,49 @@ def test_counters_are_exact_and_never_negative(steps: list[tuple[int, int, int]]
     for attempt in open_attempts:
         attempt.close()
     assert all((engine.running_requests, engine.queued_tokens) == (0, 0) for engine in fleet.engines.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 2)), max_size=40))
+def test_what_a_request_reads_of_all_engines_is_as_they_are(steps: list[tuple[int, int, int]]) -> None:
+    fleet, oldest = fleet_of([]), OLDEST
+    for action, at, value in steps:
+        name, engine = f"e{at}", fleet.engines.get(f"e{at}")
+        if engine is None:
+            role = EngineRole.PREFILL if value == 2 else EngineRole.BOTH
+            fleet.add_engine(EngineConfig(name, "http://127.0.0.1:1", role=role))
+        elif action <= 1:
+            engine.set_state([EngineState.READY, EngineState.DOWN, EngineState.NOT_READY][value], "")
+        elif action == 2:
+            engine.withhold("it drains" if value else None)
+        elif action == 3:
+            card = f'{{"data":[{{"id":"m","max_model_len":{1000 * value}}}]}}'.encode()
+            engine.models_listed(read_listed_models(card) if value else None)
+        elif action == 4:
+            engine.set_version((0, 30 + value) if value else None)
+        elif action == 5:
+            fleet.remove_engine(name)
+        else:
+            engine.refused("it died")
+        engines = [*fleet.engines.values()]
+        lengths = [each.prompt_tokens_max for each in engines]
+        oldest = min([each.vllm for each in engines if each.vllm is not None], default=oldest)
+        routable = [each for each in engines if each.state is EngineState.READY and each.withheld is None]
+        roles = any(each.config.role is not EngineRole.BOTH for each in engines)
+        assert (fleet.ready_engines, fleet.has_roles) == (len(routable), roles)
+        assert fleet.spreads == (len(engines) > 1 and not roles) and fleet.oldest_vllm == oldest
+        known = [each for each in lengths if each is not None]
+        assert fleet.prompt_tokens_max == (max(known) if known and len(known) == len(lengths) else None)
+
+
+def test_a_poll_that_reads_the_same_again_looks_at_no_other_engine() -> None:
+    fleet = fleet_of(["a", "b"])
+    engine, looks = fleet.engines["a"], []
+    engine.on_read = lambda: looks.append(engine)
+    listed = read_listed_models(b'{"data":[{"id":"m","max_model_len":1000}]}')
+    for _ in range(3):
+        engine.set_version((0, 32))
+        engine.models_listed(listed)
+    assert len(looks) == 2
 
 
 @pytest.mark.parametrize("seconds_to_find_out", [0.0, 4.9, 60.0])
@@ -239,6 +285,25 @@ def test_memory_in_use_follows_own_requests_between_two_readings() -> None:
     view = engine.view(NOTHING_HELD, 0.0, ejected=False)
     assert view.kv_usage == pytest.approx(0.5)
     assert view.kv_token_ms == pytest.approx(0.1)  # a mean stay of 1 s, in a cache of 10,000 tokens
+
+
+def test_plain_replies_show_that_an_engine_is_faster_than_the_default() -> None:
+    fleet = fleet_of(["a", "b"])
+
+    def answered(computed_tokens: int | None) -> list[float]:
+        for _ in range(20):
+            attempt = fleet.choose(PromptBlocks([], 4, 10_000, 1), frozenset({"b"}))
+            attempt.accepted(0.0)
+            if computed_tokens is not None:
+                attempt.counted(computed_tokens)
+            attempt.prefill_assumed()
+            attempt.close(0.1)
+        return [engine.rates.prefill_tokens_per_second for engine in fleet.engines.values()]
+
+    assert answered(None) == [5_000, 5_000]  # an estimate is no count, and what it refused it did not compute
+    assert answered(8) == [5_000, 5_000]  # of a prompt that it cut, or had cached
+    assert answered(8_000) == [80_000, 80_000]
+    assert answered(20_000) == [100_000, 100_000]  # no more than was to compute
 
 
 def test_an_engine_that_came_back_is_taken_for_slow_at_first() -> None:

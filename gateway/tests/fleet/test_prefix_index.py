@@ -127,6 +127,27 @@ def test_blocks_that_an_engine_announced_take_no_room_when_they_are_expected() -
     assert made.match(keys(PROMPT), BLOCK) == {"a": HeldPrefix(8, 0, 0), "b": HeldPrefix(8, 0, 0)}
 
 
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
+def test_what_match_found_is_expected_as_what_the_index_would_look_up(held: int, routed: int, other: int) -> None:
+    """held: blocks that the engine has announced. routed, other: blocks of earlier prompts to it and to another one."""
+    made, looked_up = index(), index()
+    for each in (made, looked_up):
+        each.apply("a", stored([1, 2, 3, 4][:held], None, PROMPT[: held * BLOCK]))
+        each.expect("b", keys([9] * 16)[:other], until=10.0)
+    before = [each.expect("a", keys(PROMPT[: routed * BLOCK]), until=10.0) for each in (made, looked_up)]
+    found = made.match(keys(PROMPT), BLOCK).get("a")
+
+    on_device = 0 if found is None else found.device_tokens // BLOCK
+    made.expect("a", keys(PROMPT), until=10.0, on_device=on_device)
+    looked_up.expect("a", keys(PROMPT), until=10.0)
+
+    assert made.estimated_bytes == looked_up.estimated_bytes
+    for each, expected in zip((made, looked_up), before, strict=True):
+        each.withdraw(expected)  # what this prompt expects, too, stays
+    for end in range(5):
+        assert made.match(keys(PROMPT)[:end], BLOCK) == looked_up.match(keys(PROMPT)[:end], BLOCK)
+
+
 def test_what_is_expected_takes_no_room_once_the_index_has_it() -> None:
     made = index()
     empty = made.estimated_bytes
@@ -915,7 +936,7 @@ def test_a_smaller_bound_is_reached_over_several_events() -> None:
 
 
 def test_a_store_that_is_forgotten_takes_no_block_that_an_engine_announced_early() -> None:
-    """Its entries are freed in steps; what was added behind them would lead to a slot that is nobody's."""
+    """Its entries are freed in steps; what was added behind them would lead to an unused slot."""
     clock = Clock()
     made = index(clock=clock)
     made.add_engine("c")

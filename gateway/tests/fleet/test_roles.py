@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from spillway_gateway.config.disaggregation import DisaggregationConfig
 from spillway_gateway.config.settings import EngineConfig, ModelConfig, RoutingConfig
+from spillway_gateway.fleet.attempt import Attempt
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.event_decoder import BlockStored, Tier
-from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.prefix import PromptBlocks

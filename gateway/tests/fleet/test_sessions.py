@@ -29,6 +29,14 @@ def test_the_bounds_hold_and_what_is_remembered_is_the_last_engine(
             assert sum(each.tenant == tenant for each in known) <= tenant_max
 
 
+def test_at_the_bound_of_all_the_tenant_that_was_served_least_recently_forgets_its_oldest() -> None:
+    sessions = Sessions(10, 3)
+    for tenant, digest in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        sessions.served(SessionKey(tenant, digest), "e0", 0.0)
+    known = [sessions.engine_of(SessionKey(*key)) for key in (("a", 1), ("b", 2), ("a", 3), ("c", 4))]
+    assert known == ["e0", None, "e0", "e0"]
+
+
 @given(served)
 def test_a_tenant_at_its_bound_forgets_its_own_and_oldest(steps: list[tuple[SessionKey, str]]) -> None:
     sessions = Sessions(2, 100)

@@ -68,7 +68,7 @@ async def test_the_configuration_is_resolved_and_without_secrets(start_engine: A
 
 async def test_one_model_may_be_away(start_engine: Any) -> None:
     here, away = await start_engine("here"), await start_engine("away", model="other")
-    document = gateway_config([here])
+    document = gateway_config([here], health={"returnSeconds": 0})
     document["models"].append({"name": "other", "engines": [{"name": away.name, "url": away.url}]})
     async with running_gateway(document) as running, aiohttp.ClientSession() as client:
         await away.stop()
@@ -98,11 +98,11 @@ async def test_at_its_start_every_known_engine_is_asked_once(start_engine: Any) 
             operations._config,
             discovered=dict,
         )
-        running.engine("b").state = EngineState.UNKNOWN
+        running.engine("b").set_state(EngineState.UNKNOWN, "")
         waiting = new.readiness()
-        running.engine("b").state = EngineState.DOWN
+        running.engine("b").set_state(EngineState.DOWN, "")
         begun = new.readiness()
-        running.engine("b").state = EngineState.UNKNOWN  # one that is found later does not make it unready
+        running.engine("b").set_state(EngineState.UNKNOWN, "")  # one that is found later does not make it unready
 
         assert (waiting.status, waiting.document["reason"]) == (503, "not asked yet since the start: b")
         assert (begun.status, new.readiness().status) == (200, 200)

@@ -349,6 +349,24 @@ async def test_an_error_of_the_router_is_the_client_s_error(start_engine: Any) -
         await until(lambda: running_requests(fronts) == 0)
 
 
+async def test_engines_that_are_all_lost_for_a_moment_cost_time_and_no_answer(start_engine: Any) -> None:
+    engines = [await start_engine(name) for name in "ab"]
+    document = gateway_config(engines, health={"periodSeconds": 3600, "returnSeconds": UNTIL_SECONDS_MAX})
+    async with running_fronts(document) as fronts, aiohttp.ClientSession() as http:
+        for engine in engines:
+            await engine.stop()
+        (admission,) = fronts.gateway.admissions.values()
+        first = asyncio.create_task(status_of(http, fronts.urls[0]))
+        await until(lambda: admission.waiting_requests == 1)
+        asked = [first, *(asyncio.create_task(status_of(http, url)) for url in fronts.urls)]
+        await until(lambda: admission.waiting_requests == len(asked))
+        for engine in engines:
+            await engine.start(engine.port)
+
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * len(asked)
+        await until(lambda: running_requests(fronts) == 0)
+
+
 async def test_the_gateway_is_ready_while_a_process_serves(start_engine: Any) -> None:
     engine = await start_engine()
     async with running_fronts(gateway_config([engine]), count=3) as fronts, aiohttp.ClientSession() as http:

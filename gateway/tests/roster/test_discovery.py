@@ -18,7 +18,7 @@ from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint
 from spillway_gateway.testing.faults import Hang, HoldInStream
 from spillway_gateway.testing.kv_publisher import KvPublisher
-from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
+from spillway_gateway.testing.running import RunningGateway, gateway_config, patient, running_gateway, until
 
 PROMPT = {"model": "fake", "prompt": list(range(200))}
 
@@ -33,7 +33,7 @@ def settings(api: FakeKubernetes, **sections: Any) -> dict[str, Any]:
         "retrySecondsMax": 0.02,
     }
     model = {"name": "fake", "discovery": {"kubernetes": kubernetes}}
-    return {"models": [model], "health": {"periodSeconds": 0.1}, **sections}
+    return {"models": [model], **patient(**sections)}
 
 
 def put(api: FakeKubernetes, fake: FakeEngine, *, uid: str | None = None, **conditions: Any) -> None:
@@ -268,7 +268,7 @@ async def test_names_of_a_name_service_become_engines(start_engine: Any) -> None
     server.records["engines.test.", "A"] = ["127.0.0.1"]
     dns = {"name": "engines.test.", "port": fake.port, "periodSeconds": 0.01, "timeoutSeconds": 30.0}
     dns["nameservers"] = [f"127.0.0.1:{server.port}"]
-    document = {"models": [{"name": "fake", "discovery": {"dns": dns}}], "health": {"periodSeconds": 0.1}}
+    document = {"models": [{"name": "fake", "discovery": {"dns": dns}}], **patient()}
     try:
         async with running_gateway(document) as running, aiohttp.ClientSession() as client:
             await ready(running, f"127.0.0.1:{fake.port}")

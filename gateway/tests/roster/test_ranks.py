@@ -15,7 +15,7 @@ from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.fake_kubernetes import FakeKubernetes, endpoint_slice, pod_endpoint
 from spillway_gateway.testing.faults import Status
 from spillway_gateway.testing.kv_publisher import KvPublisher
-from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
+from spillway_gateway.testing.running import RunningGateway, gateway_config, patient, running_gateway, until
 
 TWO_RANKS = b"""vllm:num_requests_running{engine="0",model_name="fake"} 0.0
 vllm:num_requests_running{engine="1",model_name="fake"} 0.0
@@ -118,7 +118,7 @@ async def test_discovered_pods_are_listed_by_their_ranks_and_leave_together(star
     fake = await start_engine("vllm-0")
     fake.pages["/metrics"] = TWO_RANKS
     kubernetes = {"service": "engines", "namespace": "spillway", "apiServer": api.url, "dataParallelRanks": 2}
-    document = {"models": [{"name": "fake", "discovery": {"kubernetes": kubernetes}}], "health": {"periodSeconds": 0.1}}
+    document = {"models": [{"name": "fake", "discovery": {"kubernetes": kubernetes}}], **patient()}
     try:
         async with running_gateway(document, wait_ready=False) as running:
             engines = running.gateway.fleets[0].engines

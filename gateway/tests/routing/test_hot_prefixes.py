@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +46,18 @@ def test_prompts_that_are_little_longer_than_what_they_share_are_enough() -> Non
         request(hot, blocks(*range(64), 1000 + number, 2000 + number))
     (found,) = hot.hottest(8, 0.0)
     assert found.blocks == max(depth for depth in DEPTHS if depth <= 64)
+
+
+def test_requests_count_half_after_each_half_life_however_long_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that grow without end would exceed what a float holds."""
+    monkeypatch.setattr(hot_prefixes, "HALF_LIVES_MAX", 2)
+    hot = HotPrefixes()
+    for at in range(40):
+        for number in range(3):
+            request(hot, blocks(1, 2, 3, 1000 * at + number), now=at * HALF_LIFE_SECONDS)
+    (found,) = hot.hottest(8, 39 * HALF_LIFE_SECONDS)
+    assert found.requests == pytest.approx(6)
+    assert hot.hottest(8, 10_000 * HALF_LIFE_SECONDS) == []
 
 
 def test_the_turns_of_one_conversation_in_any_order_are_not_hot() -> None:

@@ -16,7 +16,7 @@ from spillway_gateway.routing.fleet_view import (
     RouteRequest,
     SplitTerms,
 )
-from spillway_gateway.routing.legs import LegsReason
+from spillway_gateway.routing.legs import LegsReason, handed_over
 from spillway_gateway.routing.route import Decision, RouteReason, plan_route
 from spillway_settings.roles import EngineRole
 
@@ -143,6 +143,23 @@ def test_a_prompt_is_loaded_at_the_rate_of_the_store_in_common() -> None:
     per_second = 1 / RATES.shared_load_tokens_per_second - 1 / RATES.cpu_load_tokens_per_second
     assert of_shared - of_node == pytest.approx(1000.0 * loaded * per_second)
     assert two_legs_ms(frozenset({"node/1", "nvme/1"})) == of_node
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_what_the_second_engine_does_not_hold_is_handed_over_but_for_the_last_block(near: bool) -> None:
+    held = HeldPrefix(2 * BLOCK, BLOCK, BLOCK)
+    later = handed_over(held, 8 * BLOCK, BLOCK, near=near)  # seven blocks are before the one with the last token
+    assert later == HeldPrefix(2 * BLOCK, (4 if near else 1) * BLOCK, (1 if near else 4) * BLOCK)
+    assert handed_over(held, 4 * BLOCK, BLOCK, near=near) == held
+
+
+def test_each_token_that_is_handed_over_has_its_price() -> None:
+    def two_legs_ms(**terms: object) -> float:
+        legs = plan(engine("p", "prefill"), engine("d", "decode"), always=True, **terms).legs
+        assert legs is not None and legs.two_legs_ms is not None
+        return legs.two_legs_ms
+
+    assert two_legs_ms(hand_over_token_ms=0.01) - two_legs_ms() == pytest.approx(0.01 * (8192 - BLOCK))
 
 
 def test_slow_answers_and_always_need_no_lower_price() -> None:

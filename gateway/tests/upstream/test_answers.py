@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.error_bodies import Dialect
+from spillway_gateway.upstream import answers
 from spillway_gateway.upstream.answers import (
     READ_BYTES_MAX,
     Kind,
@@ -343,6 +344,24 @@ def test_behind_the_end_of_an_answer_only_another_ending_is_left(dialect: Dialec
 def test_nothing_is_taken_of_a_stream_that_has_not_ended(events: bytes, dialect: Dialect) -> None:
     left, complete = without_surplus(events, dialect, complete=False)
     assert complete or left == events
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_of_many_events_only_those_that_may_end_a_stream_are_parsed(
+    complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes | None] = []
+    read = answers._read
+
+    def counted(name: str, data: bytes | None, *how: Any, **named: Any) -> answers.Event:
+        parsed.append(data)
+        return read(name, data, *how, **named)
+
+    monkeypatch.setattr(answers, "_read", counted)
+    events = 30 * sse(choice(delta={"content": "a"})) + sse(error(400)) + DONE
+    assert without_surplus(events, CHAT, complete=complete)[1]
+    assert [found.kind for found in endings(events, CHAT)] == [Kind.REFUSED, Kind.END]
+    assert set(parsed) == {json.dumps(error(400)).encode(), b"[DONE]"}
 
 
 def test_a_stream_without_its_mark_is_whole_where_its_answer_is() -> None:

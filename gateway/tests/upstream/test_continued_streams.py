@@ -129,7 +129,7 @@ async def test_the_answer_goes_on_from_another_engine(
         whole = len(answer.prompt), len(PIECES)
         assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == [whole]
         reason = "disconnected" if fault is DieInStream else "failed"
-        begun = path == COMPLETIONS or after > 1  # chat's first event is the role: another engine begins anew
+        begun = path == COMPLETIONS or after > 1  # chat's first event is the role: another engine begins again
         assert await counted(client, running, "continued_answers_total") == ({reason: 1.0} if begun else {})
         assert await counted(client, running, "not_continued_answers_total") == {}
         assert_idle(running)

@@ -245,7 +245,7 @@ async def test_the_first_cause_counts_and_a_client_that_left_in_between_ends_the
     exchange = Exchange(fleet, services, send, stream=True)
     exchange.client_disconnected()
     with pytest.raises(ClientDisconnected), exchange:
-        raise AssertionError("it waits for nobody")
+        raise AssertionError("it waits for nothing")
 
 
 async def test_a_cancelled_task_is_no_cause_of_the_exchange() -> None:

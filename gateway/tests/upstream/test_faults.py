@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,11 +12,24 @@ import aiohttp
 import pytest
 
 from spillway_gateway.client.connection import EXTENSION
+from spillway_gateway.errors import EngineConnectTimeout
 from spillway_gateway.fleet.engine import Engine, EngineState
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.testing.fake_engine import FakeEngine
 from spillway_gateway.testing.faults import DieInStream, ErrorInStream, Hang, HeadThenDie, HoldInStream, Slow, Status
-from spillway_gateway.testing.running import RunningGateway, gateway_config, running_gateway, until
+from spillway_gateway.testing.running import (
+    UNTIL_SECONDS_MAX,
+    RunningGateway,
+    gateway_config,
+    running_gateway,
+    until,
+)
 from spillway_gateway.upstream.exchange import Exchange
+from spillway_gateway.upstream.local_router import LocalRouter
+from spillway_gateway.upstream.outbound import OutboundRequest
+from spillway_gateway.upstream.pool import ConnectionPool
+from spillway_gateway.upstream.relay import Relay
+from spillway_gateway.upstream.router import Place
 
 CHAT = "/v1/chat/completions"
 
@@ -365,6 +379,185 @@ async def test_an_unread_reply_never_reaches_the_next_request(start_engine: Any,
         assert_idle(running)
 
 
+def lost(running: RunningGateway) -> bool:
+    return all(
+        engine.state is EngineState.DOWN for fleet in running.gateway.fleets for engine in fleet.engines.values()
+    )
+
+
+def waiting_requests(running: RunningGateway) -> int:
+    return sum(running.gateway.admissions[fleet.name].waiting_requests for fleet in running.gateway.fleets)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engines_that_are_all_lost_for_a_moment_cost_time_and_no_answer(
+    start_engine: Any, client: aiohttp.ClientSession, stream: bool
+) -> None:
+    """To the requests that find out, and to those that come then; the engines are polled before their next turn."""
+    engines = await pair(start_engine)
+    health = {"periodSeconds": 3600, "returnSeconds": UNTIL_SECONDS_MAX}
+    async with running_gateway(gateway_config(engines, health=health)) as running:
+        for engine in engines:
+            await engine.stop()
+        assert not lost(running)
+        first = asyncio.create_task(ask(client, running, stream=stream))
+        await until(lambda: lost(running) and waiting_requests(running) == 1)
+        asked = [first, *(asyncio.create_task(ask(client, running, stream=stream)) for _ in range(3))]
+        await until(lambda: waiting_requests(running) == len(asked))
+        for engine in engines:
+            await engine.start(engine.port)
+
+        assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * len(asked)
+        assert_idle(running)
+
+
+async def test_a_request_whose_last_engine_is_lost_before_it_is_routed_waits_too(
+    start_engine: Any, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for its turn to be computed."""
+    engine = await start_engine()
+    enter = LocalRouter.enter
+    losses = iter([True])
+
+    async def entered(self: LocalRouter, fleet: ModelFleet, request: OutboundRequest) -> Place:
+        place = await enter(self, fleet, request)
+        if next(losses, False):
+            fleet.engines[engine.name].refused("cannot be reached")
+        return place
+
+    monkeypatch.setattr(LocalRouter, "enter", entered)
+    health = {"periodSeconds": 3600, "returnSeconds": UNTIL_SECONDS_MAX}
+    async with running_gateway(gateway_config([engine], health=health)) as running:
+        status, _, _ = await ask(client, running)
+        assert status == 200
+        assert_idle(running)
+
+
+async def test_a_request_waits_for_an_engine_to_return_no_longer_than_its_priority_allows(
+    start_engine: Any, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start_engine()
+    enter, entered = LocalRouter.enter, []
+
+    async def counted(self: LocalRouter, fleet: ModelFleet, request: OutboundRequest) -> Place:
+        entered.append(request)
+        return await enter(self, fleet, request)
+
+    monkeypatch.setattr(LocalRouter, "enter", counted)
+    settings = {"health": {"periodSeconds": 3600, "returnSeconds": UNTIL_SECONDS_MAX}}
+    async with running_gateway(gateway_config([engine], admission={"normalWaitSeconds": 0.01}, **settings)) as running:
+        await engine.stop()
+        running.engine(engine.name).poll_soon = lambda: None
+        running.engine(engine.name).refused("cannot be reached")
+        status, _, body = await ask(client, running)
+        assert (status, json.loads(body)["error"]["code"], len(entered)) == (503, "no_engine_ready", 1)
+        assert_idle(running)
+
+
+async def test_an_adapter_whose_only_engine_takes_no_connection_is_not_reached(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    """The other engine takes requests, though not this one."""
+    engines = [await start_engine(name="a", adapters=["sql"]), await start_engine(name="b")]
+    async with running_gateway(gateway_config(engines, health={"periodSeconds": 3600})) as running:
+        await engines[0].stop()
+        status, _, body = await ask(client, running, model="sql")
+        assert (status, json.loads(body)["error"]["code"]) == (502, "engine_unreachable")
+        assert waiting_requests(running) == 0
+        assert_idle(running)
+
+
+async def test_requests_whose_engines_do_not_return_leave_nothing_to_the_garbage_collector(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    """Each would hold its body, which counts no more. One finds no other engine, one waits for its own."""
+    engines = [await start_engine(name="a", adapters=["sql"]), await start_engine(name="b")]
+    health = {"periodSeconds": 3600, "returnSeconds": 0.01}
+    async with running_gateway(gateway_config(engines, health=health)) as running:
+        for engine in engines:
+            await engine.stop()
+            running.engine(engine.name).poll_soon = lambda: None
+        gc.collect()
+        gc.disable()
+        try:
+            for model in 4 * ("sql", "fake"):
+                for engine in engines:
+                    running.engine(engine.name).set_state(EngineState.READY, "ready")
+                status, _, _ = await ask(client, running, model=model)
+                assert status == 502
+            assert sum(type(each) is Relay for each in gc.get_objects()) <= 1  # the last one
+        finally:
+            gc.enable()
+
+
+async def test_the_wait_for_lost_engines_is_bounded_in_number_and_ends_with_its_client(
+    start_engine: Any, client: aiohttp.ClientSession
+) -> None:
+    engine = await start_engine()
+    document = gateway_config(
+        [engine], health={"returnSeconds": UNTIL_SECONDS_MAX}, admission={"waitingRequestsMax": 1}
+    )
+    async with running_gateway(document) as running:
+        await engine.stop()
+        await until(lambda: lost(running))
+        first = asyncio.create_task(ask(client, running))
+        await until(lambda: waiting_requests(running) == 1)
+        status, _, body = await ask(client, running)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "no_engine_ready")
+        first.cancel()
+        await until(lambda: waiting_requests(running) == 0)
+        await until(lambda: not running.gateway.lifecycle.running)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+async def test_engines_that_do_not_return_are_named_once_they_are_expected_no_longer(
+    start_engine: Any, client: aiohttp.ClientSession, seconds: float
+) -> None:
+    engines = await pair(start_engine)
+    health = {"periodSeconds": 3600, "returnSeconds": seconds}
+    async with running_gateway(gateway_config(engines, health=health)) as running:
+        for engine in engines:
+            await engine.stop()
+        status, headers, body = await ask(client, running)  # finds out
+        assert (status, json.loads(body)["error"]["code"]) == (502, "engine_unreachable")
+        assert headers["connection"] == "close"
+        await until(lambda: not any(running.engine(engine.name).may_return_for(seconds) for engine in engines))
+        status, headers, body = await ask(client, running)
+
+    assert (status, json.loads(body)["error"]["code"]) == (503, "no_engine_ready")
+    assert int(headers["retry-after"]) > 0 and headers["connection"] == "close"  # another gateway may reach one
+    assert waiting_requests(running) == 0
+
+
+async def test_a_refusal_closes_the_connection_too_if_engines_do_not_even_refuse_theirs(
+    start_engine: Any, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network does that drops packets."""
+
+    async def open_none(self: ConnectionPool, engine: Engine) -> None:
+        raise EngineConnectTimeout("late")
+
+    async with running_gateway(gateway_config([await start_engine()])) as running:
+        monkeypatch.setattr(ConnectionPool, "open", open_none)
+        status, headers, body = await ask(client, running)
+
+    assert (status, json.loads(body)["error"]["code"]) == (504, "engine_unreachable")
+    assert headers["connection"] == "close"
+
+
+async def test_engines_that_drain_are_not_expected_back(start_engine: Any, client: aiohttp.ClientSession) -> None:
+    engine = await start_engine()
+    document = gateway_config([engine], health={"returnSeconds": UNTIL_SECONDS_MAX})
+    async with running_gateway(document) as running:
+        engine.ready = (503, {"ready": False, "reason": "draining"})
+        await running.until_engine(engine.name, lambda engine: engine.draining)
+        await engine.stop()
+        await until(lambda: lost(running))
+        status, _, body = await ask(client, running)
+
+    assert (status, json.loads(body)["error"]["code"]) == (503, "no_engine_ready")
+
+
 async def test_no_engine_at_all_is_a_503_that_names_them(start_engine: Any, client: aiohttp.ClientSession) -> None:
     starting = await start_engine(name="starting")
     starting.ready = (503, {"ready": False, "reason": "self-check"})
@@ -465,6 +658,8 @@ class StalledClient:
 
     def reply(self, status: int, headers: Any, body: bytes) -> bool:
         return False
+
+    def end_with_reply(self) -> None: ...
 
     def take_reply_bytes(self, more_bytes: int) -> bool:
         return True

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 
 from spillway_gateway.access.keys import hash_key
+from spillway_gateway.fleet.attempt import Attempt
 from spillway_gateway.fleet.engine import Engine
-from spillway_gateway.fleet.model_fleet import Attempt
 from spillway_gateway.testing.fake_documents import (
     completion_events,
     completion_usage,
@@ -24,7 +24,7 @@ from spillway_gateway.testing.fake_documents import (
     typed_event,
     untyped_event,
 )
-from spillway_gateway.testing.running import RunningGateway, running_gateway, until
+from spillway_gateway.testing.running import RunningGateway, patient, running_gateway, until
 from spillway_gateway.testing.running_fronts import running_fronts
 from spillway_gateway.upstream.exchange import Exchange, State
 from spillway_gateway.upstream.sse import EVENT_BYTES_MAX
@@ -181,7 +181,7 @@ async def start() -> AsyncIterator[Any]:
 
 def config(*engines: ScriptedEngine, **sections: Any) -> dict[str, Any]:
     model = {"name": "fake", "engines": [{"name": engine.name, "url": engine.url} for engine in engines]}
-    return {"models": [model], "health": {"periodSeconds": 0.05, "metricsPeriodSeconds": 0.05}, **sections}
+    return {"models": [model], **patient(health={"periodSeconds": 0.05, "metricsPeriodSeconds": 0.05}, **sections)}
 
 
 async def ask(client: aiohttp.ClientSession, running: RunningGateway, path: str) -> tuple[int, Any, bytes]:

@@ -289,3 +289,33 @@ async def test_requests_that_fail_by_their_own_fault_count(start_engine: Any, tm
                 statuses.append(reply.status)
         assert statuses == [400, 400, 404, 400, 400, 400, 429, 429]
         assert gateway.gateway.gatekeeper._usage["a"].running_requests == 0
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+async def test_plain_replies_show_an_engines_rate_by_its_own_counts(start_engine: Any, fronts: int) -> None:
+    """A tenant whose long prompts are cut by the engine, or cached there, makes it no faster for the others."""
+    engine: FakeEngine = await start_engine()
+    document = gateway_config([engine], routing={"prefillTokensPerSecond": 100})
+    unique = itertools.count(1, 3_000)
+
+    async def rate_after(running: Any, counts: dict[str, Any], **fields: Any) -> float:
+        engine.script = lambda path, body: scripted(path, usage_of(path, counts))
+        url = running.urls[0] if fronts else running.url
+        engines = running.gateway.fleets[0].engines.values()
+        async with aiohttp.ClientSession() as http:
+            for _ in range(10):
+                prompt = list(range(start := next(unique), start + 3_000))
+                body = {"model": "fake", "prompt": [[start], prompt] if fields.get("n") else prompt, **fields}
+                async with http.post(url + "/v1/completions", json=body) as reply:
+                    assert reply.status == 200 and await reply.read()
+        await until(lambda: not any(each.running_requests for each in engines))
+        (rate,) = (each.rates.prefill_tokens_per_second for each in engines)
+        return float(rate)
+
+    async with running_fronts(document, count=fronts) if fronts else running_gateway(document) as running:
+        cut = {"prompt_tokens": 8, "completion_tokens": 1, "cached_tokens": 0}
+        cached = {"prompt_tokens": 3_000, "completion_tokens": 1, "cached_tokens": 2_900}
+        assert [await rate_after(running, counts) for counts in (cut, cached)] == [100, 100]
+        for fields in ({"truncate_prompt_tokens": 8}, {"n": 2}):
+            assert await rate_after(running, cut, stream=True, **fields) == 100
+        assert await rate_after(running, {"prompt_tokens": 3_000, "completion_tokens": 1, "cached_tokens": 0}) > 100

@@ -1,27 +1,29 @@
 """The queue in front of engines that are all full: bounded, with a deadline, fair.
 
-While a model has capacity a request passes without waiting. Beyond it, a tenant or a session that has no request on
-the engines may send one, into one of a few places that are kept for these: so no one else waits until a request of a
-flood ends. Otherwise it queues by priority, and within one priority
-tenants are served by round robin (fair queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the
-first of another by one place. Sessions of one tenant take turns too (session_turns.py). Among the requests of one
-session, the one that finds most cached tokens goes first, and the others overtake none of them for longer than
-OVERTAKE_SECONDS. An engine's queue has the same rule (spillway_settings.queue_order).
+While a model has capacity a request passes without waiting. Beyond it, a tenant or a session that has no request on the
+engines may send one, into one of a few places that are kept for these: so such a request does not wait until a request
+of a flood ends. Otherwise it queues by priority, and within one priority tenants are served by round robin (fair
+queueing, J. Nagle, RFC 970), so a thousand requests of one tenant delay the first of another by one place. Sessions of
+one tenant take turns too (session_turns.py). Among the requests of one session, the one that finds most cached tokens
+goes first, and the others overtake none of them for longer than OVERTAKE_SECONDS. An engine's queue has the same rule
+(spillway_settings.queue_order).
 
-A model that is scaled to zero has no capacity; its requests wait longer, for the first engine.
+A model that is scaled to zero has no capacity; its requests wait longer, for the first engine. One whose engines were
+all lost a moment ago has none either: its requests wait for one to return, and once none is expected any more they
+pass, so that routing refuses them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from spillway_gateway.access.keys import Priority
 from spillway_gateway.access.session_turns import REQUEST_TOKENS, Session, SessionTurns
 from spillway_gateway.config.settings import AdmissionConfig
-from spillway_gateway.errors import GatewayOverloaded, NoEngineReady
+from spillway_gateway.errors import GatewayOverloaded, NoEngineInTime, NoEngineReady
 from spillway_gateway.turns import Turns
 from spillway_settings.queue_order import OVERTAKE_SECONDS, admission_order
 
@@ -33,6 +35,10 @@ REFUSALS_PER_ITERATION = 16  # of the event loop; thousands may have waited for 
 
 def _none_at_hand() -> int:
     return 0
+
+
+def _none_returns() -> float:
+    return 0.0
 
 
 class _Waiting:
@@ -51,19 +57,22 @@ class _Waiting:
 
 class Admission:
     """The queue of one model. On the event loop. capacity: requests that its engines may run together at the moment.
-    wake_seconds: how long a request waits for a first engine; None: as long as for room."""
+    wake_seconds: how long a request waits for a first engine; None: as long as for room. return_seconds: for which lost
+    engines are expected back; while that is not 0 there is no capacity, and as soon as it is 0 there is some."""
 
     def __init__(
         self,
         config: AdmissionConfig,
         capacity: Callable[[], int],
         wake_seconds: Callable[[], float | None] = lambda: None,
+        return_seconds: Callable[[], float] = _none_returns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._config = config
         self._capacity = capacity
         self._wake_seconds = wake_seconds
+        self._return_seconds = return_seconds
         self._seconds = {
             Priority.HIGH: config.high_wait_seconds,
             Priority.NORMAL: config.normal_wait_seconds,
@@ -76,10 +85,11 @@ class Admission:
         self._refusals = Turns(REFUSALS_PER_ITERATION)
         self.turns = SessionTurns(config.session_half_life_seconds, clock)
         self._goes_on: asyncio.Handle | None = None  # admitting, in the next iteration of the event loop
+        self._looks_again: asyncio.TimerHandle | None = None
         self.admitted_requests = 0
-        self._admitted: Counter[tuple[str, Session] | str] = Counter()  # by tenant, and by tenant and session
-        # Sessions that entered beyond the engines' room, until all of their requests have ended: they take
-        # nothing from requests that wait.
+        self._admitted: dict[str, dict[Session, int]] = {}  # how many, by tenant and session
+        # Sessions that entered beyond the engines' room, until all of their requests have ended: they take no room
+        # from requests that wait.
         self._beyond: set[tuple[str, Session]] = set()
         self.waiting_requests = 0
         self.refused_total = 0
@@ -88,7 +98,7 @@ class Admission:
     def is_full(self) -> bool:
         """Whether a request that comes now has to wait until an existing engine has room."""
         capacity = self._capacity()
-        return capacity > 0 and (self.waiting_requests > 0 or not self._has_room())
+        return capacity > 0 and (self.waiting_requests > 0 or self._taken >= capacity)
 
     def enter_at_once(self, tenant: str, session: Session = None, priority: Priority = Priority.NORMAL) -> bool:
         """Whether the request may be sent without waiting; leave() must then follow."""
@@ -101,23 +111,31 @@ class Admission:
         return True
 
     def _may_enter_beyond(self, tenant: str, session: Session, priority: Priority) -> bool:
-        """Whether the request gets a place beyond the engines' room, which are for those who have none at the moment:
-        a part for sessions, and as much again for tenants, so that the sessions of one take it from no other. It gets
-        none while a request of a higher priority waits."""
+        """Whether the request gets a place beyond the engines' room. These places are for senders that have no request
+        on the engines: a part for sessions, and as many for tenants, so that one tenant's sessions take none from
+        another tenant. It gets none while a request of a higher priority waits."""
         if any(self._waiting[other] for other in Priority if other < priority):
             return False
         beyond, places = len(self._beyond), self._capacity() // NEWCOMERS_PART
-        if not self._admitted[tenant]:
+        if tenant not in self._admitted:
             return beyond < 2 * places
-        return session is not None and not self._admitted[tenant, session] and beyond < places
+        return session is not None and session not in self._admitted[tenant] and beyond < places
 
     def _has_room(self) -> bool:
-        return self.admitted_requests - len(self._beyond) < self._capacity()
+        return self._taken < self._capacity()
+
+    @property
+    def _taken(self) -> int:
+        """Places within the engines' room."""
+        return self.admitted_requests - len(self._beyond)
 
     def _admit(self, tenant: str, session: Session) -> None:
         self.admitted_requests += 1
-        self._admitted[tenant] += 1
-        self._admitted[tenant, session] += 1
+        sessions = self._admitted.get(tenant)
+        if sessions is None:
+            self._admitted[tenant] = {session: 1}
+        else:
+            sessions[session] = sessions.get(session, 0) + 1
 
     @property
     def requests_per_engine_max(self) -> int:
@@ -131,30 +149,34 @@ class Admission:
         at_hand: Callable[[], int] = _none_at_hand,
         session: Session = None,
     ) -> None:
-        """Returns when the request may be sent; leave() must follow. Whoever sends it then charges `turns`.
+        """Returns when the request may be sent; leave() must follow. The sender then charges `turns`.
 
         Args:
-            tenant: whose turn it takes.
+            tenant: the tenant whose turn it takes.
             priority: before which others it goes, and how long it waits.
             at_hand: the cached tokens that it would find on an engine with room; called whenever there is room.
-            session: of the tenant, whose turn it takes there.
+            session: the tenant's session whose turn it takes.
 
         Raises:
             GatewayOverloaded: the queue is full, or the priority's deadline passed.
-            NoEngineReady: no engine came in time.
+            NoEngineReady: the queue is full, and there is no engine.
+            NoEngineInTime: the priority's deadline passed without one.
         """
         if self.enter_at_once(tenant, session, priority):
             return
         config = self._config
         if self.waiting_requests >= config.waiting_requests_max:
             self.refused_total += 1
-            raise GatewayOverloaded(f"all engines are full and {config.waiting_requests_max} requests wait for them")
+            waiting_max = config.waiting_requests_max
+            if not self._capacity():
+                raise NoEngineReady(f"No engine of this model is ready, and {waiting_max} requests wait for one")
+            raise GatewayOverloaded(f"all engines are full and {waiting_max} requests wait for them")
         waiting = _Waiting(asyncio.get_running_loop().create_future(), self._clock(), at_hand, session)
         self._waiting[priority].setdefault(tenant, deque()).append(waiting)
         self.waiting_requests += 1
+        self._look_again()
         seconds, wake_seconds = self._seconds[priority], self._wake_seconds()
-        wakes = wake_seconds is not None and not self._capacity()
-        if wake_seconds is not None and wakes:
+        if wake_seconds is not None and not self._capacity():
             seconds = max(seconds, wake_seconds)
         try:
             async with asyncio.timeout(seconds):
@@ -163,8 +185,8 @@ class Admission:
             self._give_up(waiting, tenant, priority)
             self.refused_total += 1
             await self._refusals.wait()
-            if wakes and not self._capacity():
-                raise NoEngineReady(f"No engine of this model became ready within {seconds:g} s") from None
+            if not self._capacity():
+                raise NoEngineInTime(f"No engine of this model became ready within {seconds:g} s") from None
             raise GatewayOverloaded(f"all engines were full for {seconds:g} s") from None
         except asyncio.CancelledError:
             self._give_up(waiting, tenant, priority)
@@ -173,18 +195,33 @@ class Admission:
     def leave(self, tenant: str, session: Session = None) -> None:
         """An admitted request has ended."""
         self.admitted_requests -= 1
-        for whose in (tenant, (tenant, session)):
-            self._admitted[whose] -= 1
-            if not self._admitted[whose]:
-                del self._admitted[whose]
-        if not self._admitted[tenant, session]:
-            self._beyond.discard((tenant, session))
-        self.wake()
+        sessions = self._admitted[tenant]
+        left = sessions[session] - 1
+        if left:
+            sessions[session] = left
+        else:
+            del sessions[session]
+            if not sessions:
+                del self._admitted[tenant]
+            if self._beyond:
+                self._beyond.discard((tenant, session))
+        if self.waiting_requests:
+            self.wake()
 
     def wake(self) -> None:
         """Admit queued requests while there is capacity; also called when an engine becomes ready."""
         if self._goes_on is None:
             self._admit_queued()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Without engines: once none is expected back any more."""
+        if self._looks_again is None and self.waiting_requests and (seconds := self._return_seconds()):
+            self._looks_again = asyncio.get_running_loop().call_later(seconds, self._none_returned)
+
+    def _none_returned(self) -> None:
+        self._looks_again = None
+        self.wake()
 
     def _admit_queued(self) -> None:
         self._goes_on = None

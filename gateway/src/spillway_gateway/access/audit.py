@@ -32,7 +32,7 @@ from spillway_gateway.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS_MAX = 2.0
-REFUSALS_PER_SECOND = 10.0  # lines about callers that are nobody's tenant; 370 bytes each, so 320 MB a day at most
+REFUSALS_PER_SECOND = 10.0  # lines about callers without a tenant; 370 bytes each, so 320 MB a day at most
 REFUSALS_BURST = 100.0
 UNKNOWN_CALLER = 401  # status: no API key, or none that is known here
 _encode = msgspec.json.encode

@@ -186,7 +186,7 @@ class Gatekeeper:
         if refusal is not None:
             usage.running_requests -= 1
             raise limited(tenant, refusal.limit, refusal.retry_after_seconds)
-        usage.take(tenant, prompt_tokens, self._clock())  # for when this replica has to decide by itself
+        usage.take(tenant, prompt_tokens, self._clock())  # kept in case this replica has to decide by itself
         return usage
 
     def end(self, tenant: Tenant, usage: TenantUsage, settlement: Settlement) -> None:

@@ -75,7 +75,7 @@ class SharedLimits:
         self.decided_alone_total = 0
 
     async def admit(self, tenant: Tenant, usage: TenantUsage, prompt_tokens: int) -> Refusal | None:
-        """None: admitted. usage: of this replica, with the request counted. Raises SharedLimitsUnavailable."""
+        """Admit a request; None: admitted. usage: this replica's, with it counted. Raises SharedLimitsUnavailable."""
         account = self._account(tenant, usage)
         if not self.connected:
             self.decided_alone_total += 1
@@ -92,7 +92,7 @@ class SharedLimits:
         """A request has ended. usage: of this replica, without it."""
         account = self._account(tenant, usage)
         account.due = True
-        if self.connected:  # else the tokens of a whole outage would be taken from the shared buckets at its end
+        if self.connected:  # otherwise the tokens of a whole outage would be taken from the shared buckets when it ends
             account.owed += settlement
             self._work.set()
 

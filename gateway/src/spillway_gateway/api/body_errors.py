@@ -1,4 +1,4 @@
-"""The error for a body that cannot be parsed: which field, and what was expected there."""
+"""The error for a body that cannot be parsed: it names the field and the expected type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decoder_of(fields: type[Fields]) -> msgspec.json.Decoder[Fields]:
 
 
 def read_body(decoder: msgspec.json.Decoder[Fields], body: Body) -> Fields:
-    """Raises ClientBadRequest for what is not JSON in UTF-8, or has a field of the wrong type."""
+    """Decode the body. Raises ClientBadRequest if it is not JSON in UTF-8 or a field has the wrong type."""
     try:
         return decoder.decode(body)
     except RecursionError:
@@ -35,7 +35,7 @@ def too_deep() -> ClientBadRequest:
 
 
 def _bad_body(error: Exception) -> ClientBadRequest:
-    """Never quotes the body itself."""
+    """Return the error for a body. It never quotes the body."""
     if isinstance(error, msgspec.ValidationError):
         text = str(error)
         found = _FIELD.search(text)

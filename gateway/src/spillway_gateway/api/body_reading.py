@@ -18,8 +18,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 async def read_body(
     headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
 ) -> Body:
-    """The whole request body. Raises RequestTooLarge and BodyBudgetSpent before more than the limits is read, and
-    RequestBodyTimeout, UnsupportedEncoding or ClientDisconnected."""
+    """Read the whole request body.
+
+    Raises:
+        RequestTooLarge, BodyBudgetSpent: Before more bytes are read than the limits allow.
+        RequestBodyTimeout, UnsupportedEncoding, ClientDisconnected.
+    """
     for name, encoding in headers:
         if name == b"content-encoding" and any(
             each.strip().lower() not in (b"", b"identity") for each in encoding.split(b",")

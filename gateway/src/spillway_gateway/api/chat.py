@@ -11,6 +11,7 @@ from spillway_gateway.api.parsed_body import (
     ParsedBody,
     StreamFields,
     choices_of,
+    cut_length,
     is_plain_stream,
     keyed_session,
     reply_length,
@@ -40,7 +41,6 @@ class _ChatFields(StreamFields, kw_only=True):
     chat_template_kwargs: Any = None
     documents: Any = None
     reasoning_effort: Any = None
-    truncate_prompt_tokens: Any = None
 
 
 class ChatBody(_ChatFields, kw_only=True):
@@ -56,14 +56,14 @@ _batch_decoder = decoder_of(ChatBatchBody)
 
 
 def parse_chat(body: Body) -> ParsedBody:
-    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    """Parse a chat. Raises ClientBadRequest if it is not JSON or a field has the wrong type."""
     fields = read_body(_decoder, body)
     plain = is_plain_stream(fields.stream, fields) and (not fields.tools or fields.tool_choice == "none")
     return _parsed(fields, fields.messages, plain_stream=plain)
 
 
 def parse_chat_batch(body: Body) -> ParsedBody:
-    """Several conversations, routed together by the first. Raises ClientBadRequest."""
+    """Parse several conversations, which are routed together by the first. Raises ClientBadRequest."""
     fields = read_body(_batch_decoder, body)
     others = value_tokens(fields.messages[1:])
     return _parsed(fields, fields.messages[0] if fields.messages else [], others, chats=len(fields.messages))
@@ -108,6 +108,7 @@ def _parsed(
             exact=exact,
         ),
         other_tokens=other_tokens,
+        prompt_tokens_max=cut_length(fields.truncate_prompt_tokens),
         reports_usage=stream_reports_usage(fields.stream, fields.stream_options),
         plain_stream=plain_stream,
         session_names=keyed_session(fields.prompt_cache_key),

@@ -11,6 +11,7 @@ from spillway_gateway.api.parsed_body import (
     ParsedBody,
     StreamFields,
     choices_of,
+    cut_length,
     first_of,
     is_plain_stream,
     keyed_session,
@@ -20,6 +21,7 @@ from spillway_gateway.api.parsed_body import (
 )
 from spillway_gateway.tokens.prompt import CompletionPrompt
 from spillway_gateway.upstream.forward import Body
+from spillway_gateway.upstream.usage import UNSAID_REPLY_TOKENS
 
 
 class CompletionBody(StreamFields, kw_only=True):
@@ -33,13 +35,12 @@ class CompletionBody(StreamFields, kw_only=True):
     prompt_embeds: Any = None
 
 
-_LENGTH = 16  # vLLM's max_tokens if a body names none
 _decoder = decoder_of(CompletionBody)
 
 
 def parse_completion(body: Body) -> ParsedBody:
-    """A batch is routed by its first prompt. Raises ClientBadRequest for what is not JSON or has a field of the wrong
-    type."""
+    """Parse a completion. A batch is routed by its first prompt. Raises ClientBadRequest if it is not JSON or a field
+    has the wrong type."""
     fields = read_body(_decoder, body)
     prompt, other_tokens = first_of(fields.prompt)
     given = fields.prompt
@@ -52,11 +53,12 @@ def parse_completion(body: Body) -> ParsedBody:
         stream=bool(fields.stream),
         prompt=CompletionPrompt(prompt, bool(fields.add_special_tokens), salt_text(fields.cache_salt)),
         other_tokens=other_tokens,
+        prompt_tokens_max=cut_length(fields.truncate_prompt_tokens),
         reports_usage=reports_usage,
         counts_prompt=reports_usage or fields.prompt_embeds is None,
         plain_stream=is_plain_stream(fields.stream, fields) and not other_tokens and fields.prompt_embeds is None,
         session_names=keyed_session(fields.prompt_cache_key),
         choices=choices,
-        reply_tokens_max=reply_length(choices, fields.max_tokens, _LENGTH),
+        reply_tokens_max=reply_length(choices, fields.max_tokens, UNSAID_REPLY_TOKENS),
         engine_fields=fields,
     )

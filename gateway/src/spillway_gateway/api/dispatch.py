@@ -1,8 +1,7 @@
 """Dispatches inference requests past the web framework: one look-up by path instead of a regular expression per route,
 and no wrapper around each chunk of a stream. Every other request goes to the framework.
 
-Through FastAPI a plain request of the gateway costs 0.48 ms of CPU instead of 0.28 ms, and a streamed event a quarter
-more (64 requests at a time, on an AMD EPYC; bench/gateway.py).
+Through Starlette a request costs 3 us of CPU more, and an event of a stream 0.2 us (AMD EPYC).
 """
 
 from __future__ import annotations
@@ -25,8 +24,12 @@ AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class InferenceDispatch:
-    """An ASGI application. endpoints: for POST, by exact path. framework: for every other request but a browser's
-    preflight."""
+    """An ASGI application.
+
+    Args:
+        endpoints: Serve POST, by exact path.
+        framework: Serves every other request except a browser's preflight.
+    """
 
     def __init__(self, endpoints: Mapping[str, AsgiApp], framework: AsgiApp, cors: Cors) -> None:
         self._endpoints = endpoints

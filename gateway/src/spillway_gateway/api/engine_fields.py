@@ -1,9 +1,9 @@
 """Members of a body that steer the engine's transfers and its scheduler rather than the answer, and who may send them.
 
-`kv_transfer_params` and `ec_transfer_params` name hosts, ports and block numbers: who writes them reads and pins any
-block of the engine. With API keys they are taken from the tenants of `auth.kvTransferTenants` alone, the routers that
-stand in front. vLLM reads the same names out of `vllm_xargs` and of the `extra_args` of `sampling_params` too, where it
-checks no type before its scheduler takes them; there they are dropped whoever sends them.
+`kv_transfer_params` and `ec_transfer_params` name hosts, ports and block numbers: a client that writes them can read
+and pin any block of the engine. With API keys they are accepted only from the tenants of `auth.kvTransferTenants`, the
+routers that stand in front. vLLM reads the same names out of `vllm_xargs` and of the `extra_args` of `sampling_params`
+too, and checks no type of them before its scheduler takes them; the gateway drops these from all callers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEERING_ARGUMENTS = frozenset({TRANSFER_PARAMS, "ec_transfer_params", "kv_cache
 
 
 class EngineFields(msgspec.Struct, kw_only=True):
-    """As the client sent them; UNSET: it did not. Read whole, however long the body is."""
+    """The members as the client sent them; UNSET: it sent none. They are read whole, however long the body is."""
 
     kv_transfer_params: Any = UNSET
     ec_transfer_params: Any = UNSET
@@ -46,15 +46,25 @@ def engine_members(
     steers: bool,
     takes_transfer_params: bool,
 ) -> dict[str, MemberValue]:
-    """The members that the body gets in place of the client's; None: it gets none.
+    """Return the members that replace the client's in the body; None: a member is removed.
 
     Args:
-        given: the client's.
+        given: the client's members.
         body: the body that they are of. If a member is repeated, the last one counts, and all of them get its value.
-        own: what the gateway says itself, by its names in OWN_MEMBERS.
+        own: the gateway's own values, by their names in OWN_MEMBERS.
         steers: whether the client may steer transfers and scheduling.
         takes_transfer_params: whether the engine reads kv_transfer_params on this route.
     """
+    is_untouched = (
+        UNSET
+        is given.kv_transfer_params
+        is given.ec_transfer_params
+        is given.priority
+        is given.vllm_xargs
+        is given.sampling_params
+    )
+    if is_untouched and not own:  # nearly always
+        return {}
     members: dict[str, MemberValue] = {"vllm_xargs": _without_steering(given.vllm_xargs)}
     sampling = given.sampling_params
     if not isinstance(sampling, dict):
@@ -81,7 +91,7 @@ def _may_repeat(body: Body, name: str) -> bool:
 
 
 def _transfer_params(given: Any, own: Mapping[str, Any]) -> Any:
-    """The client's without its own idea of what is the gateway's to say."""
+    """Return the client's parameters without the members that only the gateway sets."""
     if given is UNSET or given is None:
         return dict(own) or None
     if not isinstance(given, dict):
@@ -90,7 +100,7 @@ def _transfer_params(given: Any, own: Mapping[str, Any]) -> Any:
 
 
 def _changes(given: Any, value: Any) -> bool:
-    """A null is taken out, as it may be the last of several: then no reader can take an earlier one."""
+    """Whether the body changes. A null is removed, as it may be the last of several: no reader can then use another."""
     return value is not None if given is UNSET else given is None or value != given
 
 

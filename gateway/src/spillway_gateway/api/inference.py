@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ from spillway_gateway.tokens.estimates import holds_media
 from spillway_gateway.tokens.prompt import ChatPrompt, CompletionPrompt
 from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.first_leg import why_one_leg
-from spillway_gateway.upstream.forward import Headers, header
+from spillway_gateway.upstream.forward import Headers, first_values, header
 from spillway_gateway.upstream.outbound import OutboundRequest, UpstreamServices
 from spillway_gateway.upstream.relay import Relay
 from spillway_gateway.upstream.router import Admitted, Router
@@ -67,8 +66,8 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class InferenceContext:
-    """Shared by the endpoints of all inference routes. models: by name and by alias, replaced in place by a new
-    configuration."""
+    """The objects that the endpoints of all inference routes share. models: by name and by alias; a new configuration
+    replaces the mapping's contents."""
 
     models: Mapping[str, ServedModel]
     upstream: UpstreamServices
@@ -106,8 +105,9 @@ class InferenceEndpoint:
         self, tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
     ) -> tuple[OutboundRequest, ServedModel]:
         route, context = self._route, self._context
-        limits = context.upstream.live.limits
-        body = await read_body(headers, receive, client, limits, context.upstream.live.timeouts)
+        upstream, config = context.upstream, context.upstream.live.current
+        limits = config.limits
+        body = await read_body(headers, receive, client, limits, config.timeouts)
         received_at = perf_counter()
         large = len(body) > SHORT_BODY_BYTES_MAX
         if large:
@@ -144,20 +144,21 @@ class InferenceEndpoint:
                 # The engine hashes the salt into the first block, and so does routing.
                 source = structs.replace(source, cache_salt=salt)
         prompt = await served.reader.read(source, tenant.name, adapter=adapter)
-        if parsed.other_tokens:
-            prompt = structs.replace(prompt, prompt_tokens=prompt.prompt_tokens + parsed.other_tokens, text_tokens=0)
-        continuation = context.upstream.live.continuation
+        if (tokens := parsed.tokens_of(prompt.prompt_tokens)) != prompt.prompt_tokens:
+            prompt = structs.replace(prompt, prompt_tokens=tokens, text_tokens=0)
+        continuation = upstream.live.current.continuation
         asks_ids = parsed.plain_stream and continuation.enabled and prompt.prompt_tokens < continuation.tokens_max
         asks_ids = asks_ids and client.engine_connections is None  # a proxy sends a request once
         if asks_ids:
             inserted["return_token_ids"] = True
-        session = session_hint(tenant.name, headers, context.session_sources.name(headers, parsed.session_names))
+        first = first_values(headers)
+        session = session_hint(tenant.name, first, context.session_sources.name(first, parsed.session_names))
         own: dict[str, Any] = {} if session is None else {SESSION_MEMBER: session.member}
         retained = None
         if parsed.retention and route.takes_transfer_params:
             retained = granted(parsed.retention, prompt.prompt_tokens, tenant, context.retention)
             outcome = "refused" if retained is None else "shortened" if retained.shortened else "granted"
-            metrics = context.upstream.metrics
+            metrics = upstream.metrics
             metrics.retentions(model, outcome).inc()
             if retained is not None:
                 own[RETENTION_MEMBER] = retained.member
@@ -184,7 +185,7 @@ class InferenceEndpoint:
         only_engine = None
         charged_tokens = parsed.charged_tokens
         if parsed.previous_response is not None:
-            owner = await context.upstream.router.owner_of(parsed.previous_response, tenant.name)
+            owner = await upstream.router.owner_of(parsed.previous_response, tenant.name)
             if owner is not None and owner.model == model:
                 only_engine = owner.engine
                 charged_tokens += owner.tokens
@@ -205,7 +206,7 @@ class InferenceEndpoint:
                 asks_ids,
                 only_engine,
             )
-        stored = _StoredResponse(context.upstream.router, tenant.name, model) if route.keeps_responses else None
+        stored = _StoredResponse(upstream.router, tenant.name, model) if route.keeps_responses else None
         outbound = OutboundRequest(
             self._path,
             gatekeeper.engine_headers(headers),
@@ -215,7 +216,7 @@ class InferenceEndpoint:
             prompt,
             received_at,
             tenant.name,
-            gatekeeper.priority(tenant, self._objective(served.fleet, headers)),
+            gatekeeper.priority(tenant, self._objective(served.fleet, first)),
             dialect=route.dialect,
             retryable=route.retryable,
             only_engine=only_engine,
@@ -240,11 +241,13 @@ class InferenceEndpoint:
         )
         return outbound, served
 
-    def _objective(self, fleet: ModelFleet, headers: Headers) -> int | None:
-        """The priority of the InferenceObjective that the request names; None if it names none that is known."""
-        names = (header(headers, each) for each in _OBJECTIVE_HEADERS)
-        name = next((name for name in names if name is not None), None)
-        return None if name is None else self._context.objectives.priority(fleet, name.decode("latin-1"))
+    def _objective(self, fleet: ModelFleet, headers: Mapping[bytes, bytes]) -> int | None:
+        """Return the priority of the InferenceObjective that the request names; None if it names no known one."""
+        for each in _OBJECTIVE_HEADERS:
+            name = headers.get(each)
+            if name is not None:
+                return self._context.objectives.priority(fleet, name.decode("latin-1"))
+        return None
 
 
 class _StoredResponse:
@@ -380,9 +383,9 @@ async def serve(
         return
     steers = context.gatekeeper.may_steer(tenant, by_connector=served.fleet.disaggregation.by_connector)
     private = None if steers else PrivateReply(client, send)
-    with ExitStack() as ends:  # each runs whatever another one raises
-        place = _Place(admitted, outbound)
-        ends.callback(place.leave)
+    place = _Place(admitted, outbound)
+    ends: list[Callable[[], object]] = [place.leave]
+    try:
         relay = place.relay = Relay(
             outbound,
             served.fleet,
@@ -392,22 +395,33 @@ async def serve(
         )
         if context.audit is not None:
             audit = context.audit
-            ends.callback(
+            ends.append(
                 lambda: audit.write(_audit_line(relay, outbound, headers, scope["path"], perf_counter() - started))
             )
         if trace is not None:
             ended = trace
-            ends.callback(lambda: ended.end(relay.reply.status, relay.reply.error_code, relay.reply.counts.usage))
-        ends.callback(lambda: relay.reply.count_cached(relay.attempt))
+            ends.append(lambda: ended.end(relay.reply.status, relay.reply.error_code, relay.reply.counts.usage))
+        ends.append(lambda: relay.reply.count_cached(relay.attempt))
         if outbound.on_end is not None:
             on_end = outbound.on_end
-            ends.callback(lambda: on_end(relay.reply.counts.usage))
+            ends.append(lambda: on_end(relay.reply.counts.usage))
         await relay.run()
+    finally:
+        _run_all(ends)
+
+
+def _run_all(ends: list[Callable[[], object]]) -> None:
+    """Run all, the last one first. Each runs even if another one raises."""
+    if ends:
+        try:
+            ends.pop()()
+        finally:
+            _run_all(ends)
 
 
 async def _count_failed(router: Router, tenant: Tenant) -> GatewayError | None:
-    """A request that reached no engine, because of its own fault, is one of the tenant's requests all the same. The
-    refusal if its limits are reached."""
+    """Count a request that reached no engine through its own fault as one of the tenant's requests. Returns the refusal
+    if the tenant's limits are reached."""
     try:
         admitted = await router.begin(tenant, 0)
     except GatewayError as refusal:
@@ -425,7 +439,7 @@ class _Place:
         self.relay: Relay | None = None
 
     def leave(self) -> None:
-        """Give the place back, also if what the request took is not known."""
+        """Give the place back, even if the request's tokens are not known."""
         settlement = NOTHING_OWED
         try:
             settlement = self._settlement()

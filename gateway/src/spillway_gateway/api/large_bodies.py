@@ -59,7 +59,7 @@ _read_ids = msgspec.json.Decoder(list[int]).decode
 
 
 class LargeBodies:
-    """One per gateway process, on the event loop. Its lock makes long bodies take turns."""
+    """Parses long bodies in turns. Each gateway process has one, on its event loop."""
 
     def __init__(self, step_seconds: float = _STEP_SECONDS) -> None:
         self._turn = asyncio.Lock()
@@ -68,9 +68,15 @@ class LargeBodies:
         self._seed = secrets.randbits(64)  # so that no client knows another piece with the digest of a cheap one
 
     async def parse(self, route: ApiRoute, body: Body, text_bytes_max: int, owner: str = "") -> ParsedBody:
-        """As route.parse(body). text_bytes_max: how much of a prompt is kept that is matched by its raw bytes. owner:
-        whose body it is; no one learns from a clock what somebody else has sent. Raises
-        ClientBadRequest, and RequestTooLarge for more than VALUES_MAX values."""
+        """Parse the body as route.parse() does.
+
+        Args:
+            text_bytes_max: The bytes to keep of a prompt that is matched by its raw bytes.
+            owner: The tenant of the body. The time of a request reveals nothing about other tenants' bodies.
+
+        Raises:
+            ClientBadRequest, RequestTooLarge: The latter for more than VALUES_MAX values.
+        """
         if route.body is None:
             return audio_of(body, await self._parts(body))
         if await self._seconds_by_count(body, owner) <= PARSE_SECONDS_MAX:
@@ -120,24 +126,24 @@ class LargeBodies:
     async def _seconds_by_count(self, body: Body, owner: str) -> float:
         """An upper bound: commas and brackets inside strings count too. Stops once the bound on parsing is exceeded."""
         seconds = len(body) * _SECONDS_PER_BYTE
-        at = 0
+        at, view = 0, memoryview(body)
 
         def count() -> bool:
             nonlocal at, seconds
-            seconds += self._marks_seconds(body[at : at + _COUNT_BYTES], owner)
+            seconds += self._marks_seconds(view[at : at + _COUNT_BYTES], owner)
             at += _COUNT_BYTES
             return at >= len(body) or seconds > PARSE_SECONDS_MAX
 
         await self._in_steps(count)
         return seconds
 
-    def _marks_seconds(self, piece: Body, owner: str) -> float:
+    def _marks_seconds(self, piece: memoryview, owner: str) -> float:
         """The cost of a piece's commas, brackets and escapes. A turn of a conversation begins as the one before it, and
         a digest takes a seventh of the time."""
         name = owner, xxhash.xxh3_128_digest(piece, self._seed)
         seconds = self._counted.get(name)
         if seconds is None:
-            marks = piece.translate(None, _UNMARKED)  # one pass, while counting each takes four
+            marks = bytes(piece).translate(None, _UNMARKED)  # one pass, while counting each takes four
             seconds = marks.count(b",") * _SECONDS_PER_COMMA
             seconds += (marks.count(b"[") + marks.count(b"{")) * _SECONDS_PER_CONTAINER
             seconds += marks.count(b"\\") * _SECONDS_PER_ESCAPE
@@ -149,7 +155,7 @@ class LargeBodies:
         return seconds
 
     async def _seconds_by_walk(self, walk: JsonWalk, body: Body) -> float:
-        """Scans the whole body."""
+        """Return the cost of parsing the body, after a scan of all of it."""
         escapes = 0
 
         def step() -> bool:
@@ -177,13 +183,14 @@ class LargeBodies:
     # -- parsing -----------------------------------------------------------------------------------------------------
 
     async def _parse_whole(self, route: ApiRoute, body: Body) -> ParsedBody:
-        async with self._turn:
-            parsed = route.parse(body)
-            await asyncio.sleep(0)
-        return parsed
+        await self._turn.acquire()
+        try:
+            return route.parse(body)
+        finally:  # no other body is parsed in this iteration
+            asyncio.get_running_loop().call_soon(self._turn.release)
 
     async def _parse_outline(self, route: ApiRoute, body: Body, walk: JsonWalk, text_bytes_max: int) -> ParsedBody:
-        """The last of several equal members counts, as in every parser that routes.parse() uses."""
+        """Parse the outline. The last of several equal members counts, as in every parser that routes.parse() uses."""
         members = {name: found[-1] for name, found in walk.members.items()}
         long = {}
         for name, member in members.items():
@@ -219,7 +226,7 @@ class LargeBodies:
         return structs.replace(parsed, prompt=RawPrompt(b"".join(text), max(1, tokens), salt), longest_tokens=tokens)
 
     async def _ids(self, body: Body, member: Member) -> array[int] | None:
-        """Token ids of an array of numbers alone; None for any other value."""
+        """Return the token ids of an array that holds only numbers; None for any other value."""
         if member.strings or member.containers != 1 or body[member.start] != ord("["):
             return None
         if await self._tokens(body, member) > IDS_MAX:

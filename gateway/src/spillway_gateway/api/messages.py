@@ -53,7 +53,7 @@ _agent_user = msgspec.json.Decoder(_AgentUser)
 
 
 def parse_messages(body: Body) -> ParsedBody:
-    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    """Parse a request. Raises ClientBadRequest if it is not JSON or a field has the wrong type."""
     fields = read_body(_decoder, body)
     variables = dict(fields.chat_template_kwargs) if isinstance(fields.chat_template_kwargs, dict) else {}
     effort = fields.output_config.get("effort") if isinstance(fields.output_config, dict) else None
@@ -162,7 +162,7 @@ def _tool_result(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools(raw: object) -> list[dict[str, Any]] | None:
-    """As functions; None for no tools, and for tools of a shape that is not converted here."""
+    """Return the tools as functions; None without tools, and for tools of a shape that is not converted here."""
     if not isinstance(raw, list) or not raw:
         return None
     tools = []

@@ -1,7 +1,7 @@
 """GET /v1/models and /v1/models/{model}: the engines' models and adapters, merged, and the gateway's aliases.
 
-From the lists that the health polls read, so that a client's request asks no engine. Engines may list tens of thousands
-of adapters: the lists are merged once per change, in steps, and their cards are kept as the bytes that clients get.
+The lists come from the health polls, so a client's request asks no engine. Engines may list tens of thousands of
+adapters: the lists are merged once per change, in steps, and their cards are kept as the bytes that clients get.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Card(NamedTuple):
 
 
 class ModelList:
-    """On the event loop. fleets: live, a new configuration changes it."""
+    """Merges the engines' lists, on the event loop. fleets: a live view, which a new configuration changes."""
 
     def __init__(self, fleets: Sequence[ModelFleet]) -> None:
         self._fleets = fleets
@@ -39,7 +39,7 @@ class ModelList:
         self._merged_from: object = None
 
     async def read(self, tenant: Tenant) -> Mapping[str, Card]:
-        """The merged cards, by name, of what the tenant may use."""
+        """Return the merged cards, by name, of the models that the tenant may use."""
         await self._follow()
         if not tenant.models:
             return self._cards
@@ -61,7 +61,7 @@ class ModelList:
             self._cards, self._whole, self._merged_from = cards, list_of(cards), sources
 
     def _sources(self) -> object:
-        """What the cards are made of; equal while nothing has changed."""
+        """Return the data that the cards are made of; equal while nothing has changed."""
         return [
             (fleet.config, [(name, engine.listed, engine.adapters) for name, engine in fleet.engines.items()])
             for fleet in self._fleets

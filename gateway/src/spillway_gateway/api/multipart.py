@@ -46,7 +46,7 @@ class Part:
 
 
 def parse_audio(body: Body) -> ParsedBody:
-    """Raises ClientBadRequest for what is no multipart body."""
+    """Parse a form. Raises ClientBadRequest if it is not a multipart body."""
     return audio_of(body, parts_of(body))
 
 
@@ -79,7 +79,7 @@ def audio_of(body: Body, parts: Iterable[Part]) -> ParsedBody:
 
 
 def _field_value(name: str, text: bytes) -> Any:
-    """As vLLM reads it: a text, which is a JSON document if the field holds an object."""
+    """Return the field's value as vLLM reads it: a text, which is a JSON document if the field holds an object."""
     if len(text) > TEXT_FIELD_BYTES_MAX:
         raise ClientBadRequest(
             f"The form field {name!r} has {len(text)} bytes, at most {TEXT_FIELD_BYTES_MAX} needed; send less of it",
@@ -112,7 +112,7 @@ def parts_of(body: Body) -> list[Part]:
 
 
 def parts_in_steps(body: Body) -> Iterator[Part | None]:
-    """The same; None for a step, of SEARCH_BYTES at most, that found none. Raises ClientBadRequest."""
+    """Yield the same in steps of at most SEARCH_BYTES; None for a step that found no part. Raises ClientBadRequest."""
     first_line = body[: BOUNDARY_BYTES_MAX + 4].partition(b"\r\n")[0]
     if not first_line.startswith(b"--") or len(first_line) < 3 or len(first_line) > BOUNDARY_BYTES_MAX + 2:
         raise _bad("does not begin with a boundary")
@@ -139,7 +139,7 @@ def parts_in_steps(body: Body) -> Iterator[Part | None]:
 
 
 def _name_of(head: bytes) -> bytes:
-    """Raises ClientBadRequest for a head that two parsers may read differently."""
+    """Return the part's name. Raises ClientBadRequest for a head that two parsers may read differently."""
     found = _DISPOSITION.search(head)
     if found is None or len(_DISPOSITIONS.findall(head)) != 1:
         raise _bad('has a part whose content-disposition is not: form-data; name="NAME"; filename="FILE"')

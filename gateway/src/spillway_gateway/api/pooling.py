@@ -39,7 +39,7 @@ _decoder = decoder_of(PoolingBody)
 
 
 def parse_pooling(body: Body) -> ParsedBody:
-    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    """Parse a request. Raises ClientBadRequest if it is not JSON or a field has the wrong type."""
     fields = read_body(_decoder, body)
     salt = salt_text(fields.cache_salt)
     prompt: ChatPrompt | CompletionPrompt
@@ -68,7 +68,7 @@ def _first_given(*values: object) -> object:
 
 
 def _longest(given: object) -> int:
-    """Tokens of the longest input: a text, token ids, or a list of either."""
+    """Return the tokens of the longest input: a text, token ids, or a list of either."""
     if not isinstance(given, list):
         return value_tokens(given)
     if all(isinstance(each, int) for each in given):

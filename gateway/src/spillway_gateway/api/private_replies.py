@@ -1,5 +1,5 @@
-"""Removes from a reply what its tenant must not learn: what engines say of their transfers, and the gateway's own time,
-which reveals what the gateway has read before.
+"""Removes from a reply what its tenant must not learn: the engines' transfer parameters, and the gateway's own time,
+which reveals texts that the gateway has read before.
 
 vLLM answers a request with `kv_transfer_params` that name its host, port and block numbers, at the top level of a plain
 reply or within the last event of a Responses stream. Each value becomes `null`, filled with blanks to the length that
@@ -49,7 +49,7 @@ class TransferParamsFilter:
         self._blanked = 0  # bytes of the value so far
 
     def feed(self, part: bytes, *, last: bool) -> bytes:
-        """The part of the reply that can be passed on by now."""
+        """Return the part of the reply that can be passed on by now."""
         if self._at is _At.ANYTHING and not self._held and b"_transfer_params" not in part and not _ends_open(part):
             self._before = part[-1:] or self._before
             return part
@@ -98,7 +98,7 @@ class TransferParamsFilter:
         return end
 
     def _blank(self, data: bytes, at: int, passed: list[bytes]) -> int:
-        """Blanks a value up to its end or that of the data."""
+        """Blank a value up to its end or the end of the data."""
         begin = at
         done = False
         while at < len(data) and not done:
@@ -144,7 +144,7 @@ def _ends_open(part: bytes) -> bool:
 
 
 def _open_bytes(part: bytes) -> int:
-    """How many of the last bytes may begin a name."""
+    """Return how many of the last bytes may begin a name."""
     tail = part[-len(_KEYS[0]) + 1 :]
     at = tail.find(b'"')
     while at >= 0:
@@ -167,6 +167,7 @@ class PrivateReply:
         self._filter = TransferParamsFilter()
         self.set_disconnect_callback = client.set_disconnect_callback
         self.clear_disconnect_callback = client.clear_disconnect_callback
+        self.end_with_reply = client.end_with_reply
         self.take_reply_bytes = client.take_reply_bytes
         self.give_reply_bytes = client.give_reply_bytes
         self.engine_connections = client.engine_connections

@@ -41,7 +41,7 @@ _decoder = decoder_of(ResponsesBody)
 
 
 def parse_responses(body: Body) -> ParsedBody:
-    """Raises ClientBadRequest for what is not JSON or has a field of the wrong type."""
+    """Parse a request. Raises ClientBadRequest if it is not JSON or a field has the wrong type."""
     fields = read_body(_decoder, body)
     messages: list[Any] = []
     if isinstance(fields.instructions, str) and fields.instructions:

@@ -5,7 +5,7 @@
 - Anthropic: `cache_control: {"type": "ephemeral", "ttl": "5m" | "1h"}` of a block or a tool, for the prompt up to it,
   and at the top level, for the whole prompt.
 
-What is asked is bounded by the tenant's ceiling and goes to the engine in the body's `kv_transfer_params`, as
+The granted retention is within the tenant's ceiling and goes to the engine in the body's `kv_transfer_params`, as
 `spillway_retention` (engine_fields.py), with the share of each tier that the tenant may retain.
 """
 
@@ -36,11 +36,11 @@ class RetentionMark(NamedTuple):
 
 
 Marks = tuple[RetentionMark, ...]
-"""What a body asks for: one mark for each length of time, the furthest."""
+"""The retention that a body asks for: one mark for each length of time, the furthest."""
 
 
 class Retention(NamedTuple):
-    """What a request is granted. member: for the engine."""
+    """The retention that a request is granted. member: for the engine."""
 
     member: dict[str, Any]
     token_hours: float
@@ -48,7 +48,9 @@ class Retention(NamedTuple):
 
 
 def openai_marks(retention: object, options: object) -> Marks:
-    """What `prompt_cache_retention` and `prompt_cache_options` ask for. Raises ClientBadRequest."""
+    """Return the marks of `prompt_cache_retention` and `prompt_cache_options`. Raises ClientBadRequest."""
+    if retention is None and options is None:
+        return ()
     if not isinstance(retention, str | None) or retention not in _OPENAI_RETENTIONS:
         raise _bad("prompt_cache_retention", retention, 'send "in_memory" or "24h"')
     asked = [_OPENAI_RETENTIONS[retention]]
@@ -65,7 +67,7 @@ def openai_marks(retention: object, options: object) -> Marks:
 
 
 def anthropic_marks(top: object, tools: object, system: object, messages: Sequence[Mapping[str, Any]]) -> Marks:
-    """What `cache_control` at the top level and in tools, system and messages asks for. Raises ClientBadRequest."""
+    """Return the marks of `cache_control` at the top level, in tools, system and messages. Raises ClientBadRequest."""
     furthest: dict[float, float] = {}  # by seconds: tokens up to the mark, estimated
     tokens = 0
     for name, item in _items(tools, system, messages):
@@ -79,7 +81,7 @@ def anthropic_marks(top: object, tools: object, system: object, messages: Sequen
 
 
 def _items(tools: object, system: object, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
-    """What a mark can stand on, in the order of the prompt; texts on their own too, for their length."""
+    """Yield the items that a mark can stand on, in the order of the prompt; texts by themselves too, for the length."""
     for name, items in (("tools", tools), ("system", system)):
         for at, item in enumerate(items if isinstance(items, list) else [items]):
             yield f"{name}[{at}]", item
@@ -106,7 +108,7 @@ def _bad(name: str, given: object, remedy: str) -> ClientBadRequest:
 
 
 def granted(marks: Marks, prompt_tokens: int, tenant: Tenant, config: RetentionConfig) -> Retention | None:
-    """What the tenant's ceiling leaves of what a body asks for; None: nothing is retained for this tenant."""
+    """Return the retention that a body asks for, within the tenant's ceiling; None: the tenant gets no retention."""
     seconds_max = config.seconds_max if tenant.retention_seconds_max is None else tenant.retention_seconds_max
     share = config.tier_share if tenant.retention_tier_share is None else tenant.retention_tier_share
     if not seconds_max or not share:
@@ -123,7 +125,7 @@ def granted(marks: Marks, prompt_tokens: int, tenant: Tenant, config: RetentionC
 
 
 def _token_hours(longest: Mapping[float, float], prompt_tokens: int) -> float:
-    """Each token counts for the longest time that it is kept."""
+    """Return the token-hours. Each token counts for the longest time that it is kept."""
     hours, before = 0.0, 0.0
     for part in sorted(longest):
         seconds = max(each for further, each in longest.items() if further >= part)

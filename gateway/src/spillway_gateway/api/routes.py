@@ -36,11 +36,17 @@ class Salting(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """body: the fields that are read of a JSON body; None for a form. parse: reads them. set_text: replaces the text
-    of a top-level field. keeps_responses: the engine stores replies, and serves them again by id.
-    takes_transfer_params: the engine reads kv_transfer_params of the body. salted_since: the first vLLM whose code
-    hashes the salt, if salting is FIELD. two_legs: a prompt may be computed on another engine than its answer; the body
-    has the members of upstream/first_leg.py."""
+    """One inference route.
+
+    Attributes:
+        body: The fields of a JSON body that the gateway reads; None for a form.
+        parse: Reads these fields.
+        set_text: Replaces the text of a top-level field.
+        keeps_responses: The engine stores replies and serves them again by id.
+        takes_transfer_params: The engine reads kv_transfer_params of the body.
+        salted_since: The first vLLM whose code hashes the salt, if salting is FIELD.
+        two_legs: Another engine may compute the prompt; the body has the members of upstream/first_leg.py.
+    """
 
     path: str
     body: type | None

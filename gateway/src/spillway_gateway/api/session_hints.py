@@ -1,4 +1,4 @@
-"""What a request says of its session, for routing and for the tiers of the engines.
+"""A request's hints about its session, for routing and for the tiers of the engines.
 
 The session goes to the engine in the body's `kv_transfer_params`, as `spillway_session` (engine_fields.py): a hash of
 tenant and name, whether this is its last request, and when the next one is expected.
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from spillway_gateway.errors import ClientBadRequest
 from spillway_gateway.fleet.sessions import SessionKey
-from spillway_gateway.upstream.forward import Headers, header
 from spillway_settings.session_sources import BODY
 from spillway_settings.wire import SESSION_ENDED, SESSION_ID, SESSION_RETURN_SECONDS, SESSION_RETURN_SECONDS_MAX
 
@@ -32,24 +31,23 @@ class SessionSources:
         self._in_order = [source if source.startswith(BODY) else source.lower().encode() for source in sources]
         self._headers = frozenset(source for source in self._in_order if isinstance(source, bytes))
 
-    def name(self, headers: Headers, in_body: Mapping[str, str]) -> bytes | None:
-        """The first that the request has; a value that is empty or too long names nothing.
+    def name(self, headers: Mapping[bytes, bytes], in_body: Mapping[str, str]) -> bytes | None:
+        """Return the session's name from the first source that has one; an empty or too long value names nothing.
 
         Args:
-            headers: the request's, with lower-case names; of a repeated one the first counts.
+            headers: the first values of the request's, by lower-case names.
             in_body: the names in the body, by source.
         """
-        given: dict[bytes | str, bytes] = {}
-        for header_name, value in headers:
-            if header_name in self._headers:
-                given.setdefault(header_name, value.strip())
-        for source, text in in_body.items():
-            if len(text) <= self._name_bytes_max:
-                given[source] = text.encode("utf-8", "surrogatepass")
-        if not given:
+        if not in_body and self._headers.isdisjoint(headers):
             return None
-        names = (given.get(source, b"") for source in self._in_order)
-        return next((name for name in names if 0 < len(name) <= self._name_bytes_max), None)
+        for source in self._in_order:
+            if isinstance(source, bytes):
+                name = headers.get(source, b"").strip()
+            else:  # a text has at least as many bytes as characters
+                name = in_body.get(source, "")[: self._name_bytes_max + 1].encode("utf-8", "surrogatepass")
+            if 0 < len(name) <= self._name_bytes_max:
+                return name
+        return None
 
 
 class SessionHint(NamedTuple):
@@ -59,12 +57,12 @@ class SessionHint(NamedTuple):
     member: dict[str, str | bool | float]
 
 
-def session_hint(tenant: str, headers: Headers, name: bytes | None) -> SessionHint | None:
-    """None if the request names no session. Raises ClientBadRequest for an end or a return that cannot be read.
+def session_hint(tenant: str, headers: Mapping[bytes, bytes], name: bytes | None) -> SessionHint | None:
+    """Return the hint; None if the request names no session. Raises ClientBadRequest for an unreadable end or return.
 
     Args:
-        tenant: whose session it is: two tenants that give one name have two sessions.
-        headers: of the request, for its end and its return.
+        tenant: the session's tenant: two tenants that give one name have two sessions.
+        headers: the first values of the request's, for its end and its return.
         name: as SessionSources found it.
     """
     ended, return_seconds = _ended(headers), _return_seconds(headers)
@@ -81,8 +79,8 @@ def session_hint(tenant: str, headers: Headers, name: bytes | None) -> SessionHi
     return SessionHint(SessionKey.of(tenant, name), member)
 
 
-def _ended(headers: Headers) -> bool:
-    given = header(headers, END_HEADER)
+def _ended(headers: Mapping[bytes, bytes]) -> bool:
+    given = headers.get(END_HEADER)
     if given is None:
         return False
     ended = _ENDS.get(given.strip().lower())
@@ -91,8 +89,8 @@ def _ended(headers: Headers) -> bool:
     return ended
 
 
-def _return_seconds(headers: Headers) -> float | None:
-    given = header(headers, RETURN_HEADER)
+def _return_seconds(headers: Mapping[bytes, bytes]) -> float | None:
+    given = headers.get(RETURN_HEADER)
     if given is None:
         return None
     seconds = float(given) if _SECONDS.fullmatch(given) else -1.0

@@ -13,6 +13,7 @@ from spillway_gateway.api.parsed_body import ParsedBody, choices_of, first_of, r
 from spillway_gateway.tokens.prompt import CompletionPrompt
 from spillway_gateway.tokens.text_blocks import BYTES_PER_TOKEN
 from spillway_gateway.upstream.forward import Body
+from spillway_gateway.upstream.usage import UNSAID_REPLY_TOKENS
 
 
 class AnyBody(EngineFields):
@@ -26,14 +27,13 @@ class GenerateBody(EngineFields):
     cache_salt: Any = msgspec.UNSET
 
 
-_LENGTH = 16  # vLLM's max_tokens if sampling_params name none
 _any = decoder_of(AnyBody)
 _generate = decoder_of(GenerateBody)
 
 
 def parse_unrouted(body: Body) -> ParsedBody:
-    """No KV is computed, so any engine of the model will do. The tenant is charged for the tokens, by the body's
-    length. Raises ClientBadRequest."""
+    """Parse a body for which no KV is computed, so that any engine of the model will do. The tenant is charged for the
+    tokens by the body's length. Raises ClientBadRequest."""
     fields = read_body(_any, body)
     charge = len(body) // BYTES_PER_TOKEN
     return ParsedBody(
@@ -47,7 +47,7 @@ def parse_unrouted(body: Body) -> ParsedBody:
 
 
 def parse_generate(body: Body) -> ParsedBody:
-    """Token ids in, token ids out. Raises ClientBadRequest."""
+    """Parse a body of token ids, whose reply has token ids. Raises ClientBadRequest."""
     fields = read_body(_generate, body)
     prompt, other_tokens = first_of(fields.token_ids)
     sampling = fields.sampling_params if isinstance(fields.sampling_params, dict) else {}
@@ -60,6 +60,6 @@ def parse_generate(body: Body) -> ParsedBody:
         other_tokens=other_tokens,
         counts_reply=bool(fields.stream),  # a stream is counted by its events; a plain reply reports no usage
         choices=choices,
-        reply_tokens_max=reply_length(choices, sampling.get("max_tokens"), _LENGTH),
+        reply_tokens_max=reply_length(choices, sampling.get("max_tokens"), UNSAID_REPLY_TOKENS),
         engine_fields=fields,
     )

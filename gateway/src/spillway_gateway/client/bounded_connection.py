@@ -4,7 +4,7 @@ What a client sends is bounded before it is authenticated: the bytes and number 
 framing of a chunked body, and pipelined requests. Times are bounded by OpenConnections.tick(): from the accept or a
 request's first byte to a whole head, between two requests, and while the client reads no byte of a reply.
 
-Many clients send all of a request before they read. A socket that is closed over bytes that nobody read is reset, and
+Many clients send all of a request before they read. A socket that is closed with unread bytes is reset, and
 the client never sees the answer that refused it. So what it still sends is read and dropped, within bounds.
 
 A request with `Upgrade` is served as HTTP/1.1, as RFC 9110 (7.8) allows: Java's HttpClient asks for h2c with its first
@@ -59,7 +59,7 @@ class _Phase(Enum):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Its server's state is a BoundedState."""
+    """A client's connection within the bounds of its server. The server's state is a BoundedState."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -131,7 +131,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _begin(self) -> None:
-        """It is this connection's turn. The client is not to blame for the wait."""
+        """Begin this connection's turn. The wait does not count against the client."""
         assert self._waits_since is not None
         self._deadline += self.loop.time() - self._waits_since
         self._waits_since = None
@@ -147,6 +147,8 @@ class BoundedConnection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
                 self._check_wire()
+                if self._phase is _Phase.BODY:
+                    self._bound_body()
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
@@ -166,6 +168,12 @@ class BoundedConnection(HttpToolsProtocol):
             bytes_max += FRAMING_BYTES_PER_BYTE_MAX * self._body_bytes
         if self._wire_bytes > bytes_max:
             raise self._head_too_large()
+
+    def _bound_body(self) -> None:
+        """More of a body follows. The request's task takes what has come before much more of it is read."""
+        cycle = self.cycle
+        if len(cycle.body) > HIGH_WATER_LIMIT and not (self.pipeline or cycle.response_complete):
+            self.flow.pause_reading()
 
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase
@@ -290,9 +298,11 @@ class BoundedConnection(HttpToolsProtocol):
             if self._body_bytes > DROPPED_BYTES_MAX:
                 self.transport.abort()
             return
-        cycle.body += body
-        if len(cycle.body) > HIGH_WATER_LIMIT and not self.pipeline:
-            self.flow.pause_reading()
+        if not cycle.body:
+            cycle.body = cast(bytearray, body)  # as it came: a body of one part is not copied
+        else:
+            cycle.body = bytearray(cycle.body) if isinstance(cycle.body, bytes) else cycle.body
+            cycle.body += body
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
@@ -326,7 +336,7 @@ class BoundedConnection(HttpToolsProtocol):
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """Like uvicorn's, with a deadline in place of its keep-alive timer."""
+        """End the response as uvicorn does, with a deadline in place of its keep-alive timer."""
         self.server_state.total_requests += 1
         if self._reserved_bytes:
             self.release_body_bytes()

@@ -102,13 +102,6 @@ class ClientConnection(BoundedConnection):
             self._on_disconnect()
 
 
-def _alive(cycle_of_task: weakref.ref[RequestResponseCycle]) -> RequestResponseCycle:
-    """The request's task holds it while it runs."""
-    cycle = cycle_of_task()
-    assert cycle is not None
-    return cycle
-
-
 class _Unchunked:
     """Sends the replies of a request cycle to a client of HTTP/1.0, which knows no chunks: the end of the connection is
     the end of a reply without length."""
@@ -118,7 +111,8 @@ class _Unchunked:
         self._unsized = False
 
     async def send(self, message: Any) -> None:
-        cycle = _alive(self._cycle_of_task)
+        cycle = self._cycle_of_task()
+        assert cycle is not None  # the request's task holds it while it runs
         if message["type"] == "http.response.start":
             self._unsized = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             if self._unsized:
@@ -141,15 +135,17 @@ class ClientRequest:
 
     @property
     def _cycle(self) -> RequestResponseCycle:
-        return _alive(self._cycle_of_task)
+        cycle = self._cycle_of_task()
+        assert cycle is not None  # the request's task holds it while it runs
+        return cycle
 
-    def take_whole_body(self) -> bytes | None:
-        """The body, as one ASGI message would hold it. None if it is not complete, or the client disconnected."""
+    def take_whole_body(self) -> bytes | bytearray | None:
+        """The body, as it arrived. None if it is not complete, or the client disconnected."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
         body, cycle.body = cycle.body, bytearray()
-        return bytes(body)
+        return body
 
     def expect_body(self, seconds: float) -> None:
         """Bound the wait for the rest of the body; see BoundedConnection.expect_body."""
@@ -172,6 +168,11 @@ class ClientRequest:
 
     def forget_given_body(self) -> None:
         """The engine gets another one. Nothing keeps it here."""
+
+    def end_with_reply(self) -> None:
+        """Send `connection: close` with the reply, unless it has begun."""
+        cycle = self._cycle
+        cycle.keep_alive = cycle.keep_alive and cycle.response_started
 
     def take_reply_bytes(self, more_bytes: int) -> bool:
         """Count bytes of a reply that is collected, until give_reply_bytes(). False if there is no room for them."""
@@ -269,7 +270,7 @@ class HeadWithBody:
         self._transport.set_protocol(protocol)
 
     def forget_connection(self) -> None:
-        """It is lost."""
+        """Forget the connection, which is lost."""
         self._linger = lambda transport: False
 
     def write(self, data: bytes) -> None:

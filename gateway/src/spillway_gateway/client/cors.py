@@ -51,8 +51,8 @@ class Cors:
         return [(_ORIGIN, b"*")] if self._any else self.answer_headers(read)
 
     def preflight(self, request: Headers) -> Preflight | None:
-        """None: the request is none, or nothing is allowed here. It never needs a key, which browsers do not send
-        with it."""
+        """Return the answer to a preflight; None: the request is none, or nothing is allowed here. A preflight needs no
+        key, which browsers do not send with it."""
         asked = dict(request)
         origin, method = asked.get(b"origin"), asked.get(b"access-control-request-method")
         if not self._origins or origin is None or method is None:

@@ -46,8 +46,8 @@ class OpenConnections:
     """The connections of one listener, on its event loop.
 
     Args:
-        bounds: of each.
-        open_max: of all addresses together; one address gets at most three quarters of them.
+        bounds: the bounds of each connection.
+        open_max: the most connections of all addresses together; one address gets at most three quarters of them.
         bodies_bytes_max: reads the bound of the budget for bodies.
         replies_bytes_max: reads the bound of the budget for replies.
     """

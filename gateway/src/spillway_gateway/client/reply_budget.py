@@ -27,7 +27,7 @@ class ReplyBudget:
         return max(0, self.held_bytes - self._bytes_max())
 
     def hold(self, more_bytes: int) -> None:
-        """Negative: give back."""
+        """Take bytes of the budget; a negative number gives them back."""
         self.held_bytes += more_bytes
 
     def count_ended(self) -> None:

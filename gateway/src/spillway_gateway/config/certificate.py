@@ -19,7 +19,7 @@ class Certificate:
 
     Args:
         config: the files.
-        protocol: that clients speak over TLS, by ALPN's name.
+        protocol: the protocol that clients speak over TLS, by ALPN's name.
     """
 
     def __init__(self, config: TlsConfig, protocol: str = "http/1.1") -> None:
@@ -30,7 +30,7 @@ class Certificate:
         self.reloads_total = 0
 
     async def follow(self) -> None:
-        """Reload until cancelled."""
+        """Reload the certificate when its files change, until cancelled."""
         while True:
             await asyncio.sleep(self._config.reload_seconds)
             await on_daemon_thread(self.reload)
@@ -76,7 +76,7 @@ def _no_password() -> str:
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file that is written or replaced; None without one."""
+    """Return a value that changes if the file is written or replaced; None without a file."""
     try:
         status = path.stat()
     except OSError:

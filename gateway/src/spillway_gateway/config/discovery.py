@@ -48,7 +48,7 @@ class KubernetesDiscovery(CamelSection, frozen=True):
     # changes made meanwhile are seen within two seconds.
     retry_seconds_max: Positive = 1.0
     api_server: Text | None = None  # https://HOST:PORT; None: of the cluster that the gateway runs in
-    token_file: Text = _ACCOUNT + "token"  # read anew for every call: the kubelet renews it
+    token_file: Text = _ACCOUNT + "token"  # read again for every call: the kubelet renews it
     ca_file: Text = _ACCOUNT + "ca.crt"
     namespace_file: Text = _ACCOUNT + "namespace"
 

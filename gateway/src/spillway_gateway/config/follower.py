@@ -100,7 +100,7 @@ def differences(before: object, after: object, name: str = "") -> Iterator[tuple
 
 
 def merge_live(current: GatewayConfig, given: GatewayConfig) -> tuple[GatewayConfig, tuple[str, ...]]:
-    """What of `given` can be put into effect now, and the names of the changed sections that cannot. Pure."""
+    """Return `current` with the changes that can be applied now, and the changed sections that cannot. Pure."""
     names = GatewayConfig.__struct_fields__
     changed = {name for name in names if getattr(current, name) != getattr(given, name)}
     live = {name: getattr(given, name) for name in changed & LIVE_SECTIONS}

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from spillway_gateway.config.settings import ContinuationConfig, GatewayConfig, LimitsConfig, TimeoutsConfig
+from spillway_gateway.config.settings import (
+    ContinuationConfig,
+    GatewayConfig,
+    HealthConfig,
+    LimitsConfig,
+    TimeoutsConfig,
+)
 
 
 class LiveConfig:
@@ -21,6 +27,10 @@ class LiveConfig:
     @property
     def limits(self) -> LimitsConfig:
         return self.current.limits
+
+    @property
+    def health(self) -> HealthConfig:
+        return self.current.health
 
     @property
     def timeouts(self) -> TimeoutsConfig:

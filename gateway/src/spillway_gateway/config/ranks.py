@@ -27,7 +27,7 @@ class RankConfig(EngineConfig, frozen=True):
 
 
 def ranks_of(engine: EngineConfig) -> tuple[EngineConfig, ...]:
-    """What routing chooses among for one engine: itself, or each of its ranks. Pure."""
+    """Return the targets that routing has for one engine: the engine itself, or each of its ranks. Pure."""
     if engine.data_parallel_ranks == 1:
         return (engine,)
     return tuple(

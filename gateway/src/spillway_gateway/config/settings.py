@@ -163,7 +163,7 @@ class RoutingConfig(values.Routing, frozen=True):
 
 
 class RetentionConfig(values.Retention, frozen=True):
-    """What clients may ask the tiers to keep; see api/retention.py. A tenant's keys entry may say otherwise."""
+    """The retention that clients may ask for; see api/retention.py. A tenant's keys entry may say otherwise."""
 
 
 class BreakerConfig(values.Breaker, frozen=True):
@@ -180,12 +180,12 @@ class AuthConfig(CamelSection, frozen=True):
     shared_limits: SharedLimitsConfig | None = None  # None: tenants' limits hold per gateway process
     # Routes on which the engine takes no salt, so that tenants share blocks.
     unsalted_routes: Literal["refuse", "allow"] = _CHART.auth.unsalted_routes
-    # Tenants that are routers in front: their kv_transfer_params pass in requests and replies, and nobody else's.
+    # Tenants that are routers in front: only their kv_transfer_params pass, in requests and replies.
     kv_transfer_tenants: tuple[Text, ...] = ()
 
 
 class AdmissionConfig(values.Admission, frozen=True):
-    """What happens when every engine of a model is full; see access/admission.py."""
+    """The treatment of requests when every engine of a model is full; see access/admission.py."""
 
 
 class IndexConfig(values.Index, frozen=True):
@@ -204,7 +204,7 @@ class LogConfig(values.Log, frozen=True):
 class AuditConfig(values.Audit, frozen=True):
     """One JSON line per request, without any text of prompts or replies; see access/audit.py.
 
-    The file is opened for appending, and anew after it was moved away.
+    The file is opened for appending, and again after it was moved away.
     """
 
 

@@ -11,7 +11,7 @@ import yaml
 
 
 class GivenUp(Exception):
-    """What was to be read is not needed any more."""
+    """The result of the reading is not needed any more."""
 
 
 class Reading:

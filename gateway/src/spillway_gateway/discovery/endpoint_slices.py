@@ -23,7 +23,7 @@ SERVICE_LABEL = "kubernetes.io/service-name"
 
 
 class Conditions(msgspec.Struct, rename="camel", frozen=True):
-    """None: unknown, which the API defines as true for the first two and as false for terminating."""
+    """Conditions of an endpoint. None: unknown, which the API defines as true for the first two, false for the last."""
 
     ready: bool | None = None
     serving: bool | None = None

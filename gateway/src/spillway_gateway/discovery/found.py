@@ -1,4 +1,4 @@
-"""What a source of engines reports, and the state of the source itself."""
+"""The engines that a source reports, and the state of the source itself."""
 
 from __future__ import annotations
 

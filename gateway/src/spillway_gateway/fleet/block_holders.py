@@ -106,7 +106,8 @@ class BlockHolders:
             holder.drop_oldest_tombstone()
 
     def bound_waiting(self) -> None:
-        """Drop from the engine that has most, so that an engine that sends only orphans costs the others nothing."""
+        """Drop waiting entries of the engine that has most of them, so that an engine that sends only orphans costs the
+        others nothing."""
         while self.waiting_bytes > self.bytes_max // WAITING_SHARE:
             most = max(self.slots.values(), key=lambda holder: holder.waiting_bytes)
             if most.orphans_held:
@@ -118,8 +119,8 @@ class BlockHolders:
                 most.drop_oldest_tombstone()
 
     def evict(self) -> None:
-        """After each step, which adds STEP_BLOCKS at most; so what is above the bound, as after a smaller one was
-        configured, is evicted over further steps."""
+        """Called after each step, which adds STEP_BLOCKS at most. If more than that lies above the bound, because a
+        smaller bound was configured, it is evicted over further steps."""
         blocks_bytes_max = self.bytes_max - self.bytes_max // EXPECTED_SHARE - self.waiting_bytes
         evicted = 0
         while self.table.entries and self.blocks_bytes > blocks_bytes_max and evicted < EVICTIONS_MAX:
@@ -134,6 +135,7 @@ class BlockHolders:
 
     def use(self, holder: EngineBlocks, keys: Sequence[int], until: float | None, now: float) -> None:
         """A prompt uses these blocks. until: the holder counts as having them until then; None: its events say so."""
+        added = self.table.added
         use_runs(self.table, keys, 1 << (holder.slot * BITS_PER_ENGINE), until, now)
-        if until is not None:
+        if self.table.added != added:
             self.evict()

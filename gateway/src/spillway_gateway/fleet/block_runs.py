@@ -9,7 +9,6 @@ runs, because prompts part within a run, counts for the one that was read last. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from math import inf
 
 from spillway_gateway.fleet.block_table import BlockRun, BlockTable, Entry, Shard, Span
@@ -28,7 +27,7 @@ def read_spans(
     """Read the holders of a prompt's blocks, in order, up to the first block that is neither held nor expected.
 
     Args:
-        shards: Of the table.
+        shards: The table's shards.
         shard_mask: The bits of a key that choose its shard.
         keys: Request keys of the prompt's blocks.
         expected: Blocks of prompts that were routed.
@@ -37,51 +36,49 @@ def read_spans(
     for start in range(0, len(keys), RUN_BLOCKS):
         run_keys = keys[start : start + RUN_BLOCKS]
         last = _last_of_run(shards, shard_mask, run_keys)
-        routed = bool(expected) and not expected.keys().isdisjoint(run_keys)
-        if not routed and last is not None and last.run is not None and last.run.until > now:
+        routed = expected if expected and not expected.keys().isdisjoint(run_keys) else {}
+        if last is not None and last.run is not None and last.run.until > now and not routed:
             yield from last.run.spans
             continue
-        entries = _entries(shards, shard_mask, run_keys, expected if routed else {})
-        masks = [entry.mask for entry in entries]
-        if routed or any([entry.speculative_mask for entry in entries]):
-            devices = [_device(entry, expected.get(key), now) for key, entry in zip(run_keys, entries, strict=False)]
-        else:
-            devices = masks
-        spans = [Span(*holders, len([*each])) for holders, each in groupby(zip(devices, masks, strict=True))]
-        if last is not None and not routed and len(entries) == RUN_BLOCKS:
-            _keep(last, entries, tuple(spans), now)
+        blocks, spans = _read(shards, shard_mask, run_keys, routed, now)
+        if last is not None and not routed and blocks == RUN_BLOCKS:
+            _keep(last, [shards[key & shard_mask][key] for key in run_keys], tuple(spans), now)
         yield from spans
-        if len(entries) < len(run_keys):
+        if blocks < len(run_keys):
             return
 
 
-def _entries(
-    shards: Sequence[Shard], shard_mask: int, keys: Sequence[int], expected: Mapping[int, Expected]
-) -> list[Entry]:
-    """Return the entries up to the first block that has none and is not expected."""
-    entries: list[Entry] = []
+def _read(
+    shards: Sequence[Shard], shard_mask: int, keys: Sequence[int], expected: Mapping[int, Expected], now: float
+) -> tuple[int, list[Span]]:
+    """Return the number of blocks up to the first one that has no entry and is not expected, and their holders: those
+    that announced the blocks, and engines that are expected to have them on their device."""
+    spans: list[Span] = []
+    device = mask = begin = blocks = 0
     for key in keys:
         entry = shards[key & shard_mask].get(key)
+        routed = expected.get(key) if expected else None
         if entry is None:
-            if key not in expected:
+            if routed is None:
                 break
             entry = _NOT_HELD
-        entries.append(entry)
-    return entries
+        its = its_mask = entry.mask
+        if entry.speculative_mask and entry.speculative_until > now:
+            its |= entry.speculative_mask
+        if routed is not None and routed.until > now:
+            its |= routed.mask
+        if its != device or its_mask != mask:
+            if blocks > begin:
+                spans.append(Span(device, mask, blocks - begin))
+            device, mask, begin = its, its_mask, blocks
+        blocks += 1
+    if blocks > begin:
+        spans.append(Span(device, mask, blocks - begin))
+    return blocks, spans
 
 
 def _last_of_run(shards: Sequence[Shard], shard_mask: int, run_keys: Sequence[int]) -> Entry | None:
     return shards[run_keys[-1] & shard_mask].get(run_keys[-1]) if len(run_keys) == RUN_BLOCKS else None
-
-
-def _device(entry: Entry, routed: Expected | None, now: float) -> int:
-    """The holders by events, and engines that are to have the block on their device."""
-    device = entry.mask
-    if routed is not None and routed.until > now:
-        device |= routed.mask
-    if entry.speculative_until > now:
-        device |= entry.speculative_mask
-    return device
 
 
 def _keep(last: Entry, entries: Sequence[Entry], spans: tuple[Span, ...], now: float) -> None:
@@ -95,8 +92,8 @@ def _keep(last: Entry, entries: Sequence[Entry], spans: tuple[Span, ...], now: f
 
 
 def use_runs(table: BlockTable, keys: Sequence[int], device: int, until: float | None, now: float) -> None:
-    """A prompt uses these blocks, the first of which begins a run. A run that was used not long ago stays at its place
-    in the order of use.
+    """Record that a prompt uses these blocks; the first of them begins a run. A run that was used not long ago keeps
+    its place in the order of use.
 
     Args:
         table: Has the blocks.
@@ -107,23 +104,27 @@ def use_runs(table: BlockTable, keys: Sequence[int], device: int, until: float |
         now: Monotonic seconds.
     """
     shards, shard_mask = table.shards, table.shard_mask
+    least = None if until is None else until - (until - now) / EXTENDED_SHARE
     for start in range(0, len(keys), RUN_BLOCKS):
         run_keys = keys[start : start + RUN_BLOCKS]
         last = _last_of_run(shards, shard_mask, run_keys)
         run = last.run if last is not None else None
         if run is not None:
             recent = run.used_at is not None and table.added - run.used_at < table.entries // USED_AGAIN_SHARE
-            if recent and (until is None or _counts_until(run, device, until - (until - now) / EXTENDED_SHARE)):
+            if recent and (least is None or _counts_until(run, device, least)):
                 continue
             run.used_at = table.added
         for key in run_keys:
             shard = shards[key & shard_mask]
             entry = shard.get(key)
-            if entry is not None:
-                shard.move_to_end(key)
-            elif until is not None:
-                entry = table.add(shard, key)
-            if entry is not None and until is not None:
+            if entry is None:
+                if until is not None:
+                    table.add(shard, key, device, until)
+                continue
+            shard.move_to_end(key)
+            if until is None or least is None:
+                continue
+            if not entry.speculative_mask & device or entry.speculative_until < least:
                 entry.speculate(device, until, now)
 
 

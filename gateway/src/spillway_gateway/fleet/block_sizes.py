@@ -32,8 +32,8 @@ class BlockSizes:
         return self._sizes or (self._default,)
 
     def accept(self, engine: EngineBlocks, block_tokens: int, blocks: int) -> bool:
-        """False for blocks of another size than the engine's own, such as the partial ones that newer engines announce.
-        blocks: of that size, in one event.
+        """Return False for blocks of another size than the engine's own, such as the partial blocks that newer engines
+        announce. blocks: of that size, in one event.
 
         A partial block may be the first to arrive, so a larger size displaces a smaller one, once as many blocks of it
         have come in a row, ATTESTED_BLOCKS at most. So a single block of a wrong size costs an engine nothing. A

@@ -65,7 +65,7 @@ class Entry(msgspec.Struct, gc=False):
     run: BlockRun | None = None  # the one that was read last with this block
 
     def changed(self) -> None:
-        """What was read with this block has to be read again."""
+        """Note a change: results that were read with this block have to be read again."""
         if self.run is not None:
             self.run.until = 0.0
 
@@ -120,8 +120,9 @@ class BlockTable:
         self._until_compacted = COMPACT_EVICTIONS_MIN  # evictions
 
     def sweep(self, stride: int = 1) -> Iterator[tuple[Shard, int, Entry | None]]:
-        """Every entry that was there at the start and still is, of each `stride`-th shard. After SWEEP_STEP entries the
-        entry is None: the caller yields to the event loop, and the table may change."""
+        """Yield the entries of each `stride`-th shard that exist from the start of the sweep to the moment of their
+        turn. After SWEEP_STEP entries the entry is None: the caller yields to the event loop, and the table may
+        change."""
         position = 0
         for at in range(0, len(self.shards), stride):
             for key in list(self.shards[at]):
@@ -132,9 +133,9 @@ class BlockTable:
                 if entry is not None:
                     yield self.shards[at], key, entry
 
-    def add(self, shard: Shard, key: int) -> Entry:
-        """A new entry, used last."""
-        entry = shard[key] = Entry()
+    def add(self, shard: Shard, key: int, device: int = 0, until: float = 0.0) -> Entry:
+        """A new entry, used last. device, until: as Entry.speculate()."""
+        entry = shard[key] = Entry(0, device, until)
         self.entries += 1
         self.added += 1
         return entry
@@ -161,9 +162,9 @@ class BlockTable:
         return entry
 
     def _compact_one(self) -> None:
-        """Fill the next shard anew. A dict keeps the places of removed keys until it is full and then grows threefold;
-        full shards lose entries as fast as they gain them. Filled in turn they keep memory level, while otherwise all
-        of them would grow at about the same time."""
+        """Copy the next shard into a new dict. A dict keeps the places of removed keys until it is full and then grows
+        threefold; full shards lose entries as fast as they gain them. Filled in turn they keep memory level, while
+        otherwise all of them would grow at about the same time."""
         shard = self.shards[self._next_compacted & self.shard_mask]
         self._next_compacted += 1
         entries = shard.copy()

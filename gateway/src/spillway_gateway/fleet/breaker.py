@@ -24,6 +24,7 @@ class Breaker:
         "_outcomes",
         "_probing",
         "_times_opened",
+        "closed",
         "opened_total",
     )
 
@@ -32,14 +33,10 @@ class Breaker:
         self._failures = 0  # in a row
         self._outcomes: deque[bool] = deque(maxlen=config.window_requests)  # since it closed; True: failed
         self._times_opened = 0  # in a row, without a whole reply between
+        self.closed = True  # requests pass without limit
         self._open_until: float | None = None
         self._probing = False
         self.opened_total = 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether requests pass without limit."""
-        return self._open_until is None
 
     def allows(self, now: float) -> bool:
         """Whether a request may be sent: always when closed, one at a time when half-open."""
@@ -59,7 +56,8 @@ class Breaker:
             self._failures = self._config.failures - 1
 
     def succeeded(self, *, probe: bool = False) -> None:
-        """A whole reply. Ignored while open, unless it is the probe's: the request was sent before."""
+        """The engine sent a whole reply. Ignored while the breaker is open, unless it is the probe's reply: other
+        requests were sent before."""
         if self._open_until is not None:
             if not probe:
                 return
@@ -87,12 +85,14 @@ class Breaker:
 
     def _close(self) -> None:
         self._open_until = None
+        self.closed = True
         self._probing = False
         self._outcomes.clear()
 
     def _open(self, now: float) -> None:
         seconds = min(self._config.open_seconds * 2.0**self._times_opened, self._config.open_seconds_max)
         self._open_until = now + seconds
+        self.closed = False
         self._times_opened = min(self._times_opened + 1, 32)
         self._probing = False
         self.opened_total += 1

@@ -2,10 +2,10 @@
 
 A prompt is cold if it takes an engine COLD_PROMPT_SECONDS or more: a conversation's first turn, or any turn after the
 engine that served it has died. The blocks of a cold prompt evict blocks that others on its engine are about to use. If
-the sessions of a dead engine all came at once, each of the rest would compute them all, and evict its own sessions
-meanwhile, which then come as cold ones too. So an engine is sent no more of them than keep it busy for COLD_SECONDS. If
-prompts find less than half of their tokens anywhere, most evicted blocks would not have been found anyway, so no prompt
-waits.
+all sessions of a dead engine came to the remaining engines at once, each of these would evict its own sessions while it
+computes them, and those sessions would then come as cold prompts too. So an engine is sent no more of them than keep it
+busy for COLD_SECONDS. If prompts find less than half of their tokens anywhere, most evicted blocks would not have been
+found anyway, so no prompt waits.
 
 None waits for longer than OVERTAKE_SECONDS, as in the engines' own queue, and none fails because of it. Those that wait
 for one engine are sent in order of arrival. When an engine's state changes, all are routed again, a few in each event
@@ -50,7 +50,7 @@ def being_computed(
     computed = 0, 0
     for name, found in held.items():
         engine = engines.get(name)
-        if engine is not None and engine.routable and name not in tried:
+        if engine is not None and engine.prefills.cold_tokens and engine.routable and name not in tried:
             begin = engine.prefills.computes_from(first_block)
             if begin is not None and found.total_tokens > max(begin, computed[1]):
                 computed = begin, found.total_tokens
@@ -67,7 +67,7 @@ class ColdTurn:
         self.until: float | None = None  # monotonic seconds; None: it has not been held back
         self.engine: Engine | None = None  # that it waits for
         self.wake: Callable[[], None] | None = None  # called when it is to be routed again
-        self.woken = False  # and was not routed since
+        self.woken = False  # and has not been routed since
 
 
 class ColdPrompts:
@@ -76,16 +76,11 @@ class ColdPrompts:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._turns = Turns(ROUTED_PER_ITERATION)
-        self._waiting: dict[ColdTurn, None] = {}  # in order of arrival
+        self.waiting: dict[ColdTurn, None] = {}  # in order of arrival
 
-    @property
-    def waiting_requests(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
-
-    def holds(self, turn: ColdTurn, engine: Engine, decision: Decision) -> bool:
-        """Whether a prompt that was routed to this engine has to wait before it is sent."""
-        if turn.urgent or not is_cold(engine, decision) or engine.means.cached_share < CACHED_SHARE_MIN:
+    def holds(self, turn: ColdTurn, engine: Engine) -> bool:
+        """Whether a cold prompt that was routed to this engine has to wait before it is sent."""
+        if turn.urgent or engine.means.cached_share < CACHED_SHARE_MIN:
             return False
         now = self._clock()
         if turn.until is None:
@@ -97,7 +92,7 @@ class ColdPrompts:
         before, turn.engine = turn.engine, engine
         passes_on = turn.woken and before is not engine
         turn.woken = False
-        self._waiting.setdefault(turn)
+        self.waiting.setdefault(turn)
         if passes_on and before is not None:
             self.left(before)
         return True
@@ -128,22 +123,22 @@ class ColdPrompts:
             turn.wake = None
 
     def leave(self, turn: ColdTurn) -> None:
-        """It was sent, or nobody waits for it any more. Its place goes to the next one."""
-        if turn in self._waiting:
-            del self._waiting[turn]
+        """Give the prompt's place to the next one: it was sent, or its request has ended."""
+        if turn in self.waiting:
+            del self.waiting[turn]
             if turn.woken and turn.engine is not None:
                 self.left(turn.engine)
 
     def left(self, engine: Engine) -> None:
         """A prompt has left the engine's queue, or was sent to it: the next one may have room."""
-        if self._waiting and self._has_room(engine):
+        if self.waiting and self._has_room(engine):
             first = self._first_of(engine)
             if first is not None:
                 self._wake(first)
 
     def changed(self) -> None:
         """An engine came or went."""
-        for turn in list(self._waiting):
+        for turn in list(self.waiting):
             self._wake(turn)
 
     def _has_room(self, engine: Engine) -> bool:
@@ -151,7 +146,7 @@ class ColdPrompts:
 
     def _first_of(self, engine: Engine) -> ColdTurn | None:
         """The first that waits for the engine and has not been woken."""
-        for turn in self._waiting:
+        for turn in self.waiting:
             if turn.engine is engine and not turn.woken:
                 return turn
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from spillway_gateway.fleet.foreign_work import NO_FOREIGN_WORK, ForeignWork, fo
 from spillway_gateway.fleet.listed_models import ListedModels
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_queue import PrefillQueue
-from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, PrefillRate, RateSamples
+from spillway_gateway.fleet.prefill_rate import FleetSamples, PrefillRate
 from spillway_gateway.fleet.tier_traffic import TierTraffic
 from spillway_gateway.routing.fleet_view import EngineRates, EngineView, HeldPrefix
 from spillway_settings.vllm_salts import Version
@@ -74,7 +74,7 @@ class Engine:
         *,
         instance: str = "",
         newcomer: bool = False,
-        fleet_samples: RateSamples | None = None,
+        fleet_samples: FleetSamples | None = None,
         means: RequestMeans | None = None,
         breaker: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -102,6 +102,7 @@ class Engine:
         host = f"[{self.host}]" if ":" in self.host else self.host
         self.host_header = (host if default_port else f"{host}:{self.port}").encode()
         self.state = EngineState.UNKNOWN
+        self.routable = False  # whether new requests may be sent, the breaker aside
         self.prompt_tokens_max: int | None = None  # max_model_len as the engine reports it
         self.listed: ListedModels | None = None  # as last read; None: it never gave a list
         self.vllm: Version | None = None  # as last read; None: not read yet
@@ -122,9 +123,9 @@ class Engine:
             running_request_ms=routing.running_request_ms,
             below_load_tokens_per_second=routing.shared_load_tokens_per_second,
         )
-        self.prefill = PrefillRate(
-            RateSamples(FLEET_SAMPLES) if fleet_samples is None else fleet_samples, routing.prefill_tokens_per_second
-        )
+        self._fleet_samples = FleetSamples() if fleet_samples is None else fleet_samples
+        self._rates_as_of = 0  # samples of the fleet
+        self.prefill = PrefillRate(self._fleet_samples, routing.prefill_tokens_per_second)
         self.busy = BusyShare()
         self.shared_busy = BusyShare()  # of its link to the shared tier
         self.running_requests = 0
@@ -145,6 +146,7 @@ class Engine:
         self.on_declined: Callable[[frozenset[str]], None] = lambda types: None
         self.events_live = False  # KV events arrive, so the index does not depend on speculation
         self.on_state: list[Callable[[Engine], None]] = []
+        self.on_read: Callable[[], None] = lambda: None  # called when another version or longest prompt was read
         self.failed_at: deque[float] = deque(maxlen=FAILURES_MAX)  # when it last failed requests, monotonic seconds
         self.requests: set[EngineRequest] = set()  # of this gateway, on this engine
         self.progressed_at = float("-inf")  # when it was last seen to compute; monotonic seconds
@@ -153,6 +155,7 @@ class Engine:
         self.terminating = False  # reported by discovery; its pod is being deleted, or is gone
         self.draining = False  # reported by the engine
         self._said_ending_at: float | None = None  # in an answer, since the state changed; monotonic seconds
+        self._lost_at = float("-inf")  # when it was ready and then went down; monotonic seconds
         self.poll_soon: Callable[[], None] = lambda: None
         self.on_idle: Callable[[], None] = lambda: None  # the last request has ended
 
@@ -160,11 +163,6 @@ class Engine:
     def queued_tokens(self) -> int:
         """Uncached prompt tokens of requests without a first byte."""
         return self.prefills.tokens
-
-    @property
-    def routable(self) -> bool:
-        """Whether new requests may be sent, the breaker aside."""
-        return self.state is EngineState.READY and self.withheld is None
 
     @property
     def was_to_end(self) -> bool:
@@ -192,13 +190,22 @@ class Engine:
         if state is EngineState.READY and (self.state is not EngineState.UNKNOWN or self._newcomer):
             self._warm_at = self._clock() + self._slow_start_seconds
             self._warm_start_is_due = self._warm_start_seconds > 0
+        if state is EngineState.DOWN and self.state is EngineState.READY:
+            self._lost_at = self._clock()
         self.state = state
         self._said_ending_at = None
         self._notify()
 
+    def may_return_for(self, seconds: float) -> float:
+        """How much longer an engine that was lost is expected back: `seconds` from then on, unless it was to end. A
+        network that takes nothing for a moment, as while its policies change, looks like an engine that is gone."""
+        if self.state is not EngineState.DOWN or self.withheld is not None or self.was_to_end:
+            return 0.0
+        return max(0.0, self._lost_at + seconds - self._clock())
+
     def says_it_ends(self, now: float) -> bool:
-        """An answer says that its process ends. Whether to believe it: not if it has long said so and is ready still.
-        now: monotonic seconds."""
+        """An answer says that the engine's process ends. Returns whether to believe it: not if it has said so for long
+        and is still ready. now: monotonic seconds."""
         if self._said_ending_at is None:
             self._said_ending_at = now
         return self.state is not EngineState.READY or now - self._said_ending_at <= ENDING_SECONDS_MAX
@@ -207,8 +214,17 @@ class Engine:
         """A reading of /v1/models. None: a page without a list, so that nothing is known of what the engine serves."""
         self.listed = listed
         self.adapters = listed.adapters if listed is not None else None
+        before = self.prompt_tokens_max
         self.prompt_tokens_max = listed.prompt_tokens_max(self.model) if listed is not None else None
         self._expected_adapters.clear()
+        if self.prompt_tokens_max != before:
+            self.on_read()
+
+    def set_version(self, vllm: Version | None) -> None:
+        """A reading of /version."""
+        if vllm != self.vllm:
+            self.vllm = vllm
+            self.on_read()
 
     def expect_adapter(self, name: str) -> None:
         """Note that a request makes this engine load the adapter: further ones need not load it on another engine."""
@@ -227,6 +243,7 @@ class Engine:
         self.poll_soon()
 
     def _notify(self) -> None:
+        self.routable = self.state is EngineState.READY and self.withheld is None
         for listener in list(self.on_state):
             listener(self)
 
@@ -249,10 +266,15 @@ class Engine:
     @property
     def rates(self) -> EngineRates:
         """Measured rates, the configured ones if nothing was measured."""
-        prefill = self.prefill.tokens_per_second
-        if prefill != self._rates.prefill_tokens_per_second:
-            self._rates = structs.replace(self._rates, prefill_tokens_per_second=prefill)
+        if self._rates_as_of != self._fleet_samples.added:
+            self._rates_as_of = self._fleet_samples.added
+            self._rates = structs.replace(self._rates, prefill_tokens_per_second=self.prefill.tokens_per_second)
         return self._rates
+
+    def served(self, computed_tokens: int, seconds: float) -> None:
+        """The engine has answered a whole request. computed_tokens: of its prompt; 0: unknown."""
+        self.means.finished(seconds)
+        self.prefill.sample_whole(computed_tokens, seconds)
 
     def progressed(self, now: float, by: object = None) -> None:
         """The engine has computed something. by: the request that got it; None: its metrics show it."""
@@ -279,6 +301,7 @@ class Engine:
         shared = reading.shared_load_tokens_per_second or default.shared_load_tokens_per_second
         self._rates = structs.replace(
             self._rates,
+            prefill_tokens_per_second=self.prefill.tokens_per_second,
             cpu_load_tokens_per_second=reading.cpu_load_tokens_per_second or default.cpu_load_tokens_per_second,
             shared_load_tokens_per_second=shared,
             below_load_tokens_per_second=reading.below_load_tokens_per_second
@@ -309,7 +332,7 @@ class Engine:
         return now < self._warm_start_until
 
     def end_warm_start(self) -> None:
-        """There is nothing to wait for: the slow start goes on."""
+        """The warm start has ended, or there is none: the slow start goes on."""
         self._warm_start_until = min(self._warm_start_until, self._clock())
         self._warm_at = min(self._warm_at, self._warm_start_until + self._slow_start_seconds)
 
@@ -326,19 +349,22 @@ class Engine:
 
     def view(self, held: HeldPrefix, now: float, *, ejected: bool, store: StoreView = NO_STORE) -> EngineView:
         """The engine's frozen view. ejected: its breaker keeps requests away. now: monotonic seconds."""
-        foreign = self.foreign
+        foreign, means = self.foreign, self.means
         kv_usage = kv_token_ms = 0.0
         if self._kv_capacity_tokens:
             since = self.resident_tokens - self._resident_at_reading
             kv_usage = self._kv_usage + since / self._kv_capacity_tokens
-            kv_token_ms = 1000.0 * self.means.seconds / self._kv_capacity_tokens
+            kv_token_ms = 1000.0 * means.seconds / self._kv_capacity_tokens
         rates = self.current_rates(now) if now < self._warm_at else self.rates
-        queued_tokens = self.prefills.tokens_left(now, rates.prefill_tokens_per_second)
+        queued_tokens = 0
+        if self.prefills.tokens:
+            queued_tokens = self.prefills.tokens_left(now, rates.prefill_tokens_per_second)
         if foreign.waiting_requests:
-            queued_tokens += int(foreign.waiting_requests * self.means.uncached_tokens)
+            queued_tokens += int(foreign.waiting_requests * means.uncached_tokens)
+        shared_busy = self.shared_busy.at(now) if self.shared_busy.share else 0.0
         return EngineView(
             self.name,
-            self.state is EngineState.READY and self.withheld is None and not ejected,
+            self.routable and not ejected,
             self.running_requests + foreign.requests,
             queued_tokens,
             rates,
@@ -347,13 +373,20 @@ class Engine:
             self.cpu_link_tokens,
             self.shared_link_tokens,
             store.wait_ms,
-            self.shared_busy.at(now) if store is NO_STORE else max(self.shared_busy.at(now), store.busy_share),
+            shared_busy if store is NO_STORE else max(shared_busy, store.busy_share),
             kv_usage,
             kv_token_ms,
-            self.means.device_share,
-            self.means.reload_token_ms,
+            means.device_share,
+            means.reload_token_ms,
             self.events_live,
             self.config.role,
             token_ms=self.token_ms,
             below_link_tokens=self.below_link_tokens,
         )
+
+
+def may_return_for(engines: Collection[Engine], seconds: float) -> float:
+    """How much longer one of a model's engines is expected back, if none takes requests; see Engine.may_return_for."""
+    if any(engine.routable for engine in engines):
+        return 0.0
+    return max((engine.may_return_for(seconds) for engine in engines), default=0.0)

@@ -1,4 +1,4 @@
-"""What routing reads of an engine's /metrics page: requests of other senders, and the rates that the engine measured.
+"""The series of an engine's /metrics page that routing reads: requests of other senders, and measured rates.
 
 A page has hundreds of lines and is read every second, so only the wanted names are parsed. A data-parallel engine
 has one line per rank, distinguished by the label `engine`. If the ranks are routed to one by one, each has a reading
@@ -89,7 +89,7 @@ class PagesOfRanks:
         return frozenset(self._lines)
 
     def of(self, rank: int) -> bytes:
-        """Empty if the engine does not have the rank."""
+        """Return the page of one rank; empty if the engine does not have that rank."""
         own = self._lines.get(rank)
         return b"" if own is None else b"\n".join([*self._common, *own])
 

@@ -259,7 +259,7 @@ def _group(raw: object) -> int:
 
 
 class Extras(NamedTuple):
-    """What an engine hashed into a block besides its tokens. cache_salt: part of the namespace. others: part of the
+    """The extra keys that an engine hashed into a block. cache_salt: part of the namespace. others: part of the
     block's key."""
 
     cache_salt: str | None

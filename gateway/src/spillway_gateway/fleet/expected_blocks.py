@@ -72,14 +72,15 @@ class ExpectedBlocks:
         return Expected(known.mask | device, max(known.until, until))
 
     def withdraw(self, expected: tuple[Expected, ...]) -> None:
-        """The prompt was not accepted: what no other one expects is forgotten."""
+        """The prompt was not accepted: forget the blocks that no other prompt expects."""
         for each in expected:
             each.prompts -= 1
             if not each.prompts:
                 self._drop(each)
 
     def announced(self, key: int, device: int) -> None:
-        """An engine has the block. device: its bit. What no other engine is expected to have is forgotten."""
+        """An engine has announced the block. device: its bit. A block that no other engine is expected to have is
+        forgotten."""
         expected = self.by_key.get(key)
         if expected is not None and not expected.mask & ~device:
             del self.by_key[key]

@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
+from spillway_gateway.config.disaggregation import DisaggregationConfig
+from spillway_gateway.routing.fleet_view import SplitTerms
 from spillway_gateway.routing.load import certain_ms
 from spillway_gateway.routing.route import Decision
 from spillway_gateway.turns import Turns
@@ -102,7 +104,7 @@ class Awaited:
 
 
 class HandOverPrices:
-    """What hand-overs of a model take. waits: until a computed prompt can be loaded from a store.
+    """The measured times of a model's hand-overs. waits: the time until a computed prompt can be loaded from a store.
 
     Late second legs come on top: their load from a store, or the transfer by the engines' own connectors, takes longer
     than it was priced, by more than late_seconds. Below that, other requests may be the reason, for which one leg waits
@@ -113,11 +115,18 @@ class HandOverPrices:
         self.waits = HandOverPrice(default_ms, clock)
         self._late = HandOverPrice(0.0, clock, counted_from_seconds=late_seconds)
 
-    @property
-    def terms(self) -> tuple[float, float]:
-        """Milliseconds: a fixed part, and that of a token."""
+    def terms(self, asked: DisaggregationConfig, block_tokens: int) -> SplitTerms:
+        """Return what routing asks about two legs of a prompt with blocks of this size."""
         (waits_ms, wait_token_ms), (late_ms, late_token_ms) = self.waits.terms, self._late.terms
-        return waits_ms + late_ms, wait_token_ms + late_token_ms
+        return SplitTerms(
+            asked.mode == "always",
+            asked.uncached_tokens_min,
+            waits_ms + late_ms,
+            asked.token_ms_max,
+            block_tokens,
+            asked.by_connector,
+            wait_token_ms + late_token_ms,
+        )
 
     def await_second_leg(self, decision: Decision) -> Awaited:
         """A second leg begins on the engine of this decision."""
@@ -169,7 +178,8 @@ class HandOver:
             await self._looks.wait()
 
     async def arrived(self, seconds_max: float) -> bool:
-        """The first leg has ended: wait until the prompt can be loaded. False: it still cannot after these seconds."""
+        """The first leg has ended: wait until the prompt can be loaded. Returns False if it still cannot after these
+        seconds."""
         began = self._clock()
         try:
             async with asyncio.timeout(seconds_max):

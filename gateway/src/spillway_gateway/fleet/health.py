@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 DRAINING = "not ready: draining"  # answer of an engine pod while it shuts down
 ADAPTERS_LOGGED_MAX = 10  # names in one line
 NAME_CHARS_MAX = 100  # of an engine's name for something, in the log
+RETURN_PERIOD_SECONDS = 0.25  # between two polls of an engine that was lost a moment ago
 METRICS_STALE_PERIODS = 5  # without a reading, after which the last one is stale
 
 
@@ -86,7 +87,10 @@ class HealthPoller:
             for engine, state in before.items():
                 if engine.state is not state:
                     logger.info("engine %s is %s: %s", engine.name, engine.state.value, engine.answer)
-            pause = max(0.05, started + self._config.period_seconds - loop.time())
+            period = self._config.period_seconds
+            if any(engine.may_return_for(self._config.return_seconds) for engine in self._ranks):
+                period = min(period, RETURN_PERIOD_SECONDS)  # requests may wait for it
+            pause = max(0.05, started + period - loop.time())
             try:
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
@@ -103,6 +107,7 @@ class HealthPoller:
                 self._path = "/health" if self._path == "/ready" else "/ready"
                 state, answer = await self._ask(self._path)
             if state is EngineState.READY and not self._all_ready():
+                await self._require_connection()
                 state, answer = await self._serves_model()
                 if state is EngineState.READY:
                     absent = await self._absent_ranks()
@@ -124,6 +129,14 @@ class HealthPoller:
                 engine.set_state(EngineState.NOT_READY, absent[engine.rank])
             else:
                 engine.set_state(state or EngineState.NOT_READY, answer)
+
+    async def _require_connection(self) -> None:
+        """Requests need a new connection to an engine that was down. The polls' own may go on while the network takes
+        no new one. Raises OSError or TimeoutError."""
+        if any(engine.state is EngineState.DOWN for engine in self._ranks):
+            async with asyncio.timeout(self._config.timeout_seconds):
+                _, writer = await asyncio.open_connection(self._engine.host, self._engine.port)
+            writer.close()
 
     def _all_ready(self) -> bool:
         return all(engine.state is EngineState.READY for engine in self._ranks)
@@ -180,7 +193,7 @@ class HealthPoller:
         engine that requires a key or has no such route is accepted."""
         version = read_version(await self._optional_page("/version", VERSION_BYTES_MAX))
         for engine in list(self._ranks):
-            engine.vllm = version
+            engine.set_version(version)
         status, body = await self._page("/v1/models", MODELS_BYTES_MAX)
         if status >= 500:
             return EngineState.NOT_READY, f"/v1/models answers status {status}"
@@ -192,8 +205,8 @@ class HealthPoller:
         return EngineState.NOT_READY, f"serves {shown[:200]}, not {self._engine.model}"
 
     async def _read_models(self, body: bytes) -> ListedModels | None:
-        """A list as it was last time is not read again: one of tens of thousands of adapters takes some milliseconds,
-        so reading it and noting it are iterations of their own."""
+        """A list that has not changed since the last time is not read again. A list of tens of thousands of adapters
+        takes some milliseconds, so reading it and noting it take one event loop iteration each."""
         known = self._engine.listed
         if known is not None and known.body == body:
             return known
@@ -228,7 +241,7 @@ class HealthPoller:
             await asyncio.sleep(0)
 
     async def _optional_page(self, path: str, bytes_max: int) -> bytes | None:
-        """The page, or None if there is none to be had."""
+        """Return the page, or None if the engine does not give one."""
         try:
             status, body = await self._page(path, bytes_max)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -284,4 +297,6 @@ def _why(error: Exception) -> str:
         return f"cannot connect ({cause})"
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "closed the connection"
+    if isinstance(error, OSError) and not isinstance(error, aiohttp.ClientError):
+        return f"cannot connect ({error.strerror or error})"
     return f"cannot be asked ({error.__class__.__name__})"

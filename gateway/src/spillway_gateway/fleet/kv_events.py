@@ -212,7 +212,7 @@ class EventFollower:
                 self._replays_failed = 0
                 await self._rebuild()
             elif item is _Signal.ENGINE_UP:
-                # Not a second time if the connection was first: the replay would replace live events for nothing.
+                # A connection that was made first needs no second replay, which would only replace live events.
                 if self._clean and self._engine.events_live and not (self._replayed or self._replay_pending):
                     await self._rebuild()
             else:

@@ -75,7 +75,7 @@ class _Page(msgspec.Struct):
 
 
 def read_version(page: bytes | None) -> Version:
-    """OLDEST if the page names none."""
+    """Return the version that the page names, or OLDEST if it names none."""
     try:
         return version_of(msgspec.json.decode(page or b"", type=_Page).version)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -18,30 +18,35 @@ class BusyShare:
     now: monotonic seconds.
     """
 
-    __slots__ = ("_at", "_share")
+    __slots__ = ("_at", "share")
 
     def __init__(self) -> None:
-        self._share = 0.0
+        self.share = 0.0  # when work was sent last
         self._at = 0.0
 
     def add(self, seconds: float, now: float) -> None:
         """Work that takes this number of seconds was sent."""
-        self._share = self.at(now) + seconds / BUSY_SECONDS
+        self.share = self.at(now) + seconds / BUSY_SECONDS
         self._at = now
 
     def at(self, now: float) -> float:
         """The share, 0 or more."""
-        return self._share * math.exp((self._at - now) / BUSY_SECONDS) if self._share else 0.0
+        return self.share * math.exp((self._at - now) / BUSY_SECONDS) if self.share else 0.0
 
 
 class RequestMeans:
-    """The cost of a model's average request; 0 before the first. For work of other senders, whose sizes are not
-    known, for how long KV cache is occupied, and for what a prompt displaces."""
+    """The cost of a model's average request; 0 before the first. It stands for requests of other senders, whose sizes
+    are not known, and says for how long KV cache is occupied and what a prompt displaces.
+
+    device_share: the share of the tokens that requests found cached, those on the engine's device; 0 to 1.
+    reload_token_ms: the time to load one token that is not on the device any more; 0 if none was loaded.
+    """
 
     def __init__(self) -> None:
         self._device_tokens = 0.0  # found on the engine's device
         self._loaded_tokens = 0.0  # found in its lower tiers
         self._load_ms = 0.0
+        self.device_share = self.reload_token_ms = 0.0
         self.uncached_tokens = 0.0
         self.seconds = 0.0  # from being sent to an engine until the end of the reply
 
@@ -50,21 +55,10 @@ class RequestMeans:
         self.uncached_tokens += REQUEST_WEIGHT * (uncached_tokens - self.uncached_tokens)
 
     @property
-    def device_share(self) -> float:
-        """Which share of the tokens that requests found cached was on the engine's device; 0 to 1."""
-        cached_tokens = self._device_tokens + self._loaded_tokens
-        return self._device_tokens / cached_tokens if cached_tokens else 0.0
-
-    @property
     def cached_share(self) -> float:
         """Which share of the prompt tokens of requests was expected in any tier; 0 to 1."""
         cached_tokens = self._device_tokens + self._loaded_tokens
         return cached_tokens / (cached_tokens + self.uncached_tokens) if cached_tokens else 0.0
-
-    @property
-    def reload_token_ms(self) -> float:
-        """The time to load one token that is not on the device any more; 0 if none was loaded."""
-        return self._load_ms / self._loaded_tokens if self._loaded_tokens else 0.0
 
     def found(self, device_tokens: int, loaded_tokens: int, load_ms: float) -> None:
         """A request was sent to an engine, which is expected to have device_tokens of its tokens on its device, and to
@@ -72,6 +66,10 @@ class RequestMeans:
         self._device_tokens += REQUEST_WEIGHT * (device_tokens - self._device_tokens)
         self._loaded_tokens += REQUEST_WEIGHT * (loaded_tokens - self._loaded_tokens)
         self._load_ms += REQUEST_WEIGHT * (load_ms - self._load_ms)
+        if self._loaded_tokens:
+            self.reload_token_ms = self._load_ms / self._loaded_tokens
+        if cached_tokens := self._device_tokens + self._loaded_tokens:
+            self.device_share = self._device_tokens / cached_tokens
 
     def finished(self, seconds: float) -> None:
         """A request has ended this number of seconds after it was sent."""

@@ -1,14 +1,13 @@
 """The engines of one model, and the one step in which a routing decision is taken and counted.
 
 `ModelFleet.choose` builds the frozen view, plans, and opens an Attempt without an await between, so two requests never
-decide on the same counters. An Attempt counts on the engine that it was opened on: when an engine is replaced, old
-attempts close against the old object, and the counters of the new one never go below zero.
+decide on the same counters.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from msgspec import structs
@@ -17,19 +16,21 @@ from spillway_gateway.config.disaggregation import DisaggregationConfig
 from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import BreakerConfig, EngineConfig, ModelConfig, RoutingConfig
 from spillway_gateway.errors import ModelNotFound, NoEngineReady
+from spillway_gateway.fleet.attempt import Attempt
 from spillway_gateway.fleet.cold_prompts import ColdPrompts, ColdTurn, being_computed, is_cold
+from spillway_gateway.fleet.conversations import Conversation, Conversations
 from spillway_gateway.fleet.engine import NO_STORE, Engine, StoreView
-from spillway_gateway.fleet.hand_over import LOOKS_PER_ITERATION, Awaited, HandOver, HandOverPrices
+from spillway_gateway.fleet.hand_over import LOOKS_PER_ITERATION, HandOver, HandOverPrices
 from spillway_gateway.fleet.load_averages import BusyShare, RequestMeans
 from spillway_gateway.fleet.prefill_queue import ColdPrompt
-from spillway_gateway.fleet.prefill_rate import FLEET_SAMPLES, RateSamples
+from spillway_gateway.fleet.prefill_rate import FleetSamples
 from spillway_gateway.fleet.prefix_index import PrefixIndex
+from spillway_gateway.fleet.prefix_match import used
 from spillway_gateway.fleet.routed_blocks import RoutedBlocks
 from spillway_gateway.fleet.sessions import SessionKey, Sessions
 from spillway_gateway.fleet.steps import Steps
-from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, Leg, RouteRequest, SplitTerms
+from spillway_gateway.routing.fleet_view import NOTHING_HELD, FleetView, HeldPrefix, Leg, RouteRequest
 from spillway_gateway.routing.legs import handed_over
-from spillway_gateway.routing.load import load_time_ms, shared_time_ms
 from spillway_gateway.routing.prefix import PromptBlocks
 from spillway_gateway.routing.route import Decision, plan_route
 from spillway_gateway.turns import Turns
@@ -37,144 +38,6 @@ from spillway_settings.roles import EngineRole
 from spillway_settings.vllm_salts import OLDEST, Version
 
 FAILED_TOGETHER_SECONDS = 5.0
-
-
-class Attempt:
-    """One request on one engine, counted from creation to close(). Each method may be called more than once.
-
-    On the event loop only. now: monotonic seconds. routed: the prompt's blocks, None if it has none.
-    """
-
-    __slots__ = (
-        "_ahead_tokens",
-        "_awaited",
-        "_closed",
-        "_dequeued",
-        "_held",
-        "_probe",
-        "_queued",
-        "_routed",
-        "_started",
-        "decision",
-        "engine",
-        "failed_at",
-    )
-
-    def __init__(
-        self,
-        engine: Engine,
-        decision: Decision,
-        now: float,
-        routed: RoutedBlocks | None = None,
-        dequeued: Callable[[Engine], None] = lambda engine: None,
-        *,
-        first_block: int = 0,
-        awaited: Awaited | None = None,
-    ) -> None:
-        """dequeued: called when the prompt leaves the engine's queue. first_block: the key of the prompt's. awaited:
-        the first token of a second leg."""
-        self.engine = engine
-        self._awaited = awaited
-        self._dequeued = dequeued
-        self._routed = routed
-        self.decision = decision
-        self._ahead_tokens = engine.queued_tokens
-        self._queued = decision.uncached_tokens
-        self._held = decision.held
-        self._probe = engine.breaker.sent()
-        self._started = now
-        self._closed = False
-        self.failed_at: float | None = None  # monotonic seconds; None: its engine has not failed
-        engine.running_requests += 1
-        cold = ColdPrompt(first_block, self._held.total_tokens) if is_cold(engine, decision) else None
-        engine.prefills.add(self, self._queued, cold)
-        engine.resident_tokens += self._queued
-        engine.means.sent(self._queued)
-        loaded = self._held.cpu_tokens + self._held.shared_tokens
-        engine.means.found(self._held.device_tokens, loaded, load_time_ms(self._held, engine.rates))
-        engine.cpu_link_tokens += self._held.cpu_tokens
-        engine.shared_link_tokens += self._held.shared_tokens
-        engine.below_link_tokens += self._held.below_tokens
-        if self._held.shared_tokens:
-            engine.shared_busy.add(shared_time_ms(self._held, engine.rates) / 1000.0, now)
-        engine.busy.add(self._queued / engine.rates.prefill_tokens_per_second, now)
-
-    @property
-    def expected_prefill_seconds(self) -> float:
-        """Return the time until the prompt is computed, from the engine's rate and what was queued before it."""
-        return (self._ahead_tokens + self._queued) / self.engine.rates.prefill_tokens_per_second
-
-    def accepted(self, now: float) -> None:
-        """The engine has answered that it takes the prompt: it will hold its blocks."""
-        routed, self._routed = self._routed, None
-        if routed is not None:
-            routed.accepted(now)
-
-    def prefill_assumed(self) -> None:
-        """A reply that does not stream has no early first byte: its prompt leaves the queue when its prefill should be
-        done."""
-        self._dequeue()
-
-    def computed(self) -> None:
-        """The engine has its first token, though the client may see none for long: hidden reasoning, for example."""
-        if self._awaited is not None:
-            self._awaited.ended(came=True)
-
-    def first_byte(self, now: float, *, measures_prefill: bool) -> None:
-        """The prefill is over. measures_prefill: the reply streams, so the wait was queue and prefill alone."""
-        if not self._queued:
-            return
-        if measures_prefill:
-            self.engine.prefill.sample(self._ahead_tokens + self._queued, now - self._started)
-            self.computed()
-        self._dequeue()
-
-    def began(self) -> None:
-        """The reply's first byte has arrived."""
-        if self._probe:
-            self.engine.breaker.probe_began()
-
-    def succeeded(self) -> None:
-        """The engine answered this request properly, to its end."""
-        self.engine.breaker.succeeded(probe=self._probe)
-        self._probe = False
-
-    def failed(self, now: float) -> None:
-        """The engine failed, not the request."""
-        self.failed_at = now
-        self.engine.breaker.failed(now)
-        self.engine.failed_at.append(now)
-
-    def close(self, now: float | None = None) -> None:
-        """now: given for a whole reply, which then counts in the mean duration of requests."""
-        if self._closed:
-            return
-        self._closed = True
-        self._dequeue()
-        if self._routed is not None:
-            self._routed.withdraw()
-            self._routed = None
-        engine = self.engine
-        if self._probe:
-            engine.breaker.probe_ended()
-        engine.running_requests -= 1
-        engine.resident_tokens -= self.decision.uncached_tokens
-        if not engine.running_requests:
-            engine.on_idle()
-        if now is not None:
-            engine.means.finished(now - self._started)
-
-    def _dequeue(self) -> None:
-        engine = self.engine
-        engine.prefills.remove(self)
-        engine.cpu_link_tokens -= self._held.cpu_tokens
-        engine.shared_link_tokens -= self._held.shared_tokens
-        engine.below_link_tokens -= self._held.below_tokens
-        self._queued = 0
-        self._held = NOTHING_HELD
-        if self._awaited is not None:
-            self._awaited.ended(came=False)
-        self._dequeued(engine)
 
 
 class ModelFleet:
@@ -200,15 +63,21 @@ class ModelFleet:
         self.index = index
         self._routing = routing
         self._clock = clock
-        self._samples = RateSamples(FLEET_SAMPLES)
+        self._samples = FleetSamples()
         self._means = RequestMeans()
         self._store_busy = BusyShare()
         self._steps = Steps()
         self.cold = ColdPrompts(clock)
+        self.conversations = Conversations(routing.sessions_max)
         self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
-        self._oldest_vllm = OLDEST
         self.engines: dict[str, Engine] = {}
+        # What each request reads of all engines; computed again (_look_at_engines) when one of them changes.
         self.has_roles = False  # whether a request may take two legs
+        self.spreads = False  # whether conversations have a choice of engines that each take whole requests
+        self.ready_engines = 0  # that take requests, breakers aside
+        self.prompt_tokens_max: int | None = None  # that any engine takes; None while one has not reported its limit
+        # That an engine reports; while none does, the last one that engines reported.
+        self.oldest_vllm: Version = OLDEST
         for engine in config.engines:
             for each in ranks_of(engine):
                 self.add_engine(each)
@@ -217,23 +86,28 @@ class ModelFleet:
         """A reload has changed the model's settings. Its engines come and go by themselves."""
         self.config = config
 
-    @property
-    def prompt_tokens_max(self) -> int | None:
-        """The longest prompt that any engine takes; None while one has not reported its limit."""
-        lengths = [engine.prompt_tokens_max for engine in self.engines.values()]
-        known = [length for length in lengths if length is not None]
-        return max(known) if known and len(known) == len(lengths) else None
+    def _look_at_engines(self) -> None:
+        engines = self.engines.values()
+        self.has_roles = any(engine.config.role is not EngineRole.BOTH for engine in engines)
+        self.spreads = len(engines) > 1 and not self.has_roles
+        self.ready_engines = sum(engine.routable for engine in engines)
+        lengths = [engine.prompt_tokens_max for engine in engines if engine.prompt_tokens_max is not None]
+        self.prompt_tokens_max = max(lengths) if lengths and len(lengths) == len(engines) else None
+        versions = [engine.vllm for engine in engines if engine.vllm is not None]
+        self.oldest_vllm = min(versions, default=self.oldest_vllm)
 
-    def _look_at_roles(self) -> None:
-        self.has_roles = any(engine.config.role is not EngineRole.BOTH for engine in self.engines.values())
+    def _engines_changed(self) -> None:
+        self._look_at_engines()
+        self.cold.changed()
 
     def add_engine(self, config: EngineConfig, *, instance: str = "", newcomer: bool = False) -> Engine:
         """Add an engine to the choice and to the index."""
         engine = self._engine(config, instance=instance, newcomer=newcomer)
         self.engines[config.name] = engine
-        self._look_at_roles()
+        self._look_at_engines()
         self.index.add_engine(config.name)
-        engine.on_state.append(lambda _: self.cold.changed())
+        engine.on_state.append(lambda _: self._engines_changed())
+        engine.on_read = self._look_at_engines
         engine.on_declined = partial(self.index.decline, config.name)
         return engine
 
@@ -254,17 +128,8 @@ class ModelFleet:
         """Send no new request there; running ones keep their attempts, counters and connections. The caller frees its
         entries in the index: index.retire_engine()."""
         engine = self.engines.pop(name)
-        self._look_at_roles()
-        self.cold.changed()
+        self._engines_changed()
         return engine
-
-    @property
-    def oldest_vllm(self) -> Version:
-        """The oldest version that an engine reports; while none does, the last one that engines reported."""
-        known = [engine.vllm for engine in self.engines.values() if engine.vllm is not None]
-        if known:
-            self._oldest_vllm = min(known)
-        return self._oldest_vllm
 
     def lists_adapter(self, name: str) -> bool:
         """Whether an engine has this LoRA adapter, as last read."""
@@ -318,37 +183,48 @@ class ModelFleet:
         *,
         turn: ColdTurn,
         leg: Leg = Leg.WHOLE,
+        tenant: str = "",
     ) -> Attempt | None:
         """choose() for a part of the request, or None if the prompt has to wait for its turn: self.cold.wait(), in the
         end self.cold.leave()."""
         now = self._clock()
-        decision = self._decide(prompt, tried, only, session, now=now, adapter=adapter, leg=leg)
+        if spreads := self.spreads and only is None:
+            self.conversations.pass_on(tenant, now)
+        conversation = self.conversations.of(tenant, session, prompt)
+        decision = self._decide(prompt, tried, only, session, conversation, now=now, adapter=adapter, leg=leg)
         if decision is None and adapter is not None and not self.offers_adapter(adapter):
             raise ModelNotFound(f"The adapter {adapter!r} of the model {self.name!r} is loaded on no engine")
         if decision is None:
             raise NoEngineReady(self.unavailable_message(tried))
         engine = self.engines[decision.engine_name]
-        if self.cold.holds(turn, engine, decision):
-            return None
+        cold = None
+        if is_cold(engine, decision):
+            if self.cold.holds(turn, engine):
+                return None
+            cold = ColdPrompt(prompt.spread_key, decision.held.total_tokens)
         routed = None
         if prompt.keys:
             keys = prompt.keys_for(self.index.block_tokens_of(engine.name)) if prompt.other_keys else prompt.keys
             live = engine.events_live
             seconds = self._routing.speculative_seconds if live else self._routing.approximate_seconds
             routed = RoutedBlocks(self.index, self._steps, engine.name, keys, held_seconds=None if live else seconds)
-            routed.expect(now + seconds)
+            on_device = decision.held.device_tokens // prompt.tokens_per_block
+            routed.expect(now + seconds, None if prompt.other_keys else on_device)
         awaited = self._hand_overs.await_second_leg(decision) if leg is Leg.SECOND else None
-        first_block = prompt.spread_key
-        attempt = Attempt(engine, decision, now, routed, self.cold.left, first_block=first_block, awaited=awaited)
+        attempt = Attempt(engine, decision, now, routed, self.cold.left, cold=cold, awaited=awaited)
         if session is not None and (decision.legs is None or decision.legs.prefill is None):
             self.sessions.served(session, engine.name, now)
+        if spreads:
+            whose = conversation, tenant, session, prompt
+            self.conversations.routed(*whose, engine.name, now=now, means=self._means, again=bool(tried))
         if adapter is not None and (engine.adapters is None or adapter not in engine.adapters):
             engine.expect_adapter(adapter)
         store_rate = self._routing.shared_store_tokens_per_second
         if store_rate is not None and decision.held.shared_tokens:
             self._store_busy.add((decision.held.shared_tokens - decision.held.below_tokens) / store_rate, now)
-        self.cold.leave(turn)
-        self.cold.left(engine)
+        if self.cold.waiting:
+            self.cold.leave(turn)
+            self.cold.left(engine)
         return attempt
 
     def loading_engine(self, decision: Decision) -> str | None:
@@ -370,20 +246,15 @@ class ModelFleet:
             held = self.held(prompt)
             return max((held.get(each.name, NOTHING_HELD).total_tokens for each in loading), default=wanted_tokens)
 
-        return HandOver(
-            arrived_tokens,
-            wanted_tokens,
-            tell,
-            self._hand_overs.waits,
-            self._hand_over_looks,
-            clock=self._clock,
-        )
+        price, looks = self._hand_overs.waits, self._hand_over_looks
+        return HandOver(arrived_tokens, wanted_tokens, tell, price, looks, clock=self._clock)
 
     def expected_choice(
-        self, prompt: PromptBlocks, only: str | None = None, session: SessionKey | None = None
+        self, prompt: PromptBlocks, only: str | None = None, session: SessionKey | None = None, tenant: str = ""
     ) -> Decision | None:
         """The decision that `choose` would make now; counts nothing. None: no engine could take the request."""
-        return self._decide(prompt, frozenset(), only, session, now=self._clock(), adapter=None)
+        conversation = self.conversations.of(tenant, session, prompt)
+        return self._decide(prompt, frozenset(), only, session, conversation, now=self._clock(), adapter=None)
 
     def _decide(
         self,
@@ -391,6 +262,7 @@ class ModelFleet:
         tried: frozenset[str],
         only: str | None,
         session: SessionKey | None,
+        conversation: Conversation | None,
         *,
         now: float,
         adapter: str | None,
@@ -413,47 +285,31 @@ class ModelFleet:
             *being_computed(prompt.spread_key, self.engines, tried, held),
             leg=leg,
             any_role=not self.disaggregation.roles_bind,
-            splitting=self._terms(prompt) if leg is Leg.OPEN and self.has_roles else None,
+            splitting=self._hand_overs.terms(self.disaggregation, prompt.tokens_per_block)
+            if leg is Leg.OPEN and self.has_roles
+            else None,
         )
         factor = self._routing.bounded_load_factor
-        decision = plan_route(request, self._view(held, now, adapter, breakers=True), factor)
+        settles = only is None and self.spreads and self.conversations.settles(conversation, self.engines, tried)
+        decision = plan_route(request, self._view(held, now, adapter, settles, breakers=True), factor)
         if decision is None:  # every breaker is open: trying an engine is better than refusing
-            decision = plan_route(request, self._view(held, now, adapter, breakers=False), factor)
+            decision = plan_route(request, self._view(held, now, adapter, settles, breakers=False), factor)
         return decision
-
-    def _terms(self, prompt: PromptBlocks) -> SplitTerms:
-        asked, (hand_over_ms, token_ms) = self.disaggregation, self._hand_overs.terms
-        return SplitTerms(
-            asked.mode == "always",
-            asked.uncached_tokens_min,
-            hand_over_ms,
-            asked.token_ms_max,
-            prompt.tokens_per_block,
-            asked.by_connector,
-            token_ms,
-        )
 
     def held(self, prompt: PromptBlocks) -> dict[str, HeldPrefix]:
         """The blocks that each engine would use of those that it holds."""
-        held = self._match(prompt, prompt.keys, prompt.tokens_per_block)
+        held = used(
+            self.index.match(prompt.keys, prompt.tokens_per_block), prompt, prompt.keys, prompt.tokens_per_block
+        )
         for tokens_per_block, keys in prompt.other_keys.items():
-            for name, found in self._match(prompt, keys, tokens_per_block).items():
+            for name, found in used(self.index.match(keys, tokens_per_block), prompt, keys, tokens_per_block).items():
                 if found.total_tokens > held.get(name, NOTHING_HELD).total_tokens:
                     held[name] = found
         return held
 
-    def _match(self, prompt: PromptBlocks, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
-        """The prefix that each engine would use. An engine always computes a prompt's last token: if its device holds
-        all blocks before the last one, it computes that block, and does not load it for its other tokens."""
-        held = self.index.match(keys, tokens_per_block)
-        if len(keys) * tokens_per_block == prompt.prompt_tokens:
-            before_last = prompt.prompt_tokens - tokens_per_block
-            for name, found in held.items():
-                if found.device_tokens and found.device_tokens >= before_last:
-                    held[name] = HeldPrefix(device_tokens=before_last)
-        return held
-
-    def _view(self, held: Mapping[str, HeldPrefix], now: float, adapter: str | None, *, breakers: bool) -> FleetView:
+    def _view(
+        self, held: Mapping[str, HeldPrefix], now: float, adapter: str | None, settles: bool, *, breakers: bool
+    ) -> FleetView:
         engines = self.engines.values()
         store = NO_STORE
         store_rate = self._routing.shared_store_tokens_per_second
@@ -477,6 +333,8 @@ class ModelFleet:
                     continue
                 if load_ms:
                     view = structs.replace(view, adapter_load_ms=load_ms)
+            if settles:
+                view = structs.replace(view, later_ms=self.conversations.later_ms(view, self._means))
             views.append(view)
         return FleetView(tuple(views))
 

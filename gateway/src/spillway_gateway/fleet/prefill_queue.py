@@ -42,7 +42,7 @@ class PrefillQueue:
             self.cold_tokens += tokens
 
     def remove(self, request: object) -> None:
-        """Its first byte came, or it has ended."""
+        """Remove a request whose first byte came, or which has ended."""
         tokens = self._prompts.pop(request, None)
         if tokens is not None:
             self.tokens -= tokens

@@ -57,7 +57,7 @@ class PrefixIndex:
         self._sizes = BlockSizes(model, default_block_tokens, self._engines)
         self._stores = SharedStores(clock)
         self._expected = ExpectedBlocks()
-        self._readers: dict[bool, StoreReaders] = {}  # by whether loads have to pay; what is absent is to be computed
+        self._readers: dict[bool, StoreReaders] = {}  # by whether loads have to pay; computed when it is absent
         self._hidden_mask = 0  # device bits of engines whose device is being cleared
         self.mismatched_blocks_total = 0
         self.sweeps = Turns(SWEEP_STEPS_PER_ITERATION)
@@ -233,8 +233,9 @@ class PrefixIndex:
         """Apply one event of one engine. Repeats are harmless; unknown engines are ignored. No other event of the
         engine may be applied before the last step.
 
-        seen: it was applied before, and the engine's entries dropped since. A store's were not: of its events only
-        counts which engine loads from it, since another engine may have changed its contents.
+        seen: it was applied before, and the engine's entries dropped since. The store's entries were not dropped: of
+        such an event of a store, only the engine that loads from it counts, since another engine may have changed the
+        store's contents.
         """
         engine = self._engines.get(engine_name)
         if engine is None:
@@ -297,8 +298,9 @@ class PrefixIndex:
         yield from self._remove(store, event, engine)
 
     def _store_by_key(self, engine: EngineBlocks, event: BlockStored, holder: EngineBlocks) -> Iterator[None]:
-        """An event without tokens, as lower tiers' are: the device's event of the same blocks has them. It comes first
-        where the engine computed them, and later where it loaded them. holder: the engine itself, or a store."""
+        """Apply an event without tokens, as lower tiers send it: the device's event of the same blocks has the tokens.
+        That event comes first if the engine computed the blocks, and later if it loaded them. holder: the engine
+        itself, or a store."""
         for position, engine_key in enumerate(event.block_hashes, 1):
             if position % STEP_BLOCKS == 0:
                 self._held.bound_waiting()
@@ -375,20 +377,29 @@ class PrefixIndex:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def expect(self, engine_name: str, keys: Sequence[int], until: float) -> tuple[Expected, ...]:
+    def expect(
+        self, engine_name: str, keys: Sequence[int], until: float, *, on_device: int | None = None
+    ) -> tuple[Expected, ...]:
         """A prompt was routed: count its blocks as held by its engine until `until`, in the clock's seconds, after
-        those that it is known to hold. No block of the index is evicted for them. Returns what withdraw() takes."""
+        those that it is known to hold. No block of the index is evicted for them. Returns what withdraw() takes.
+        on_device: how many blocks match() has found on the engine's device just now."""
         engine = self._engines.get(engine_name)
         if engine is None:
             return ()
         device = 1 << (engine.slot * BITS_PER_ENGINE)
         bytes_max = self.bytes_max // EXPECTED_SHARE
         now = self._clock()
-        held = 0 if device & self._hidden_mask else self._held_blocks(device, keys, now)
+        if on_device is not None and self._expected.by_key.keys().isdisjoint(keys[:on_device]):
+            held = on_device  # nothing that match() has found there is only expected
+        else:
+            held = 0 if device & self._hidden_mask else self._held_blocks(device, keys, now)
+        if held == len(keys):
+            return ()
         return self._expected.expect(device, keys[held:], until, now=now, bytes_max=bytes_max)
 
     def _held_blocks(self, device: int, keys: Sequence[int], now: float) -> int:
-        """How many of a prompt's blocks, from its first one on, are on that device, but for what is expected."""
+        """Return how many of a prompt's blocks, from its first one on, are known to be on that device; expected ones do
+        not count."""
         held = 0
         for span in read_spans(self._shards, self._shard_mask, keys, {}, now):
             if not span.device & device:
@@ -423,8 +434,8 @@ class PrefixIndex:
             self.withdraw(expected)
 
     def decline(self, engine_name: str, types: frozenset[str]) -> None:
-        """Loads from shared tiers of these types do not pay for the engine, so it finds nothing there; of all others
-        they do."""
+        """Record the types of shared tiers from which loads do not pay for the engine, so it finds nothing there. From
+        all other types loads pay."""
         self._stores.decline(engine_name, types)
         self._readers.clear()
 
@@ -474,7 +485,7 @@ class PrefixIndex:
             bit = engine.slot * BITS_PER_ENGINE
             total = total_blocks.get(bit, 0)
             if total:
-                device = device_blocks[bit]
+                device = device_blocks.get(bit, 0)
                 shared = shared_blocks.get(bit, 0)
                 held[name] = HeldPrefix(
                     device_tokens=device * tokens_per_block,

@@ -15,10 +15,12 @@ from spillway_gateway.fleet.block_runs import read_spans
 from spillway_gateway.fleet.block_table import Shard
 from spillway_gateway.fleet.event_decoder import Tier
 from spillway_gateway.fleet.expected_blocks import Expected
+from spillway_gateway.routing.fleet_view import HeldPrefix
+from spillway_gateway.routing.prefix import PromptBlocks
 
 
 class StoreOf(IntEnum):
-    """What a store is to an engine that loads from it."""
+    """The kind of a store, as an engine sees it that loads from it."""
 
     NODE = 0  # its CPU tier
     SHARED = 1  # its shared tier, the nearest if there are several
@@ -68,8 +70,9 @@ def match_blocks(
         mask = span.mask & visible
         ended = on_device ^ still
         if ended:
-            for bit in set_bits(ended):
-                device_blocks[bit] = position
+            if position:
+                for bit in set_bits(ended):
+                    device_blocks[bit] = position
             loading |= ended
         on_device = still
         if loading:
@@ -93,12 +96,15 @@ def match_blocks(
                 shared = loading & ~cpu & readable
                 for bit in set_bits(shared):
                     shared_blocks[bit] = shared_blocks.get(bit, 0) + blocks
-                for bit in set_bits(loading & ~cpu & ~readable):
-                    total_blocks[bit] = position
+                if position:
+                    for bit in set_bits(loading & ~cpu & ~readable):
+                        total_blocks[bit] = position
                 loading = cpu | shared
         if not on_device and not loading:
             break
         position += blocks
+    if not position:
+        return device_blocks, shared_blocks, below_blocks, total_blocks
     for bit in set_bits(on_device):
         device_blocks[bit] = position
         total_blocks[bit] = position
@@ -113,3 +119,16 @@ def set_bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def used(
+    held: dict[str, HeldPrefix], prompt: PromptBlocks, keys: Sequence[int], tokens_per_block: int
+) -> dict[str, HeldPrefix]:
+    """The prefix that each engine would use of what it holds. An engine always computes a prompt's last token: if its
+    device holds all blocks before the last one, it computes that block, and does not load it for its other tokens."""
+    if len(keys) * tokens_per_block == prompt.prompt_tokens:
+        before_last = prompt.prompt_tokens - tokens_per_block
+        for name, found in held.items():
+            if found.device_tokens and found.device_tokens >= before_last:
+                held[name] = HeldPrefix(device_tokens=before_last)
+    return held

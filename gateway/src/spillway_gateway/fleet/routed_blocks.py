@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from spillway_gateway.fleet.expected_blocks import Expected
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.fleet.steps import Steps
+from spillway_gateway.routing.prefix import RUN_BLOCKS
 
 
 class RoutedBlocks:
@@ -26,14 +27,18 @@ class RoutedBlocks:
         self._held_seconds = held_seconds
         self._expected: tuple[Expected, ...] = ()
 
-    def expect(self, until: float) -> None:
-        """Count them as held. until: monotonic seconds."""
-        self._expected = self._index.expect(self._engine_name, self._keys, until)
+    def expect(self, until: float, on_device: int | None) -> None:
+        """Count them as held. until: monotonic seconds. on_device: as PrefixIndex.expect."""
+        self._expected = self._index.expect(self._engine_name, self._keys, until, on_device=on_device)
 
     def accepted(self, now: float) -> None:
         """now: monotonic seconds."""
         until = now + self._held_seconds if self._held_seconds is not None else None
-        self._steps.soon(self._index.accepted(self._engine_name, self._keys, until, self._expected))
+        use = self._index.accepted(self._engine_name, self._keys, until, self._expected)
+        if len(self._keys) < RUN_BLOCKS:  # this takes less than a turn of the event loop
+            self._steps.run(use)
+        else:
+            self._steps.soon(use)
 
     def withdraw(self) -> None:
         """The engine did not accept it, or the request ended before it answered."""

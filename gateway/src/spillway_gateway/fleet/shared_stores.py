@@ -54,7 +54,7 @@ class SharedStores:
         return len(self._stores)
 
     def blocks_of(self, store_id: str) -> EngineBlocks | None:
-        """What lies in a store; None: nothing is known of it."""
+        """Return the blocks of a store; None: nothing is known of it."""
         store = self._stores.get(store_id)
         return None if store is None else store.blocks
 
@@ -78,7 +78,7 @@ class SharedStores:
             self._leave(store, engine_name)
 
     def leave_all(self, engine_name: str) -> None:
-        """Forget the engine, of which nothing is known any more."""
+        """Forget the engine."""
         for store in self._stores.values():
             self._leave(store, engine_name)
 

@@ -27,8 +27,8 @@ class Steps:
             asyncio.get_running_loop().call_soon(self._step)
 
     def soon(self, work: Iterator[None]) -> None:
-        """As run(), once what runs now has ended: no client waits for it. At once if no event loop runs, as in virtual
-        time."""
+        """Like run(), but later, when the work that runs now has ended: no client waits for it. At once if no event
+        loop runs, as in virtual time."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

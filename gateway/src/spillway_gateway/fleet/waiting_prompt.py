@@ -10,7 +10,7 @@ from spillway_gateway.routing.fleet_view import HeldPrefix
 from spillway_gateway.routing.prefix import PromptBlocks
 
 CURRENT_SECONDS = 1.0  # so long an answer of the index is taken for true
-KEYS_PER_SECOND = 1_000  # that one waiting prompt looks up at most: of a longer one the answer is older
+KEYS_PER_SECOND = 1_000  # that one waiting prompt looks up at most; a longer prompt gets an older answer
 
 
 class WaitingPrompt:

@@ -112,8 +112,8 @@ class GatewayServer(uvicorn.Server):
 
     Args:
         gateway: what it serves.
-        ops_listener: of operators' routes, if they have one.
-        picker_listener: of proxies that ask the endpoint picker, if any do.
+        ops_listener: the listener of operators' routes, if they have one.
+        picker_listener: the listener for proxies that ask the endpoint picker, if any do.
         on_listening: called once it accepts connections.
         on_signal: called for SIGTERM and SIGINT; None: begin_shutdown().
     """

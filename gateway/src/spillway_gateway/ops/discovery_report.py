@@ -1,4 +1,4 @@
-"""What discovery found: for operators on /spillway/config, and as metrics."""
+"""Reports what discovery found: for operators on /spillway/config, and as metrics."""
 
 from __future__ import annotations
 

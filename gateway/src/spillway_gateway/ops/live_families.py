@@ -91,7 +91,7 @@ def live_families(fleets: list[ModelFleet]) -> Iterable[GaugeMetricFamily | Coun
             if shared.node_blocks is not None:
                 in_node.add_metric(labels, shared.node_blocks)
         index = fleet.index
-        held_back.add_metric((fleet.name,), fleet.cold.waiting_requests)
+        held_back.add_metric((fleet.name,), len(fleet.cold.waiting))
         stores.add_metric((fleet.name,), index.shared_stores)
         blocks.add_metric((fleet.name,), index.blocks)
         size.add_metric((fleet.name,), index.estimated_bytes)

@@ -15,7 +15,7 @@ class Processes(NamedTuple):
 
 
 class Serving(Protocol):
-    """This process, or those that it routes for (processes/)."""
+    """The state of this process, or of those that it routes for (processes/)."""
 
     def processes(self) -> Processes: ...
 

@@ -1,6 +1,6 @@
 """How a proxy sends bodies: Envoy's processing modes, as the first message of a call names them. Pure.
 
-In FULL_DUPLEX_STREAMED, which the Inference Extension prescribes, the proxy gives bodies away as they come. In BUFFERED
+In FULL_DUPLEX_STREAMED, which the Inference Extension prescribes, the proxy hands bodies over as they come. In BUFFERED
 (requests) and STREAMED (replies) it keeps them until they are answered, so if the picker dies it still has them.
 """
 
@@ -15,7 +15,7 @@ _NAMES = {0: "NONE", STREAMED: "STREAMED", 3: "BUFFERED_PARTIAL", BUFFERED: "BUF
 
 
 class UnusableModes(GatewayError):
-    """The proxy does not send what the picker needs."""
+    """The proxy's processing modes do not send what the picker needs."""
 
     status = 500
     kind = "server_error"
@@ -31,7 +31,7 @@ class BodyModes(NamedTuple):
 
 
 def body_modes(opening: Any) -> BodyModes:
-    """Those of a call. A proxy that names none, as Envoy before 1.34, has FULL_DUPLEX_STREAMED.
+    """Return the modes of a call. A proxy that names none, such as Envoy before 1.34, uses FULL_DUPLEX_STREAMED.
 
     Args:
         opening: the call's first message.

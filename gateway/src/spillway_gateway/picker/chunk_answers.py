@@ -9,15 +9,15 @@ Answer = bytes | None
 
 
 class ChunkAnswers:
-    """One answer to each chunk, in their order; together they are what the client is to get.
+    """Gives one answer to each chunk, in order. Together the answers are the bytes that the client is to get.
 
     A chunk is answered once all of its bytes are to be passed on, so that the proxy has those that are not yet: if the
     picker dies, it passes them on itself and no byte is lost or comes twice. The last chunk is answered at the end, as
     nothing can follow it.
 
     Attributes:
-        ended: the client is to get no more.
-        kept_bytes: of the chunks that are not answered.
+        ended: the client gets no more bytes.
+        kept_bytes: bytes of the chunks that are not answered yet.
     """
 
     def __init__(self) -> None:
@@ -28,18 +28,18 @@ class ChunkAnswers:
         self.kept_bytes = 0
 
     def take(self, chunk: bytes, *, last: bool) -> list[Answer]:
-        """A chunk has come. Answers that are due, which are none before the end."""
+        """Take the next chunk. Return the answers that are due: none before the end."""
         self._kept.append(chunk)
         self.kept_bytes += len(chunk)
         self._last_came = last
         return self._rest() if self.ended else []
 
     def is_kept(self, body: bytes) -> bool:
-        """Whether all chunks are not answered yet and are this body."""
+        """Whether no chunk is answered yet and all of them together are this body."""
         return len(body) == self.kept_bytes and body == b"".join(self._kept)
 
     def pass_on(self, body: bytes) -> list[Answer]:
-        """The client is to get this next. Answers that are due."""
+        """Pass these bytes on to the client. Return the answers that are due."""
         self._passed += body
         answers: list[Answer] = []
         while len(self._kept) > self._last_came and self._passed.startswith(self._kept[0]):
@@ -50,13 +50,13 @@ class ChunkAnswers:
         return answers
 
     def end(self) -> list[Answer]:
-        """The client gets no more. Answers that are due."""
+        """End the reply. Return the answers that are due."""
         self.ended = True
         return self._rest() if self._kept else []
 
     @property
     def unanswerable(self) -> bytes:
-        """What the client is to get, and no chunk is there to carry it."""
+        """The bytes that the client is to get although no chunk is there to carry them."""
         return b"" if self._kept else bytes(self._passed)
 
     def _rest(self) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""HTTP/2's frames (RFC 9113) as a server of gRPC reads and writes them. Pure.
+"""The frames of HTTP/2 (RFC 9113), as a gRPC server reads and writes them. Pure.
 
 Header blocks are read by the hpack package. Those written are literals, so the encoder has no state.
 """
@@ -58,7 +58,7 @@ class Setting(IntEnum):
 
 
 class Code(IntEnum):
-    """Why a stream or connection ends."""
+    """The reason for which a stream or connection ends."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -104,13 +104,13 @@ class FrameReader:
         self._preface = True
 
     def feed(self, data: bytes) -> None:
-        """Take further bytes."""
+        """Add bytes that arrived."""
         self._data = self._data[self._at :] + data if self._at < len(self._data) else data
         self._at = 0
 
     def next(self) -> Frame | None:
-        """The next frame; None if it is not whole. Raises ConnectionFault for bytes that are not HTTP/2, and frames
-        that are too long."""
+        """Return the next frame; None if it is not complete. Raises ConnectionFault for bytes that are not HTTP/2 and
+        for frames that are too long."""
         data, at = self._data, self._at
         if self._preface:
             if data[: len(PREFACE)] != PREFACE[: len(data)]:
@@ -173,7 +173,7 @@ def settings_of(payload: bytes) -> Iterator[tuple[int, int]]:
 
 
 def number_in(frame: Frame) -> int:
-    """The 31 bits that are a whole frame's payload."""
+    """Return the 31-bit number that is the whole payload of a frame."""
     if len(frame.payload) != 4:
         raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a frame of 4 bytes has another length")
     return int.from_bytes(frame.payload, "big") & WINDOW_BYTES_MAX
@@ -193,7 +193,7 @@ def unpadded(frame: Frame) -> bytes:
 
 
 class HeaderBlocks:
-    """Puts the frames of header blocks together, and decodes them."""
+    """Joins the frames of header blocks and decodes them."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(max_header_list_size=BLOCK_BYTES_MAX)
@@ -207,7 +207,7 @@ class HeaderBlocks:
         return self._first.number if self._first is not None else 0
 
     def add(self, frame: Frame) -> tuple[Frame, list[tuple[bytes, bytes]]] | None:
-        """HEADERS, or the CONTINUATION of what is open. Returns the block's first frame and headers once it is
+        """Add HEADERS, or a CONTINUATION of the open block. Return the block's first frame and headers once it is
         complete. Raises ConnectionFault."""
         if self._first is None:
             self._first, self._block, self._frames = frame, unpadded(frame), 0
@@ -246,7 +246,7 @@ _OF_CONNECTIONS = frozenset((b"connection", b"proxy-connection", b"keep-alive", 
 
 
 def header_block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Literals without indexing, and without Huffman's code."""
+    """Encode headers as literals, without indexing and without the Huffman code."""
     return b"".join(b"\0" + _string(name) + _string(value) for name, value in headers)
 
 

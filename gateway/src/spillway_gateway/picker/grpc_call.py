@@ -1,8 +1,8 @@
-"""One gRPC call: messages both ways over one HTTP/2 stream.
+"""One gRPC call: messages in both directions over one HTTP/2 stream.
 
-To the listener a call is what a connection is that has a request: it counts among those that may be open, and ends if
-its client is silent before the first message, or reads nothing. What has arrived and is not read yet counts in the
-budget for bodies, and once it is a reply in the one for replies.
+The listener treats a call like a connection with a request: it counts among the connections that may be open, and it
+ends if its client is silent before the first message or reads nothing. Bytes that have arrived and are not read yet
+count in the budget for bodies, or in the one for replies once they are a reply.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MessageTooLong(CallFailed):
 
 
 class Connection(Protocol):
-    """The part of its connection that a call needs."""
+    """The interface of its connection that a call needs."""
 
     def send(self, call: Call) -> None:
         """Send the part of the call's unsent bytes that fits into the windows."""
@@ -68,10 +68,10 @@ class Connection(Protocol):
         """End the call, as if its client had done it."""
 
     def due(self, call: Call) -> None:
-        """There is something to read for the call's handler, which has not begun."""
+        """Report that the call's handler, which has not begun, has something to read."""
 
     def start(self, call: Call) -> None:
-        """It is the turn of the call's handler to begin."""
+        """Begin the call's handler: it is its turn."""
 
 
 def nothing() -> None:
@@ -85,24 +85,24 @@ class Call:
     be opened and reset, or left silent: the garbage collector looks at all that is alive in one go.
 
     Args:
-        connection: that the call is one of.
-        number: of the HTTP/2 stream.
-        budget: for what has arrived and is not read.
-        unread: what the client has not read.
-        handler: what serves it.
+        connection: the connection of the call.
+        number: the number of the HTTP/2 stream.
+        budget: the budget for bytes that have arrived and are not read.
+        unread: the bytes that the client has not read.
+        handler: the function that serves the call.
 
     Attributes:
-        number: of the HTTP/2 stream.
-        ended: by the client, or with the connection.
+        number: the number of the HTTP/2 stream.
+        ended: the client or the end of the connection has ended the call.
         half_closed: the client sends no more.
         unsent: bytes that wait for the connection's or the call's window.
         window_in: bytes that the client may send.
-        deadline: of the first message, by the event loop's clock.
-        window_change: what the window for messages to the client has more than its initial size: by updates, less what
-            was sent.
+        deadline: the deadline of the first message, by the event loop's clock.
+        window_change: the window for messages to the client less its initial size: the sum of updates less the bytes
+            that were sent.
         on_end: called once the client has ended the call.
-        message_bytes_max: of each message of the client.
-        task: of the handler; None before it begins.
+        message_bytes_max: the most bytes of one message of the client.
+        task: the handler's task; None before it begins.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class Call:
     # -- for the handler ---------------------------------------------------------------------------------------------
 
     async def read(self) -> bytes | None:
-        """The next message; None after the last, or once the call has ended. Raises CallFailed, or BodyBudgetSpent if
-        there is no room for what the client sends."""
+        """Return the next message; None after the last, or once the call has ended. Raises CallFailed, or
+        BodyBudgetSpent if the budget has no room for the client's bytes."""
         while True:
             message = self.take()
             if message is not None:
@@ -151,7 +151,7 @@ class Call:
             await self._reader
 
     def take(self) -> bytes | None:
-        """The next message if it is here."""
+        """Return the next message if it has arrived; else None."""
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -173,8 +173,8 @@ class Call:
             await asyncio.shield(self._writer)
 
     def begin_reply(self, budget: ReplyBudget) -> None:
-        """The client's further messages hold a reply. It counts in this budget, which bodies do not fill, and ends only
-        if a message longer than the window finds no room."""
+        """Count the client's further messages, which hold a reply, in this budget, which bodies do not fill. The call
+        ends only if a message longer than the window finds no room."""
         self._budget.release(self._reserved_bytes)
         self._replies = budget
         budget.hold(self._reserved_bytes)
@@ -182,7 +182,7 @@ class Call:
     # -- for the connection ------------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        """Bytes of the client."""
+        """Add bytes of the client."""
         if self._failure is None:
             self._partial += data
             try:
@@ -245,7 +245,7 @@ class Call:
             self._connection.open_window(self, due)
 
     def close_input(self) -> None:
-        """The client sends no more."""
+        """Note that the client sends no more."""
         self.half_closed = True
         self.deadline = NEVER
         if self._partial:
@@ -253,7 +253,7 @@ class Call:
         self._wake()
 
     def forget(self) -> None:
-        """Give back what the call holds. The client has ended it, or it is complete."""
+        """Release what the call holds. The client has ended it, or it is complete."""
         self.ended = True
         self.unsent.clear()
         self._messages.clear()
@@ -263,7 +263,7 @@ class Call:
         self._unread.hold(0)
 
     def end(self) -> None:
-        """Have the handler end, which has begun, after forget()."""
+        """End the handler, which has begun, after forget()."""
         self._wake()
         self.sent()
         self.on_end()
@@ -272,11 +272,11 @@ class Call:
         self.task.add_done_callback(lambda done: timer.cancel())  # else a flood of resets piles up timers
 
     def start(self) -> None:
-        """It is the handler's turn to begin."""
+        """Begin the handler: it is its turn."""
         self._connection.start(self)
 
     def sent(self) -> None:
-        """Nothing is unsent any more."""
+        """Note that nothing is unsent any more."""
         if self._writer is not None:
             self._writer.set_result(None)
             self._writer = None

@@ -1,4 +1,4 @@
-"""A server's connection of gRPC over HTTP/2, for calls whose messages stream both ways.
+"""A gRPC server's HTTP/2 connection, for calls whose messages stream in both directions.
 
 The server of grpcio hands each message from threads of its own to the event loop, and the h2 package makes several
 objects of each frame: both take more CPU time than the rest of the endpoint picker (docs/benchmarks/gateway.md).
@@ -67,9 +67,9 @@ class GrpcConnection(asyncio.Protocol):
     """A client's connection; a Connection of client.open_connections too.
 
     Args:
-        methods: path -> what serves a call of it.
-        connections: those open; this one is among them while it is.
-        open_connections: of the listener.
+        methods: by path, the function that serves a call.
+        connections: the open connections; this one is among them while it is open.
+        open_connections: the listener's open connections and budgets.
         admitted_as: the TLS handshake that was admitted in its place.
     """
 
@@ -183,7 +183,7 @@ class GrpcConnection(asyncio.Protocol):
                 drop()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly. Nothing of it is read either, as each of its frames may need an answer."""
+        """Stop reading too: the client reads too slowly, and each of its frames may need an answer."""
         self._outgoing.writable = False
         self._unread.hold(self._transport.get_write_buffer_size())
         self._transport.pause_reading()
@@ -317,7 +317,7 @@ class GrpcConnection(asyncio.Protocol):
             self._outgoing.write(frame(Kind.PING, Flag.ACK, 0, each.payload))
 
     def _goaway(self, each: Frame) -> None:
-        """The client opens no more calls, and closes the connection after those that run."""
+        """Note that the client opens no more calls and will close the connection after the running ones."""
         if each.number:
             self._unexpected(each)
 
@@ -419,7 +419,7 @@ class GrpcConnection(asyncio.Protocol):
         call.forget()
 
     def _drop(self, number: int) -> None:
-        """The client has ended the call, or the connection is lost: thousands of calls may end with one packet."""
+        """Drop a call that the client or the loss of the connection has ended. One packet may end thousands of them."""
         call = self._calls.pop(number, None)
         if call is None:
             return
@@ -449,7 +449,7 @@ class GrpcConnection(asyncio.Protocol):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self, seconds: float) -> None:
-        """Take no more calls, give those that run some time, and close."""
+        """Accept no more calls, give the running ones some time, and close."""
         self._going_away = True
         self._outgoing.write(goaway_frame(self._highest, Code.NO_ERROR))
         await self._until_idle(seconds)

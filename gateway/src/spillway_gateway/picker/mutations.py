@@ -1,4 +1,4 @@
-"""ASGI's headers to and from the messages of Envoy's external processing. Pure.
+"""Converts ASGI's headers to and from the messages of Envoy's external processing. Pure.
 
 The names of the header and of its place in the metadata are those of the Inference Extension's protocol (proposal 004,
 "Endpoint Picker Protocol").
@@ -34,7 +34,7 @@ _OF_THE_CONNECTION = (b"content-length", b"transfer-encoding", b"host")
 
 
 def headers_of(given: Any) -> Headers:
-    """Those of a HeaderMap. Names in lower case, pseudo-headers among them."""
+    """Return the headers of a HeaderMap, pseudo-headers included, with names in lower case."""
     return [
         (each.key.lower().encode(), each.raw_value or each.value.encode("utf-8", "surrogateescape"))
         for each in given.headers
@@ -42,7 +42,7 @@ def headers_of(given: Any) -> Headers:
 
 
 def request_scope(headers: Headers) -> tuple[str, bytes, bytes, Headers]:
-    """Method, path, query, and the headers as a server gives them."""
+    """Return method, path, query and headers as an ASGI server gives them."""
     target = header(headers, b":path") or b"/"
     path, _, query = target.partition(b"?")
     method = (header(headers, b":method") or b"GET").decode("latin-1")
@@ -54,7 +54,7 @@ def request_scope(headers: Headers) -> tuple[str, bytes, bytes, Headers]:
 
 
 def subset_of(request: Any) -> frozenset[str] | None:
-    """The addresses (IP:PORT) among which the proxy wants one; None: any."""
+    """Return the addresses (IP:PORT) that the proxy accepts; None: any."""
     hints = [each.value for each in request.metadata_context.filter_metadata if each.key == SUBSET_NAMESPACE]
     hint = hints[-1] if hints else None
     if hint is None or SUBSET_KEY not in hint.fields:
@@ -70,11 +70,11 @@ def body_wanted() -> bytes:
 
 
 def request_to_engine(given: Headers, head: bytes, destination: str) -> bytes:
-    """The message with the request's headers as the engine is to get them.
+    """Return the message with the request's headers for the engine.
 
     Args:
         given: the headers of the request, with pseudo-headers.
-        head: of the request to the engine, as upstream.forward.request_head writes it.
+        head: the head of the request to the engine, as upstream.forward.request_head writes it.
         destination: IP:PORT of the engine.
     """
     answer = ProcessingResponse()
@@ -83,7 +83,7 @@ def request_to_engine(given: Headers, head: bytes, destination: str) -> bytes:
 
 
 def whole_request_to_engine(given: Headers, head: bytes, destination: str, body: Body | None) -> bytes:
-    """The same as the answer to a whole body, with the body for the engine; None: as it came."""
+    """Return the same as the answer to a whole body, with the engine's body; None: the body is unchanged."""
     answer = ProcessingResponse()
     common = answer.request_body.response
     _direct(answer, common, given, head, destination)
@@ -93,7 +93,7 @@ def whole_request_to_engine(given: Headers, head: bytes, destination: str, body:
 
 
 def _direct(answer: Any, common: Any, given: Headers, head: bytes, destination: str) -> None:
-    """Fill in where the request goes, and its headers there. common: the answer's response."""
+    """Fill in the engine's address and the request's headers. common: the answer's response."""
     first, *lines = head.rstrip(b"\r\n").split(b"\r\n")
     wanted: Headers = []
     for line in lines:
@@ -111,11 +111,11 @@ def _direct(answer: Any, common: Any, given: Headers, head: bytes, destination: 
 
 
 def reply_to_client(given: Headers, status: int, headers: Headers) -> bytes:
-    """The message with the reply's headers as the client is to get them.
+    """Return the message with the reply's headers for the client.
 
     Args:
         given: the headers of the engine's reply, with pseudo-headers.
-        status: of the reply.
+        status: the reply's status.
         headers: as the gateway would send them.
     """
     wanted = [pair for pair in headers if pair[0] not in _OF_THE_CONNECTION]
@@ -161,7 +161,7 @@ def reply_body_pieces(body: bytes, *, last: bool) -> Iterator[bytes]:
 
 
 def chunk_answer(body: bytes | None) -> bytes:
-    """The answer to a chunk of the reply that the proxy keeps. body: in its place; None: as it came."""
+    """Return the answer to a chunk of the reply that the proxy keeps. body: replaces the chunk; None: unchanged."""
     answer = ProcessingResponse()
     answer.response_body.SetInParent()
     if body is not None:
@@ -177,13 +177,13 @@ def _replace_body(common: Any, body: bytes) -> None:
 
 
 def _pieces(body: Body) -> Iterator[tuple[bytes, bool]]:
-    """Piece, and whether it is the last."""
+    """Yield each piece, and whether it is the last one."""
     for at in range(0, max(1, len(body)), _PIECE_BYTES):
         yield bytes(body[at : at + _PIECE_BYTES]), at + _PIECE_BYTES >= len(body)
 
 
 def _fill(answer: Any, body: bytes, *, last: bool) -> None:
-    """In its place: a message that is given to another one is copied, with its body."""
+    """Fill the message in place: assigning a message to a field would copy it, with its body."""
     streamed = answer.response.body_mutation.streamed_response
     streamed.body = body
     streamed.end_of_stream = last
@@ -195,7 +195,7 @@ def _serialized(answer: Any) -> bytes:
 
 
 def _mutation(given: Headers, wanted: Headers) -> Any:
-    """What makes the given headers the wanted ones. Content-length is removed: bodies may become longer."""
+    """Return the mutation from the given headers to the wanted ones. Content-length is removed: bodies may grow."""
     before, after = _by_name(given), _by_name(wanted)
     options = [
         _option(name, value, again=at > 0)
@@ -215,6 +215,6 @@ def _by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]
 
 
 def _option(name: bytes, value: bytes, *, again: bool) -> Any:
-    """again: beside the values of that name that stand there."""
+    """Return a header option. again: add the value to those that the name has already."""
     header = HeaderValue(key=name.decode("latin-1"), raw_value=value)
     return HeaderValueOption(header=header, append_action=APPEND if again else OVERWRITE, keep_empty_value=True)

@@ -1,4 +1,4 @@
-"""What one connection of the endpoint picker sends: frames of one event loop iteration together, and messages of its
+"""Sends on one connection of the endpoint picker: frames of one event loop iteration together, and messages of its
 calls as far as the client's windows and its socket take them."""
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _HEAD_BLOCK = header_block([(b":status", b"200"), (b"content-type", b"applicatio
 
 
 class Outgoing:
-    """On the event loop.
+    """Sends a connection's frames and its calls' messages. Used on the event loop.
 
     Args:
-        transport: of the connection.
-        calls: that may have unsent messages, by number.
+        transport: the connection's transport.
+        calls: the calls that may have unsent messages, by number.
 
     Attributes:
         window: bytes of messages that the client takes.
-        call_window: to which each call adds its window_change.
-        frame_bytes_max: of a frame's payload that the client takes.
-        written_bytes: that the transport was given.
+        call_window: the initial window of each call, to which it adds its window_change.
+        frame_bytes_max: the largest payload of a frame that the client takes.
+        written_bytes: the bytes that the transport was given.
         writable: whether the transport takes more.
     """
 
@@ -55,7 +55,7 @@ class Outgoing:
         self._sends_on = False  # in the next iteration
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Send them at the end of this iteration."""
+        """Send these frames at the end of this iteration."""
         if not self._parts:
             self._coalescer.defer(self.flush)
         self._parts += parts
@@ -89,7 +89,7 @@ class Outgoing:
             call.sent()
 
     def send_all(self) -> None:
-        """Send of all calls about UNSENT_BYTES_MAX in one iteration: thousands may have waited for the same window."""
+        """Send about UNSENT_BYTES_MAX of all calls in one iteration: thousands may have waited for the same window."""
         if self._sends_on:
             return
         for call in list(self._calls.values()):

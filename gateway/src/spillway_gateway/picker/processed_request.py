@@ -1,4 +1,4 @@
-"""One request that a proxy processes with the gateway's help: a client and the connection to an engine at once.
+"""One request that a proxy processes with the gateway's help: both a client and a connection to an engine.
 
 The proxy sends the request's headers and body, and gets back the request as the engine is to receive it, with the
 engine's address; then it sends the reply's headers and body, and gets back the reply as the client is to receive it.
@@ -46,10 +46,10 @@ class Proxy(Protocol):
         """The proxy's next message; None after the last one. Raises BodyBudgetSpent."""
 
     def take(self) -> Any:
-        """The proxy's next message if it is here; None otherwise."""
+        """Return the proxy's next message if it has arrived; else None."""
 
     def refuse(self, kind: str) -> None:
-        """The message that came last is not due: the stream ends with an error."""
+        """End the stream with an error: the message that came last is not due."""
 
     def begin_reply(self) -> None:
         """The proxy's further messages are the engine's reply."""
@@ -91,7 +91,7 @@ class ProcessedRequest:
         self._answered = False
 
     def scope(self) -> MutableMapping[str, Any]:
-        """The request as ASGI has it."""
+        """The request's ASGI scope."""
         method, path, query, headers = mutations.request_scope(self._given)
         return {
             "type": "http",
@@ -111,7 +111,7 @@ class ProcessedRequest:
         }
 
     def disconnect(self) -> None:
-        """The proxy has ended the stream."""
+        """Note that the proxy has ended the stream."""
         self._lost = True
         if self._on_disconnect is not None:
             self._on_disconnect()
@@ -159,14 +159,14 @@ class ProcessedRequest:
         return {"type": "http.request", "body": body, "more_body": False}
 
     def _whole_body_seconds(self) -> float | None:
-        """Nothing of it is here before its end, so how long it is counts in place of how much of it comes."""
+        """Return the seconds that a whole body may take, by its length: no part of it arrives before its end."""
         declared = header(self._given, b"content-length") or b""
         size = min(int(declared), self._body_bytes_max) if declared.isdigit() else self._body_bytes_max
         waits = self._body_seconds
         return None if waits is None else waits + size / self._open_connections.bounds.body_bytes_per_second_min
 
     def _take_part(self, message: Any, parts: list[bytes]) -> bool:
-        """Whether the message is due."""
+        """Take a message. Returns whether it was due."""
         kind = message.WhichOneof("kind")
         if kind == "request_body":
             parts.append(message.request_body.body)
@@ -180,7 +180,7 @@ class ProcessedRequest:
         return True
 
     async def send(self, message: Message) -> None:
-        """A message of the reply. Those after its end, or after the proxy has ended the stream, are dropped."""
+        """Send a message of the reply. Those after its end, or after the proxy has ended the stream, are dropped."""
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -213,7 +213,7 @@ class ProcessedRequest:
     async def _answer_chunks(
         self, given: Headers, chunks: ChunkAnswers, status: int, headers: Headers, body: bytes
     ) -> None:
-        """Part of a reply whose chunks the proxy keeps."""
+        """Send a part of a reply whose chunks the proxy keeps."""
         proxy, engine = self._proxy, self.engine_connections
         if not self._head_sent:
             if self._answered and not chunks.is_kept(body):  # an answer of the gateway in place of the engine's
@@ -235,15 +235,15 @@ class ProcessedRequest:
     # -- the client --------------------------------------------------------------------------------------------------
 
     def take_whole_body(self) -> bytes | None:
-        """It comes in parts."""
+        """Return None: the body comes in parts."""
         return None
 
     def expect_body(self, seconds: float) -> None:
-        """Bound each wait for a part of the body."""
+        """Bound each wait for a part of the body from now on."""
         self._body_seconds = seconds
 
     def forget_given_body(self) -> None:
-        """The engine gets another one."""
+        """Drop the given body: the engine gets another one."""
         self.engine_connections.given_body = None
 
     def check_body_budget(self, body_bytes: int) -> None:
@@ -251,7 +251,7 @@ class ProcessedRequest:
         self._open_connections.body_budget.check(body_bytes, body_bytes)
 
     def reserve_body_bytes(self, more_bytes: int) -> None:
-        """Until the request ends. Raises BodyBudgetSpent."""
+        """Reserve bytes until the request ends. Raises BodyBudgetSpent."""
         reserved = self._reserved_bytes + more_bytes
         self._open_connections.body_budget.reserve(more_bytes, reserved)
         self._reserved_bytes = reserved
@@ -260,8 +260,11 @@ class ProcessedRequest:
         self._open_connections.body_budget.release(self._reserved_bytes)
         self._reserved_bytes = 0
 
+    def end_with_reply(self) -> None:
+        """Do nothing: the client's connection is the proxy's."""
+
     def take_reply_bytes(self, more_bytes: int) -> bool:
-        """Count bytes of a reply that is collected, until give_reply_bytes(). False if there is no room for them."""
+        """Count bytes of a reply that is collected, until give_reply_bytes(). Returns False if the budget is full."""
         kept = self.engine_connections.kept_reply
         self.engine_connections.collected = kept is not None
         if kept is not None and kept.kept_bytes > KEPT_REPLY_BYTES_MAX:
@@ -286,20 +289,20 @@ class ProcessedRequest:
         return self._head_sent and not self._answered and not self._lost and not self._modes.keeps_reply
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool:
-        """A whole reply is sent as messages."""
+        """Send a whole reply as messages."""
         return False
 
 
 class EngineSide:
-    """The connection to the request's engine, which the proxy opens: the only one, so this is all connections too.
+    """The connection to the request's engine, which the proxy opens. As the only one, it is all connections too.
 
     Attributes:
         reply_given: the headers of the engine's reply, as the proxy has them; None before.
         reply_bodiless: it ended with them: the proxy takes no answer to a body that it did not send.
-        request_trailers: of the request, for an answer to which the proxy waits; None if it has none.
-        trailers: likewise of the reply; None if it has none, or not yet.
+        request_trailers: the request's trailers, for whose answer the proxy waits; None if it has none.
+        trailers: the reply's trailers, likewise; None if it has none, or not yet.
         answered: the client has the whole reply; only trailers may follow.
-        given_body: of the request, if the proxy keeps it and the engine gets it as it is.
+        given_body: the request's body, if the proxy keeps it and the engine gets it as it is.
         kept_reply: the reply, if the proxy keeps its chunks.
         collected: its chunks are to be passed on together; silence ends that, and never a reply that passes on already.
     """
@@ -331,7 +334,7 @@ class EngineSide:
     # -- upstream.connections.Connections ------------------------------------------------------------------------------
 
     def unreachable(self, engines: Mapping[str, Engine]) -> frozenset[str]:
-        """The engines that the proxy does not want."""
+        """The engines that the proxy does not accept."""
         if self._subset is None:
             return frozenset()
         return frozenset(name for name, engine in engines.items() if _address(engine) not in self._subset)
@@ -344,7 +347,7 @@ class EngineSide:
         return self.take_idle(engine)
 
     def release(self, engine: Engine, connection: EngineSide) -> None:
-        """The proxy closes it with the stream."""
+        """Do nothing: the proxy closes the connection with the stream."""
 
     # -- upstream.connections.Connection -------------------------------------------------------------------------------
 
@@ -422,12 +425,12 @@ class EngineSide:
         return b""
 
     async def answer(self, answers: Sequence[Answer]) -> None:
-        """Those to chunks of the reply."""
+        """Send answers to chunks of the reply."""
         for each in answers:
             await self._proxy.write(mutations.chunk_answer(each))
 
     async def _next(self, *kinds: str) -> Any:
-        """The next message, which has to be of one of these kinds. Raises ClientDisconnected."""
+        """Return the next message, which has to be of one of these kinds. Raises ClientDisconnected."""
         try:
             message = await self._proxy.read()
         except BodyBudgetSpent as spent:  # the reply has begun, so there is no other one

@@ -1,4 +1,4 @@
-"""What the endpoint picker serves: external processing, and the health service that proxies ask."""
+"""The services of the endpoint picker: external processing, and the health service that proxies ask."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BESIDE_BODY_BYTES = 64 * 1024  # of the message with a whole body
 
 
 class Application(Protocol):
-    """ASGI."""
+    """An ASGI application."""
 
     def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> Coroutine[Any, Any, None]: ...
 
@@ -144,7 +144,7 @@ class _Health:
         self._ended = asyncio.Event()
 
     def end(self) -> None:
-        """End what is watched."""
+        """End all calls of Watch."""
         self._ended.set()
 
     async def check(self, call: Call) -> None:
@@ -179,8 +179,8 @@ class Picker:
 
     Args:
         application: the gateway's.
-        open_connections: of the listener.
-        lifecycle: of this process.
+        open_connections: the listener's open connections and budgets.
+        lifecycle: the state of this process.
         was_ready: whether the gateway has been ready since its start.
         body_bytes_max: reads limits.bodyBytesMax.
     """
@@ -205,10 +205,10 @@ class Picker:
         self._connections: set[GrpcConnection] = set()
 
     def connection(self, admitted_as: Connection | None) -> GrpcConnection:
-        """A new one. admitted_as: the TLS handshake that was admitted in its place."""
+        """Make a new connection. admitted_as: the TLS handshake that was admitted in its place."""
         return GrpcConnection(self._methods, self._connections, self._open_connections, admitted_as)
 
     async def close(self) -> None:
-        """Let calls end whose requests have ended, and close."""
+        """Close, after the calls whose requests have ended."""
         self._health.end()
         await asyncio.gather(*(connection.close(END_SECONDS) for connection in list(self._connections)))

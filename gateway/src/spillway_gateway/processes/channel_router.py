@@ -44,6 +44,9 @@ class ChannelAttempt:
     def prefill_assumed(self) -> None:
         self._place.report(Kind.PREFILL_ASSUMED)
 
+    def counted(self, computed_tokens: int) -> None:
+        self._place.report(Kind.COUNTED, computed_tokens)
+
     def computed(self) -> None:
         self._place.report(Kind.COMPUTED)
 
@@ -220,7 +223,7 @@ class ChannelRouter:
         self._report_fault(engine, EngineFault.FAILED, "")
 
     def _report_fault(self, engine: Engine, fault: EngineFault, text: str) -> None:
-        """What follows from it, the router tells."""
+        """Report it to the router, which decides what follows."""
         self._client.send(messages.EngineFaultReport(engine.model, engine.name, fault, text))
 
     async def begin(self, tenant: Tenant, prompt_tokens: int) -> Admitted:

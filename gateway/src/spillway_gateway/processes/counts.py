@@ -22,7 +22,7 @@ Counted = dict[str, dict[tuple[str, Labels], float]]  # family -> (series, label
 
 
 def counts_of(registry: Collected) -> FamilySamples:
-    """What can be added up, of one process."""
+    """Return the counts of one process that can be added to those of others."""
     families: FamilySamples = {}
     for family in registry.collect():
         if family.type in _SUMMED_TYPES or family.name in SUMMED_GAUGES:
@@ -37,7 +37,7 @@ def counts_of(registry: Collected) -> FamilySamples:
 
 
 class SummedCounts:
-    """What an exposition reads: own families with the other processes' counts in them. others: their last counts."""
+    """The families of an exposition: own ones with the other processes' counts in them. others: their last counts."""
 
     def __init__(self, own: Collected, others: Callable[[], Iterable[FamilySamples]]) -> None:
         self._own = own

@@ -53,7 +53,7 @@ class FrontSession:
         router: routes and counts for all fronts.
         publisher: tells fronts the state of engines.
         operators: the application of operators' routes, which asks for their keys.
-        turns: of the messages of all fronts.
+        turns: the turns of the messages of all fronts.
         on_listening: called when the front accepts connections.
         on_closed: called when the front has ended, and everything of it is released.
     """
@@ -206,7 +206,7 @@ class FrontSession:
     ) -> None:
         if asked.hints and asked.adapter is None:
             session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
-            decision = fleet.expected_choice(prompt, asked.only, session)
+            decision = fleet.expected_choice(prompt, asked.only, session, asked.tenant)
             if decision is not None and decision.held.shared_tokens:
                 self._publisher.publish_engine(fleet.engines[decision.engine_name])
                 self.send(messages.Waiting(asked.number, decision.engine_name, decision.held.total_tokens))
@@ -302,6 +302,8 @@ class FrontSession:
                     attempt.accepted(now)
                 case Kind.PREFILL_ASSUMED:
                     attempt.prefill_assumed()
+                case Kind.COUNTED:
+                    attempt.counted(int(now))
                 case Kind.COMPUTED:
                     attempt.computed()
                 case Kind.FIRST_BYTE | Kind.FIRST_BYTE_MEASURED:

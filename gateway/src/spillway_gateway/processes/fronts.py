@@ -35,7 +35,7 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     async def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the process to end and return its exit status."""
 
     def kill(self) -> None: ...
 
@@ -121,7 +121,7 @@ class Fronts:
         self._tasks = [asyncio.create_task(self._keep(number)) for number in range(1, self._count + 1)]
 
     def drain(self, *, now: bool) -> None:
-        """They end after their requests, or at once; none is started again."""
+        """End the front processes, after their requests or at once. None is started again."""
         self._draining = True
         self.tell(messages.Drain(now))
 
@@ -130,7 +130,7 @@ class Fronts:
         await asyncio.gather(*self._tasks)
 
     async def kill(self) -> None:
-        """Whatever they do."""
+        """Kill the front processes at once."""
         self._draining = True
         for process in self._sessions.values():
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What the router process and its front processes tell each other, and its frames.
+"""The messages between the router process and its front processes, and their frames.
 
 A frame is its length, four bytes in network order, and a msgpack array that begins with the message's tag. Both ends
 are of one installation and one start, so the format has no version. design/20261125.gateway-processes.md says why.
@@ -23,7 +23,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class FrameError(Exception):
-    """What arrived is no message: the connection cannot go on."""
+    """The received bytes are no message: the connection cannot go on."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -81,7 +81,7 @@ class Route(Message, tag=4, frozen=True):
 
 
 class Kind(IntEnum):
-    """The outcome of an attempt, as the methods of fleet.model_fleet.Attempt name it."""
+    """The outcome of an attempt, as the methods of fleet.attempt.Attempt name it."""
 
     PREFILL_ASSUMED = 0
     FIRST_BYTE = 1  # of a plain reply
@@ -93,10 +93,11 @@ class Kind(IntEnum):
     CLOSED_WHOLE = 7
     ACCEPTED = 8
     COMPUTED = 9
+    COUNTED = 10
 
 
 class Report(Message, tag=5, frozen=True):
-    """events: what became of the request's attempt since the last report, each with monotonic seconds."""
+    """events: what became of the request's attempt since the last report, with monotonic seconds or a number."""
 
     number: int
     events: tuple[tuple[Kind, float], ...]
@@ -104,7 +105,7 @@ class Report(Message, tag=5, frozen=True):
 
 
 class EngineFault(IntEnum):
-    """What a request learned about an engine, as the methods of upstream.router.Router name it."""
+    """A fault of an engine that a request found, as the methods of upstream.router.Router name it."""
 
     REFUSED = 0
     FAILED = 1

@@ -122,7 +122,7 @@ class ReportedEngines:
             page = self._pages.get(sent.serial)
             if page is not None:
                 self.listed(page)
-        engine.vllm = sent.vllm
+        engine.set_version(sent.vllm)
         engine.withhold(sent.withheld)
         engine.set_state(EngineState(sent.state), sent.answer)
         engine.adapters = frozenset(sent.adapters) if sent.adapters is not None else None

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from spillway_gateway.access.admission import Admission
 from spillway_gateway.access.session_turns import Session
+from spillway_gateway.fleet.attempt import Attempt
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.hand_over import HandOver
-from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.sessions import SessionKey
 from spillway_gateway.processes import messages
 from spillway_gateway.routing.prefix import PromptBlocks
@@ -38,12 +39,12 @@ class RoutedPlace:
         self.admission, self._whose = admission, (asked.tenant, asked.session)
 
     def choose(self, asked: messages.Route, prompt: PromptBlocks) -> Attempt | None:
-        """None: the prompt has to wait for its turn."""
+        """Choose an engine; None: the prompt has to wait for its turn."""
         self.close(None)
         session = SessionKey(asked.tenant, asked.session) if asked.session is not None else None
         tried = frozenset(asked.tried)
         attempt = self.fleet.choose_unless_held(
-            prompt, tried, asked.only, session, asked.adapter, turn=self.turn, leg=asked.leg
+            prompt, tried, asked.only, session, asked.adapter, turn=self.turn, leg=asked.leg, tenant=asked.tenant
         )
         if attempt is not None:
             self.attempt = attempt
@@ -53,7 +54,7 @@ class RoutedPlace:
         return attempt
 
     def may_be_sent_again(self, asked: messages.Ended, suspects: Suspects) -> bool:
-        """Its engine has ended."""
+        """Whether the request may be sent again after its engine has ended."""
         fingerprint = Fingerprint(asked.digest, asked.body_bytes)
         return may_be_sent_again(self.fleet, self.attempt, suspects, fingerprint, again=asked.again, begun=asked.begun)
 

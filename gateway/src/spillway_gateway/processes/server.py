@@ -12,7 +12,6 @@ import logging
 import math
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,12 @@ from msgspec import structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from spillway_gateway import interpreter
 from spillway_gateway.api.application import http_error
 from spillway_gateway.app import Gateway
 from spillway_gateway.background import supervised
 from spillway_gateway.config.certificate import Certificate
 from spillway_gateway.config.settings import GatewayConfig
-from spillway_gateway.errors import ConfigError
-from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS, KEEP_ALIVE_SECONDS, PortInUse, bind, reserve
+from spillway_gateway.listeners.server import AFTER_DRAIN_SECONDS, KEEP_ALIVE_SECONDS
 from spillway_gateway.metrics import GatewayMetrics
 from spillway_gateway.ops.server import OperationsServer
 from spillway_gateway.ops.serving import Processes
@@ -106,7 +103,7 @@ class RouterServer:
         config: the configuration at the start.
         config_path: the file to follow, if any.
         listener: reserved for the fronts.
-        ops_listener: of operators' routes, if they have one.
+        ops_listener: the listener of operators' routes, if they have one.
         picker_listener: reserved for the fronts, if proxies ask the endpoint picker.
         spawn: starts a front.
     """
@@ -240,33 +237,3 @@ class RouterServer:
 
 def _suspected(fingerprint: Fingerprint, until: float) -> messages.Suspected:
     return messages.Suspected(*fingerprint, until)
-
-
-def serve(config: GatewayConfig, path: Path) -> int:
-    """Run the gateway with several processes. Exit status: 0 after a clean shutdown, 1 with the reason on stderr."""
-    listen = config.listen
-    with contextlib.ExitStack() as stack:
-        try:
-            listener = stack.enter_context(reserve(listen.host, listen.port))
-            ops_listener = None
-            if listen.ops_port is not None:
-                ops_listener = bind(listen.ops_host or listen.host, listen.ops_port, "listen.opsPort")
-                stack.callback(ops_listener.close)
-            picker_listener = None
-            if listen.picker_port is not None:
-                picker_listener = stack.enter_context(reserve(listen.host, listen.picker_port, "listen.pickerPort"))
-            server = RouterServer(config, path, listener, ops_listener, picker_listener)
-        except (PortInUse, ConfigError) as error:
-            print(f"spillway-gateway: {error}", file=sys.stderr)
-            return 1
-        scheme = "https" if listen.tls else "http"
-        logger.info("%d processes will listen on %s://%s:%d", config.processes, scheme, *server.address)
-        if ops_listener is not None:
-            logger.info("operations on http://%s:%d", *ops_listener.getsockname()[:2])
-        if picker_listener is not None:
-            scheme = "grpcs" if listen.tls else "grpc"
-            logger.info("their endpoint picker on %s://%s:%d", scheme, *picker_listener.getsockname()[:2])
-        interpreter.prepare()
-        with asyncio.Runner(loop_factory=interpreter.loop_factory()) as runner:
-            runner.run(server.serve())
-    return 0 if server.started else 1

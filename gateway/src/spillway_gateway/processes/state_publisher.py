@@ -40,7 +40,7 @@ class StatePublisher:
             await asyncio.sleep(LOOK_SECONDS)
 
     def publish_changes(self) -> None:
-        """Now, if there are any."""
+        """Publish changes now, if there are any."""
         now = tuple(self._fingerprint())
         if now != self._seen:
             self._seen = now
@@ -96,7 +96,7 @@ class StatePublisher:
                 yield fleet.name, engine
 
     def _fingerprint(self) -> Iterator[Any]:
-        """What State is made of, without copies."""
+        """Yield the parts of State, without copies."""
         for fleet in self._roster.fleets:
             yield fleet.name, fleet.index.block_sizes, self._usable(fleet.name)
             yield self._model_engines.is_full(fleet.name)

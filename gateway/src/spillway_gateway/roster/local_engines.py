@@ -21,7 +21,7 @@ from spillway_gateway.config.ranks import ranks_of
 from spillway_gateway.config.settings import GatewayConfig, ModelConfig
 from spillway_gateway.discovery.found import FoundEngine, SourceStatus
 from spillway_gateway.discovery.sources import describe, follow
-from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.engine import Engine, may_return_for
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.metrics import GatewayMetrics
@@ -179,16 +179,20 @@ class LocalEngines:
         return any(engine in served.fleet.engines for served in self._served.values())
 
     def _admission(self, fleet: ModelFleet) -> Admission:
-        """Capacity in proportion to the ready engines; without any, requests wait for one if the model is scaled to
-        zero, and else pass, so that routing refuses them."""
-        each = self._config.admission.requests_per_engine_max
-        engines = fleet.engines.values()
+        """Capacity in proportion to the ready engines. Without any, requests wait for one if the model is scaled to
+        zero, or has lost its engines a moment ago; else they pass, so that routing refuses them."""
+        each, return_seconds_max = self._config.admission.requests_per_engine_max, self._config.health.return_seconds
+
+        def return_seconds() -> float:
+            return may_return_for(fleet.engines.values(), return_seconds_max)
 
         def capacity() -> int:
-            ready = sum([engine.routable for engine in engines])
-            return each * (ready if ready or fleet.config.wake_seconds is not None else len(engines) or 1)
+            ready = fleet.ready_engines
+            if ready or fleet.config.wake_seconds is not None or return_seconds():
+                return each * ready
+            return each * (len(fleet.engines) or 1)
 
-        return Admission(self._config.admission, capacity, lambda: fleet.config.wake_seconds)
+        return Admission(self._config.admission, capacity, lambda: fleet.config.wake_seconds, return_seconds)
 
     def _set_engines(self, served: ServedModel, wanted: Sequence[FoundEngine], *, newcomers: bool = False) -> None:
         """Add and remove engines to match those wanted. newcomers: engines that are added have just been started."""

@@ -24,7 +24,7 @@ class ServedModel:
 
 
 class Named(NamedTuple):
-    """What a request names. adapter: the LoRA adapter, by the name that engines know; None: the model itself."""
+    """The model that a request names. adapter: the LoRA adapter, by the name that engines know; None: no adapter."""
 
     served: ServedModel
     adapter: str | None = None

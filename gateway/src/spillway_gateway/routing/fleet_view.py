@@ -47,7 +47,7 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
         )
 
     def first(self, tokens: int) -> HeldPrefix:
-        """The first tokens alone."""
+        """Return the prefix's first `tokens` tokens only."""
         device = min(self.device_tokens, tokens)
         cpu = min(self.cpu_tokens, tokens - device)
         shared = min(self.shared_tokens, tokens - device - cpu)
@@ -101,6 +101,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     token_ms: float = 0.0  # between two tokens of its answers, lately; 0: there were none
     below_link_tokens: int = 0  # those of shared_link_tokens that come from the tier below
     adapter_load_ms: float = 0.0  # until it can begin with the request's LoRA adapter; 0: it has it, or there is none
+    later_ms: float = 0.0  # that later turns of a conversation which begins would wait there; 0: it has its engine
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):
@@ -118,7 +119,7 @@ class Leg(IntEnum):
 
 
 class SplitTerms(msgspec.Struct, frozen=True, gc=False):
-    """What is asked of two legs. always: no price is compared. token_ms_max: None: no bound. by_connector: the engines'
+    """The terms of two legs. always: no price is compared. token_ms_max: None: no bound. by_connector: the engines'
     own connectors hand prompts over, so that no common store is needed. hand_over_token_ms: for each token that the
     second engine loads, on top of hand_over_ms."""
 

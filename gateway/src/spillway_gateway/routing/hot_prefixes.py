@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
+from math import exp2
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from spillway_gateway.routing.prefix import KEYS_MAX, TOKEN_BYTES, PromptTokens
 HALF_LIFE_SECONDS = 120.0
 REQUESTS_MIN = 3.0  # decayed, from which on a prefix is hot and its tokens are kept
 ENTRIES_MAX = 8192
+HALF_LIVES_MAX = 512  # until all weights are scaled down, far below what a float holds
 TOKEN_BYTES_MAX = 8 * 1024 * 1024  # of tokens that are kept
 
 
@@ -31,6 +33,7 @@ def _depths() -> tuple[int, ...]:
 
 
 DEPTHS = _depths()  # in blocks
+_STEPS = tuple(pairwise((*DEPTHS, KEYS_MAX)))
 
 
 class HotPrefix(NamedTuple):
@@ -45,8 +48,7 @@ class HotPrefix(NamedTuple):
 
 class _Entry(msgspec.Struct, gc=False):
     blocks: int
-    requests: float
-    as_of: float
+    weighted: float = 0.0  # requests, each with its weight
     further: tuple[int, int] | None = None  # blocks and key of a prefix that prompts went on to from here
     shared: bool = False
     ids: bytes | None = None
@@ -59,6 +61,7 @@ class HotPrefixes:
     def __init__(self) -> None:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently requested first
         self._bytes = 0
+        self._weighs_one_at = 0.0  # monotonic seconds
 
     @property
     def token_bytes(self) -> int:
@@ -81,23 +84,27 @@ class HotPrefixes:
             now: Monotonic seconds.
         """
         entries = self._entries
-        for depth, next_depth in pairwise((*DEPTHS, len(keys))):
-            if depth > len(keys):
+        weight = self._weight(now)
+        count = len(keys)
+        for depth, next_depth in _STEPS:
+            if depth > count:
                 break
             key = keys[depth - 1]
             entry = entries.get(key)
             if entry is None:
-                entry = entries[key] = _Entry(depth, 0.0, now)
-            else:
-                entries.move_to_end(key)
-            entry.requests = 1.0 + _decayed(entry, now)
-            entry.as_of = now
-            if entry.further is not None and entry.further[0] <= len(keys):
-                entry.shared = entry.shared or keys[entry.further[0] - 1] != entry.further[1]
-            elif depth < len(keys):  # nothing to compare with, or only what is longer than this prompt
-                blocks = min(next_depth, len(keys))
-                entry.further = blocks, keys[blocks - 1]
-            if entry.shared and entry.ids is None and entry.requests >= REQUESTS_MIN:
+                entries[key] = _Entry(depth, weight, _further(keys, depth, next_depth))
+                continue
+            entries.move_to_end(key)
+            entry.weighted += weight
+            if not entry.shared:
+                further = entry.further
+                if further is None or further[0] > count:  # nothing to compare with, or what is longer than this prompt
+                    entry.further = _further(keys, depth, next_depth) or further
+                    continue
+                if keys[further[0] - 1] == further[1]:
+                    continue
+                entry.shared = True
+            if entry.ids is None and entry.weighted >= REQUESTS_MIN * weight:
                 entry.ids, entry.cache_salt = bytes(ids[: depth * block_bytes]), cache_salt
                 self._bytes += len(entry.ids)
         while len(entries) > ENTRIES_MAX or self._bytes > TOKEN_BYTES_MAX:
@@ -106,12 +113,13 @@ class HotPrefixes:
 
     def hottest(self, count: int, now: float) -> list[HotPrefix]:
         """Return the prefixes that save most tokens: requests times length, without what another one covers."""
+        weight = self._weight(now)
         hot = [
             HotPrefix(
                 key, entry.blocks, len(entry.ids) // TOKEN_BYTES, PromptTokens(entry.ids, entry.cache_salt), requests
             )
             for key, entry in self._entries.items()
-            if entry.ids is not None and (requests := _decayed(entry, now)) >= REQUESTS_MIN / 2
+            if entry.ids is not None and (requests := entry.weighted / weight) >= REQUESTS_MIN / 2
         ]
         hot.sort(key=lambda each: (-each.requests * each.blocks, each.key))
         chosen: list[HotPrefix] = []
@@ -125,6 +133,21 @@ class HotPrefixes:
                 chosen.append(each)
         return chosen
 
+    def _weight(self, now: float) -> float:
+        """The weight of a request that comes now. Older ones do not lose weight, newer ones gain it, so that only what
+        is requested changes."""
+        half_lives = (now - self._weighs_one_at) / HALF_LIFE_SECONDS
+        if half_lives > HALF_LIVES_MAX:
+            for entry in self._entries.values():
+                entry.weighted *= exp2(-half_lives)
+            self._weighs_one_at, half_lives = now, 0.0
+        return exp2(half_lives)
 
-def _decayed(entry: _Entry, now: float) -> float:
-    return float(entry.requests * 0.5 ** ((now - entry.as_of) / HALF_LIFE_SECONDS))
+
+def _further(keys: Sequence[int], depth: int, next_depth: int) -> tuple[int, int] | None:
+    """Where a prompt goes on from its first `depth` blocks; None: it ends there."""
+    count = len(keys)
+    if depth == count:
+        return None
+    blocks = next_depth if next_depth < count else count
+    return blocks, keys[blocks - 1]

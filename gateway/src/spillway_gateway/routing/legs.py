@@ -83,12 +83,12 @@ def plan_legs(
     """Decide. None: the engines have no roles.
 
     Args:
-        engines: all that the request may be sent to.
-        whole: the one that would serve the whole request.
+        engines: all engines that the request may be sent to.
+        whole: the engine that would serve the whole request.
         one_leg_ms: the cheapest cost on one engine.
-        uncached_tokens: of the prompt, there.
+        uncached_tokens: the prompt's tokens that `whole` does not hold.
         prompt: the arguments of `cost_of` after the engine.
-        terms: what is asked of two legs.
+        terms: the terms of two legs.
     """
     if all(engine.role is EngineRole.BOTH for engine in engines):
         return None
@@ -151,8 +151,8 @@ def _of(engines: Sequence[EngineView], role: EngineRole) -> list[EngineView]:
 
 
 def handed_over(held: HeldPrefix, prompt_tokens: int, block_tokens: int, *, near: bool) -> HeldPrefix:
-    """What a second leg's engine can use of a prompt: all whole blocks but the one with the last token. near: it loads
-    what it does not hold at the CPU tier's rate."""
+    """Return what a second leg's engine can use of a prompt: all whole blocks but the one with the last token. near: it
+    loads what it does not hold at the CPU tier's rate."""
     loadable = (prompt_tokens - 1) // block_tokens * block_tokens
     new = max(0, loadable - held.total_tokens)
     return msgspec.structs.replace(

@@ -1,6 +1,6 @@
 """The cost of sending a request to an engine, in milliseconds until its first token.
 
-    cost = max(queue, link) + load from tiers + prefill of the rest + displaced + adapter
+    cost = max(queue, link) + load from tiers + prefill of the rest + displaced + adapter + later
 
 queue: uncached tokens already sent and not answered, less what the oldest of these prompts has computed by now, at the
 engine's prefill rate, plus a share per running request.
@@ -26,7 +26,8 @@ quarter of that work counts (REPEATED_SHARE). Otherwise each engine of an idle f
 differ in a few hundred tokens. So the first prompts of a burst go to one engine, and the next ones to another when the
 first one's queue is longer by a quarter of the prefix: none is later by more than that. adapter: what the engine takes
 to load the request's LoRA adapter, if it does not have it. So an engine that has it is preferred until its queue is
-longer than such a load. Every term is a time, so there are no weights to tune, except that quarter.
+longer than such a load. later: what the later turns of a conversation wait for if it begins there
+(fleet/conversations.py). Every term is a time, so there are no weights to tune, except that quarter.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     displaced_ms: float
     total_ms: float
     adapter_ms: float = 0.0
+    later_ms: float = 0.0
 
 
 def cost_of(engine: EngineView, prompt_tokens: int, computed_from: int = 0, computed_to: int = 0) -> Cost:
@@ -57,36 +59,40 @@ def cost_of(engine: EngineView, prompt_tokens: int, computed_from: int = 0, comp
 
     Args:
         engine: as it is at the moment.
-        prompt_tokens: of the whole prompt.
+        prompt_tokens: the tokens of the whole prompt.
         computed_from: the first token of the prompt that an engine computes at the moment for another prompt.
         computed_to: the token behind the last one of these.
     """
     rates = engine.rates
     held = engine.held
     per_token_ms = 1000.0 / rates.prefill_tokens_per_second
-    link_ms = displaced_ms = 0.0
-    load_ms = load_time_ms(held, rates)
-    if held.cpu_tokens:
-        link_ms = 1000.0 * engine.cpu_link_tokens / rates.cpu_load_tokens_per_second
-    if held.shared_tokens:
-        shared_ms = shared_time_ms(held, rates)
-        displaced_ms = shared_ms * crowding(engine.shared_busy_share)
-        link_ms = max(link_ms, _shared_link_ms(engine))
+    link_ms = load_ms = displaced_ms = 0.0
+    if held.cpu_tokens or held.shared_tokens:
+        load_ms = load_time_ms(held, rates)
+        if held.cpu_tokens:
+            link_ms = 1000.0 * engine.cpu_link_tokens / rates.cpu_load_tokens_per_second
+        if held.shared_tokens:
+            displaced_ms = shared_time_ms(held, rates) * crowding(engine.shared_busy_share)
+            link_ms = max(link_ms, _shared_link_ms(engine))
     uncached = uncached_tokens(held, prompt_tokens)
     if engine.reload_token_ms:
         entering = uncached + held.cpu_tokens + held.shared_tokens
         displaced_ms += entering * engine.reload_token_ms * crowding(engine.device_share)
     prefill_ms = uncached * per_token_ms
     queue_ms = engine.queued_tokens * per_token_ms + engine.running_requests * rates.running_request_ms
-    displaced_ms += prefill_ms * crowding(engine.busy_share)
+    if engine.busy_share:
+        displaced_ms += prefill_ms * crowding(engine.busy_share)
     if engine.kv_token_ms:
         displaced_ms += uncached * engine.kv_token_ms * crowding(engine.kv_usage)
-    repeated = computed_to - max(computed_from, held.total_tokens)
-    if repeated > 0:
-        displaced_ms += REPEATED_SHARE * repeated * per_token_ms
+    if computed_to:
+        repeated = computed_to - max(computed_from, held.total_tokens)
+        if repeated > 0:
+            displaced_ms += REPEATED_SHARE * repeated * per_token_ms
     adapter_ms = engine.adapter_load_ms
-    total_ms = (queue_ms if queue_ms > link_ms else link_ms) + load_ms + prefill_ms + displaced_ms + adapter_ms
-    return Cost(queue_ms, link_ms, load_ms, prefill_ms, displaced_ms, total_ms, adapter_ms)
+    waits_ms = queue_ms if queue_ms > link_ms else link_ms
+    later_ms = engine.later_ms
+    total_ms = waits_ms + load_ms + prefill_ms + displaced_ms + adapter_ms + later_ms
+    return Cost(queue_ms, link_ms, load_ms, prefill_ms, displaced_ms, total_ms, adapter_ms, later_ms)
 
 
 def certain_ms(engine: EngineView, cost: Cost) -> float:

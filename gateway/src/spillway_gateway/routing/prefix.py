@@ -30,7 +30,7 @@ assert array(_UINT32).itemsize == TOKEN_BYTES
 
 
 class PromptTokens(msgspec.Struct, frozen=True, gc=False):
-    """What an engine needs to know of a prompt to find its blocks. ids: as token_bytes() gives them."""
+    """The facts that an engine needs of a prompt to find its blocks. ids: as token_bytes() gives them."""
 
     ids: bytes
     cache_salt: str | None = None
@@ -108,8 +108,11 @@ class KeyChains:
         return len(self._runs)
 
     def keys(self, namespace: int, data: bytes, block_bytes: int) -> list[int]:
-        """Like chain_blocks()."""
-        runs, run_bytes, view = self._runs, RUN_BLOCKS * block_bytes, memoryview(data)
+        """Return the keys that chain_blocks() returns."""
+        run_bytes = RUN_BLOCKS * block_bytes
+        if len(data) < run_bytes:
+            return chain_blocks(namespace, data, block_bytes)
+        runs, view = self._runs, memoryview(data)
         end = min(len(data) // block_bytes, KEYS_MAX) * block_bytes
         keys: list[int] = []
         key, at = namespace, 0

@@ -34,7 +34,7 @@ class RouteReason(StrEnum):
 
 
 class SessionOutcome(StrEnum):
-    """What became of a request that names a session. Value of the metric's label."""
+    """The outcome of a request that names a session. Value of the metric's label."""
 
     NEW = "new"  # no engine is known to have served it
     KEPT = "kept"  # the engine that served it last
@@ -62,7 +62,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     legs: Legs | None = None  # None: the whole request, without a choice
 
     def expected(self, prompt_tokens: int, cached_tokens: int) -> HeldPrefix | None:
-        """What the prompt was to find, to compare with what it found; None if the two cannot be compared.
+        """Return the tokens that the prompt was to find, to compare with those found; None: they cannot be compared.
 
         A prompt matched by its text was expected to find a share of it, whose tokens are unknown: those of the whole
         prompt are divided evenly over its text. As text is not even, what was found within TEXT_TOLERANCE of that
@@ -111,9 +111,9 @@ def _reason(request: RouteRequest, reason: RouteReason) -> RouteReason:
 
 
 def _legs(request: RouteRequest, view: FleetView, whole: Candidate, candidates: tuple[Candidate, ...]) -> Legs | None:
-    """None: it takes one leg, whatever the engines. One leg is priced at the cheapest engine's cost, even if the
-    request stays with its session's engine: it does so because that one may hold more than the index knows."""
-    if request.leg is not Leg.OPEN or request.splitting is None or request.only is not None:
+    """Price one and two legs; None: the request takes one leg, whatever the engines. One leg has the cheapest engine's
+    cost, even if the request stays with its session's engine, which may hold more than the index knows."""
+    if request.splitting is None or request.leg is not Leg.OPEN or request.only is not None:
         return None
     prompt = request.prompt_tokens, request.computed_from, request.computed_to
     uncached = uncached_tokens(whole.engine.held, request.prompt_tokens)
@@ -158,31 +158,37 @@ def pick(
     """
     if len(candidates) == 1:
         return candidates[0], RouteReason.ONLY
-    most_held = max(candidate.engine.held.total_tokens for candidate in candidates)
-    cheapest_ms = min(candidate.cost.total_ms for candidate in candidates)
+    most_held = max([candidate.engine.held.total_tokens for candidate in candidates])
+    cheapest_ms = min([candidate.cost.total_ms for candidate in candidates])
     own = _of_session(request, candidates, bounded_load_factor) if request.session_engine is not None else None
     if own is not None and _index_is_silent(own, most_held) and own.cost.total_ms <= cheapest_ms + _margin_ms(own):
         return own, RouteReason.SESSION
     if most_held == 0:
         return _pick_unknown(request, candidates, cheapest_ms, bounded_load_factor)
     tied = [candidate for candidate in candidates if candidate.cost.total_ms <= cheapest_ms + TIE_MS]
-    chosen = min(
-        tied,
-        key=lambda candidate: (
-            -candidate.engine.held.total_tokens,
-            -candidate.engine.held.device_tokens,
-            -candidate.engine.held.cpu_tokens,
-            candidate.engine.held.below_tokens,
-            candidate is not own,
-            candidate.engine.running_requests,
-            -weight(candidate.engine.name, request.spread_key),
-            candidate.engine.name,
-        ),
-    )
+    chosen = tied[0]
+    if len(tied) > 1:
+        chosen = min(tied, key=lambda candidate: _preference(candidate, own, request.spread_key))
     held = chosen.engine.held
     if chosen is own and any(each.engine.held == held for each in tied if each is not own):
         return chosen, RouteReason.SESSION
     return chosen, RouteReason.PREFIX if held.total_tokens == most_held else RouteReason.LOAD
+
+
+def _preference(candidate: Candidate, own: Candidate | None, spread_key: int) -> tuple[int | str, ...]:
+    """Smallest for the best of equally cheap ones. own: that of the session."""
+    engine = candidate.engine
+    held = engine.held
+    return (
+        -held.total_tokens,
+        -held.device_tokens,
+        -held.cpu_tokens,
+        held.below_tokens,
+        candidate is not own,
+        engine.running_requests,
+        -weight(engine.name, spread_key),
+        engine.name,
+    )
 
 
 def _of_session(
@@ -203,8 +209,8 @@ def _index_is_silent(own: Candidate, most_held: int) -> bool:
 
 
 def _margin_ms(own: Candidate) -> float:
-    """What staying with the session's engine may cost more than the cheapest. One without events may hold all of the
-    session, whatever the index knows, which would save the prefill."""
+    """Return how much more the session's engine may cost than the cheapest one. An engine without events may hold the
+    whole session, whatever the index knows, which would save the prefill."""
     return TIE_MS if own.engine.events_live else max(TIE_MS, own.cost.prefill_ms)
 
 

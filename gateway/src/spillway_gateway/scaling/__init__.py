@@ -1,1 +1,1 @@
-"""What the gateway does when engines come and go: what removing a pod would cost, and a new engine's warm start."""
+"""The scaling of engines: the cost of removing a pod, and a new engine's warm start."""

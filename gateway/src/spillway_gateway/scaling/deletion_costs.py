@@ -1,4 +1,4 @@
-"""What removing each pod of a model would cost, and which of the costs are worth writing. Pure.
+"""The cost of removing each pod of a model, and the choice of the costs that are worth writing. Pure.
 
 Kubernetes removes the pod of a Deployment that has the least `controller.kubernetes.io/pod-deletion-cost` first. The
 cost only orders pods, so it is made of shares of the fleet: every gateway finds about the same shares, however the
@@ -31,7 +31,7 @@ class PodWarmth:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written for a pod. at: monotonic seconds. instance: of the pod; another one of its name has no cost."""
+    """The cost that was written for a pod. at: monotonic seconds. instance: the pod's; another of its name has none."""
 
     cost: int
     at: float
@@ -60,11 +60,11 @@ def due_writes(
     """The pods whose cost is to be written now, the largest change first.
 
     Args:
-        costs: Of the pods that exist.
+        costs: The costs of the existing pods.
         written: What was written last.
         now: Monotonic seconds.
         seconds_min: Between two writes for one pod.
-        instances: Of the pods that exist.
+        instances: The instances of the existing pods.
     """
     due = []
     for name, cost in costs.items():

@@ -1,4 +1,4 @@
-"""What coding agents send of themselves, in our own words: path, headers and body of one request.
+"""The path, headers and body of one request as coding agents send it, in our own words.
 
 Each function takes the session that the agent works in and returns a request of the agent, or of a sub-agent that it
 has started. Only what says whose request it is follows the agents; prompts and tools are ours.
@@ -61,7 +61,7 @@ def codex(
     Args:
         session: a UUID. In old versions each thread has one of its own.
         text: what the user says.
-        thread: of the session; None: its first.
+        thread: the session's thread; None: its first one.
         parent: the thread that has started this one, if this one is a sub-agent's.
         old: whether it is a version whose header is spelt with an underscore.
     """

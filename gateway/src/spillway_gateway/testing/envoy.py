@@ -66,13 +66,13 @@ def envoy_config(
     """Envoy's bootstrap: one listener whose requests the picker processes.
 
     Args:
-        picker_port: of the picker.
+        picker_port: the picker's port.
         picker_host: its IP address.
         processed: whether requests are processed at all.
         fail_open_to: IP:PORT of the engines that get requests which no picker has processed; None: they are refused.
         subset: IP:PORT of the engines that requests may go to; None: any.
-        calls_max: of one connection to the picker, beyond which Envoy opens another; None: its own default.
-        retries: of a request that a picker has taken and not answered. Envoy's routes repeat what engines fail, and not
+        calls_max: the calls of one connection to the picker, beyond which Envoy opens another; None: its default.
+        retries: for requests that a picker has taken and not answered. Envoy's routes repeat what engines fail, and not
             what fails before them: so these are a listener's in front, which sends requests to the one that asks.
         asks_health: whether Envoy asks the picker's port for its health.
         keeps_bodies: until the picker has answered them, so that requests whose picker dies are passed on.

@@ -34,7 +34,7 @@ def completion_reply(path: str, text: str, model: str, usage: dict[str, Any]) ->
 def completion_events(
     path: str, words: Sequence[str], model: str, usage: dict[str, Any], *, with_usage: bool
 ) -> list[bytes]:
-    """Up to [DONE], which is not among them."""
+    """Return the events up to [DONE], which is not among them."""
     envelope = _envelope(path, model, chunk=True)
     chat = path.endswith("/chat/completions")
     choices: list[dict[str, Any]] = []

@@ -151,11 +151,15 @@ class FakeEngine:
         self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def stop(self) -> None:
-        """Like a killed process: connections break, and the port refuses."""
+    def stop_listening(self) -> None:
+        """Accept no new connections, as a failing network would. Open ones go on."""
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    async def stop(self) -> None:
+        """Stop like a killed process: connections break, and the port refuses."""
+        self.stop_listening()
         for connection in list(self.connections):
             connection.kill()
         await asyncio.sleep(0)

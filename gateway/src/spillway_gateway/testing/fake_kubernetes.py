@@ -110,7 +110,7 @@ class FakeKubernetes:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Like a killed server: connections break, and the port refuses."""
+        """Stop like a killed server: connections break, and the port refuses."""
         runner, self._runner = self._runner, None
         self.break_watches()
         if runner is not None:

@@ -123,7 +123,7 @@ class KvPublisher:
                 router.send_multipart([identity, b"", *end_topic, _END, b""])
 
     def batches(self, first: int) -> list[tuple[int, bytes]]:
-        """What a replay from this sequence on answers with."""
+        """Return the batches of a replay from this sequence on."""
         with self._lock:
             return [batch for batch in self._batches if batch[0] >= first]
 

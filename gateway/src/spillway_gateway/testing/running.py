@@ -72,7 +72,17 @@ def gateway_config(engines: Iterable[FakeEngine], **sections: Any) -> dict[str, 
             if fake.publisher.replay_url is not None:
                 entry["kvReplay"] = fake.publisher.replay_url
         model["engines"].append(entry)
-    return {"models": [model], "health": {"periodSeconds": 0.1}, **sections}
+    return {"models": [model], **patient(**sections)}
+
+
+def patient(**sections: Any) -> dict[str, Any]:
+    """Top-level settings with which a busy machine takes no engine out: it is polled often, but only polls and
+    connections that are never answered time out. sections: further settings, which precede."""
+    patience: dict[str, dict[str, Any]] = {
+        "health": {"periodSeconds": 0.1, "timeoutSeconds": UNTIL_SECONDS_MAX},
+        "timeouts": {"connectSeconds": UNTIL_SECONDS_MAX},
+    }
+    return {**sections, **{name: {**kept, **sections.get(name, {})} for name, kept in patience.items()}}
 
 
 @asynccontextmanager

@@ -37,7 +37,7 @@ class SpelledAnswer:
         return b"".join(self.pieces[token - FIRST_ID] for token in tokens).decode("utf-8", "replace")
 
     def events(self, *, chat: bool, asked_ids: bool, done_tokens: int = 0, prompt: Sequence[int] = ()) -> list[bytes]:
-        """Up to [DONE]. done_tokens: of the answer, which the prompt already holds."""
+        """Return the events up to [DONE]. done_tokens: of the answer, which the prompt already holds."""
         chunks = self._chunks(done_tokens)
         envelope: dict[str, Any] = {
             "id": ("chatcmpl-" if chat else "cmpl-") + self.request_id,
@@ -107,8 +107,8 @@ class SpelledAnswer:
         return None if found is None else (found[1], found[2])
 
     def script(self, path: str, body: dict[str, Any]) -> Scripted | None:
-        """For a FakeEngine: the answer from its start, or from where the prompt ends. Fails on a prompt that is no
-        beginning of the answer."""
+        """Return a FakeEngine's script: the answer from its start, or from the prompt's end. Fails if the prompt
+        is no beginning of the answer."""
         chat = path.endswith("/chat/completions")
         given = byte_tokens(body)
         done = 0 if chat or isinstance(body["prompt"], str) else len(given) - len(self.prompt)

@@ -38,7 +38,7 @@ class _GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """As strict as its parent and with the same results. The two lookups that templates do for each message skip the
+    """A sandbox with its parent's strictness and results. The two lookups that templates do for each message skip the
     parent's checks, which both pass and which take longer than the rest of the rendering."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -102,8 +102,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. Raises CannotRender for what the engine would refuse or what holds more than text."""
-        conversation = [self._normalised(message) for message in messages]
+        """Return the prompt text. Raises CannotRender if the engine would refuse it or it holds more than text."""
+        plain = not self._wants_parts
+        conversation = [message if plain and _is_plain(message) else self._normalised(message) for message in messages]
         try:
             # Template.render() without its copy of the variables and its rewriting of tracebacks.
             context = self._template.new_context(
@@ -122,14 +123,6 @@ class ChatTemplate:
 
     def _normalised(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         role = message.get("role")
-        if (
-            len(message) == 2
-            and role in _PLAIN_ROLES
-            and not self._wants_parts
-            and isinstance(message.get("content"), str)
-            and next(iter(message)) == "role"  # templates may write out whole messages
-        ):
-            return message  # most are so, and stay as they are
         if not isinstance(role, str):
             raise CannotRender("a message has no role")
         if role == "developer" and not self._has_developer_role:
@@ -155,6 +148,12 @@ class ChatTemplate:
 
 
 _PLAIN_ROLES = ("user", "assistant")
+_PLAIN_MEMBERS = ("role", "content")  # in this order, as templates may write out whole messages
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    """Whether the message needs no normalisation, like most."""
+    return tuple(message) == _PLAIN_MEMBERS and isinstance(message["content"], str) and message["role"] in _PLAIN_ROLES
 
 
 def _texts(content: object) -> list[str]:
@@ -197,8 +196,8 @@ def _tool_calls(raw: object) -> list[Any]:
 
 
 def _costly(arguments: str) -> bool:
-    """Whether parsing it would hold the interpreter's lock for more than 20 ms, at 0.5 us for each value and 10 ns for
-    each character."""
+    """Whether parsing the text would hold the interpreter's lock for more than 20 ms, at 0.5 us for each value and
+    10 ns for each character."""
     if len(arguments) <= ARGUMENTS_CHARS_MAX:
         return False
     values = sum(map(arguments.count, ("[", "{", ",")))
@@ -242,7 +241,7 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 
 
 def _aliases(tree: nodes.Template, names: set[str]) -> set[str]:
-    """The names and all that are assigned from them."""
+    """Return the names and all names that are assigned from them."""
     found = set(names)
     grown = True
     while grown:

@@ -17,7 +17,7 @@ _MEDIA = frozenset(
 
 
 def text_tokens(text: str) -> int:
-    """Estimated tokens; 0 for an empty text. Long texts are sampled at SAMPLE_CHARS characters."""
+    """Return the estimated tokens; 0 for an empty text. Long texts are sampled at SAMPLE_CHARS characters."""
     if text.isascii():
         return -(-len(text) // BYTES_PER_TOKEN)
     sample = text[:: len(text) // SAMPLE_CHARS + 1]

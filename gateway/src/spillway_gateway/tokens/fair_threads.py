@@ -25,7 +25,7 @@ class _Job:
         self.loop = answer.get_loop()
 
     def step(self) -> bool:
-        """Run one step on the calling thread. True when the job is over; a cancelled job ends here."""
+        """Run one step on the calling thread. Returns True when the job is over; a cancelled job ends here."""
         if self.answer.cancelled():
             self.steps.close()
             return True
@@ -51,7 +51,7 @@ class _Job:
 
 
 class FairThreads:
-    """threads: the most; each starts when there is work for it. run() and close() on the event loop."""
+    """A pool of threads, each started when there is work for it. run() and close() are called on the event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads_max = threads
@@ -63,7 +63,7 @@ class FairThreads:
         self._closed = False
 
     def run(self, group: str, steps: Generator[None, None, Result]) -> asyncio.Future[Result]:
-        """The generator's return value or exception. Cancelling the future ends the job at its next step."""
+        """Return a future of the generator's return value or exception. Cancelling it ends the job at its next step."""
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         with self._changed:
             if self._closed:

@@ -1,10 +1,15 @@
 """fastokens' tokenizer of one tokenizer.json, made to forget the words of one tenant before it reads another's text.
 
-fastokens keeps the words that a thread has met and their ids, for all texts, so a clock could tell a word that another
+fastokens keeps the words that a thread has met and their ids, for all texts, so timing could reveal a word that another
 tenant has sent: 30,000 characters of new words take 1 to 3 ms, and 0.03 ms when they come again. It has no setting for
 that. But its tables belong to one model, and those of a model without first words are emptied if the thread tokenises
 with another one. So here the model is given no first words, and a thread tokenises one letter with another model when
-the tenant changes, and after KEPT_CHARS, so that the tables stay small.
+the tenant changes, and before the tables grow large.
+
+A table doubles when it is three quarters full, and the thread waits until it is copied: some 6 ms at 98,000 words, 30
+ms at 196,000. What is in the tables is not known. But a new word takes some twenty times as long as a known one, so the
+time says how many were new: a text of new words alone has the tables emptied before they have 196,000, and a tenant
+whose texts repeat their words keeps them for KEPT_CHARS.
 
 Two kinds of models cannot be treated like that: those whose words fastokens keeps in the model itself, and those that
 take a whole word of the vocabulary without merging. They get a dropout of merges that is too small to happen (once in
@@ -18,6 +23,7 @@ import functools
 import json
 import os
 import threading
+from time import perf_counter
 from typing import Any
 
 import fastokens
@@ -26,7 +32,11 @@ import fastokens
 # keep tables of words.
 os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
-KEPT_CHARS = 256 * 1024  # of text, after which a thread's tables are emptied; they take some 4 MB then
+# Of texts, after which a thread's tables are emptied.
+KEPT_SECONDS = 0.025  # for new words
+KEPT_CHARS = 4 * 1024 * 1024
+KNOWN_SECONDS = 5e-9  # for a character of a known word, at least
+NEW_SECONDS = 1e-7  # for one of a new word, at most; a text that takes longer has waited for the processor
 _DROPOUT = 1e-44
 # Bytes that hardly any text has. One of them loses its token, so that fastokens cannot compute the word of two of it
 # that the vocabulary is given: a model of which one word cannot be computed has no first words.
@@ -55,29 +65,41 @@ class FastTokenizer:
         self._other = _other_model() if self.left_out else None
 
     def encode(self, text: str, add_special_tokens: bool, owner: str = "") -> bytes:
-        """Ids as little-endian uint32. owner: whose text it is. Raises UnicodeEncodeError for lone surrogates, and
-        ValueError for a byte that the vocabulary lacks."""
-        if self._other is not None and _kept.have_to_go(owner, len(text)):
-            self._other.encode_batch_flat([_LETTER], False)
+        """Return the ids as little-endian uint32. owner: the text's tenant. Raises UnicodeEncodeError for lone
+        surrogates, and ValueError for a byte that the vocabulary lacks."""
         ids: bytes
-        ids, _ = self._model.encode_batch_flat([text], add_special_tokens)
+        if self._other is None:
+            ids, _ = self._model.encode_batch_flat([text], add_special_tokens)
+            return ids
+        if _kept.have_to_go(owner, len(text)):
+            self._other.encode_batch_flat([_LETTER], False)
+        began = perf_counter()
+        try:
+            ids, _ = self._model.encode_batch_flat([text], add_special_tokens)
+        finally:
+            _kept.took(len(text), perf_counter() - began)
         return ids
 
 
 class _Kept(threading.local):
-    """What the calling thread's tables hold words of: one tenant's texts. Of all models, as the tables of one are
-    emptied when another is used."""
+    """The owner and length of the texts whose words the calling thread's tables hold: one tenant's. Counted over all
+    models, because the tables of one are emptied when another is used."""
 
     _owner = ""
     _chars = 0
+    _seconds = 0.0
 
     def have_to_go(self, owner: str, chars: int) -> bool:
         """Whether the tables have to be emptied before a text of this length. They are then counted as empty."""
         self._chars += chars
-        if owner == self._owner and self._chars <= KEPT_CHARS:
+        if owner == self._owner and self._chars <= KEPT_CHARS and self._seconds < KEPT_SECONDS:
             return False
-        self._owner, self._chars = owner, chars
+        self._owner, self._chars, self._seconds = owner, chars, 0.0
         return True
+
+    def took(self, chars: int, seconds: float) -> None:
+        """A text of this length was encoded."""
+        self._seconds += max(0.0, min(seconds, chars * NEW_SECONDS) - chars * KNOWN_SECONDS)
 
 
 _kept = _Kept()
@@ -106,8 +128,8 @@ def _keeps_words_by_thread(given: dict[str, Any]) -> bool:
 
 
 def _take_a_byte(given: dict[str, Any]) -> str:
-    """Take its token from a rare byte, and give it to a word of two of it. The byte as a character; empty: none can
-    be taken."""
+    """Take the token of a rare byte and give it to the word of two such bytes. Returns the byte as a character; empty:
+    none can be taken."""
     model = given["model"]
     vocabulary, added = model["vocab"], [token["content"] for token in given.get("added_tokens") or ()]
     merged = {letter for merge in model["merges"] for letter in "".join(merge)}

@@ -82,12 +82,14 @@ class BlockSizes(Protocol):
 
 
 class PromptReader:
-    """Prompts of one model: from a parsed body to keys of blocks. On the event loop; long prompts on the threads.
+    """Turns the prompts of one model's parsed bodies into keys of blocks, on the event loop; long prompts on threads.
 
-    tokenizer: owned, and replaced when the configuration changes or an engine disagrees with it. threads: shared,
-    closed by the application. tokens_max: the longest prompt that the model's engines take, if that is known.
-    keeps_tokens: whether a prompt that is read now may have to wait, so that an engine is sent its tokens.
-    counts_prefixes: whether new engines are sent the beginnings that prompts share, which are in `hot`.
+    Args:
+        tokenizer: Owned by the reader. A new configuration, or an engine that disagrees with it, replaces it.
+        threads: Shared; the application closes them.
+        tokens_max: Returns the longest prompt that the model's engines take, if that is known.
+        keeps_tokens: Returns whether a prompt that is read now may have to wait, so that an engine is sent its tokens.
+        counts_prefixes: Returns whether new engines are sent the beginnings that prompts share, which are in `hot`.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class PromptReader:
         counts_prefixes: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model = model
+        self._namespace = namespace_key(model)  # of prompts without adapter and salt
         self._chains = KeyChains()
         self._engines = engines
         self.tokenizer = tokenizer
@@ -114,14 +117,22 @@ class PromptReader:
         self._limits = limits
 
     def use(self, tokenizer: PromptTokenizer | None) -> None:
-        """Tokenise with this one from now on; None: not at all."""
+        """Tokenise with this tokenizer from now on; None: match prompts by text."""
         self.tokenizer = tokenizer
 
     async def read(self, prompt: Prompt, tenant: str = "", *, adapter: str | None = None) -> PromptBlocks:
-        """Keys of the prompt's blocks: of its tokens, or of its text if it cannot be tokenised. tenant: for fair
-        scheduling on the threads, and whose texts are cached apart. adapter: the LoRA adapter that it names. Raises
-        RecursionError for a prompt that is nested too deeply."""
-        namespace = namespace_key(self._model, adapter, prompt.cache_salt)
+        """Return the keys of the prompt's blocks, by its tokens, or by its text if it cannot be tokenised.
+
+        Args:
+            tenant: Schedules the threads fairly, and separates the cached texts.
+            adapter: The LoRA adapter that the prompt is for.
+
+        Raises:
+            RecursionError: The prompt is nested too deeply.
+        """
+        namespace = self._namespace
+        if adapter is not None or prompt.cache_salt is not None:
+            namespace = namespace_key(self._model, adapter, prompt.cache_salt)
         if isinstance(prompt, RawPrompt):
             blocks = self._of_text(namespace, prompt.text)
             return msgspec.structs.replace(blocks, prompt_tokens=prompt.prompt_tokens, text_tokens=0)
@@ -181,8 +192,11 @@ class PromptReader:
     def _of_tokens(
         self, namespace: int, data: bytes, cache_salt: str | None, adapter: str | None = None
     ) -> PromptBlocks:
-        """data: token ids as token_bytes() gives them. Those beyond what any engine takes are not hashed: the prompt
-        will be refused."""
+        """Return the keys of token ids. Those beyond any engine's longest prompt are not hashed: it will be refused.
+
+        Args:
+            data: Token ids as token_bytes() gives them.
+        """
         prompt_tokens = max(1, len(data) // TOKEN_BYTES)
         tokens_max = self._tokens_max()
         if tokens_max is not None:
@@ -241,7 +255,7 @@ def render(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) ->
 
 
 def render_and_encode(tokenizer: PromptTokenizer, prompt: ChatPrompt | CompletionPrompt) -> array[int]:
-    """Token ids of a prompt, with no bound on its length. Raises CannotRender."""
+    """Return the token ids of a prompt of any length. Raises CannotRender."""
     return tokenizer.encode(render(tokenizer, prompt), add_special_tokens=prompt.add_special_tokens)
 
 
@@ -253,7 +267,7 @@ def _estimate(prompt: ChatPrompt | CompletionPrompt) -> int:
 
 
 def _is_small(prompt: ChatPrompt | CompletionPrompt) -> bool:
-    """Whether it may be rendered and looked up on the event loop."""
+    """Whether the prompt may be rendered and looked up on the event loop."""
     if isinstance(prompt, CompletionPrompt):
         return len(prompt.prompt) <= LONG_INLINE_CHARS_MAX
     items, chars = len(prompt.messages) + len(prompt.tools or ()), 0

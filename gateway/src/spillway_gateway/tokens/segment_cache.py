@@ -1,5 +1,5 @@
-"""LRU cache of token ids by the hash of their text segment and of who sent it, bounded in bytes. Nobody's answers come
-sooner because somebody else has sent the same text.
+"""LRU cache of token ids by the hash of their text segment and its owner, bounded in bytes. An answer never comes
+sooner because another tenant has sent the same text.
 
 The event loop and the tokenizer threads share it: each method holds the lock for a few steps.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import xxhash
 
@@ -25,6 +26,15 @@ def segment_key(owner: str, segment: str, *, kind: int = 0) -> SegmentKey:
     return owner, xxhash.xxh3_128_digest(segment.encode(), kind)
 
 
+def segment_keys(owner: str, text: str, cuts: Sequence[int], *, kind: int = 0) -> list[SegmentKey]:
+    """Return the keys of the segments between each two cuts of a text. Pure ASCII is not copied for each."""
+    if len(cuts) < 3 or not text.isascii():
+        return [segment_key(owner, text[start:end], kind=kind) for start, end in pairwise(cuts)]
+    first, digest = cuts[0], xxhash.xxh3_128_digest
+    data = memoryview(text[first : cuts[-1]].encode())
+    return [(owner, digest(data[start - first : end - first], kind)) for start, end in pairwise(cuts)]
+
+
 class SegmentCache:
     """Ids as little-endian uint32. bytes_max: of the ids and their bookkeeping."""
 
@@ -38,7 +48,7 @@ class SegmentCache:
         return len(self._entries)
 
     def get_all(self, keys: Sequence[SegmentKey]) -> list[bytes | None]:
-        """Ids of each key, None if they are not cached."""
+        """Return the ids of each key; None if they are not cached."""
         entries = self._entries
         with self._lock:
             found = list(map(entries.get, keys))

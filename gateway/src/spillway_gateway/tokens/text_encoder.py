@@ -1,12 +1,12 @@
-"""Text to token ids: by the library fastokens if it gives the ids of Hugging Face's tokenizers, else by that.
+"""Text to token ids: by the library fastokens if it gives the ids of Hugging Face's tokenizers, else by the latter.
 
 fastokens takes about a thirtieth of the time, which is what new text costs the gateway, but it is another
 implementation of the same file. So it is used only if it reads the file and agrees on the probes below, one text in
 CHECK_INTERVAL_TEXTS is encoded by both, and the first difference ends its use. A wrong id would cost a match, never an
 answer: the engine tokenises for itself.
 
-Neither library keeps a tenant's words for another's texts, because a clock would then tell a word that somebody else
-has sent: fast_tokenizer.py sees to fastokens, and tokenizers is given a cache of no words.
+Neither library keeps a tenant's words for another's texts, because timing would then reveal a word that another tenant
+has sent: fast_tokenizer.py handles fastokens, and tokenizers gets a cache of no words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spillway_gateway.tokens.fast_tokenizer import FastTokenizer
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL_TEXTS = 1_024  # adds 3 % to the cost of new text
+CHECK_INTERVAL_TEXTS = 4_096  # each takes tens of times as long as without the check
 CHECK_CHARS_MAX = 4_096  # of a text that both encode, perhaps on the event loop: some 3 ms
 _PROBES = (
     "",
@@ -42,7 +42,7 @@ _PROBES = (
 
 
 class TextEncoder:
-    """The ids of one tokenizer.json, of any text. encode() releases the interpreter lock while it works."""
+    """Encodes any text by one tokenizer.json. encode() releases the interpreter lock while it works."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -56,11 +56,11 @@ class TextEncoder:
         return self._fast is not None
 
     def is_fast_for(self, text: str) -> bool:
-        """Like `fast`, for this text."""
+        """Whether this text, if new, is encoded as `fast` says."""
         return self._fast is not None and (not self._fast.left_out or self._fast.left_out not in text)
 
     def encode(self, text: str, *, add_special_tokens: bool, owner: str = "") -> bytes:
-        """Token ids as little-endian uint32. owner: whose text it is. Raises UnicodeEncodeError for lone surrogates."""
+        """Return ids as little-endian uint32. owner: the tenant. Raises UnicodeEncodeError for lone surrogates."""
         fast = self._fast
         if fast is None:
             return self._encode_exactly(text, add_special_tokens)
@@ -88,7 +88,7 @@ class TextEncoder:
         return token_bytes(encoding.ids)
 
     def _words_of(self, text: str) -> list[str]:
-        """What the pre-tokenizer splits it into."""
+        """Return the words into which the pre-tokenizer splits the text."""
         normalizer, pre_tokenizer = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         if normalizer is not None:
             text = normalizer.normalize_str(text)
@@ -128,7 +128,7 @@ def _refuses(fast: FastTokenizer, text: str) -> bool:
 
 
 def _keep_no_words(tokenizer: tokenizers.Tokenizer) -> None:
-    """tokenizers keeps 10,000 words of a model, whoever sent them. Models without such a cache lack the method."""
+    """Keep tokenizers from caching 10,000 words of a model, of all senders. Models without a cache lack the method."""
     resize = getattr(tokenizer.model, "_resize_cache", None)
     if resize is not None:
         resize(0)

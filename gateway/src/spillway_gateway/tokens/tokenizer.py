@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from array import array
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import tokenizers
 
 from spillway_gateway.routing.prefix import TOKEN_BYTES
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
-from spillway_gateway.tokens.segment_cache import SegmentCache, SegmentKey, segment_key
+from spillway_gateway.tokens.segment_cache import SegmentCache, SegmentKey, segment_key, segment_keys
 from spillway_gateway.tokens.text_encoder import TextEncoder
 
 # Texts are tokenised one at a time, so the library's thread pool would only add latency.
@@ -39,6 +39,7 @@ _PROBES = (
 INLINE_NEW_CHARS_MAX = 1_024  # of new text: tokenising it takes about as long as handing it to a thread and back
 FAST_INLINE_NEW_CHARS_MAX = 16_384  # the same with the fast encoder
 INLINE_CHARS_MAX = 32_768  # in which special tokens are searched for on the event loop, however many there are
+PATTERN_CHARS_MAX = 4_096  # of a text in which one search by pattern takes less time than many by str.find()
 SPECIAL_PLACES_MAX = 1_024  # in a longer text; each takes about 0.4 us
 RUN_SEGMENTS = 16  # that are looked up together, as one, from the third time on
 _RUN = 1  # in the key of such a run
@@ -83,12 +84,12 @@ class PromptTokenizer:
 
     @property
     def inline_chars_max(self) -> int:
-        """New text that is tokenised sooner on the event loop than by handing it to a thread and back."""
+        """The characters of new text that are tokenised sooner on the event loop than on a thread."""
         return FAST_INLINE_NEW_CHARS_MAX if self._encoder.fast else INLINE_NEW_CHARS_MAX
 
     @classmethod
     def load(cls, folder: Path) -> PromptTokenizer:
-        """Raises TokenizerUnusable."""
+        """Load the model folder's tokenizer. Raises TokenizerUnusable."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerUnusable(f"{path} does not exist; give a model folder with a tokenizer.json")
@@ -102,7 +103,7 @@ class PromptTokenizer:
             raise TokenizerUnusable(f"{folder}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of `text`."""
+        """Return the token ids of `text`."""
         data = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=len(text))
         assert data is not None
         ids = array("I", data)
@@ -119,10 +120,15 @@ class PromptTokenizer:
         owner: str = "",
         on_loop: bool = False,
     ) -> bytes | None:
-        """As encode(), but as little-endian uint32, and None when more than new_chars_max characters are not cached. On
-        the event loop, if handing the text to a thread would cost more. owner: whose texts are cached apart. on_loop:
-        the caller runs there. Then at most INLINE_NEW_CHARS_MAX characters may be slow, and a text of more than
-        INLINE_CHARS_MAX may have few beginnings of special tokens."""
+        """Return encode()'s ids as little-endian uint32; None if more than new_chars_max characters are not cached.
+
+        Used on the event loop if handing the text to a thread would cost more.
+
+        Args:
+            owner: The tenant, whose texts are cached apart.
+            on_loop: The caller runs on the event loop: then at most INLINE_NEW_CHARS_MAX characters may be slow, and a
+                text of more than INLINE_CHARS_MAX may have few beginnings of special tokens.
+        """
         if add_special_tokens or self._special is None:
             if self._is_too_long([text], new_chars_max, on_loop):
                 return None
@@ -133,21 +139,24 @@ class PromptTokenizer:
         if places and places[0] == 0:
             del places[0]
         cuts = [0, *places, len(text)] if text else [0]
-        ends = itertools.pairwise(cuts[::RUN_SEGMENTS])
-        runs = [segment_key(owner, text[start:end], kind=_RUN) for start, end in ends]
-        ids_of_runs = self._segments.get_all(runs)
+        runs: list[SegmentKey] = []
+        ids_of_runs: list[bytes | None] = []
+        if len(cuts) > RUN_SEGMENTS:
+            runs = segment_keys(owner, text, cuts[::RUN_SEGMENTS], kind=_RUN)
+            ids_of_runs = self._segments.get_all(runs)
         known = list(itertools.takewhile(bool, ids_of_runs))
         begin = len(known) * RUN_SEGMENTS
-        segments = [text[start:end] for start, end in itertools.pairwise(cuts[begin:])]
-        keys = [segment_key(owner, segment) for segment in segments]
+        cuts = cuts[begin:]
+        keys = segment_keys(owner, text, cuts)
         found = self._segments.get_all(keys)
-        new = [at for at, ids in enumerate(found) if ids is None]
-        if self._is_too_long([segments[at] for at in new], new_chars_max, on_loop):
+        new = {at: text[cuts[at] : cuts[at + 1]] for at, ids in enumerate(found) if ids is None}
+        if new and self._is_too_long(new.values(), new_chars_max, on_loop):
             return None
-        for at in new:
-            found[at] = ids = self._encode(segments[at], False, owner)
+        for at, segment in new.items():
+            found[at] = ids = self._encode(segment, False, owner)
             self._segments.put(keys[at], ids)
-        self._keep_runs(runs[len(known) :], ids_of_runs[len(known) :], found)
+        if len(known) < len(runs):
+            self._keep_runs(runs[len(known) :], ids_of_runs[len(known) :], found)
         return b"".join([*known, *found])  # type: ignore[list-item]  # none is missing now
 
     def _keep_runs(self, keys: list[SegmentKey], before: list[bytes | None], segments: list[bytes | None]) -> None:
@@ -160,7 +169,7 @@ class PromptTokenizer:
             before: What the cache had of each: None, no ids as a mark, or its ids.
             segments: The ids of the segments, from the first run's first one on.
         """
-        if before and before[0] is None:
+        if before[0] is None:
             self._segments.put(keys[0], b"")
             return
         for number, (key, ids) in enumerate(zip(keys, before, strict=True)):
@@ -172,6 +181,8 @@ class PromptTokenizer:
         """Where special tokens begin. Text without their first character is skipped by str.find(), which takes a
         fifteenth of the pattern's time. any_number: None if that character is found at more than SPECIAL_PLACES_MAX."""
         assert self._special is not None
+        if len(text) <= PATTERN_CHARS_MAX:
+            return [found.start() for found in self._special.finditer(text)]
         first, match = self._special_begin, self._special.match
         places: list[int] = []
         at = text.find(first) if first else 0
@@ -186,7 +197,7 @@ class PromptTokenizer:
             return places
         return [*places, *[found.start() for found in self._special.finditer(text, at)]] if any_number else None
 
-    def _is_too_long(self, texts: list[str], chars_max: int, on_loop: bool) -> bool:
+    def _is_too_long(self, texts: Collection[str], chars_max: int, on_loop: bool) -> bool:
         chars = sum(map(len, texts))
         if not on_loop or chars <= INLINE_NEW_CHARS_MAX:
             return chars > chars_max
@@ -201,9 +212,11 @@ class PromptTokenizer:
         tokens_max: int | None = None,
         late: Callable[[], bool] = lambda: False,
     ) -> Generator[None, None, Encoded]:
-        """Like encode(), but yields after each STEP_CHARS of new text. Stops early, with the ids of the text's
-        beginning: above tokens_max (no engine takes such a prompt), when late() after a step, and if a long text cannot
-        be cut. On a tokenizer thread. Raises UnicodeEncodeError for lone surrogates."""
+        """Encode as encode() does, but yield after each STEP_CHARS of new text. Runs on a tokenizer thread.
+
+        It stops early, with the ids of the text's beginning, above tokens_max (no engine takes such a prompt), if
+        late() is true after a step, and if a long text cannot be cut. Raises UnicodeEncodeError for lone surrogates.
+        """
         if len(text) <= SEARCH_CHARS:  # most prompts: one step, with all look-ups together
             ids = self.encode_inline(text, add_special_tokens=add_special_tokens, new_chars_max=STEP_CHARS, owner=owner)
             if ids is not None:

@@ -37,8 +37,11 @@ class Disagreement(Exception):
 async def verify_tokenizer(
     tokenizer: PromptTokenizer, session: aiohttp.ClientSession, *, model: str, engine_name: str, engine_url: str
 ) -> bool:
-    """Compare the ids of two probes with the engine's /tokenize. True when they agree, False when the engine did not
-    answer. On the event loop; the probes are tokenised on a thread. Raises Disagreement."""
+    """Compare the ids of two probes with the engine's /tokenize, on the event loop; a thread tokenises the probes.
+
+    Returns:
+        True if they agree, False if the engine did not answer. Raises Disagreement.
+    """
     answered = False
     if tokenizer.template is not None:
         body: dict[str, object] = {"model": model, "messages": list(PROBE_MESSAGES)}

@@ -81,6 +81,7 @@ def candidate_events(decision: Decision) -> list[Attributes]:
             "spillway.cost.load_ms": candidate.cost.load_ms,
             "spillway.cost.prefill_ms": candidate.cost.prefill_ms,
             "spillway.cost.displaced_ms": candidate.cost.displaced_ms,
+            "spillway.cost.later_ms": candidate.cost.later_ms,
             "spillway.prefix.total_tokens": candidate.engine.held.total_tokens,
         }
         for candidate in decision.candidates

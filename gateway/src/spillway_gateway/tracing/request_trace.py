@@ -22,9 +22,8 @@ from spillway_gateway.routing.route import Decision
 from spillway_gateway.tracing import attributes as names
 from spillway_gateway.tracing.attributes import Attributes, candidate_events, operation_of, route_attributes
 from spillway_gateway.upstream.forward import Headers
-from spillway_gateway.upstream.usage import Usage
+from spillway_gateway.upstream.usage import NO_USAGE, Usage
 
-NO_USAGE = Usage(None, None, None)
 CANDIDATES_MAX = 64  # events of one decision; a larger fleet is cut
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _propagator = TraceContextTextMapPropagator()

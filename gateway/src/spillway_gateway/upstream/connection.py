@@ -33,8 +33,8 @@ _WITHOUT_BODY = (204, 304)
 
 
 class Reading:
-    """What connections to engines share on one event loop: turns to give out what they read and to tell of their ends,
-    and the memory that they read into, as each takes its bytes from there at once."""
+    """The state that connections to engines share on one event loop: turns to give out the bytes that they read and to
+    report their ends, and the memory that they read into, because each takes its bytes from there at once."""
 
     def __init__(self) -> None:
         self.turns = Turns(TURNS_BYTES)
@@ -71,7 +71,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self._chunks = []
         self._buffered = 0
         self._has_turn = False
-        self._reads_in_turn = False  # its reading was paused, and goes on after each turn
+        self._reads_in_turn = False  # its reading was paused; it goes on after each turn
         self._bare_bytes = 0  # without a byte of the body among them: head, extensions of chunks, trailers
         self._head_done = False
         self._complete = False

@@ -1,5 +1,5 @@
-"""What the relay asks of the connections to engines: the gateway's own (pool.py), or those of a proxy that it picks
-engines for (picker/)."""
+"""The interface of connections to engines for the relay: the gateway's own (pool.py), or those of a proxy that it
+picks engines for (picker/)."""
 
 from __future__ import annotations
 

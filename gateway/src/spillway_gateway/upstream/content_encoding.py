@@ -1,5 +1,5 @@
-"""Takes the compression off an engine's reply. Engines are asked for none, since the gateway reads what it forwards;
-something between may compress all the same. Pure.
+"""Takes the compression off an engine's reply. The gateway asks engines not to compress, since it reads what it
+forwards; something between may compress nevertheless. Pure.
 """
 
 from __future__ import annotations

@@ -46,8 +46,9 @@ class State(IntEnum):  # whose hash costs a tenth of that of an Enum
 
 
 class Step(IntEnum):
-    """What the task reports."""
+    """A step that the task reports."""
 
+    ENTER = auto()
     ROUTE = auto()
     ASK = auto()
     COMMIT = auto()
@@ -58,7 +59,7 @@ class Step(IntEnum):
 
 
 class Event(IntEnum):
-    """What happens outside the task."""
+    """An event outside the task."""
 
     CLIENT_LEFT = auto()
     SHUTDOWN = auto()
@@ -67,6 +68,7 @@ class Event(IntEnum):
 
 
 TRANSITIONS: Mapping[Step, Mapping[State, State]] = {
+    Step.ENTER: dict.fromkeys((State.QUEUED, State.ROUTING, State.SENT), State.QUEUED),
     Step.ROUTE: {State.QUEUED: State.ROUTING, State.SENT: State.ROUTING, State.BRIDGING: State.BRIDGING},
     Step.ASK: {State.ROUTING: State.SENT, State.BRIDGING: State.BRIDGING},
     Step.COMMIT: {State.SENT: State.PREAMBLE, State.ANSWERING: State.ANSWERING},

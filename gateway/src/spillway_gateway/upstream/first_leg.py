@@ -1,4 +1,5 @@
-"""The legs of a request, and both of two as engines get them. The first one: the prompt, and one token of the answer.
+"""The legs of a request, and the bodies that engines get for them. The first one: the prompt, and one token of the
+answer.
 
 That token is discarded. The second leg's engine computes it again from the same prompt and by the same settings, so
 that text, ids, log-probabilities, stop strings and usage are those of one engine by construction.
@@ -27,6 +28,7 @@ from spillway_gateway.upstream.json_walk import JsonWalk
 from spillway_gateway.upstream.outbound import OutboundRequest
 from spillway_gateway.upstream.router import Attempt
 from spillway_gateway.upstream.splice import Edit, edited, insertion, opening_of
+from spillway_gateway.upstream.usage import UNSAID_REPLY_TOKENS
 from spillway_settings.vllm_salts import Version
 from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_MEMBER
 
@@ -69,7 +71,6 @@ _VALUE_BYTES_MAX = 4096  # of a member of _Replaced
 _CUTS_LENGTHS: Version = (0, 32)  # an answer's, to what the prompt leaves; before it vLLM refuses longer ones
 _LOGPROBS_MAX = 20  # vLLM's --max-logprobs, unless the operator has set another
 _Logprobs = Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)]
-_COMPLETION_TOKENS = 16  # of a completion that says no length; a chat's goes on to the model's
 
 
 class _StreamOptions(msgspec.Struct):
@@ -78,8 +79,8 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Replaced(msgspec.Struct):
-    """The members of _VALUES in forms that every engine accepts. A first leg does not have them as the client sent
-    them, so that its engine cannot refuse them."""
+    """The members of _VALUES in forms that every engine accepts. A first leg does not contain them as the client sent
+    them, so its engine cannot refuse them."""
 
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
@@ -100,7 +101,7 @@ class _Replaced(msgspec.Struct):
         asked = max(lengths, default=0)
         answer_tokens = max(1, self.min_tokens, 0 if vllm >= _CUTS_LENGTHS else asked)
         return (
-            self.min_tokens <= min(lengths, default=_COMPLETION_TOKENS)
+            self.min_tokens <= min(lengths, default=UNSAID_REPLY_TOKENS)
             and (tokens_max is None or max(prompt_tokens + answer_tokens, asked) <= tokens_max)
             and (self.messages is None or self.logprobs in (None, False, True))
             and (self.stream_options is None or bool(self.stream))
@@ -113,7 +114,7 @@ _REPLACED = _Replaced.__struct_fields__
 
 
 def _would_be_accepted(body: Body, walk: JsonWalk, prompt_tokens: int, tokens_max: int | None, vllm: Version) -> bool:
-    """Whether engines accept of a body what its first leg does not say. walk: has found _REPLACED."""
+    """Whether engines accept the members of a body that its first leg replaces. walk: has found _REPLACED."""
     outline = []
     for name, found in walk.members.items():
         start, end = found[-1][:2]
@@ -204,7 +205,8 @@ class RequestLegs:
                 self._metrics.hand_over(self._model).observe(seconds)
             self._count("two", self._two_because)
             return "decode"
-        self._count("one", legs.reason if legs is not None else self._one_leg or LegsReason.OFF)
+        if not self._counted:
+            self._count("one", legs.reason if legs is not None else self._one_leg or LegsReason.OFF)
         return None
 
     def prefilled(self, why_not: LegsReason | None) -> None:
@@ -237,8 +239,8 @@ _Block = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class _Place(msgspec.Struct):
-    """What every connector's place has. vLLM reads it on the scheduler's thread, where an exception ends the engine;
-    a request whose place lacks one of these waits for blocks without an end."""
+    """The fields of every connector's place. vLLM reads it on the scheduler thread, and an exception there ends the
+    engine; a request whose place lacks one of these waits for blocks without an end."""
 
     do_remote_prefill: bool
     remote_engine_id: _Text
@@ -298,7 +300,7 @@ async def _walked(body: Body, names: Sequence[str]) -> JsonWalk:
 
 
 def _given(body: Body, walk: JsonWalk) -> dict[str, Any]:
-    """What the request says of transfers: the gateway's own, since a request with the client's takes one leg."""
+    """Return the request's transfer parameters: the gateway's own, as a request with the client's takes one leg."""
     members = walk.members.get(_PARAMS, ())
     said = msgspec.json.decode(body[members[-1].start : members[-1].end]) if members else None
     return said if isinstance(said, dict) else {}

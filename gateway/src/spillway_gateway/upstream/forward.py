@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from spillway_settings.wire import OWN_HEADERS_PREFIX, RANK_HEADER
 
 Headers = list[tuple[bytes, bytes]]
@@ -42,10 +44,10 @@ _DROPPED_FROM_CALLERS = (
     HOP_BY_HOP | _OF_THE_REPLYS_FORM | {b"host", b"content-length", b"expect", _RANK_HEADER, b"x-request-id"}
 )
 _INTERNAL_PREFIX = OWN_HEADERS_PREFIX.encode()
-# All that clients get of an engine's headers: what a reader of the body needs, and when to ask again. Everything else
-# is the gateway's to say (the request's id, limits, caching, CORS), describes the engine's own address (redirects,
-# cookies), or would steer what stands in front: Envoy obeys `x-envoy-*` and `endpoint-load-metrics`, nginx `x-accel-*`,
-# browsers a score of others, and each release of them may obey more.
+# The only headers of an engine that clients get: those that a reader of the body needs, and when to ask again.
+# Everything else is the gateway's to say (the request's id, limits, caching, CORS), describes the engine's own address
+# (redirects, cookies), or would steer what stands in front: Envoy obeys `x-envoy-*` and `endpoint-load-metrics`, nginx
+# `x-accel-*`, browsers a score of others, and each release of them may obey more.
 _OF_REPLIES = frozenset(
     {
         b"content-length",
@@ -92,8 +94,12 @@ def reply_headers(headers: Headers) -> Headers:
     named = connection_named(headers)
     kept = {name: value for name, value in reversed(headers) if name in _OF_REPLIES and name not in named}
     kind = kept.pop(b"content-type", b"")
-    known = kind.partition(b";")[0].strip().lower() in _TYPES
-    return [(b"content-type", kind) if known else _UNKNOWN_TYPE, *kept.items()]
+    return [(b"content-type", kind) if _is_known(kind) else _UNKNOWN_TYPE, *kept.items()]
+
+
+@lru_cache(maxsize=64)
+def _is_known(kind: bytes) -> bool:
+    return kind.partition(b";")[0].strip().lower() in _TYPES
 
 
 def connection_named(headers: Headers) -> frozenset[bytes]:
@@ -103,6 +109,11 @@ def connection_named(headers: Headers) -> frozenset[bytes]:
         return _NOTHING
     named = {token.strip().lower() for value in values for token in value.split(b",")}
     return frozenset(named - {b"close", b"keep-alive", b""})
+
+
+def first_values(headers: Headers) -> dict[bytes, bytes]:
+    """The first value of each header, by its name."""
+    return dict(reversed(headers))
 
 
 def header(headers: Headers, wanted: bytes) -> bytes | None:

@@ -32,7 +32,7 @@ _SCALAR = re.compile(rb'[^ \t\r\n,:"{}\[\]]*+')
 _QUOTE, _COLON, _COMMA, _OPEN, _CLOSE = b'":,{}'
 _BEGINS = b"{["
 DEPTH_MAX = 1000  # about what Python's own parser takes, and so an engine
-REPEATS_MAX = 1024  # of one name: what changes a member makes an edit of each
+REPEATS_MAX = 1024  # of one name: code that changes a member edits each of them
 KEY_BYTES_MAX = 512  # every wanted name is shorter, with each character escaped
 
 
@@ -52,7 +52,7 @@ class Member(NamedTuple):
 
 
 class _Next(Enum):
-    """What has to come next."""
+    """The token that has to come next."""
 
     OBJECT = auto()
     KEY_OR_END = auto()

@@ -1,5 +1,5 @@
 """Comments for a client whose stream is silent: while its request waits for an engine, for the first part of an answer,
-or for arguments of a tool call that a parser holds back. What lies between cuts silent connections, mostly after 60 s.
+or for arguments of a tool call that a parser holds back. Proxies on the way cut silent connections, mostly after 60 s.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class KeepAlive:
         self._timer = self._loop.call_at(self._sent_at + self._seconds, self.on_timer)
 
     def close(self) -> None:
-        """No comment follows. Who sends them holds this one, and is let go, else each request would be a cycle."""
+        """Send no further comment. Forget the sender, which holds this object; otherwise each request would be a
+        reference cycle."""
         self._comment = _nothing
         if self._timer is not None:
             self._timer.cancel()

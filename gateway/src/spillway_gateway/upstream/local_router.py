@@ -10,7 +10,7 @@ from spillway_gateway.access.gatekeeper import Gatekeeper
 from spillway_gateway.access.keys import Priority, Tenant
 from spillway_gateway.access.limits import Settlement, TenantUsage
 from spillway_gateway.errors import ModelNotFound
-from spillway_gateway.fleet import model_fleet
+from spillway_gateway.fleet.attempt import Attempt as FleetAttempt
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import Engine
 from spillway_gateway.fleet.hand_over import HandOver
@@ -82,8 +82,10 @@ class LocalRouter:
                 request.trace.hinted(hinted)
         if logger.isEnabledFor(logging.DEBUG) and admission.is_full:
             logger.debug("request %s waits for room on the engines of %s", request.shown_id, fleet.name)
-        waiting = WaitingPrompt(fleet, request.prompt, request.only_engine, admission.requests_per_engine_max)
-        await admission.enter(request.tenant, request.priority, waiting.tokens_at_hand, _digest_of(request))
+        session = _digest_of(request)
+        if not admission.enter_at_once(request.tenant, session, request.priority):
+            waiting = WaitingPrompt(fleet, request.prompt, request.only_engine, admission.requests_per_engine_max)
+            await admission.enter(request.tenant, request.priority, waiting.tokens_at_hand, session)
         return _LocalPlace(self, admission, fleet, request, self._suspects)
 
     def engine_refused(self, engine: Engine, answer: str) -> None:
@@ -130,7 +132,7 @@ class _LocalAdmitted:
 
 
 class _LocalPlace:
-    __slots__ = ("_admission", "_attempt", "_fleet", "_hand_over", "_request", "_router", "_suspects")
+    __slots__ = ("_admission", "_attempt", "_fleet", "_hand_over", "_request", "_router", "_session", "_suspects")
 
     def __init__(
         self,
@@ -141,30 +143,35 @@ class _LocalPlace:
         suspects: Suspects,
     ) -> None:
         self._router = router
+        self._session = _digest_of(request)
         self._suspects = suspects
         self._admission = admission
         self._fleet = fleet
         self._request = request
-        self._attempt: model_fleet.Attempt | None = None  # the last one
+        self._attempt: FleetAttempt | None = None  # the last one
         self._hand_over: HandOver | None = None  # of a first leg
 
     async def choose(self, prompt: PromptBlocks, tried: frozenset[str], leg: Leg) -> Attempt:
         request = self._request
         if self._hand_over is not None and leg is Leg.SECOND:
             await self._hand_over.arrived(self._fleet.disaggregation.hand_over_seconds_max)
-        self._end_hand_over()
+        if self._hand_over is not None:
+            self._end_hand_over()
         begun = prompt is not request.prompt  # the client has the beginning of its answer
         turn = ColdTurn(urgent=begun or request.priority is Priority.HIGH)
-        where = request.only_engine, request.session, request.adapter
+        where, whose = (request.only_engine, request.session, request.adapter), request.tenant
         try:
-            while (attempt := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn, leg=leg)) is None:
+            while (
+                attempt := self._fleet.choose_unless_held(prompt, tried, *where, turn=turn, leg=leg, tenant=whose)
+            ) is None:
                 await self._fleet.cold.wait(turn)
         finally:
-            self._fleet.cold.leave(turn)
+            if turn.until is not None:
+                self._fleet.cold.leave(turn)
         self._attempt = attempt
-        self._admission.turns.charge(request.tenant, _digest_of(request), attempt.decision.uncached_tokens)
+        self._admission.turns.charge(request.tenant, self._session, attempt.decision.uncached_tokens)
         self._router.decided(self._fleet.name, request.request_id, attempt.decision, tried)
-        loading = self._fleet.loading_engine(attempt.decision)
+        loading = self._fleet.loading_engine(attempt.decision) if attempt.decision.legs is not None else None
         if loading is not None:
             second = self._fleet.engines[loading]
             self._hand_over = self._fleet.hand_over(
@@ -182,7 +189,7 @@ class _LocalPlace:
 
     def leave(self) -> None:
         self._end_hand_over()
-        self._admission.leave(self._request.tenant, _digest_of(self._request))
+        self._admission.leave(self._request.tenant, self._session)
 
 
 def _digest_of(request: OutboundRequest) -> int | None:
@@ -191,7 +198,7 @@ def _digest_of(request: OutboundRequest) -> int | None:
 
 def may_be_sent_again(
     fleet: ModelFleet,
-    attempt: model_fleet.Attempt | None,
+    attempt: FleetAttempt | None,
     suspects: Suspects,
     fingerprint: Fingerprint,
     *,

@@ -41,13 +41,15 @@ class Client(Protocol):
 
     @property
     def engine_connections(self) -> Connections | None:
-        """Through which this request reaches its engine; None: the gateway's own pool."""
+        """The connections through which this request reaches its engine; None: the gateway's own pool."""
 
     def set_disconnect_callback(self, callback: Callable[[], None]) -> None: ...
 
     def clear_disconnect_callback(self, callback: Callable[[], None]) -> None: ...
 
     def reply(self, status: int, headers: Headers, body: bytes) -> bool: ...
+
+    def end_with_reply(self) -> None: ...
 
     def take_reply_bytes(self, more_bytes: int) -> bool: ...
 
@@ -117,9 +119,9 @@ class OutboundRequest(msgspec.Struct, frozen=True):
     the engine's name and the plain reply or its first events, for status 200. charged_tokens: counted against the
     tenant's quota besides the prompt's. on_end: called once with the reply's usage. asks_ids: the body asks the engine
     for token ids, which the client did not. session: that it belongs to. adapter: the LoRA adapter that the body names.
-    choices, reply_tokens_max: as in api/parsed_body.py. computes: False for what an engine has stored, whose tokens
-    were counted when it was computed. retained_token_hours: what its prompt's retention costs; None: it has none.
-    one_leg: why it takes no two legs, whatever the engines; None: it may.
+    choices, reply_tokens_max: as in api/parsed_body.py. computes: False if the request asks for what an engine has
+    stored; its tokens were counted when it was computed. retained_token_hours: what its prompt's retention costs; None:
+    it has none. one_leg: why it takes no two legs, whatever the engines; None: it may.
     """
 
     path: bytes

@@ -1,9 +1,9 @@
 """Tells an engine which prefix is coming, while its request waits here for room or the engine is new.
 
 An engine that holds a request in its own queue loads the prefix from the shared tier meanwhile. A request that waits in
-front of full engines is in no engine's queue, so the engine that would get it now is sent its first tokens: those that
-it would load from the shared tier, and those before them. It may refuse, and the request may go elsewhere in the end;
-either costs time alone. On the event loop; nothing waits for an answer.
+front of full engines is in no engine's queue, so the gateway sends the engine that would get it now its first tokens:
+those that the engine would load from the shared tier, and those before them. The engine may refuse, and the request may
+go elsewhere in the end; both cost only time. On the event loop; nothing waits for an answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PromotionHints:
         tokens = request.prompt.tokens
         if tokens is None or self._session is None or request.adapter is not None:
             return None
-        decision = fleet.expected_choice(request.prompt, request.only_engine, request.session)
+        decision = fleet.expected_choice(request.prompt, request.only_engine, request.session, request.tenant)
         if decision is None or not decision.held.shared_tokens:
             return None
         engine = fleet.engines[decision.engine_name]

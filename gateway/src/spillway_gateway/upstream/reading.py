@@ -56,7 +56,7 @@ async def collect(connection: Connection, bytes_max: int, held: HeldBytes | None
 
 
 class HeldBytes:
-    """What a reply that is collected takes of the budget for replies."""
+    """The bytes that a collected reply takes of the budget for replies."""
 
     __slots__ = ("_client", "_taken")
 

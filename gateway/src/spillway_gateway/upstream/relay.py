@@ -17,15 +17,17 @@ from typing import Any
 from spillway_gateway.errors import (
     AdapterNotServed,
     EngineBadReply,
+    EngineConnectTimeout,
     EngineDisconnected,
     EngineEnding,
     EngineRefused,
     GatewayError,
+    NoEngineInTime,
     NoEngineReady,
     UpstreamError,
     engine_failure,
 )
-from spillway_gateway.fleet.engine import Engine
+from spillway_gateway.fleet.engine import Engine, may_return_for
 from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.routing.fleet_view import Leg
 from spillway_gateway.routing.legs import LegsReason
@@ -122,11 +124,7 @@ class Relay:
         services.budget.earn()
         try:
             await self._ended.require_unsuspected()
-            place = await self._enter()
-            try:
-                await self._attempts(place)
-            finally:
-                place.leave()
+            await self._places()
         except ClientDisconnected as error:
             if reply.stream.ended and not isinstance(error, ClientStalled):
                 return  # SDKs disconnect at [DONE], before the reply's own end
@@ -136,6 +134,8 @@ class Relay:
             if isinstance(error, ClientStalled):
                 logger.warning("request %s: the client stopped reading; its request was ended", self._request.shown_id)
         except GatewayError as error:
+            if isinstance(error, (NoEngineReady, EngineRefused, EngineConnectTimeout)):
+                self._client.end_with_reply()  # the next connection may be to a gateway that reaches an engine
             await reply.answer_error(error, self.attempt)
             error.__traceback__ = None  # as for each failure of an attempt
         finally:
@@ -148,8 +148,44 @@ class Relay:
                 self._continuing.close()
             self._record_metrics()
 
+    async def _places(self) -> None:
+        """Take a place, and another one if no engine took the connection, or the last one was lost meanwhile: that
+        waits for one to return, if one was lost a moment ago. Raises the last failure."""
+        until, refusal = 0.0, None
+        while True:
+            place: Place | None = None
+            try:
+                place = await self._enter()
+                await self._attempts(place)
+                return
+            except (EngineRefused, NoEngineReady) as error:
+                none_returned = refusal is not None and isinstance(error, NoEngineReady)
+                if not none_returned:
+                    seconds = self._services.live.health.return_seconds
+                    until = until or time.monotonic() + seconds
+                    over = isinstance(error, NoEngineInTime) or time.monotonic() >= until
+                    if over or not self._waits_again(error, seconds):
+                        raise
+                    refusal = error.with_traceback(None)
+            finally:
+                if place is not None:
+                    place.leave()
+            if none_returned and refusal is not None:
+                raise refusal  # above, its context would be the other error, whose frames hold it
+
+    def _waits_again(self, error: EngineRefused | NoEngineReady, seconds: float) -> bool:
+        if self._dispatched or not self._request.retryable or not self._reaches_others:
+            return False
+        return isinstance(error, EngineRefused) or may_return_for(self._fleet.engines.values(), seconds) > 0.0
+
+    @property
+    def _reaches_others(self) -> bool:
+        """Whether more than one engine could get the request."""
+        return self._request.only_engine is None and self._connections.reach_another
+
     async def _enter(self) -> Place:
         """Wait until the engines have room."""
+        self._exchange.take(Step.ENTER)
         trace = self._request.trace
         asked_ns = time.time_ns() if trace is not None else 0
         try:
@@ -169,14 +205,17 @@ class Relay:
         attempts = 0
         failure: UpstreamError | None = None
         while True:
+            attempt: Attempt | None = None
             try:
                 attempt = await self._choose(place, tried)
             except NoEngineReady:
                 if failure is None:
                     raise
+            if attempt is None:
+                assert failure is not None
                 if exchange.state is State.BRIDGING:
                     services.metrics.not_continued(self._fleet.name, "no_engine").inc()
-                raise failure from None
+                raise failure
             if self._legs.leg is Leg.SECOND:
                 tried = await self._first_leg(attempt, tried)
                 continue
@@ -211,13 +250,12 @@ class Relay:
             attempts += is_attempt(failure)
             # An engine that lacks the adapter has done nothing that must not be done twice.
             movable = request.retryable or isinstance(failure, AdapterNotServed)
-            movable = movable and request.only_engine is None and self._connections.reach_another
             engines_left = any(engine.routable and name not in tried for name, engine in self._fleet.engines.items())
             again = may_retry(
                 bytes_sent=exchange.committed,
                 attempts=attempts,
                 attempts_max=services.live.limits.attempts_max,
-                engines_left=movable and engines_left,
+                engines_left=movable and self._reaches_others and engines_left,
             )
             if not again:
                 raise failure
@@ -254,7 +292,7 @@ class Relay:
         return tried if why is None else tried | engine.same_process
 
     async def _compute_prompt(self, attempt: Attempt) -> LegsReason | None:
-        """Why the first leg was of no use; None: the prompt is computed. Raises UpstreamError."""
+        """Run the first leg. Returns why it was of no use; None: the prompt is computed. Raises UpstreamError."""
         engine, exchange = attempt.engine, self._exchange
         by_connector = self._fleet.disaggregation.by_connector
         request = await first_leg(self._request, by_connector=by_connector)
@@ -335,7 +373,7 @@ class Relay:
 
     def _engine_failed(self, attempt: Attempt, error: UpstreamError) -> None:
         engine = attempt.engine
-        if isinstance(error, AdapterNotServed):  # a proper answer of an engine that works
+        if isinstance(error, AdapterNotServed):  # the engine works, and this is a proper answer
             assert self._request.adapter is not None
             self._services.router.engine_lacks_adapter(engine, self._request.adapter)
             attempt.succeeded()
@@ -447,18 +485,16 @@ class Relay:
 
     def _record_metrics(self) -> None:
         metrics, reply, attempt = self._services.metrics, self.reply, self.attempt
-        engine = attempt.engine.name if attempt is not None else "none"
-        route = attempt.decision.reason.value if attempt is not None else "none"
+        engine, route = (attempt.engine.name, attempt.decision.reason) if attempt is not None else ("none", "none")
         status = f"{reply.status // 100}xx" if reply.status else "aborted"
         metrics.request(self._fleet.name, engine, route, status).inc()
         metrics.overhead(self._fleet.name).observe(reply.overhead_seconds)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "request %s: model %s engine %s route %s status %d overhead %.3f ms",
-                self._request.shown_id,
-                self._fleet.name,
-                engine,
-                route,
-                reply.status,
-                reply.overhead_seconds * 1000,
-            )
+        logger.debug(
+            "request %s: model %s engine %s route %s status %d overhead %.3f ms",
+            self._request.shown_id,
+            self._fleet.name,
+            engine,
+            route,
+            reply.status,
+            reply.overhead_seconds * 1000,
+        )

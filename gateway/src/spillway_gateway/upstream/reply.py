@@ -113,9 +113,9 @@ class Reply:
         self._head_sent = False
         self._comments_over = False
         self._silent_task: asyncio.Task[None] | None = None
-        self._keep_alive = KeepAlive(
-            services.live.timeouts.keep_alive_seconds if request.stream else 0, self._is_silent
-        )
+        self._keep_alive: KeepAlive | None = None
+        if request.stream:
+            self._keep_alive = KeepAlive(services.live.timeouts.keep_alive_seconds, self._is_silent)
         self.stream = StreamRelay(self, request, services, exchange, self.counts, model=model, continuing=continuing)
         self.status = 0
         self.error_code: str | None = None
@@ -133,7 +133,8 @@ class Reply:
     def close(self) -> None:
         """The request has ended."""
         self._comments_over = True
-        self._keep_alive.close()
+        if self._keep_alive is not None:
+            self._keep_alive.close()
         self.stream.close()
 
     async def relay(self, attempt: Attempt, connection: Connection, trace: AttemptTrace | None) -> None:
@@ -167,7 +168,8 @@ class Reply:
 
     async def pass_events(self, events: bytes) -> None:
         await self._exchange.send({"type": "http.response.body", "body": events, "more_body": True})
-        self._keep_alive.sent()
+        if self._keep_alive is not None:
+            self._keep_alive.sent()
 
     async def comment(self, comment: bytes) -> None:
         """Send a comment to the client of a stream, and before it the head if none was sent: with status 200, and
@@ -230,6 +232,9 @@ class Reply:
         if connection.complete:
             if status == 200:
                 self.counts.read_plain(attempt.engine, body)
+                usage = self.counts.reported
+                if usage is not None and usage.prompt_tokens is not None:
+                    attempt.counted(usage.prompt_tokens - (usage.cached_tokens or 0))
             self._complete_headers(status, headers, attempt)
             self._comments_over = True  # no comment may come between
             if not self._client.reply(status, headers, body):
@@ -278,7 +283,7 @@ class Reply:
         if attempt is not None:
             decision = attempt.decision
             headers.append((_ENGINE, attempt.engine.name.encode()))
-            headers.append((_ROUTE, decision.reason.value.encode()))
+            headers.append((_ROUTE, decision.reason.encode()))
             headers.append((_PREFIX_TOKENS, str(decision.held.total_tokens).encode()))
         headers.append((_OVERHEAD, b"%.3f" % (self.overhead_seconds * 1000)))
         if header(headers, b"x-request-id") is None:

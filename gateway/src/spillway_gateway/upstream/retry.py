@@ -47,7 +47,7 @@ class RetryBudget:
         self._available = min(limits.retry_burst, self._available + limits.retry_ratio)
 
     def spend(self, failure: UpstreamError) -> bool:
-        """Take one retry after this failure; False when none is left."""
+        """Take one retry after this failure; returns False if none is left."""
         if isinstance(failure, (*_ENGINE_GONE, *_NOTHING_DONE)):
             return True
         if self._available < 1:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Attempt(Protocol):
-    """One request on one engine, counted until close(); fleet.model_fleet.Attempt says what each method counts. Each
+    """One request on one engine, counted until close(); fleet.attempt.Attempt says what each method counts. Each
     may be called more than once. now: monotonic seconds."""
 
     @property
@@ -39,6 +39,8 @@ class Attempt(Protocol):
     def accepted(self, now: float) -> None: ...
 
     def prefill_assumed(self) -> None: ...
+
+    def counted(self, computed_tokens: int) -> None: ...
 
     def computed(self) -> None: ...
 

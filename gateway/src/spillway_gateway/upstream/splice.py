@@ -54,7 +54,7 @@ def insert_member(body: Body, name: str, value: MemberValue) -> Body:
 
 
 def replacements(body: Body, members: Sequence[Member], value: MemberValue) -> list[Edit]:
-    """Edits that give each of the members the value, or take them out. members: in order."""
+    """Return edits that give each of the members its value, or remove it. members: in order."""
     if value is not None:
         text = msgspec.json.encode(value)
         return [Edit(member.start, member.end, text) for member in members]

@@ -25,6 +25,7 @@ from spillway_gateway.upstream.answers import (
     ends_too_early,
     ends_unmarked,
     first_event,
+    may_end,
     says_it_ends,
     says_nothing,
     without_surplus,
@@ -50,7 +51,7 @@ EVENT_STREAM = b"text/event-stream"
 
 
 class ToClient(Protocol):
-    """What a stream needs of the reply (reply.py)."""
+    """The interface of the reply (reply.py) for a stream."""
 
     async def start_events(self, status: int, headers: Headers, attempt: Attempt) -> None:
         """Send the head, unless a comment has."""
@@ -128,7 +129,7 @@ class StreamRelay:
         return self._framer is None or self._framer.at_boundary
 
     def close(self) -> None:
-        """Nothing more is passed on. The reply, which holds this stream, is let go, else each request would be a
+        """Pass on nothing more. Forget the reply, which holds this stream; otherwise each request would be a reference
         cycle."""
         del self._reply
 
@@ -151,7 +152,9 @@ class StreamRelay:
         while True:
             whole = framer.at_boundary  # else the chunk is the rest of an event that was too long to be held back
             chunk = await next_events(connection, framer)
-            if whole and framer.at_boundary:
+            whole_events = whole and framer.at_boundary
+            plain = whole_events and not self._complete and not may_end(chunk, dialect)  # as most
+            if whole_events and not plain:
                 chunk, self._complete = without_surplus(chunk, dialect, complete=self._complete)
             elif self._complete:
                 chunk = b""
@@ -187,7 +190,9 @@ class StreamRelay:
                 chunk, failure = continuing.take(chunk, engine)
             if failure is None:
                 self.last_chunk = chunk
-            if self._read(attempt, chunk, whole=whole and framer.at_boundary) and failure is None:
+            if plain:
+                self._counts.read_events(engine, chunk)
+            elif self._read(attempt, chunk, whole=whole_events) and failure is None:
                 await reply.finish(chunk)
                 exchange.take(Step.FINISH)
                 await read_to_end(connection)
@@ -220,7 +225,10 @@ class StreamRelay:
         """The first part of the answer has come."""
         services, engine = self._services, attempt.engine
         attempt.accepted(time.monotonic())
-        attempt.first_byte(time.monotonic(), measures_prefill=True)
+        alone = self._request.choices == 1  # of several prompts the first may be computed when the others are not
+        if not alone:
+            attempt.computed()
+        attempt.first_byte(time.monotonic(), measures_prefill=alone)
         attempt.began()
         self.first_byte_seconds = perf_counter() - self._request.received_at
         services.metrics.first_byte(self._model, engine.name).observe(self.first_byte_seconds)

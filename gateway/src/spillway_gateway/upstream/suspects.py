@@ -46,7 +46,7 @@ FIRST_SHARE = 0.1  # of limits.suspectSeconds, after one engine
 HASHED_BYTES_PER_STEP = 1024 * 1024  # under a millisecond of the event loop
 GOING_ON_PER_ITERATION = 32  # requests that one look was for: each is sent again, or fails
 LOOK_SECONDS_MAX = 2.0  # for an answer to the question whether an engine lives
-LOOK_AGAIN_SECONDS = 0.25  # its connections may break before its port closes
+LOOK_AGAIN_SECONDS = 0.25  # an engine's connections may break before its port closes
 _HEALTH = b"/health"
 _MAY_HAVE_ENDED = (EngineDisconnected, EngineFailed)
 _NO_WAY_TO_HOST = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
@@ -95,8 +95,9 @@ class Suspects:
     def judge(self, fingerprint: Fingerprint, *, alone: bool, again: bool, begun: bool) -> bool:
         """A request's engine has ended. Whether another engine may get it.
 
-        alone: the engine had no other request. again: it is one engine more than a request may end. begun: the client
-        has a part of the reply, so what the engine ended of came later; the second time, the request is a suspect.
+        alone: the engine had no other request. again: the request has already ended as many engines as one may. begun:
+        the client has a part of the reply, so the engine did not end when it took the request; if this happens a second
+        time, the request is a suspect.
         """
         begun_before = begun and self._unexpired(self._begun, fingerprint)
         if again or (alone and (not begun or begun_before)):
@@ -162,7 +163,7 @@ class Suspects:
 
 
 class Look(Enum):
-    """What a look at an engine that broke a reply off has found."""
+    """The state of an engine that broke a reply off, as a look at it found it."""
 
     LIVES = "it answers"
     ENDED = "it refuses connections, or reports that its core is dead"

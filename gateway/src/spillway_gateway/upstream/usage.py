@@ -1,11 +1,12 @@
-"""Reads token counts out of a reply: for what routing expected to be cached, tenants' limits and the audit log.
+"""Reads token counts out of a reply: for the check of what routing expected to be cached, for tenants' limits and for
+the audit log.
 
 Reads whole events (sse.py) and plain replies of any length. Three shapes: OpenAI's `usage` with prompt_tokens and
 completion_tokens, the same object under `response` in the Responses API, and Anthropic's input_tokens and
 output_tokens, in a stream also under `message`.
 
-What an engine says is bounded: a tenant's limits, metrics and the audit log go by it. A count that is none (a negative,
-a fraction, a text), or more than the engine can have computed, is as one that is not reported.
+What an engine says is bounded: a tenant's limits, metrics and the audit log go by it. A value that is no count (a
+negative number, a fraction, text), or more than the engine can have computed, is treated as not reported.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Reply(msgspec.Struct):
 
 
 class Usage(NamedTuple):
-    """None: the reply does not report it."""
+    """The token counts of a reply; None: it does not report them."""
 
     prompt_tokens: int | None
     completion_tokens: int | None
@@ -51,6 +52,7 @@ class Usage(NamedTuple):
 
 
 NO_USAGE = Usage(None, None, None)
+UNSAID_REPLY_TOKENS = 16  # vLLM's max_tokens if a completion, or sampling_params, name none
 
 
 _decode = msgspec.json.Decoder(_Reply).decode

@@ -40,7 +40,7 @@ def planned(request: RouteRequest, *engines: EngineView) -> Decision:
         (
             RouteRequest(2000, 1),
             [engine("a"), engine("b")],
-            "Nobody holds any of 2,000 tokens; by hash among engines that cost the same.",
+            "No engine holds any of 2,000 tokens; by hash among engines that cost the same.",
         ),
         (
             RouteRequest(2000, 1, tried=frozenset({"a"})),
@@ -57,4 +57,4 @@ def test_each_reason_has_its_sentence(request_: RouteRequest, engines: list[Engi
 def test_the_least_loaded_where_no_engine_holds_any() -> None:
     sentence = explain(planned(RouteRequest(2000, 1), engine("a", running=5), engine("b")))
 
-    assert sentence == "Nobody holds any of 2,000 tokens; the least loaded; 200.0 ms against 250.0 ms on a."
+    assert sentence == "No engine holds any of 2,000 tokens; the least loaded; 200.0 ms against 250.0 ms on a."

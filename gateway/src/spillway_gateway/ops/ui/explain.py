@@ -21,7 +21,7 @@ def explain(decision: Decision) -> str:
         case RouteReason.RETRY:
             return f"Another engine failed before the first byte; of the others the cheapest, {holds}."
         case RouteReason.RENDEZVOUS:
-            return f"Nobody holds any of {tokens:,} tokens; by hash among engines that cost the same."
+            return f"No engine holds any of {tokens:,} tokens; by hash among engines that cost the same."
         case RouteReason.SESSION:
             return f"It served the session last; {holds}, and no other engine more{_against(chosen, others)}."
         case RouteReason.PREFIX:
@@ -41,7 +41,7 @@ def _by_legs(decision: Decision) -> str:
 def _by_load(decision: Decision, chosen: Candidate | None, others: list[Candidate]) -> str:
     most = max(others, key=lambda each: each.engine.held.total_tokens, default=None)
     if most is None or not most.engine.held.total_tokens:
-        return f"Nobody holds any of {decision.prompt_tokens:,} tokens; the least loaded{_against(chosen, others)}."
+        return f"No engine holds any of {decision.prompt_tokens:,} tokens; the least loaded{_against(chosen, others)}."
     cost = f", but would cost {most.cost.total_ms:.1f} ms" if chosen is not None else ""
     here = f" against {chosen.cost.total_ms:.1f} ms here" if chosen is not None else ""
     return f"{most.engine.name} holds more ({most.engine.held.total_tokens:,} tokens){cost}{here}."

@@ -213,7 +213,7 @@ function fillCandidates(item, decision) {
     name.scope = "row";
     name.textContent = candidate.engine + (chosen ? " (chosen)" : "");
     row.append(name);
-    const times = ["totalMs", "queueMs", "linkMs", "loadMs", "prefillMs", "displacedMs"];
+    const times = ["totalMs", "queueMs", "linkMs", "loadMs", "prefillMs", "displacedMs", "laterMs"];
     const figures = [
       ...times.map((field) => candidate[field].toFixed(1)),
       ...["device", "cpu"].map((tier) => whole.format(candidate.held[tier])),

@@ -163,5 +163,6 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "loadMs": cost.load_ms,
         "prefillMs": cost.prefill_ms,
         "displacedMs": cost.displaced_ms,
+        "laterMs": cost.later_ms,
         "totalMs": cost.total_ms,
     }

@@ -2,7 +2,7 @@
 
 An engine continues by /v1/completions, with the prompt and the answer so far as token ids. Reasoning and tool parsers
 do not run there, and what vLLM counts from a request's start (penalties, min_tokens, a seed, a grammar's state) starts
-anew, so requests with any of it are not continued. Members of the body that are not known here exclude it too.
+again, so requests with any of it are not continued. Members of the body that are not known here exclude it too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import msgspec
 from spillway_gateway.upstream.continuation.junction import Junction, StopsAcross, held_back
 from spillway_gateway.upstream.continuation.sent_answer import Chunk, SentAnswer, decode_chunk, failure_of
 from spillway_gateway.upstream.forward import Body
-from spillway_gateway.upstream.usage import count
+from spillway_gateway.upstream.usage import UNSAID_REPLY_TOKENS, count
 from spillway_settings.wire import SESSION_MEMBER
 
 PATH = b"/v1/completions"
 BODY_BYTES_MAX = 4 * 1024 * 1024  # decoded at once when an engine has failed
 STOP_CHARS_MAX = 1024
-_COMPLETION_TOKENS = 16  # vLLM's max_tokens if a completion names none
 # With the same meaning in both routes, and counted from no request's start. repetition_penalty counts the prompt's
 # tokens as it does the answer's.
 _PASSED = frozenset(
@@ -44,7 +43,7 @@ _PASSED = frozenset(
         "user",
     }
 )
-# What made the prompt, which is known by its ids, or what no engine reads.
+# Members that made the prompt (which is known by its ids), and members that no engine reads.
 _SPENT = frozenset(
     {
         "messages",
@@ -97,8 +96,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What of a body its continuations need. members: passed unchanged. tokens_max: of the answer; None: all that the
-    model's length leaves."""
+    """The members of a request's body that its continuations need. members: passed unchanged. tokens_max: of the
+    answer; None: all that the model's length leaves."""
 
     members: dict[str, msgspec.Raw]
     stop: tuple[str, ...]
@@ -137,7 +136,7 @@ def plan_of(body: Body, *, chat: bool) -> Plan:
         if chat:
             tokens_max = _optional(members, "max_completion_tokens", int) or tokens_max
         elif "max_tokens" not in members:
-            tokens_max = _COMPLETION_TOKENS
+            tokens_max = UNSAID_REPLY_TOKENS
         elif tokens_max is None:  # which one version reads as the default and another as no bound
             raise NotContinuable("max_tokens")
         plan = Plan(
@@ -160,7 +159,8 @@ def _optional(members: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:
 
 
 def _is_session_alone(params: object) -> bool:
-    """What the gateway itself puts there; a client's part may steer one engine's transfers."""
+    """Whether the member holds only what the gateway itself puts there; a client's part may steer one engine's
+    transfers."""
     return isinstance(params, dict) and params.keys() == {SESSION_MEMBER}
 
 
@@ -224,7 +224,7 @@ class Shape:
         return _event(document)
 
     def end(self, tokens: int, fingerprint: str | None = None) -> bytes:
-        """What follows the last chunk: the usage if the client asked for it, and [DONE]."""
+        """Return the end after the last chunk: the usage if the client asked for it, and [DONE]."""
         if not self._usage_at_end:
             return b"data: [DONE]\n\n"
         document = {**self._document, "choices": [], "usage": self.usage(tokens)}
@@ -311,7 +311,8 @@ class ContinuedEvents:
         return shown
 
     def _note(self, ids: list[int], text: str) -> None:
-        """What is kept back for a stop string is not noted: after another failure it is made once more."""
+        """Note what the client has. Text that is kept back for a stop string is not noted: after another failure it is
+        made once more."""
         if self._stops.open and not self._include:
             self._unsent.append(ids)
             return

@@ -134,7 +134,7 @@ class Continuing:
     ) -> frozenset[str] | None:
         """The engines to leave out next; None if the answer ends.
 
-        first: a failure of its own, not of an attempt to bridge one. overdue: the pause is over.
+        first: a failure of its own, not of an attempt to bridge one. overdue: the time for bridging is over.
         """
         if overdue:
             self.why_not = "pause"
@@ -195,7 +195,7 @@ class Continuing:
             raise EngineBadReply(f"Engine {engine.name} answered {status} to {DETOKENIZE_PATH.decode()}") from error
 
     def last_events(self) -> bytes:
-        """What the client lacks of a complete answer."""
+        """The events that the client lacks of a complete answer."""
         return Shape(self._sent, self._known_plan.options).end(self.tokens)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 24  # decoded besides those that hold the withheld characters
 _CHAR_TOKENS = 4  # of one character, at most: one for each byte
 _DAMAGED_CHARS = 4  # at the start of a decoded piece: it may begin inside a character, or lose a leading blank
 _PENDING_TOKENS_MAX = 3  # without text: a character has four bytes at most
-_REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character yet
+_REPLACEMENT = "\ufffd"  # what incomplete characters decode to
 
 
 class Junction(NamedTuple):
@@ -39,7 +39,7 @@ def held_back(stop: Sequence[str], include_stop: bool) -> int:
 
 
 def known_junction(sent: SentAnswer, withheld_chars: int) -> Junction | None:
-    """Without decoding: None if an engine has to be asked.
+    """The junction, if it is known without decoding; None if an engine has to be asked.
 
     A token that comes alone and with text completes all characters begun before it: vLLM's detokenizers hold text back
     until it ends with a whole character.

@@ -1,4 +1,4 @@
-"""What a client has of one streamed answer: the tokens of its prompt and of the answer, and the end of its text.
+"""The part of a streamed answer that the client has: tokens of its prompt and of the answer, the end of its text.
 
 The gateway asks engines for token ids (`return_token_ids`) and takes them out again, so that the client gets the bytes
 that it would get without: vLLM writes `null` there. Usual events are recognised by one regular expression; all others
@@ -42,8 +42,8 @@ _DONE = b"[DONE]"
 
 
 class KeptBytes:
-    """Room for the token ids of all streams together, in bytes. bytes_max: reads the bound, which may change. On the
-    event loop."""
+    """The bound on the memory of the token ids of all streams together, in bytes. bytes_max: reads the bound, which may
+    change. On the event loop."""
 
     __slots__ = ("_bytes_max", "taken")
 
@@ -52,7 +52,7 @@ class KeptBytes:
         self.taken = 0
 
     def take(self, more: int) -> bool:
-        """False, and nothing taken, if it would exceed the bound."""
+        """Take room. Returns False, and takes nothing, if that would exceed the bound."""
         if self.taken + more > self._bytes_max():
             return False
         self.taken += more
@@ -195,7 +195,7 @@ class SentAnswer:
             self._grow()
 
     def cut(self, tokens: int) -> None:
-        """Forget the tokens from this one on: the client has no text of them, and another engine makes them anew."""
+        """Forget the tokens from this one on: the client has no text of them, and another engine makes them again."""
         del self.tokens[tokens:]
         if self.texts:
             last = self.texts.pop()
