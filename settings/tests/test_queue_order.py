@@ -62,7 +62,7 @@ def test_every_request_is_in_the_order_once_and_its_rule_holds_for_each_pair(
     bound=st.integers(1, 20).map(float),
 )
 def test_nobody_starves_whatever_others_find(arrivals: list[tuple[int, int]], slots: list[int], bound: float):
-    """A queue of which the candidates at the head are ordered, and any number of slots each second: nobody is admitted
+    """A queue of which the candidates at the head are ordered, and any number of slots each second: none is admitted
     before a request that has waited for the bound, but those that came before it."""
     queue: list[tuple[int, float, int]] = []  # number, arrival, tokens at hand; in order of arrival
     numbers, now = count(), 0.0

@@ -5,7 +5,7 @@ without what the settings are called, which changes when `engine` becomes an ent
 {{- define "spillway.engineFiles" -}}
 engine.yaml: |
   # Written by the chart; read by spillway_engine, which adds the pod's name.
-  {{- toYaml (ternary (omit .item.settings "door") .item.settings (default false .forHash)) | nindent 2 }}
+  {{- toYaml (ternary (omit .item.settings "settingNames") .item.settings (default false .forHash)) | nindent 2 }}
 memory.json: |
   {{ toPrettyJson (omit .item.memory "arithmetic") | nindent 2 | trim }}
 {{- if eq .item.platform "npu" }}

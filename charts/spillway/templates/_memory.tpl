@@ -231,8 +231,8 @@ services/engine/src/spillway_engine/drafters.py. */}}
 {{- $named := get $given (print "--speculative-config." $key) | default (get $given (print "--spec-" $key)) -}}
 {{- $_ := set $found $key (default (get $config $key | default "") $named | toString) -}}
 {{- end -}}
-{{- $hasLayers := regexMatch "eagle|mtp$" (default (lower $found.model) $found.method) -}}
-{{- dict "speculates" $speculates "layers" (ternary 1 0 $hasLayers) | toJson -}}
+{{- $of := default (lower $found.model) $found.method -}}{{- $hasOne := regexMatch "eagle|dflash|mtp$" $of -}}
+{{- dict "speculates" $speculates "layers" (ternary 3 (ternary 1 0 $hasOne) (contains "dspark" $of)) | toJson -}}
 {{- end -}}
 
 {{/* (arguments, onCpu, ranks, cores, weightBytes) -> JSON: processBytes, sharedBytes: the host memory that arguments of

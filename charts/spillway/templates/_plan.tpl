@@ -127,7 +127,7 @@ Every template begins with it: which one Helm renders first is by chance, and it
 {{- range $setting := .item.names.redisLogin -}}
 {{- if not (or $redis.existingSecret.name $redis.url (not $.root.Values.redis.enabled)) -}}
 {{- $_ := set $names $setting "redis.existingSecret" -}}{{- end -}}{{- end -}}
-{{- $_ = set $settings "door" (dict "names" $names "others" (printf "%s.{path}" $path)) -}}
+{{- $_ = set $settings "settingNames" (dict "names" $names "others" (printf "%s.{path}" $path)) -}}
 {{- $_ = set .item "settings" $settings -}}
 {{- end -}}
 

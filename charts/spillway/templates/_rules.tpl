@@ -39,7 +39,7 @@ changes, and a new rule goes there. Above each is why it is here; tests/chart/mi
   (toString .value)) -}}
 {{- end -}}
 
-{{/* 4. (path, engine, shape) Nor by a model whose KV cache nobody knows. */}}
+{{/* 4. (path, engine, shape) Nor by a model whose KV cache is unknown. */}}
 {{- define "spillway.rule.shape" -}}
 {{- if not (and .shape.layers (or .shape.latentDim (and .shape.kvHeads .shape.headDim))) -}}
 {{- $preset := .engine.model.shape.preset -}}
@@ -91,7 +91,7 @@ changes, and a new rule goes there. Above each is why it is here; tests/chart/mi
   .path $nvme.volume.type -}}
 {{- end -}}{{- end -}}{{- end -}}
 
-{{/* 8. The gateway would ask nobody for a key, or salt no cache, although a part of auth says that it should; with an
+{{/* 8. The gateway would require no key, or salt no cache, although a part of auth says that it should; with an
 engine key alone it would add that key to the requests of clients that have none. */}}
 {{- define "spillway.rule.auth" -}}
 {{- with .Values.gateway.auth -}}

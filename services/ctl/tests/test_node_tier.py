@@ -82,13 +82,13 @@ def test_two_engines_share_what_the_command_makes_and_it_may_be_killed_and_start
     first, second = opened(path), opened(path)
     keeper.line_with("made ")
     assert first.memory.taken_bytes >= ROWS * ROW_BYTES
-    places = first.join(1), second.join(1)
+    places = first.join(lambda: 1), second.join(lambda: 1)
     keeper.kill()
     with first.changing() as index:
         index.claim([3], index.reserve([3], places[0]), OURS, [b"k" * 36], places[0], now_ms=5)
         index.publish([3], [index.stamps[3]], places[0])
     assert second.index.count()[READY] == 1
-    third = opened(path)  # a region that is there needs nobody
+    third = opened(path)  # an existing region needs no keeper
     again = Keeper(path)
     until = time.monotonic() + WAIT_SECONDS
     while not (text := again.page("/metrics")[1]):  # its first look at the rows

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spillway_engine.drafters import Drafter, drafter_of, with_drafter
-from spillway_engine.model_shape import ModelShape, read_model_shape
+from spillway_engine.model_shape import ModelShape, load_model_shape, read_model_shape
 
 SHAPE = ModelShape(36, 8, 128, None, "bfloat16", None, 0)
 
@@ -47,6 +47,9 @@ def test_what_arguments_ask_for(arguments: list[str], drafter: Drafter | None) -
         ({"model": "acme/Qwen3-EAGLE3"}, 1),
         ({"method": "mtp"}, 2),
         ({"method": "qwen3_next_mtp"}, 2),
+        ({"method": "dspark"}, 3),
+        ({"model": "acme/dspark_qwen3_8b"}, 3),
+        ({"method": "dflash", "model": "acme/d"}, 1),
         ({"method": "draft_model", "model": "acme/d"}, 0),  # whose layers only its config.json has
     ],
 )
@@ -63,6 +66,42 @@ def test_a_folder_says_how_many_layers_its_model_has(tmp_path: Path) -> None:
     asked = ["--speculative-config", json.dumps({"model": str(tmp_path)})]
     assert with_drafter(SHAPE, asked).draft_layers == 5  # 4.5, and no row may be too small
     assert with_drafter(SHAPE, asked, layers=7).draft_layers == 7
+
+
+@pytest.mark.parametrize(("method", "layers"), [("mtp", 2), ("deepseek_mtp", 2), ("dspark", 3), ("draft_model", 36)])
+def test_the_model_s_own_folder_holds_its_layers_for_later_tokens(tmp_path: Path, method: str, layers: int) -> None:
+    model = {"num_hidden_layers": 36, "num_attention_heads": 8, "head_dim": 128, "num_nextn_predict_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    asked = ["--speculative-config", json.dumps({"method": method, "model": str(tmp_path)})]
+    assert with_drafter(load_model_shape(str(tmp_path)), asked).draft_layers == layers
+
+
+@pytest.mark.parametrize("method", ["dspark", "dflash", "mtp"])
+def test_a_drafter_of_another_size_is_counted_by_its_folder(tmp_path: Path, method: str) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 5, "num_attention_heads": 8, "head_dim": 128})
+    )
+    asked = ["--speculative-config", json.dumps({"method": method, "model": str(tmp_path)})]
+    assert with_drafter(SHAPE, asked).draft_layers == 5
+
+
+@pytest.mark.parametrize(
+    ("drafter", "is_counted"),
+    [
+        (Drafter("dspark"), True),
+        (Drafter("dspark", "acme/d"), False),
+        (Drafter("dflash", "acme/d"), False),
+        (Drafter("draft_model", "acme/d"), False),
+        (Drafter("", "acme/d"), False),
+        (Drafter("", "acme/EAGLE3-d"), True),
+        (Drafter("eagle3", "acme/d"), True),
+        (Drafter("mtp", "acme/d"), True),
+        (Drafter("medusa", "acme/d"), True),
+        (Drafter("ngram"), True),
+    ],
+)
+def test_which_drafters_have_layers_that_only_their_config_json_counts(drafter: Drafter, is_counted: bool) -> None:
+    assert drafter.is_counted is is_counted
 
 
 def test_layers_of_a_drafter_see_the_whole_prompt() -> None:

@@ -14,7 +14,7 @@ import pytest
 from spillway_connector.setting_names import SettingNames
 from spillway_engine import argument_verdicts, server
 from spillway_engine.argument_verdicts import ArgumentVerdictError, ServerParser
-from spillway_engine.pod_channel import ENVIRONMENT_VARIABLE, PodBrief
+from spillway_engine.pod_channel import ENVIRONMENT_VARIABLE, REFUSED_EXIT_CODE, PodBrief
 
 NAMES = SettingNames(others="engine.{path}")
 
@@ -86,7 +86,7 @@ def test_a_refusal_goes_to_the_parent_and_vllm_does_not_start(
     ours, theirs = socket.socketpair()
     brief = PodBrief(extra_arguments=1, control_fd=theirs.detach(), names=NAMES)
 
-    assert run(monkeypatch, brief, "--model", "m", "--eagr") == server.REFUSED_EXIT_CODE
+    assert run(monkeypatch, brief, "--model", "m", "--eagr") == REFUSED_EXIT_CODE
     with ours:
         message = json.loads(ours.recv(4096))
     assert message["event"] == "refused" and message["reason"].startswith("engine.extraArgs: --eagr is no argument")

@@ -40,7 +40,7 @@ SMALL = Machine("cpu", frozenset(), (0, 1), 12 << 30, "MemAvailable", 100 << 20,
 
 def tree(source: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     given = {"model": {"path": "/models/x"}, "offload": {"numCpuBlocks": 64}, **more}
-    return given if source is None else {**given, "door": source}
+    return given if source is None else {**given, "settingNames": source}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_names_survive_every_way_that_settings_take() -> None:
 
 def test_every_setting_has_a_name_of_its_own_in_every_source() -> None:
     settings = settings_tree(engine_settings(tree(None)))
-    paths = [path for path in leaves(settings) if not path.startswith("door")]
+    paths = [path for path in leaves(settings) if not path.startswith("settingNames")]
     assert len(paths) > 60
     for names in (PLAIN_NAMES, SettingNames(others="engine.{path}"), SettingNames(**MAKE)):
         assert len({names.name(path) for path in paths}) == len(paths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import openai
 
-from spillway_gateway.testing.running import running_gateway
+from spillway_gateway.testing.running import patient, running_gateway
 
 QUESTION = "tell me about tides and the moon, and why the sea comes twice a day"
 
@@ -14,8 +14,7 @@ def document(running):
     engines = [{"name": host.name, "url": host.url} for host in running.hosts]
     return {
         "models": [{"name": running.hosts[0].settings.model, "engines": engines}],
-        "health": {"periodSeconds": 0.1},
-        "routing": {"defaultBlockTokens": 4},
+        **patient(routing={"defaultBlockTokens": 4}),
     }
 
 

@@ -70,8 +70,8 @@ def test_a_small_device_cache_shortens_the_longest_prompt() -> None:
         ("ENGINE_SET", "host=::", "ENGINE_SET=host=::: host is decided by the local stack; leave it out"),
         (
             "ENGINE_SET",
-            "door.others=x",
-            "ENGINE_SET=door.others=x: door.others is decided by the local stack; leave it out",
+            "settingNames.others=x",
+            "ENGINE_SET=settingNames.others=x: settingNames.others is decided by the local stack; leave it out",
         ),
     ],
 )

@@ -16,7 +16,7 @@ class EngineRole(StrEnum):
 
 
 def missing_role(roles: Collection[EngineRole]) -> str | None:
-    """What a model with engines of these roles lacks, as the end of a sentence; None: nothing."""
+    """Return what a model with engines of these roles lacks, as the end of a sentence; None: nothing."""
     given = set(roles)
     if given == {EngineRole.PREFILL}:
         return "has prefill engines alone; give one of them the role decode or both"

@@ -1,4 +1,4 @@
-"""From the mapping that a file holds to frozen msgspec structs; a refusal names the setting, the value and the need.
+"""Reads the mapping of a file into frozen msgspec structs; an error names the setting, the value and the need.
 
 Pure: no file is read here.
 """
@@ -63,7 +63,7 @@ def settings_json(settings: msgspec.Struct) -> bytes:
 
 
 def settings_of_json(kind: type[Settings], document: bytes) -> Settings:
-    """What settings_json() wrote."""
+    """Read the settings that settings_json() wrote."""
     return msgspec.json.decode(document, type=kind, dec_hook=_read_value)
 
 

@@ -18,7 +18,7 @@ def version_of(text: str) -> Version:
 
 
 def why_salts_are_dropped(vllm_config: Any, vllm_version: str) -> str | None:
-    """What an engine with this VllmConfig would do to tenants; None if it keeps the salts of embeddings.
+    """Return what an engine with this VllmConfig would do to tenants; None if it keeps the salts of embeddings.
 
     vLLM before 0.32 makes the pieces of an input without its salt, and computes every input in pieces, short or long,
     once they are enabled. Read here is what vLLM made of its arguments, however they were written.

@@ -96,7 +96,7 @@ def _on_store(given: argparse.Namespace, interruption: Interruption) -> int:
 
 
 def _seals(choice: StoreChoice, store: Store) -> tuple[CheckPayload | None, set[bytes]]:
-    """What opens the seals of encrypted frames, and of which namespaces."""
+    """Return the function that opens the seals of encrypted frames, and the namespaces that it can open."""
     if not choice.has_key:
         return None, set()
     try:

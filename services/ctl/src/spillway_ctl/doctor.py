@@ -28,7 +28,7 @@ _CELL_MAX = 40  # of CHECK and WHERE
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """What `spillway doctor` asks.
+    """The addresses that `spillway doctor` asks.
 
     Attributes:
         gateway_url: None: no gateway is asked.

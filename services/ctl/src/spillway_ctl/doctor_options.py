@@ -11,10 +11,10 @@ import yaml
 from spillway_ctl.doctor import Patient
 from spillway_ctl.errors import CommandError
 from spillway_ctl.live.release import Release, release_of
-from spillway_ctl.quantities import parse_age_seconds
+from spillway_ctl.quantities import checked, parse_age_seconds
 from spillway_ctl.readings import Questions
 from spillway_ctl.store_choice import StoreChoice, choice_from_config, secret_in
-from spillway_ctl.store_options import checked, choice_of, with_store
+from spillway_ctl.store_options import choice_of, with_store
 from spillway_settings.values.gateway import Gateway
 from spillway_settings.wire import STORE_TYPES
 
@@ -48,7 +48,6 @@ def add_doctor(areas: Any) -> None:
         help="what is wrong with a running gateway, its engines and their tier",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--stack", type=Path, metavar="FOLDER", help="of `make up` (default: .run, if nothing else is named)"
@@ -130,7 +129,7 @@ def _patient(gateway: str | None, engines: tuple[str, ...], tier: StoreChoice | 
 
 
 def _tier(given: argparse.Namespace) -> StoreChoice | str | None:
-    """None: none is named; text: why there is none to measure."""
+    """Return the tier to measure; None: none is named; text: why there is none to measure."""
     if given.config is None:
         named = any(getattr(given, store) is not None for store in STORE_TYPES)
         return choice_of(given) if named else None

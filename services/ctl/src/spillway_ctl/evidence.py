@@ -1,4 +1,4 @@
-"""What a gateway and its engines say of themselves, as it was read. Findings are made of it."""
+"""The answers of a gateway and its engines about themselves, as they were read. Findings are made of them."""
 
 from __future__ import annotations
 
@@ -65,11 +65,10 @@ class Exposition:
         return sum(value for _, value in found) if found else None
 
 
-@dataclass
-class GatewayReading:
-    """before, after: its /metrics at both ends of the window. problem: why it could not be asked."""
+@dataclass(kw_only=True)
+class Reading:
+    """before, after: a process's /metrics at both ends of the window. problem: why it could not be asked."""
 
-    url: str
     problem: str | None = None
     config: Mapping[str, Any] | None = None  # of /spillway/config
     before: Exposition | None = None
@@ -78,7 +77,15 @@ class GatewayReading:
 
     def growth(self, name: str, **labels: str) -> tuple[float, float]:
         """(within the window, since the start) of a counter."""
-        return _growth(self.before, self.after, name, labels)
+        before, now = ((page or Exposition("")).total(name, **labels) or 0.0 for page in (self.before, self.after))
+        return max(0.0, now - before), now
+
+
+@dataclass
+class GatewayReading(Reading):
+    """A gateway process, asked at `url`."""
+
+    url: str
 
     def engines(self) -> Iterator[tuple[str, str, str]]:
         """(model, name, url) of those that it knows; by its own name once for each data parallel rank."""
@@ -105,17 +112,12 @@ class GatewayReading:
 
 
 @dataclass
-class EngineReading:
+class EngineReading(Reading):
     """name: as the gateway knows it. tokens: of one text that all engines were asked about."""
 
     name: str
     url: str
-    problem: str | None = None
-    config: Mapping[str, Any] | None = None
     vllm_version: str | None = None  # of the API server's process
-    before: Exposition | None = None
-    after: Exposition | None = None
-    skew_seconds: float | None = None
     tokens: Sequence[int] | None = None
     request_problem: str | None = None  # why no request was made of it, or why it failed
     event_lag_seconds: float | None = None  # from that request's answer until the gateway had its events; inf: never
@@ -130,7 +132,7 @@ class EngineReading:
 
     @property
     def ranks(self) -> int:
-        """Its data parallel ranks."""
+        """The number of the engine's data parallel ranks."""
         size = self.setting("dataParallelSize")
         return size if isinstance(size, int) and size > 0 else 1
 
@@ -151,10 +153,6 @@ class EngineReading:
                 found[labels["process"] + rank] = labels["value"]
         return found
 
-    def growth(self, name: str, **labels: str) -> tuple[float, float]:
-        """(within the window, since the start) of a counter."""
-        return _growth(self.before, self.after, name, labels)
-
     def reasons(self, name: str, labels: Mapping[str, str], *, ever: bool = False) -> dict[str, list[str]]:
         """The values of a counter's label `reason` that grew within the window, each with the operations that it grew
         for. ever: that it has counted since the start."""
@@ -167,13 +165,6 @@ class EngineReading:
     @property
     def _now(self) -> Exposition:
         return self.after or Exposition("")
-
-
-def _growth(
-    before: Exposition | None, after: Exposition | None, name: str, labels: Mapping[str, str]
-) -> tuple[float, float]:
-    now = (after or Exposition("")).total(name, **labels) or 0.0
-    return max(0.0, now - ((before or Exposition("")).total(name, **labels) or 0.0)), now
 
 
 def by_process(values: Mapping[str, str | None], prefix: str = "") -> str:

@@ -1,4 +1,4 @@
-"""What `spillway doctor` and `helm test` conclude from what a gateway and its engines say of themselves. Pure.
+"""The conclusions of `spillway doctor` and `helm test` from the answers of a gateway and its engines. Pure.
 
 Whatever an earlier release does not say is `not checked`, with the reason. Counters are judged by their growth over a
 window.
@@ -138,7 +138,11 @@ def _memory_lock(engine: EngineReading) -> Finding:
 
 @dataclass(frozen=True)
 class _Setting:
-    """expected: from the configuration that the engine was started with; None: any value is right, or none is said."""
+    """A setting that processes of an engine report.
+
+    Attributes:
+        expected: Returns the value in the engine's configuration; None: any value is right, or the engine names none.
+    """
 
     name: str
     held_as: str
@@ -395,7 +399,8 @@ def _gateway_tokenizer(model: str, gateway: GatewayReading | None) -> Finding:
 def _expected_prefixes(
     model: str, gateway: GatewayReading | None, engines: Sequence[EngineReading], window_seconds: float
 ) -> Finding:
-    """Whether requests find what they were routed for; if not, in which tier it was to be and why it is not there."""
+    """Whether requests find the blocks that they were routed for; if not, in which tier these were expected and why
+    they are not there."""
     name = "expected prefixes"
     if gateway is None or gateway.after is None:
         return Finding(name, model, Verdict.NOT_CHECKED, "no gateway could be asked")

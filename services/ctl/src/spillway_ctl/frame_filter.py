@@ -94,7 +94,7 @@ def parse_tenant(text: str) -> bytes:
 
 
 def tenant_name(tenant: bytes) -> str:
-    """What people see: `default` for requests without a cache salt."""
+    """Return the tenant's name for people: `default` for requests without a cache salt."""
     return DEFAULT_TENANT if tenant == NO_TENANT else tenant.hex()
 
 

@@ -13,7 +13,7 @@ def read_named(name: str | Path, option: str = "") -> str:
 
     Args:
         name: a path, or `-`.
-        option: that named it, for the message.
+        option: the option that named it, for the message.
 
     Raises:
         CommandError: it cannot be read, or is not UTF-8.

@@ -17,7 +17,7 @@ from typing import Any
 from spillway_connector.node.keeper import NodeKeeper, RegionState, state_names
 from spillway_ctl.errors import CommandError
 from spillway_ctl.interruption import Interruption
-from spillway_ctl.quantities import format_bytes
+from spillway_ctl.quantities import checked, format_bytes
 from spillway_ctl.run import OK, WRONG
 from spillway_engine.machine import probe_machine
 from spillway_settings.byte_sizes import parse_byte_count
@@ -46,10 +46,11 @@ def add_node_tier(areas: Any) -> None:
         help="keep the CPU tier that the engines of this node share",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--path", type=Path, required=True, metavar="FOLDER", help="in shared memory, or a tmpfs")
-    parser.add_argument("--bytes", type=_bytes, metavar="SIZE", help="of the rows of one size, e.g. 64GiB")
+    parser.add_argument(
+        "--bytes", type=checked(parse_byte_count), metavar="SIZE", help="of the rows of one size, e.g. 64GiB"
+    )
     parser.add_argument(
         "--sizes", type=int, default=1, metavar="N", help="how many sizes of rows engines have (default: %(default)s)"
     )
@@ -74,13 +75,6 @@ def node_tier(given: argparse.Namespace, interruption: Interruption) -> int:
         finally:
             keeper.close()
     return OK
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_byte_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _room() -> tuple[int, str]:
@@ -122,7 +116,7 @@ def _keep(keeper: NodeKeeper, page: Page, interruption: Interruption) -> None:
 
 
 class Page:
-    """What is served: written by one thread, read by others."""
+    """The metrics page and readiness that are served: written by one thread, read by others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -140,7 +134,7 @@ class Page:
         self._beaten = self._clock()
 
     def answer(self, path: str) -> tuple[int, str]:
-        """HTTP status and text."""
+        """Return the HTTP status and text of a path."""
         match path.partition("?")[0]:
             case "/metrics":
                 return 200, self.text

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from spillway_ctl.check.command_line import add_check
 from spillway_ctl.doctor_options import add_doctor
 from spillway_ctl.frame_filter import FrameFilter, parse_namespace_prefix, parse_tenant
 from spillway_ctl.node_tier import add_node_tier
 from spillway_ctl.plan_options import add_plan
-from spillway_ctl.quantities import parse_age_seconds, parse_rate
-from spillway_ctl.store_options import checked, with_store
+from spillway_ctl.quantities import checked, parse_age_seconds, parse_rate
+from spillway_ctl.store_options import with_store
 
 DESCRIPTION = """\
 Look into a shared tier, prove it whole, and remove from it, while engines use it.
@@ -79,7 +80,6 @@ def parser() -> argparse.ArgumentParser:
         help="look into a shared tier, verify it, remove from it",
         description=DESCRIPTION,
         epilog=EXIT_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = tier.add_subparsers(dest="command", required=True, metavar="status|ls|verify|purge|tenant")
     _status(commands)
@@ -106,7 +106,10 @@ def filter_of(given: argparse.Namespace) -> FrameFilter:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints in one line what is wrong, and where help is."""
+    """Prints in one line what is wrong and which option shows help; help keeps its lines as they are written."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         self.exit(2, f"spillway: {message}; see {self.prog} --help\n")
@@ -121,7 +124,6 @@ def _add(commands: Commands[_Parser], name: str, purpose: str) -> argparse.Argum
         help=purpose,
         description=f"{purpose[0].upper()}{purpose[1:]}.",
         epilog=f"{_EXAMPLES[name]}\n{EXIT_STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 

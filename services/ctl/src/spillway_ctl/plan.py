@@ -85,7 +85,7 @@ def _document(group: PlannedEngines, given: Rates, prompts: Sequence[int]) -> di
 
 
 def _prompts(tier: PlannedTier, prompts: Sequence[int]) -> list[dict[str, int]]:
-    """What prompts of these lengths take in the tiers, which is not in proportion to their lengths."""
+    """Return the sizes of prompts of these lengths in the tiers, which are not in proportion to the lengths."""
     return [
         {
             "prompt_tokens": tokens,
@@ -98,7 +98,7 @@ def _prompts(tier: PlannedTier, prompts: Sequence[int]) -> list[dict[str, int]]:
 
 
 def _requests(prompts: Sequence[int], tier: PlannedTier, rates: Rates, is_below: bool) -> list[str]:
-    """What prompts of these lengths ask of an object store, and what it costs at the given prices.
+    """Return the requests of prompts of these lengths to an object store, and their cost at the given prices.
 
     is_below: it is the tier below another, which is asked for each chunk before it is copied there.
     """
@@ -188,7 +188,7 @@ def _verdicts(break_even: float, rates: dict[str, float | None]) -> list[tuple[s
 
 
 def _not_judged(rates: dict[str, float | None]) -> list[tuple[str, str]]:
-    """Rates that were given and are no use without another one."""
+    """Rates that were given but are useless without another one."""
     copy, read = rates["device_copy_bytes_per_second"], rates["tier_read_bytes_per_second"]
     if rates["prefill_tokens_per_second"] is None:
         return [("not judged", "the given rates; give --prefill-tokens-per-second too")] if copy or read else []
@@ -209,7 +209,7 @@ def _prompt_row(prompt: dict[str, int]) -> tuple[str, str]:
 
 
 def _node_tier(memory: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
-    """What a node has to have for the tier that its engines share, and for how many of them."""
+    """Return what a node needs for the tier that its engines share, and for how many engines."""
     node = int(memory.get("nodeTierBytes", 0))
     if not node:
         return []

@@ -1,4 +1,4 @@
-"""What an offload setting gains, before it runs: break-even bandwidths and times to the first token. Pure.
+"""The gain of an offload setting, before it runs: break-even bandwidths and times to the first token. Pure.
 
 - Break-even: loading a prefix beats computing it above `prefill rate x bytes per token` that a load reads (the sum
   behind the connector's own decision, plan/load_cost.py, without its fixed costs).

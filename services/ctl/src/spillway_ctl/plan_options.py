@@ -12,7 +12,7 @@ from spillway_ctl.named_text import read_named
 from spillway_ctl.plan_arithmetic import Rates
 from spillway_ctl.plan_input import PlannedEngines, read_rendered, render_chart
 from spillway_ctl.plan_ratio import Apart, ApartRates, apart
-from spillway_ctl.quantities import parse_rate
+from spillway_ctl.quantities import checked, parse_rate
 
 DEFAULT_PROMPTS = (2_048, 8_192, 32_768)
 
@@ -40,7 +40,6 @@ def add_plan(areas: Any) -> None:
         help="memory, break-even bandwidth and first token of values of the chart",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--chart", type=Path, metavar="FOLDER", help="render this chart, with the helm on PATH")
@@ -110,25 +109,25 @@ def apart_of(given: argparse.Namespace, engines: Sequence[PlannedEngines]) -> Ap
     return apart(read_named(given.trace, "--trace").splitlines(), rates)
 
 
+@checked
 def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} given, a number above 0 needed")
+        raise ValueError(f"{text} given, a number above 0 needed")
     return number
 
 
+@checked
 def _tokens(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} given, at least 1 needed")
+        raise ValueError(f"{text} given, at least 1 needed")
     return number
 
 
+@checked
 def _rate(text: str) -> float:
-    try:
-        rate = parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    rate = parse_rate(text)
     if rate is None:
-        raise argparse.ArgumentTypeError("a number is needed here, e.g. 3GiB/s")
+        raise ValueError("a number is needed here, e.g. 3GiB/s")
     return float(rate)

@@ -1,4 +1,4 @@
-"""What prompts take in the tiers, by the KV groups of the model that the chart rendered. Pure."""
+"""The sizes of prompts in the tiers, by the KV groups of the model that the chart rendered. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlannedTier:
         return sum(stored_chunks(self._each, tokens, every_window=self.every_window, drafts=self.drafts))
 
     def read_chunks(self, tokens: int) -> int:
-        """Those of them that a load of the prompt reads."""
+        """Return how many of the prompt's chunks a load reads."""
         return sum(read_chunks(self._each, tokens))
 
     def read_bytes_per_token(self, tokens: int) -> float:

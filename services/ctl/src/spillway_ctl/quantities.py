@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from spillway_settings.byte_sizes import format_byte_count, parse_byte_count
 
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 UNLIMITED = "none"
+_Value = TypeVar("_Value")
 
 
 def parse_age_seconds(text: str) -> float:
@@ -68,3 +72,15 @@ def format_share(part: float, whole: float) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 frame`, `1,234 frames`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def checked(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """argparse hides the message of a ValueError; this shows it."""
+
+    def parsed(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed

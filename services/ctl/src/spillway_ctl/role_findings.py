@@ -1,4 +1,4 @@
-"""What `spillway doctor` concludes of a model whose engines compute prompts and answer apart. Pure."""
+"""The conclusions of `spillway doctor` about a model whose engines compute prompts and answer apart. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command is given besides its own options."""
+"""The arguments of a command besides its own options."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class S3BucketStore:
             return None
 
     def _listed(self, listed: Any) -> StoredFrame | None:
-        """None: it is no block's."""
+        """Return the listed frame; None: the object is no block's."""
         name = parse_name(self._root, listed["path"])
         if name is None or name.key is None:
             return None

@@ -1,4 +1,4 @@
-"""What the commands need of a shared tier, whatever it is kept in."""
+"""The interface of a shared tier for the commands, whatever it is kept in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the command line, or an engine's configuration, to a store and the key of what is encrypted in it."""
+"""Turns the command line, or an engine's configuration, into a store and the key of its encrypted contents."""
 
 from __future__ import annotations
 

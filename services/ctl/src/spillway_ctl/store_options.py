@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from spillway_ctl.errors import CommandError
-from spillway_ctl.quantities import parse_age_seconds
+from spillway_ctl.quantities import checked, parse_age_seconds
 from spillway_ctl.store_choice import NO_STORE, StoreChoice, choice_from_config, place_of
-
-_Value = TypeVar("_Value")
 
 _STORE_NOTE = """\
 The tier is a directory, a Redis or Valkey URL, a bucket, or the one in an engine's configuration file. A login comes
@@ -81,15 +77,3 @@ def choice_of(given: argparse.Namespace) -> StoreChoice:
     if key_file is not None:
         choice = replace(choice, encryption_key_file=key_file, encryption_key_env=None)
     return replace(choice, **login)
-
-
-def checked(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """argparse hides the message of a ValueError; this shows it."""
-
-    def parsed(text: str) -> _Value:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from spillway_ctl.errors import CommandError
 from spillway_ctl.frame_filter import tenant_of_salt
 from spillway_ctl.run import OK
+from spillway_ctl.store_choice import secret_in
 from spillway_settings.tenant_salts import SECRET_BYTES_MIN, tenant_salt
 
 
@@ -20,24 +20,18 @@ def print_tenant(given: argparse.Namespace) -> int:
 
 
 def _salt(given: argparse.Namespace) -> str:
-    if given.salt_env is not None:
-        if given.salt_secret_file is not None:
-            raise CommandError(
-                f"--salt-secret-file {given.salt_secret_file}: is read with --name alone; remove it, or give --name"
-            )
-        return _variable("--salt-env", given.salt_env)
+    if given.salt_env is not None and given.salt_secret_file is not None:
+        raise CommandError(
+            f"--salt-secret-file {given.salt_secret_file}: is read with --name alone; remove it, or give --name"
+        )
+    salt = secret_in("--salt-env", given.salt_env, "the salt")
+    if salt is not None:
+        return salt
     if given.salt_secret_file is None:
         raise CommandError(
             "--name needs --salt-secret-file, the file with the gateway's salt secret; - reads it from stdin"
         )
     return tenant_salt(_secret(given.salt_secret_file), given.name, None)
-
-
-def _variable(option: str, name: str) -> str:
-    text = os.environ.get(name)
-    if not text:
-        raise CommandError(f"{option} {name}: the environment variable is not set or empty; set it to the salt")
-    return text
 
 
 def _secret(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""What `spillway doctor` and `helm test` conclude about an engine's shared tiers, from its own counters. Pure."""
+"""The conclusions of `spillway doctor` and `helm test` about an engine's shared tiers, from its own counters. Pure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _shared_tier(engine: EngineReading, window_seconds: float, name: str, kind: 
 
 
 def _out_of_the_way(engine: EngineReading, own: Mapping[str, str]) -> str:
-    """What a tier takes that does not get all chunks at once; empty if it does."""
+    """Return which chunks a tier takes, if it does not get all of them at once; empty if it does."""
     page = engine.after
     if page is None or not page.total("spillway_tier_stores_wait", **own):
         return ""

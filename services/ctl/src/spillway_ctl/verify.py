@@ -72,7 +72,7 @@ def verify(
 
 
 class _Tally:
-    """What has been verified so far."""
+    """Counts of everything that has been verified so far."""
 
     def __init__(self, run: Run, remove_damaged: bool) -> None:
         self.complete = False

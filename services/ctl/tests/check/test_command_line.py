@@ -94,6 +94,25 @@ def test_a_note_refuses_nothing(check):
     assert status == 1 and "Note" not in out
 
 
+@pytest.mark.parametrize(
+    ("asked", "given", "note"),
+    [
+        ("--spec-method=dspark", "null", ""),
+        (
+            "--spec-model=acme/dspark_qwen3",
+            "null",
+            "draftLayers: the drafter acme/dspark_qwen3 says in its config.json",
+        ),
+        ("--spec-model=acme/dspark_qwen3", "5", ""),
+        ("--spec-model=acme/eagle3", "null", ""),
+    ],
+)
+def test_a_drafter_without_a_number_of_layers_is_noted(check, asked, given, note):
+    values = f"engine: {{model: {{shape: {{draftLayers: {given}}}}}, extraArgs: ['{asked}', '--spec-tokens=3']}}"
+    status, out, _ = check("-", given=values)
+    assert (status, "draftLayers" in out) == (0, bool(note)) and note in out
+
+
 def test_whole_values_say_by_their_absence_what_null_removed(check):
     given = yaml.safe_dump({"engine": {"offload": {"cpuBytes": "100GiB"}}})
 

@@ -1,4 +1,4 @@
-"""What vLLM's own parser says of arguments that a person adds, in sentences that name what to change.
+"""The verdicts of vLLM's own parser about arguments that a person adds, in sentences that name what to change.
 
 It imports the standard library alone, and vLLM when it is asked, so the interpreter of any environment with a vLLM can
 run this file: a list of command lines as JSON comes in, the version and the verdicts on each command line go out.
@@ -103,7 +103,7 @@ def installed_parser() -> ServerParser:
 
 
 def minor_version(version: str) -> str:
-    """`0.32.1+cpu` -> `0.32`."""
+    """Return the version up to the minor number: `0.32.1+cpu` -> `0.32`."""
     return ".".join(version.split(".")[:2])
 
 
@@ -177,7 +177,7 @@ def _unknown(start: int, group: Sequence[str], leftover: str, server: ServerPars
 
 
 def _wrong_value(value: str, message: str) -> tuple[str, str]:
-    """What is wrong with an argument's value, and the remedy."""
+    """Return the fault of an argument's value, and the remedy."""
     if found := re.match(r"invalid (\w+) value", message):
         if found[1] in _NEEDED:
             needed, remedy = _NEEDED[found[1]]

@@ -16,7 +16,7 @@ _TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 
 class MalformedAnswer(Exception):
-    """What is wrong with it."""
+    """The answer is malformed. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def event_data(lines: Iterable[bytes]) -> Iterator[str]:
 
 @contextmanager
 def _typed() -> Iterator[None]:
-    """What is read inside has the types of an answer, or is malformed."""
+    """Turn errors of types and missing members within the context into MalformedAnswer."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ async def ask_engine_core(app: Any, method: str, *arguments: object, rank: int |
 
     Args:
         app: vLLM's application.
-        rank: of the data parallel rank that is asked; None: the engine has one.
+        rank: the number of the data parallel rank to ask; None: the engine has only one.
 
     Raises:
         LookupError: The application has no engine.

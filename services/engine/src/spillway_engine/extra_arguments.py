@@ -115,7 +115,7 @@ def argument_name(argument: str) -> str | None:
 
 
 def argument_value(arguments: Sequence[str], name: str) -> str | None:
-    """What `--name value`, `--name=value` or `--na_me value` gives; the last one wins, None: it is not given.
+    """Return the value of `--name value`, `--name=value` or `--na_me value`. The last one wins; None: it is not given.
 
     Abbreviations are not followed.
     """
@@ -156,7 +156,7 @@ OF_THE_CHART = SecretPlaces(
 def refused_arguments(
     arguments: Sequence[str], names: SettingNames, places: SecretPlaces = OF_A_PROCESS
 ) -> Iterator[ArgumentVerdict]:
-    """What Spillway itself decides and so refuses; how the rest is spelt, vLLM judges when it starts."""
+    """Yield the arguments that only Spillway itself may set. vLLM judges the spelling of others when it starts."""
     for argument in arguments:
         if (refused := _refused(argument, names, places)) is not None:
             yield ArgumentVerdict(*refused)

@@ -1,6 +1,6 @@
 """Requests in flight: counted, awaited, and cancelled when a drain reaches its timeout.
 
-vLLM 0.23 can hang for ever when it is stopped with requests running (8 trials: 2 hung; with a drain deadline that
+vLLM 0.23 can hang forever when it is stopped with requests running (8 trials: 2 hung; with a drain deadline that
 expired: 3 of 3), so the pod ends them itself first. Cancelling the task of a request makes vLLM abort it in the engine.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from spillway_settings.wire import ENDING_ERROR
@@ -100,27 +100,25 @@ class _Request:
         """Tell the client why: a status and body, or a last event; an answer cut inside a body is left broken."""
         if self._finished:
             return
-        body = json.dumps(
-            error_body("the engine is shutting down and had no time left to finish this request", 503, ENDING_ERROR)
-        ).encode()
+        body = error_body("the engine is shutting down and had no time left to finish this request", 503, ENDING_ERROR)
         try:
             async with asyncio.timeout(CLOSING_SEND_SECONDS):
                 if not self._started:
                     await send_json(self._send, 503, body)
                 elif self._event_stream:
-                    await self._send(
-                        {"type": "http.response.body", "body": b"data: " + body + b"\n\n", "more_body": False}
-                    )
+                    event = b"data: %s\n\n" % json.dumps(body).encode()
+                    await self._send({"type": "http.response.body", "body": event, "more_body": False})
         except (OSError, TimeoutError):
             return
 
 
 def error_body(message: str, status: int, kind: str = "service_unavailable") -> dict[str, Any]:
-    """OpenAI's error shape."""
+    """Return an error body in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-async def send_json(send: Send, status: int, body: bytes) -> None:
+async def send_json(send: Send, status: int, document: Mapping[str, Any]) -> None:
+    body = json.dumps(document).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503:
         headers.append((b"retry-after", b"1"))

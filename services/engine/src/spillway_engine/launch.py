@@ -23,7 +23,7 @@ from typing import Any
 from msgspec import structs
 
 from spillway_engine.exit_report import OutputTail, exit_code_of, explain_exit
-from spillway_engine.pod_channel import MessageBuffer, PodBrief, encode_message
+from spillway_engine.pod_channel import REFUSED_EXIT_CODE, MessageBuffer, PodBrief, encode_message
 from spillway_engine.replica_lines import BEAT_SECONDS, FurtherLine, LeaderLines
 from spillway_engine.settings import LifecycleSettings
 from spillway_engine.shared_memory import files_of_group, group_members, sweep_stale_regions
@@ -31,7 +31,6 @@ from spillway_engine.watchdog import dismiss_watchdog, end_group, is_resource_tr
 from spillway_settings.byte_sizes import format_byte_count
 from spillway_settings.values.engine import LINES_PORT
 
-REFUSED_EXIT_CODE = 2
 SELF_CHECK_EXIT_CODE = 4
 LATE_EXIT_CODE = 5
 LOST_EXIT_CODE = 6
@@ -54,7 +53,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """What to run: pure data, so that a trivial program can stand in for vLLM."""
+    """The command to run: pure data, so that a trivial program can stand in for vLLM."""
 
     arguments: Sequence[str]
     environment: dict[str, str]  # added to ours
@@ -197,8 +196,8 @@ class _Pod:
         self._lines.look()
 
     def _on_pod_lost(self, index: int, what: str, failed: bool) -> None:
-        """Its ranks are lost to all others, which would wait for them without end. Requests are answered first, so that
-        gateways take none for the cause of this end; one may be if the engine of that pod failed."""
+        """End the engine: the pod's ranks are lost to all others, which would wait for them without end. Requests are
+        answered first, so that gateways take none for the cause of this end; one may be if that pod's engine failed."""
         if self._abandoned or self._phase in (Phase.STOPPING, Phase.ENDED):
             return
         self._refusal = (
@@ -394,7 +393,7 @@ class _Pod:
         sys.stdout.buffer.flush()
 
     def _read_last_messages(self) -> None:
-        """What the engine said just before it ended, such as why it refused to start."""
+        """Read the last messages of an engine that has ended, such as why it refused to start."""
         self._control.setblocking(False)
         try:
             while data := self._control.recv(4096):

@@ -131,7 +131,7 @@ def read_vector(body: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def problem_of(measured: Measured, expected: Expected) -> str | None:
-    """What is wrong, measured against expected; None: nothing."""
+    """Return the fault of the measured likelihoods against the expected ones; None: there is none."""
     for scored in (*measured.plain, *measured.words, measured.again, *measured.shuffled):
         if not all(map(math.isfinite, scored.logprobs)):
             return f"log-probabilities of {_quoted(scored.text)} are not finite: {_shown(scored.logprobs)}"

@@ -1,4 +1,4 @@
-"""What this machine offers: instruction sets, memory, shared memory. Read once at start, then passed on as values."""
+"""Facts about this machine: instruction sets, memory, shared memory. Read once at start, then passed on as values."""
 
 from __future__ import annotations
 

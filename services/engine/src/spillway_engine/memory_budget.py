@@ -48,7 +48,7 @@ class MemoryBudget:
     cpu_tier_tokens: int  # of each data parallel rank
     shared_memory_needed_bytes: int
     shared_memory_free_bytes: int
-    node_tier_bytes: int  # of rows that the engines of this node share, which are nobody's memory; 0: there are none
+    node_tier_bytes: int  # rows that the node's engines share, which count in no engine's memory; 0: there are none
     node_tier_chunks: int
     tier_index_bytes: int  # of all data parallel ranks: their copies of the index of a shared tier in slabs
     memory_needed_bytes: int
@@ -192,8 +192,8 @@ def _has_own_tier(settings: EngineSettings) -> bool:
 
 
 def page_table_bytes(node_bytes: int, ranks: int, cores: int) -> int:
-    """What the processes of an engine have of a node's tier: 8 bytes for each page of 4 KiB, in the scheduler's process
-    and in each rank's."""
+    """Return the bytes of page tables that an engine's processes have for a node's tier: 8 for each page of 4 KiB, in
+    the scheduler's process and in each rank's."""
     return node_bytes // 512 * (ranks + 1) * cores
 
 

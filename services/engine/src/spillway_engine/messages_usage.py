@@ -1,4 +1,4 @@
-"""What vLLM 0.23 leaves out of its replies in the Messages API: how many tokens of the prompt were cached.
+"""Adds to vLLM 0.23's replies in the Messages API how many tokens of the prompt were cached.
 
 There `input_tokens` is the whole prompt. In the API's own words it is what no cache served, beside
 `cache_read_input_tokens`. Later versions of vLLM report both so, and are left alone.

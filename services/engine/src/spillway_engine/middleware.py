@@ -1,4 +1,4 @@
-"""What Spillway adds to vLLM's HTTP server, as plain ASGI: /ready, /spillway/config, hints, self-check and drain.
+"""The routes that Spillway adds to vLLM's HTTP server, as plain ASGI: ready, configuration, hints, self-check, drain.
 
 Loaded by vLLM through `--middleware spillway_engine.middleware.ReadinessMiddleware`, so it runs in the API-server
 process, outermost, on that process's event loop.
@@ -7,7 +7,6 @@ process, outermost, on that process's event loop.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -64,22 +63,21 @@ class ReadinessMiddleware:
         elif scope["path"] == "/ready":
             await self._answer_ready(send)
         elif scope["path"] == CONFIG_PATH:
-            await send_json(send, 200, json.dumps({**self._brief.configuration, "version": VERSION}).encode())
+            await send_json(send, 200, {**self._brief.configuration, "version": VERSION})
         elif scope["path"] == PROMOTE_PATH and self._refusal is None:
-            await self._hints.answer(scope, receive, send)
+            await send_json(send, *await self._hints.answer(scope, receive))
         elif scope["path"] == WEIGHTS_PATH and self._refusal is None:
-            await self._weights.answer(scope, receive, send)
+            await send_json(send, *await self._weights.answer(scope, receive))
         elif self._refusal is not None:
-            body = error_body(self._refusal, 503, ENDING_ERROR)
-            await send_json(send, 503, json.dumps(body).encode())
+            await send_json(send, 503, error_body(self._refusal, 503, ENDING_ERROR))
         else:
             await self._requests.run(self._app, scope, receive, send)
 
     async def _answer_ready(self, send: Send) -> None:
         if self._reason is None:
-            await send_json(send, 200, b'{"ready":true}')
+            await send_json(send, 200, {"ready": True})
         else:
-            await send_json(send, 503, json.dumps({"ready": False, "reason": self._reason}).encode())
+            await send_json(send, 503, {"ready": False, "reason": self._reason})
 
     def _watching_startup(self, scope: Scope, send: Send) -> Send:
         async def watch(message: Message) -> None:

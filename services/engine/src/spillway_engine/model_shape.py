@@ -1,4 +1,4 @@
-"""What one token costs in KV cache, read from a model's config.json."""
+"""The cost of one token in KV cache, from a model's config.json."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ModelShape:
         return self.bytes_per_token_of_rank(kv_dtype, tensor_parallel_size, stages) * tokens
 
     def row_block_bytes_of_rank(self, kv_dtype: str, tensor_parallel_size: int, stages: int, block_size: int) -> int:
-        """Those of them that a row of the CPU tier has room for."""
+        """Return the bytes of a block for which a row of the CPU tier has room."""
         if self.packed:
             return int(PACKED_MODELS[self.packed]["rowBytes"])
         return self.block_bytes_of_rank(kv_dtype, tensor_parallel_size, stages, block_size)
@@ -213,7 +213,7 @@ def read_model_shape(config: Mapping[str, Any], weight_bytes: int = 0) -> ModelS
 
 
 def _own_draft_layers(text: Mapping[str, Any]) -> int:
-    given = (text.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    given = (text.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_mtp_layers"))
     return next((layers for layers in given if isinstance(layers, int) and layers > 0), 1)
 
 
@@ -230,7 +230,7 @@ def _max_length(text: Mapping[str, Any]) -> int | None:
 
 
 def _state_bytes(text: Mapping[str, Any]) -> int:
-    """What a layer with a gated delta rule (Qwen3-Next, Qwen3.5) keeps of its convolution and matrices; else 0."""
+    """Return the bytes of convolution and matrices in a layer with a gated delta rule (Qwen3-Next, Qwen3.5); else 0."""
     names = ("key_head_dim", "num_key_heads", "value_head_dim", "num_value_heads", "conv_kernel_dim")
     sizes = [text.get(f"linear_{name}") for name in names]
     if not all(isinstance(size, int) for size in sizes):

@@ -24,13 +24,13 @@ _OTHER_CONFIG = {"--hf-overrides", "--hf-config-path"}  # than the one in the mo
 def fact_contradictions(
     engine: EngineSettings | Engine, shape: ModelShape, platform: str, chunk_tokens: int, names: SettingNames
 ) -> Iterator[Contradiction]:
-    """What cannot work on this platform with this model.
+    """Yield what cannot work on this platform with this model.
 
     Args:
         engine: the settings.
-        shape: of the model's KV cache.
+        shape: the shape of the model's KV cache.
         platform: cpu, cuda or npu.
-        chunk_tokens: of a chunk, in blocks as vLLM makes them for this model.
+        chunk_tokens: the tokens of a chunk, in blocks as vLLM makes them for this model.
         names: what other settings are called in the sentences.
     """
     yield from _blocks(engine, shape, platform)
@@ -52,7 +52,7 @@ def fact_contradictions(
 def memory_contradictions(
     engine: EngineSettings | Engine, shape: ModelShape, row_bytes: int, names: SettingNames
 ) -> Iterator[Contradiction]:
-    """What the sizes of blocks and rows contradict; row_bytes: of a row of the CPU tier. `names`: as above."""
+    """Yield what contradicts the sizes of blocks and rows. row_bytes: of a row of the CPU tier. `names`: as above."""
     length, blocks = engine.model.max_length, engine.device_blocks
     if shape.max_length and length > shape.max_length and not _is_stretched(engine):
         yield Contradiction(

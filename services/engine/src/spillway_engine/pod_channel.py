@@ -22,6 +22,7 @@ from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_settings.typed import settings_json
 
 ENVIRONMENT_VARIABLE = "SPILLWAY_ENGINE_POD"
+REFUSED_EXIT_CODE = 2  # of the server, whose message says why
 LINE_BYTES_MAX = 64 << 10
 
 

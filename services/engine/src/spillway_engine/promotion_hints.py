@@ -2,7 +2,7 @@
 
     {"token_ids": [1, 2, 3], "cache_salt": null}     the prefix as the engine would see it
     -> 202 {"outcome": "accepted"}                   promoted while nothing else needs the shared tier, or not at all
-    -> 429 {"outcome": "busy"}                       too many hints, or too many that nobody came for
+    -> 429 {"outcome": "busy"}                       too many hints, or too many without a request
     -> 404 {"outcome": "off"}                        this engine promotes nothing ahead
 
 The caller sends the engine's own API key if there is one. The hint goes to EngineCore over vLLM's own line for
@@ -13,14 +13,13 @@ X-Data-Parallel-Rank says for which the hint is: the one that will get the reque
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Annotated, Any
 
 import msgspec
 
 from spillway_engine.engine_core import ask_engine_core
-from spillway_engine.in_flight import Receive, Scope, Send, body_of, error_body, send_json
+from spillway_engine.in_flight import Receive, Scope, body_of, error_body
 from spillway_engine.in_process import KEY_NEEDED, KeyCheck
 from spillway_settings.wire import PROMOTE_PATH, PROMOTE_UTILITY, RANK_HEADER
 
@@ -48,11 +47,7 @@ class PromotionHints:
         self._key = KeyCheck()
         self._under_way = 0
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, reply = await self._answer(scope, receive)
-        await send_json(send, status, json.dumps(reply).encode())
-
-    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
+    async def answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
         if scope["method"] != "POST":
             return 405, error_body(f"{PROMOTE_PATH} takes POST", 405)
         if not self._key.accepts(scope):
@@ -78,7 +73,7 @@ class PromotionHints:
             self._under_way -= 1
 
     def _rank_of(self, scope: Scope) -> int | None:
-        """None: no rank of this engine is named."""
+        """Return the rank that the request names; None: it names no rank of this engine."""
         given = dict(scope["headers"]).get(RANK_HEADER.encode(), b"")
         return int(given) if given.isdigit() and len(given) < 5 and int(given) < self._ranks else None
 

@@ -1,4 +1,4 @@
-"""What a healthy engine answers for the bundled model: log-probabilities in float32, and where they come from.
+"""A healthy engine's answers for the bundled model: log-probabilities in float32, and their origin.
 
 A prepared model folder names its model in a file (MODEL_FILE), so the folder may be copied and
 renamed, while other weights under the same name, such as a fine-tuned model's, are never compared with these.
@@ -48,7 +48,7 @@ class Reference:
     texts: tuple[ReferenceText, ...]  # of REFERENCE_TEXTS
 
 
-# Printed by `python -m self_check.reference` (tests/self_check/reference.py); a test computes them anew.
+# Printed by `python -m self_check.reference` (tests/self_check/reference.py); a test computes them again.
 REFERENCES: dict[str, Reference] = {
     "smollm2-135m-instruct-b179c9523d0e-2": Reference(
         model="SmolLM2-135M-Instruct",

@@ -118,7 +118,7 @@ class FurtherLine:
 
     Args:
         leader: host and port of the leader's side.
-        index: of this pod.
+        index: this pod's index.
     """
 
     def __init__(self, leader: tuple[str, int], index: int) -> None:

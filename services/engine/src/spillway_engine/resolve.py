@@ -62,7 +62,7 @@ class ResolvedEngine:
             require_tier_files(self.settings.offload.shared_tier, names=self.settings.names)
 
     def warnings(self) -> list[str]:
-        """What is wrong and no reason not to serve."""
+        """The faults that are no reason to refuse to serve."""
         offload = self.settings.offload
         misplaced = misplaced_tier(offload.shared_tier, self.settings.names) if offload.enabled else None
         return [text for text in (self._version_problem(), misplaced) if text is not None]

@@ -109,7 +109,7 @@ def expected_of(brief: PodBrief) -> Expected:
 
 
 async def _score(ask: Ask, brief: PodBrief, prompt: str | list[int]) -> Scored | None:
-    """None: this server completes no text."""
+    """Score a prompt; None: this server completes no text."""
     reply = await ask(COMPLETIONS, {**_request(brief), "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0})
     if reply.status == 404:
         return None

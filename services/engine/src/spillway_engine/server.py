@@ -14,14 +14,13 @@ from collections.abc import Sequence
 
 from spillway_connector.setting_names import SettingNames
 from spillway_engine.argument_verdicts import ArgumentVerdictError, argument_verdicts, installed_parser
-from spillway_engine.pod_channel import PodBrief, encode_message
+from spillway_engine.pod_channel import REFUSED_EXIT_CODE, PodBrief, encode_message
 
-REFUSED_EXIT_CODE = 2
 _SENTENCES_MAX = 20  # of one refusal
 
 
 def refusal(arguments: Sequence[str], names: SettingNames) -> str | None:
-    """What this vLLM would not start with, one sentence on each line; None: nothing."""
+    """Return the reasons for which this vLLM would not start, one sentence on each line; None: there are none."""
     try:
         found = argument_verdicts(arguments, installed_parser())
     except ArgumentVerdictError:

@@ -49,7 +49,7 @@ class Contradiction:
 
     @property
     def joint(self) -> str:
-        """What stands between the value and the problem."""
+        """The separator between the value and the problem."""
         return "" if self.problem.startswith(",") else " "
 
     def sentence(self, names: SettingNames) -> str:

@@ -97,9 +97,8 @@ class EngineSettings(CamelSection, frozen=True):
     lifecycle: LifecycleSettings = LifecycleSettings()
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = msgspec.field(default_factory=dict)
-    # The door through which a person set these values, so that messages use its names; the chart and the local stack
-    # write it.
-    names: SettingNames = msgspec.field(default=PLAIN_NAMES, name="door")
+    # The names under which a person set these settings, for messages. The chart and the local stack write them.
+    names: SettingNames = msgspec.field(default=PLAIN_NAMES, name="settingNames")
 
     @property
     def ranks(self) -> int:

@@ -43,8 +43,8 @@ def load_engine_settings(config_path: Path | None, overrides: Iterable[str] = ()
 
 
 def engine_settings(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> EngineSettings:
-    """The same from what the file holds. Messages use the names under `door`."""
-    names = read_settings(SettingNames, tree.get("door"))
+    """The same from what the file holds. Messages use the names under `settingNames`."""
+    names = read_settings(SettingNames, tree.get("settingNames"))
     for override in overrides:
         tree = _with_override(tree, override)
     return check_settings(read_settings(EngineSettings, tree, names))
@@ -61,7 +61,7 @@ def read_settings(kind: type[Settings], tree: object, names: SettingNames = PLAI
 
 
 def _native_key(path: str, names: SettingNames) -> str | None:
-    """What to write instead of a key of vLLM's own offload connectors, if the one at `path` is such a key."""
+    """Return the replacement for the key at `path`, if it is a key of vLLM's own offload connectors; else None."""
     section, _, key = path.rpartition(".")
     return (
         native_key_answer(key, lambda field: names.name(f"offload.{chart_key(field)}"))
@@ -92,8 +92,8 @@ def _placed(tree: Mapping[str, Any], path: list[str], value: Any, override: str)
 
 
 def _as_meant(node: types.Type, value: Any) -> Any:
-    """What YAML guesses, undone if the type says otherwise: text may look like a number (`extraArgs: [--seed, 8]`),
-    `on` and `off` are words, and a section whose keys are all commented out is empty and not null."""
+    """Undo the guesses of YAML if the type says otherwise: text may look like a number (`extraArgs: [--seed, 8]`), `on`
+    and `off` are words, and a section whose keys are all commented out is empty and not null."""
     if isinstance(node, types.Metadata):
         return _as_meant(node.type, value)
     if isinstance(node, types.UnionType):

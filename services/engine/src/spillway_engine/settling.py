@@ -1,4 +1,4 @@
-"""What an engine's device alone holds goes to the shared tier: before a drained engine ends, and while one is idle.
+"""Stores to the shared tier what only an engine's device holds: before a drained engine ends, and while one is idle.
 
 The connector stores (connector, engine/scheduler/settling.py); this module asks for it, a moment at a time, so that a
 request or a second signal waits for nothing.

@@ -1,4 +1,4 @@
-"""What the shared tier needs of this pod, looked at before vLLM starts: keys, passwords, certificates, a fitting disk.
+"""Checks before vLLM starts that the pod has what the shared tier needs: keys, passwords, certificates, a fitting disk.
 
 The connector reads the same files from inside vLLM, where a missing one would end as a traceback of another process.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from spillway_connector.errors import ConfigError
 from spillway_connector.setting_names import PLAIN_NAMES, SettingNames
 from spillway_connector.tiers.disk.layout_choice import file_system_of, is_shared
-from spillway_connector.tiers.disk.root import missing_parent
+from spillway_connector.tiers.disk.root import MOUNTS, missing_parent
 from spillway_engine.errors import SettingsError
 from spillway_engine.tier_settings import (
     ENCRYPTION,
@@ -26,13 +26,12 @@ from spillway_engine.tier_settings import (
 )
 
 _KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-_MOUNTS = Path("/proc/self/mountinfo")
 
 
 def require_tier_files(
     tier: SharedTierSettings,
     environment: Mapping[str, str] = os.environ,
-    mounts: Path = _MOUNTS,
+    mounts: Path = MOUNTS,
     names: SettingNames = PLAIN_NAMES,
 ) -> None:
     """Raises SettingsError naming the setting and the file or variable, never what is in it."""
@@ -69,7 +68,7 @@ def require_tier_files(
 
 
 def misplaced_tier(tier: SharedTierSettings, names: SettingNames = PLAIN_NAMES) -> str | None:
-    """What is wrong with the folder of an NVMe tier; None if nothing is. No reason not to start: engines serve."""
+    """Return the fault of an NVMe tier's folder; None if there is none. It is no reason not to start: engines serve."""
     if "nvme" not in tier.types:
         return None
     try:

@@ -182,7 +182,7 @@ def kv_transfer_config(settings: EngineSettings) -> dict[str, Any] | None:
 
 
 def own_transfer_config(settings: EngineSettings) -> dict[str, Any]:
-    """What vLLM hands to Spillway's connector; the keys are the connector's, see its config module."""
+    """Return the configuration that vLLM passes to Spillway's connector; its config module explains the keys."""
     offload = settings.offload
     options = {name: getattr(offload, name) for name in ConnectorConfig.__struct_fields__}
     for name in ("copy_table", "node_tier"):
@@ -194,7 +194,7 @@ def own_transfer_config(settings: EngineSettings) -> dict[str, Any]:
 
 
 def public_configuration(settings: EngineSettings, budget: MemoryBudget) -> dict[str, Any]:
-    """What GET /spillway/config and --print-config show. extraEnv may hold secrets: only its names are shown."""
+    """Return the document of GET /spillway/config and --print-config, without extraEnv's values: they may be secret."""
     tree = settings_tree(settings)
     tree["extraEnv"] = sorted(settings.extra_env)
     tree["extraArgs"] = without_secrets(settings.extra_args)

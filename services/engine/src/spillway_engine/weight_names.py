@@ -13,13 +13,12 @@ The caller sends the engine's own API key if there is one. The name goes to ever
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Annotated, Any
 
 import msgspec
 
 from spillway_engine.engine_core import EngineEndedError, ask_engine_core
-from spillway_engine.in_flight import Receive, Scope, Send, body_of, error_body, send_json
+from spillway_engine.in_flight import Receive, Scope, body_of, error_body
 from spillway_engine.in_process import KEY_NEEDED, KeyCheck
 from spillway_settings.wire import WEIGHTS_PATH, WEIGHTS_UTILITY
 
@@ -42,11 +41,7 @@ class WeightNames:
         self._key = KeyCheck()
         self._naming = asyncio.Lock()  # so that two names at once are not mixed over the ranks
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, reply = await self._answer(scope, receive)
-        await send_json(send, status, json.dumps(reply).encode())
-
-    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
+    async def answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
         if scope["method"] not in ("GET", "POST"):
             return 405, error_body(f"{WEIGHTS_PATH} takes GET and POST", 405)
         if not self._key.accepts(scope):

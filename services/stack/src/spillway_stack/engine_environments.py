@@ -18,7 +18,7 @@ def interpreter(vllm: str) -> Path:
 
 
 def environment_problems(versions: Iterable[str]) -> list[str]:
-    """One line for each environment that is missing; empty if engines of these versions can start."""
+    """Return one line for each missing environment; empty if engines of these versions can start."""
     return [
         f"VLLM={vllm} needs an environment of its own, and {interpreter(vllm)} does not exist; "
         f"run make install VLLM={vllm}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StackError(Exception):
-    """Root; the command line prints the message and exits with status 1."""
+    """The base of the stack's errors. The command line prints the message and exits with status 1."""
 
 
 class PreflightFailed(StackError):

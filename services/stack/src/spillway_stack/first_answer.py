@@ -35,7 +35,7 @@ class FirstAnswer:
 
 
 def check_first_answer(port: int, model: str, bundled: bool) -> FirstAnswer:
-    """Raises StackError when an answer is not well-formed, or when the two differ in what must be the same."""
+    """Ask twice. Raises StackError if an answer is malformed, or if the two differ in what must be the same."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],

@@ -22,7 +22,7 @@ class Probe:
 
 
 def probe_ready(port: int, path: str | None, timeout_seconds: float = 2.0) -> Probe:
-    """200 means ready; with `path` None an accepted connection does. A failure is a result, not an exception."""
+    """Ask if a server is ready: by status 200, or by an accepted connection if `path` is None. Never raises."""
     try:
         if path is None:
             with socket.create_connection(("127.0.0.1", port), timeout_seconds):
@@ -49,7 +49,7 @@ def get(port: int, path: str, timeout_seconds: float) -> tuple[int, bytes]:
 def exchange(
     port: int, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_seconds: float
 ) -> Iterator[http.client.HTTPResponse]:
-    """Raises StackError if the answer's status is not 200, if it breaks off, or if what reads it finds no JSON."""
+    """Send a request. Raises StackError if the status is not 200, the answer breaks off or is not JSON."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_seconds)
     try:
         data = None if body is None else json.dumps(body)

@@ -70,7 +70,7 @@ class ComponentStatus:
 
 
 class LocalStack:
-    """Start, query, disturb and stop; `close()` twice is harmless. Not thread-safe."""
+    """A stack that can be started, queried, disturbed and stopped. Not thread-safe; `close()` may be called twice."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class LocalStack:
         show: Callable[[list[ComponentLine]], None] = lambda lines: None,
         components: list[Component] | None = None,
     ) -> None:
-        """`components` replaces the planned ones, for tests of this machinery with trivial processes."""
+        """Make a stack. `components` replaces the planned ones, for tests with trivial processes."""
         self.settings = settings
         self.folder = StateFolder(Path(state_dir).resolve())
         self._log = log
@@ -134,7 +134,7 @@ class LocalStack:
     # Start and stop
 
     def start(self) -> bool:
-        """Start everything; False when it already runs with the same settings. Returns before it is ready.
+        """Start everything. Returns before it is ready; False if it already runs with the same settings.
 
         Raises StackDiffers, PreflightFailed, StackError.
         """
@@ -171,7 +171,7 @@ class LocalStack:
         take_down(self.folder, self._log)
 
     def wait_ready(self, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
-        """Raises ComponentFailed when a component exits meanwhile, NotReadyInTime at the deadline.
+        """Wait until all are ready. Raises ComponentFailed if a component exits, NotReadyInTime at the deadline.
 
         The supervisor would restart it, but an exit before readiness has a cause that a restart does not remove.
         """
@@ -194,29 +194,29 @@ class LocalStack:
             time.sleep(POLL_SECONDS)
 
     def status(self) -> list[ComponentStatus]:
-        """One entry per component in start order; empty when no stack runs here."""
+        """Return one entry per component in start order; empty if no stack runs here."""
         state = self.folder.read_state()
         return [_status(name, record) for name, record in state["components"].items()] if state is not None else []
 
     # Disturbances
 
     def kill_engine(self, index: int) -> ProcessIdentity:
-        """`kill -9` of the engine's parent process; the supervisor restarts it. Returns it when it has exited."""
+        """Kill the engine's parent process (SIGKILL) and return it once it has exited; the supervisor restarts it."""
         return self._end(f"engine-{index}", signal.SIGKILL, timeout_seconds=60.0)
 
     def kill_gateway(self) -> ProcessIdentity:
-        """Like :meth:`kill_engine`."""
+        """Kill the gateway as :meth:`kill_engine` kills an engine."""
         return self._end("gateway", signal.SIGKILL, timeout_seconds=60.0)
 
     def restart_engine(self, index: int, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
-        """Drain and stop an engine, wait until its successor is ready."""
+        """Drain and stop an engine, and wait until its successor is ready."""
         before = self._end(f"engine-{index}", signal.SIGTERM, timeout_seconds=120.0)
         self.wait_engine_ready(index, timeout_seconds, not_process=before)
 
     def wait_engine_ready(
         self, index: int, timeout_seconds: float = READY_TIMEOUT_SECONDS, not_process: ProcessIdentity | None = None
     ) -> None:
-        """Raises NotReadyInTime. `not_process`: a predecessor whose readiness does not count."""
+        """Wait until an engine is ready. Raises NotReadyInTime. `not_process`: a predecessor that does not count."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             status = self._component_status(f"engine-{index}")

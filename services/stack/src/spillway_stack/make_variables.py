@@ -33,7 +33,7 @@ RESERVED = frozenset(
     {
         "name",
         "host",
-        "door",
+        "settingNames",
         "kvEvents.enabled",
         "offload.sharedTier.nvme.path",
         "offload.sharedTier.redis.url",
@@ -45,7 +45,7 @@ OVERRIDES = "ENGINE_SET"
 
 
 def setting_names() -> dict[str, Any]:
-    """The mapping under which an engine's configuration names its settings in messages."""
+    """Return the mapping by which an engine's configuration names its settings in messages."""
     return {"names": dict(VARIABLES), "others": f"{OVERRIDES}={{path}}", "separator": "="}
 
 

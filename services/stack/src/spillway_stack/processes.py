@@ -21,7 +21,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """None when no such process runs (a zombie does not run)."""
+        """Return the process; None if no such process runs (a zombie does not run)."""
         fields = _stat_fields(pid)
         return None if fields is None or fields[0] in "ZX" else cls(pid, int(fields[19]))
 
@@ -36,7 +36,7 @@ class ProcessIdentity:
         return ProcessIdentity.of(self.pid) == self
 
     def signal(self, number: signal.Signals) -> None:
-        """No effect when the process has exited or its pid has been reused."""
+        """Send a signal, unless the process has exited or its pid has been reused."""
         if self.is_alive():
             try:
                 os.kill(self.pid, number)
@@ -55,7 +55,7 @@ def wait_gone(processes: Iterable[ProcessIdentity], timeout_seconds: float) -> l
 
 
 def descendants(pid: int) -> list[int]:
-    """`pid` and everything below it, plus members of the sessions that its children lead."""
+    """Return `pid` and all its descendants, and the members of the sessions that its children lead."""
     children: dict[int, list[int]] = {}
     sessions: dict[int, list[int]] = {}
     for entry in PROC.iterdir():
@@ -73,7 +73,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Proportional set size, so that pages shared between processes count once."""
+    """Return the proportional set size, in which pages shared between processes count once."""
     total = 0
     for pid in pids:
         try:
@@ -92,7 +92,7 @@ def command_line(pid: int) -> str:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat after the command name: state, parent, group, session, ..., start time at index 19."""
+    """Return the fields of /proc/PID/stat after the command name: state, parent, ..., start time at index 19."""
     try:
         return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):

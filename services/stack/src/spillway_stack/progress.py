@@ -1,4 +1,4 @@
-"""What `up` shows while it waits: one line per component, redrawn on a terminal, written once per change elsewhere."""
+"""The progress that `up` shows: one line per component, redrawn on a terminal, written once per change elsewhere."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class StackSettings:
         return self.port + 200 + index * self.data_parallel_size
 
     def replay_port(self, index: int) -> int:
-        """Likewise."""
+        """The port of the first data parallel rank's replays; those of the other ranks follow."""
         return self.port + 300 + index * self.data_parallel_size
 
     def valkey_port(self) -> int:

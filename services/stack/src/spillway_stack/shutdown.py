@@ -17,7 +17,7 @@ SUPERVISOR_STOP_SECONDS = 90.0  # above the sum of what it grants its components
 
 
 def take_down(folder: StateFolder, log: Callable[[str], None]) -> bool:
-    """Stop everything; False when nothing was running. No process, port or shared-memory file of the stack remains."""
+    """Stop everything. Returns False if nothing ran. No process, port or shared-memory file of the stack remains."""
     state = folder.read_state()
     if state is None:
         _free_memory(folder)

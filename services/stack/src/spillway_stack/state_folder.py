@@ -61,7 +61,7 @@ class StateFolder:
             folder.mkdir(parents=True, exist_ok=True)
 
     def read_state(self) -> dict[str, Any] | None:
-        """The supervisor's last state; None when no stack was started here or it was stopped."""
+        """Return the supervisor's last state; None if no stack was started here or it was stopped."""
         return _read_json(self.state_file)
 
     def read_plan(self) -> dict[str, Any] | None:
@@ -81,13 +81,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Atomic."""
+    """Write a JSON file atomically."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def last_lines(path: Path, count: int, bytes_max: int = 64 << 10) -> list[str]:
-    """The end of a log, without reading the whole file."""
+    """Return the end of a log, without reading the whole file."""
     try:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)

@@ -11,7 +11,7 @@ _COLUMNS = ("component", "state", "pid", "port", "memory", "uptime", "restarts")
 
 
 def render_status(statuses: list[ComponentStatus], now: float | None = None) -> str:
-    """A table with one row per component; the reason of a component that is not ready follows below."""
+    """Return a table with one row per component. The reason of a component that is not ready follows below it."""
     moment = time.time() if now is None else now
     rows = [_COLUMNS, *(_row(status, moment) for status in statuses)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]

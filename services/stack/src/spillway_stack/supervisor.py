@@ -32,12 +32,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def restart_delay_seconds(failures_in_a_row: int) -> float:
-    """Pure: 1, 2, 4, ... 30 seconds for the first, second, third, ... failure."""
+    """Return 1, 2, 4, ... 30 seconds for the first, second, third, ... failure. Pure."""
     return float(min(DELAY_SECONDS_MAX, FIRST_DELAY_SECONDS * 2 ** min(16, max(0, failures_in_a_row - 1))))
 
 
 def failures_after_exit(failures_in_a_row: int, ran_seconds: float, exit_code: int) -> int:
-    """Pure: a clean exit is a requested restart and counts as no failure."""
+    """Return the failures after an exit. A clean exit is a requested restart and counts as no failure. Pure."""
     if exit_code == 0:
         return 0
     return 1 if ran_seconds >= STEADY_SECONDS else failures_in_a_row + 1
@@ -166,7 +166,7 @@ class Supervisor:
 
 
 def stop_together(children: list[_Child]) -> None:
-    """SIGTERM, a second one for components that hurry on it, then SIGKILL at each one's deadline."""
+    """Send SIGTERM, a second one to components that hurry on it, and SIGKILL at each one's deadline."""
     running = [child for child in children if child.process is not None]
     for child in running:
         assert child.process is not None

@@ -55,7 +55,7 @@ def _last_line(node: yaml.Node) -> int:
 
 
 def _comment(section: type, name: str) -> str | None:
-    """What stands behind the field in the source of the model, or of the section that it is inherited from."""
+    """Return the comment behind the field in the source of the model, or of the section that it is inherited from."""
     for own in section.__mro__:
         if name in inspect.get_annotations(own):
             found = re.search(rf"^    {name}: (?:.*\n)*?.*?  # (.+)$", inspect.getsource(own), re.MULTILINE)

@@ -55,7 +55,7 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]  # those that vLLM has 
 
 
 def ranks_of_pod(cores: int, ranks: int, nodes: int) -> tuple[int, int]:
-    """What one pod has of a replica over `nodes` pods with so many engine cores of so many ranks each.
+    """Return one pod's share of a replica over `nodes` pods with so many engine cores of so many ranks each.
 
     Returns:
         Engine cores of the pod, or 1 if one core spans several pods; and such a core's ranks in this pod.

@@ -86,6 +86,7 @@ class Health(Section, frozen=True):
     timeout_seconds: Seconds = 2
     timeouts_before_down: Count = 3
     metrics_period_seconds: Seconds = 1
+    return_seconds: SecondsOrNone = 2
     ending_seconds: Seconds | None = None
 
 

@@ -1,4 +1,4 @@
-"""What pods of every component have, as Kubernetes takes it."""
+"""The settings of every component's pods, in Kubernetes' terms."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def restricted_container() -> kubernetes.SecurityContext:
 
 
 class PodSettings(Section, frozen=True):
-    """What engines, gateways and the Redis for trials have alike."""
+    """The settings that the pods of engines, gateways and the Redis for trials share."""
 
     priority_class_name: ObjectName = ""
     node_selector: Labels = {}

@@ -1,4 +1,4 @@
-"""From the structs to what Helm, editors and Artifact Hub read: JSON Schema, draft 7.
+"""Turns the structs into JSON Schema, draft 7, which Helm, editors and Artifact Hub read.
 
 Any part of the values may be left out, as Helm lays them over the defaults. `null` is valid if it is a default, or
 if the installation can do without the setting. Keys that begin with `x-` are the operator's own, for YAML anchors.

@@ -1,4 +1,5 @@
-"""Facts that rules go by: those that the chart's templates share lie in the chart, the others in `facts` beside this.
+"""The facts that rules use: those that the chart's templates share are in the chart, the others in `facts` beside this
+module.
 
 `chart` beside this module is a link to the chart; a built package holds what it leads to.
 """
@@ -20,14 +21,14 @@ OWN = Path(__file__).with_name("facts")
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """What is known of the cluster and of the release.
+    """The known facts of the cluster and of the release.
 
     Attributes:
         kubernetes: major and minor version; None: not known, so that nothing is refused for it.
         kinds: API version and kind of what is installed there, such as `keda.sh/v1alpha1/ScaledObject`; without a
             cluster, what somebody may install is taken to be there.
         release: name of the release, which begins the objects' names.
-        namespace: of the release.
+        namespace: the release's namespace.
         is_root: whether the chart is installed by itself, not as a part of another chart.
     """
 

@@ -58,7 +58,6 @@ def add_check(areas: Any) -> None:
         help="whether values of the chart are right, before anything is installed",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="values; - for standard input")
     parser.add_argument("-f", "--values", action="append", default=[], metavar="FILE", help="as Helm's")

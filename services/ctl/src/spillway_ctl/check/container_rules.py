@@ -39,7 +39,7 @@ _NEEDS_AN_END = ("readinessProbe", "livenessProbe", "startupProbe", "lifecycle")
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """What a component's pod has before values add to it."""
+    """A component's pod before values add to it."""
 
     path: str
     section: Any
@@ -183,7 +183,7 @@ def _ports(at: str, container: Mapping[str, Any], ports: dict[str, int]) -> Iter
 
 
 def _own(at: str, container: Mapping[str, Any], release: Release, *, is_sidecar: bool) -> Iterator[Finding]:
-    """What contradicts itself within one container."""
+    """Yield the contradictions within one container."""
     policy = container.get("restartPolicy")
     if policy and release.cluster.is_before("1.35"):
         if is_sidecar:
@@ -269,7 +269,7 @@ def _resources(at: str, resources: Mapping[str, Any]) -> Iterator[Finding]:
 def _chosen_folders(group: Group) -> Iterator[Finding]:
     """Folders that values choose for volumes and at which none can be mounted."""
     mounts = group.mounts()
-    named: set[str] = set()  # of two that were chosen, the first says it
+    named: set[str] = set()  # of two chosen folders, the first one reports the conflict
     for mount in mounts:
         if mount.name not in _CHOSEN:
             continue

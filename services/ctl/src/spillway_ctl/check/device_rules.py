@@ -274,7 +274,7 @@ def _vendor(group: Group) -> Iterator[Finding]:
 
 
 def _weights(group: Group) -> Iterator[Finding]:
-    """Weights that no device holds, found after an hour's download else.
+    """Find weights that no device holds, which would otherwise show after an hour's download.
 
     memoryMiB and the name of a part of a device (MIG) say how large one is; else it is the largest that the preset
     stands for. Quantised weights and those kept in host memory may be smaller than is known here.

@@ -114,7 +114,7 @@ def _cpu_tier(group: Group) -> Iterator[Finding]:
 
 
 def _contradictions(group: Group) -> Iterator[Finding]:
-    """What the engine service would refuse when it starts."""
+    """Yield what the engine service would refuse when it starts."""
     engine, shape, memory = group.engine, group.model.shape, group.memory
     wrong = (
         *contradictions(engine, PLAIN_NAMES),

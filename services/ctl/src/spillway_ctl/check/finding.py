@@ -1,4 +1,4 @@
-"""What is wrong with a setting, in one sentence, and how values are shown in it. Pure."""
+"""A finding: the fault of a setting in one sentence, and how values are shown in it. Pure."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def quantity(size_bytes: int) -> str:
 
 
 def amount(value: Any) -> Fraction:
-    """What a quantity of Kubernetes stands for: 500m is a half, 1Ki is 1024."""
+    """Return the number that a quantity of Kubernetes stands for: 500m is a half, 1Ki is 1024."""
     number_part, suffix = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", str(value)).groups()  # type: ignore[union-attr]
     return Fraction(number_part) * _SUFFIXES[suffix]
 

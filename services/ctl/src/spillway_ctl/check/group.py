@@ -54,9 +54,9 @@ class Group(msgspec.Struct, frozen=True):
 
     Attributes:
         key: in `engines`; empty for `engine` alone.
-        path: of its settings, for messages.
-        name: of its StatefulSet, Deployment or LeaderWorkerSet.
-        redis_url: of the shared tier; that of the embedded server if it is used.
+        path: the path of its settings, for messages.
+        name: the name of its StatefulSet, Deployment or LeaderWorkerSet.
+        redis_url: the shared tier's URL; that of the embedded server if it is used.
         secret_files: names of the Secrets that are files in its pod.
     """
 
@@ -130,7 +130,7 @@ class Group(msgspec.Struct, frozen=True):
         return (*self.engine.extra_env, *(variable.name for variable in self.engine.extra_env_vars))
 
     def mounts(self) -> tuple[Mount, ...]:
-        """What the chart mounts into the engine's container."""
+        """The mounts that the chart adds to the engine's container."""
         engine = self.engine
         found = [
             Mount("config", FOLDERS["config"], True),
@@ -188,7 +188,7 @@ def base_name(path: str) -> str:
 
 
 def fitting(text: str, characters_max: int) -> str:
-    """What is cut off is replaced by eight digits of its hash, so that names stay distinct."""
+    """Return the text, cut to this length. Eight digits of a hash replace the rest, so that names stay distinct."""
     if len(text) <= characters_max:
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""What `spillway check` asks, in this order: the schema, the cluster's version, sizes, and the rules. Pure."""
+"""The checks of `spillway check`, in this order: the schema, the cluster's version, sizes, and the rules. Pure."""
 
 from __future__ import annotations
 

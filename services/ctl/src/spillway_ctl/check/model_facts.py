@@ -1,4 +1,4 @@
-"""What is known of a model: the shape that values give, over that of files/model-shapes.yaml. Pure."""
+"""The facts about a model: the shape that values give, over that of files/model-shapes.yaml. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from spillway_ctl.check.chart_facts import facts
 from spillway_ctl.check.finding import Finding, foreign_letter, quoted, size
-from spillway_engine.drafters import with_drafter
+from spillway_engine.drafters import drafter_of, with_drafter
 from spillway_engine.model_shape import ModelShape
 from spillway_settings.shared_names import MODEL_NAME_ENDINGS, QUANTIZED_EIGHTHS
 from spillway_settings.values.engine import Engine
@@ -132,6 +132,17 @@ def model_facts(engine: Engine, path: str) -> tuple[ModelFacts, list[Finding]]:
         state_bytes=shape.get("stateBytes", 0),
         packed=shape.get("packed", ""),
     )
+    drafter = drafter_of(engine.extra_args)
+    if drafter is not None and not drafter.is_counted and given.draft_layers is None:
+        found.append(
+            Finding(
+                f"{path}.model.shape.draftLayers",
+                f"the drafter {drafter.model} says in its config.json alone how many layers it has, and "
+                f"{drafter.layers} are counted",
+                "give their number, in layers of the model's size",
+                is_note=True,
+            )
+        )
     model_shape = with_drafter(model_shape, engine.extra_args, given.draft_layers)
     return ModelFacts(model_shape, shape.get("heads", 0)), found
 

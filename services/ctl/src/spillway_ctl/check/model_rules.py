@@ -256,7 +256,7 @@ def _downloads(group: Group) -> Iterator[Finding]:
 
 
 def _start(group: Group) -> Iterator[Finding]:
-    """A start that cannot end in time is killed and restarted without end."""
+    """Find starts that cannot end in time: such a pod is killed and restarted without end."""
     engine, lifecycle, tier = group.engine, group.engine.lifecycle, group.memory.tier
     seconds, parts = _START_SECONDS, ["30 s for Python and vLLM"]
     if on_off(lifecycle.self_check) != "off":

@@ -39,7 +39,7 @@ class PodMemory(msgspec.Struct, frozen=True):
 
 
 def pod_memory(engine: Engine, path: str, platform: str, model: ModelFacts) -> tuple[PodMemory, list[Finding]]:
-    """The figures, and each setting that they do not fit into with the value that they would."""
+    """Return the figures, and each setting that does not fit them, with a value that does."""
     shape, memory, offload = model.shape, engine.memory, engine.offload
     on_cpu = platform == "cpu"
     found: list[Finding] = []
@@ -190,7 +190,7 @@ def _tier_fitting(key: str, row: int, free: int) -> str:
 
 
 def _index(engine: Engine, row: int) -> int:
-    """What an engine core's copies of the index of slabs take, if the values bound the tier."""
+    """Return the bytes that an engine core's copies of the slabs' index take, if the values bound the tier."""
     tier = engine.offload.shared_tier
     if not engine.offload.enabled or "nvme" not in tier_types(tier) or tier.nvme.mode == "files":
         return 0
@@ -216,7 +216,7 @@ def node_tier_bytes(engine: Engine) -> int:
 
 
 def nvme_max_bytes(engine: Engine) -> int | None:
-    """What all engines on the folder may store: nine tenths of a volume's size, as kubelet counts more than files."""
+    """Return the bytes that all engines may store in the folder: nine tenths of a volume, as kubelet counts more."""
     nvme = engine.offload.shared_tier.nvme
     if nvme.max_bytes is not None:
         return size(nvme.max_bytes)

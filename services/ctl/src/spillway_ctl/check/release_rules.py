@@ -209,9 +209,8 @@ def _extra_objects(release: Release) -> Iterator[Finding]:
 
 
 def _templates(value: Any, at: str, declared: Container[str]) -> Iterator[Finding]:
-    """What Helm would refuse, or render as nothing, of the texts of an object, all of which are one template.
-
-    declared: the template's variables.
+    """Find texts of an object, which together are one template, that Helm would refuse or render as nothing. declared:
+    the template's variables.
     """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jsonschema import Draft7Validator, ValidationError
 
 _OWN_KEY = re.compile("^x-")
-# Texts that others read, in which a line break means something.
+# Texts that other programs read, in which a line break has a meaning.
 _FREE_TEXT = re.compile(
     r"[aA]nnotations$|\.(extraEnv|extraConfig|extraTiers|selfCheckText)$|^extraObjects$|^global$"
     r"|\.(extraEnvVars|env)\[\d+\]\.value$|\.(initContainers|sidecars)\[\d+\]\..*\b(command|args)$"
@@ -35,7 +35,7 @@ _PRESETS = {
     **dict.fromkeys(("ascend", "npu", "910b", "910c"), "mindcluster"),
     "none": "cpu",
 }
-# What others call a word of a setting.
+# Other names for the words of a setting.
 _SYNONYMS = {
     **dict.fromkeys(("half", "fp16", "f16"), "float16"),
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
@@ -172,7 +172,7 @@ def _given(value: Any, path: str) -> str:
 
 
 def needed(node: Mapping[str, Any], instance: Any = None) -> str:
-    """What a setting takes, in words."""
+    """Return the values that a setting accepts, in words."""
     if described := _NEEDED.search(node.get("description", "")):
         words = described[1]
         return f"a map whose {words}" if words.startswith("keys are each ") else words

@@ -17,7 +17,7 @@ _OWN_POD = re.compile(r"[a-z-]+://(?:localhost|127\.[0-9.]+|0\.0\.0\.0|\[::1?\])
 # A host, perhaps with a port.
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
-_DATABASES = 16  # of a Redis that nobody configured
+_DATABASES = 16  # Redis's default
 _SYSTEM_FOLDER = re.compile(
     r"(/(?:dev(?!/shm/)|proc|sys|etc|usr(?!/local/)|bin|sbin|lib|lib64|boot|run|var/run"
     r"|var/lib/(?:kubelet|containerd|docker|etcd)))(?:/|$)"
@@ -92,7 +92,8 @@ def repeated(names: Iterable[_Name]) -> Iterator[_Name]:
 
 
 def variables(at: str, given: Iterable[EnvironmentVariable], own: Mapping[str, str]) -> Iterator[Finding]:
-    """What extraEnvVars may not hold. own: variables that the chart sets, with what to do in place of each."""
+    """Find variables that extraEnvVars may not hold. own: variables that the chart sets, with what to do in place of
+    each."""
     names = [variable.name for variable in given]
     for name in names:
         if name in own:
@@ -121,7 +122,7 @@ def not_above(
 def closed_way(
     policy: NetworkPolicy, egress: Literal["engineEgress", "gatewayEgress"], to: str, or_else: str = ""
 ) -> Iterator[Finding]:
-    """The way out of pods to an address that networkPolicy does not list."""
+    """Find an address that pods need and that networkPolicy does not list."""
     open_ways = policy.engine_egress if egress == "engineEgress" else policy.gateway_egress
     if policy.enabled and policy.restrict_egress and not open_ways:
         yield Finding(

@@ -1,4 +1,4 @@
-"""What was given, laid over the defaults and typed; groups of engines; fields that a cluster has not. Pure."""
+"""The given values, laid over the defaults and typed; groups of engines; fields that a cluster has not. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def global_settings(given: Mapping[str, Any], cluster: Cluster) -> Iterator[Find
 
 
 def missing_defaults(tree: Mapping[str, Any]) -> Iterator[Finding]:
-    """What null took away without a replacement, if the schema allows null."""
+    """Yield a finding for each value that null removed without a replacement, if the schema allows null."""
     for path, keys in needed_settings().items():
         section: Any = tree
         for step in filter(None, path.split(".")):

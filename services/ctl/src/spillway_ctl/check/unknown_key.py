@@ -11,7 +11,7 @@ from typing import Any
 from spillway_ctl.check.chart_facts import schema
 from spillway_ctl.check.finding import Finding
 
-# What other charts, and vLLM, call it -> what it is here, for each section that has it.
+# Names in other charts and in vLLM -> the name here, for each section that has it.
 _ENGINE_AND_GATEWAY = {
     "replicaCount": "{section}.replicas",
     "env": "{section}.extraEnvVars",

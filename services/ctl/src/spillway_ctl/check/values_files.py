@@ -92,7 +92,7 @@ def read_values(text: str, name: str) -> dict[str, Any]:
 
 
 def merged_values(files: Sequence[Path | str], sets: Iterable[tuple[str, bool]]) -> dict[str, Any]:
-    """What the files and settings mean together.
+    """Return the values that the files and settings give together.
 
     Args:
         files: paths, of which the last one wins; `-` is standard input.

@@ -29,7 +29,7 @@ _NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": "", "VLL
 
 
 class VllmVerdicts(msgspec.Struct, frozen=True):
-    """What the parsers said.
+    """The verdicts of the parsers.
 
     Attributes:
         findings: arguments that an engine's vLLM would not start with.

@@ -25,7 +25,7 @@ POLL_SECONDS = 1.0
 
 
 class CheckFailed(Exception):
-    """What was expected and what was seen."""
+    """A check failed. The message says what was expected and what was seen."""
 
 
 @dataclass(frozen=True)

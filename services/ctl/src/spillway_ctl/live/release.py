@@ -38,13 +38,13 @@ _NOT_COMPARED = ("extraEnv", "extraArgs")
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What the chart wrote of a release (templates/tests/doctor.yaml).
+    """The facts that the chart writes of a release (templates/tests/doctor.yaml).
 
     Attributes:
         gateway: url, operations (the address for operators), open (whether that one asks for no key), settings and, if
             it speaks TLS, certificate.
         auth: required, and keyEnv: the variable with a client's key.
-        models: of each its name, engines, settings, chunkTokens, maxLength, offload, shared and apiKeyEnv.
+        models: for each model its name, engines, settings, chunkTokens, maxLength, offload, shared and apiKeyEnv.
     """
 
     gateway: Mapping[str, Any]

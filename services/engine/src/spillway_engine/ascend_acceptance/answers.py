@@ -45,7 +45,7 @@ def asked_twice(engine: EngineClient, asked: Iterable[list[int]], answer_tokens:
 
 
 def compared(reference: Sequence[Scored], answers: Answers) -> tuple[list[str], int, int]:
-    """What differs beyond near ties, tokens that could be compared, and tokens asked for."""
+    """Return the differences beyond near ties, the number of compared tokens, and the number of tokens asked for."""
     different, seen, asked = [], 0, 0
     for name, given in (("computed", answers.first), ("loaded", answers.again)):
         for number, (one, other) in enumerate(zip(reference, given, strict=True), start=1):

@@ -15,7 +15,7 @@ _GIGABYTES = re.compile(r"(loop|batch|contiguous) ([\d.]+) GB/s")
 
 
 def run_probe(library: str | None, device: int, megabytes: int) -> str:
-    """What the probe prints, whatever its verdict. A probe that hangs is a failed line of its own."""
+    """Return the output of the probe, whatever its verdict. A probe that hangs adds a failed line."""
     command = [sys.executable, "-m", "spillway_connector.device.npu_probe"]
     command += ["--device", str(device), "--megabytes", str(megabytes)]
     command += ["--library", library] if library is not None else []

@@ -189,7 +189,7 @@ class SimulatedEngine:
         return True
 
     def restart(self) -> None:
-        """The process dies and a new one takes its place: requests, device and CPU tier are gone, totals start anew.
+        """The process dies and a new one takes its place: requests, device and CPU tier are gone, totals start again.
         The shared tier stays. Events of the old process that were not taken are lost with it."""
         self._events = []  # a new list: blocks left in the shared tier are not announced to the new process
         self.counters = EngineCounters()

@@ -1,4 +1,4 @@
-"""What an engine announces about its caches. Plain values; wire/kv_event_encoding.py turns them into bytes."""
+"""The events that an engine publishes about its caches, as plain values; wire/kv_event_encoding.py encodes them."""
 
 from __future__ import annotations
 

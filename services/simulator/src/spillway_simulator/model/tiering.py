@@ -145,7 +145,7 @@ class Tiering:
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def plan_load(self, keys: Sequence[int], start: int, limit: int, now: float) -> LoadPlan | None:
-        """What to load behind the first `start` blocks of a prompt; None: nothing is there, or prefill is cheaper."""
+        """Plan the load behind the first `start` blocks of a prompt; None: nothing is there, or prefill is cheaper."""
         where: list[SharedLevel | None] = []  # None: the CPU tier
         for key in keys[start:limit]:
             if key in self.cpu:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 class LruTier:
-    """Up to `capacity` blocks; capacity 0 holds nothing."""
+    """A tier of at most `capacity` blocks; 0: it holds nothing."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -174,7 +174,7 @@ class EngineRoutes:
         return f"{connection.request_id or self._host.name}-{next(_numbers)}"
 
     def _asked(self, connection: HttpConnection, body: dict[str, Any], *, chat: bool) -> Asked | None:
-        """None: answered already, with an error."""
+        """Read the request; None: it was answered already, with an error."""
         host = self._host
         model = body.get("model")
         if model not in (None, host.settings.model):

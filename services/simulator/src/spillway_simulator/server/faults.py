@@ -45,8 +45,8 @@ class NotReady(msgspec.Struct, frozen=True, tag="not_ready", tag_field="fault", 
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", tag_field="fault", forbid_unknown_fields=True):
-    """Not ready, and new requests get 503; what runs has this long. Then it ends with the engine service's error. Until
-    cleared."""
+    """The engine is not ready, and new requests get 503; running ones have this long. Then it ends with the engine
+    service's error. Lasts until it is cleared."""
 
     timeout_seconds: Annotated[float, msgspec.Meta(ge=0)] = 60.0
 
@@ -82,7 +82,7 @@ decode_fault = msgspec.json.Decoder(Fault).decode
 
 @dataclass(slots=True)
 class FaultState:
-    """What lasts."""
+    """The faults that last."""
 
     hanging: bool = False
     refuse: Refuse | None = None

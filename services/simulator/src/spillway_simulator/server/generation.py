@@ -26,7 +26,7 @@ class BadBody(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for."""
+    """The request that a body makes."""
 
     prompt: array[int]
     answer_tokens: int

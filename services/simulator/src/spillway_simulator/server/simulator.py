@@ -71,7 +71,7 @@ class Simulator:
             self._context.destroy(linger=0)
 
     def addresses(self) -> dict[str, Any]:
-        """What a client or a gateway's configuration needs to reach the engines."""
+        """Return the addresses of the engines, for a client or a gateway's configuration."""
         return {
             "simulated": True,
             "admin": self.admin_url,

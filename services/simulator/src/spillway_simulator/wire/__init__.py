@@ -1,1 +1,1 @@
-"""What engines put on the wire: KV events, metrics, OpenAI documents, tokens."""
+"""The formats of engines on the wire: KV events, metrics, OpenAI documents, tokens."""

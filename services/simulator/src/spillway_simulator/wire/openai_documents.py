@@ -35,7 +35,7 @@ class Envelope(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What a reply states after its last token. answer: the whole text."""
+    """The facts that a reply states after its last token. answer: the whole text."""
 
     answer: str
     finish_reason: str
@@ -71,7 +71,7 @@ class OpenAiEnvelope:
         return self.chunk(text, None)
 
     def piece_with_ids(self, text: str, tokens: Sequence[int], *, first: bool) -> bytes:
-        """Like piece(), for a client that asked for ids."""
+        """Return piece() for a client that asked for ids."""
         return self.chunk(text, None, tokens=tokens, first=first)
 
     def end(self, text: str, tokens: Sequence[int], completed: Completed) -> bytes:

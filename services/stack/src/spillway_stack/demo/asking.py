@@ -78,7 +78,7 @@ def ask(port: int, model: str, messages: list[dict[str, str]]) -> Answer:
 
 
 def ask_one_token(port: int, model: str) -> None:
-    """The shortest possible request: it takes one device block and caches nothing."""
+    """Send the shortest possible request: it takes one device block and caches nothing."""
     _request("POST", port, "/v1/completions", {"model": model, "prompt": "Ship", "max_tokens": 1, "temperature": 0})
 
 
@@ -93,7 +93,7 @@ def take_blocks(port: int, model: str, blocks: int) -> None:
 
 
 def count_prompt_tokens(port: int, model: str, messages: list[dict[str, str]]) -> int:
-    """Chat template included, as the engine counts them."""
+    """Return the prompt's tokens as the engine counts them, chat template included."""
     return int(_request("POST", port, "/tokenize", {"model": model, "messages": messages})["count"])
 
 

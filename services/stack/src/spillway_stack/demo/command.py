@@ -22,7 +22,7 @@ REPORT_NAME, CHART_NAME = "report.json", "ttft.png"
 
 
 def closing_sentences(rows: Sequence[Row], bytes_per_token: int, platform: str) -> list[str]:
-    """Two, from the `rows` of a whole demo."""
+    """Return two sentences about the `rows` of a whole demo."""
     by_phase = {row.phase: row for row in rows}
     cold, cpu = by_phase[Phase.COLD.value], by_phase[Phase.CPU_TIER.value]
     shared = sorted(
@@ -49,7 +49,7 @@ def closing_sentences(rows: Sequence[Row], bytes_per_token: int, platform: str) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if every phase was served from the expected tier with identical answers, else 1."""
+    """Run the demo. Returns 0 if every phase was served from its tier with identical answers, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m spillway_stack demo", description="Measure what each tier saves on the running stack."
     )

@@ -15,7 +15,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class Console:
-    """On a terminal the status line is redrawn in place; elsewhere it is written once."""
+    """A console whose status line is redrawn in place on a terminal and written once elsewhere."""
 
     def __init__(self, out: TextIO | None = None, is_terminal: bool | None = None) -> None:
         self._out = out if out is not None else sys.stdout

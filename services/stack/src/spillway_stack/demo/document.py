@@ -72,23 +72,23 @@ class LogBook:
         return "\n".join([self.title, "", *(arrival.text for arrival in self.arrivals)])
 
     def shortened(self, entries: int) -> LogBook:
-        """The same book with fewer entries: a prefix of this one."""
+        """Return the book with fewer entries: a prefix of this one."""
         return LogBook(self.title, self.harbour, self.edition, self.arrivals[:entries])
 
     @property
     def question(self) -> str:
-        """About the very first entry: the answer lies at the far end of the cached prefix."""
+        """Return a question about the very first entry: the answer is at the far end of the cached prefix."""
         first = self.arrivals[0]
         return f"From which port did the {first.kind} {first.ship} arrive?"
 
     @property
     def expected_answer(self) -> str:
-        """The correct answer to `question`."""
+        """Return the correct answer to `question`."""
         return self.arrivals[0].origin
 
 
 def write_log_book(seed: int, edition: str, entries: int) -> LogBook:
-    """`entries` in 1 .. ENTRIES_MAX; books of one seed and edition are prefixes of each other in their entries."""
+    """Write 1 to ENTRIES_MAX entries. Of two books of one seed and edition, the entries of one begin the other's."""
     if not 1 <= entries <= ENTRIES_MAX:
         raise ValueError(f"a log book has 1 to {ENTRIES_MAX} entries, not {entries}")
     chance = random.Random(f"log book {seed}")  # noqa: S311  a story, not a secret
@@ -114,12 +114,12 @@ def _arrival(chance: random.Random, number: int, ship: str) -> Arrival:
 
 
 def conversation(book: LogBook) -> list[dict[str, str]]:
-    """Chat messages: the document first, so that every question about it shares the prefix."""
+    """Return chat messages with the document first, so that every question about it shares the prefix."""
     return [{"role": "user", "content": f"{book.text}\n\n{book.question}"}]
 
 
 def longest_book(book: LogBook, prompt_tokens_max: int, count_tokens: Callable[[LogBook], int]) -> LogBook:
-    """The longest beginning of `book` whose conversation has fewer than `prompt_tokens_max` tokens, by bisection.
+    """Return the longest beginning of `book` whose conversation has fewer than `prompt_tokens_max` tokens. It bisects.
 
     `count_tokens` grows with the entries. Raises ValueError when even one entry is too long.
     """

@@ -63,6 +63,6 @@ def parse_counters(text: str) -> EngineCounters:
 
 
 def read_counters(port: int) -> EngineCounters:
-    """Raises StackError when the engine does not answer."""
+    """Read the engine's counters. Raises StackError if it does not answer."""
     with exchange(port, "GET", "/metrics", timeout_seconds=READ_SECONDS) as response:
         return parse_counters(response.read().decode(errors="replace"))

@@ -50,8 +50,8 @@ class Served:
 
 
 def attribute(delta: EngineCounters, limits: EngineLimits) -> Served:
-    """From the counters around one request: what the connector loaded came from the CPU tier, except for
-    as much as was read from shared tiers."""
+    """Attribute the counters around one request: what the connector loaded came from the CPU tier, except for as much
+    as was read from shared tiers."""
     shared = {tier: read_bytes // limits.bytes_per_token for tier, read_bytes in delta.tier_read_bytes.items()}
     cpu_tokens = max(0, delta.external_hit_tokens - sum(shared.values()))
     return Served(delta.prompt_tokens, {DEVICE: delta.device_hit_tokens, CPU: cpu_tokens, **shared})
@@ -69,7 +69,7 @@ class Sample:
     served: Served
 
     def fault(self, limits: EngineLimits, shared_tier: str) -> str | None:
-        """Why this was not served from the phase's tier; None when it was."""
+        """Return why this was not served from the phase's tier; None if it was."""
         expected = self.phase.expected_tier(shared_tier)
         prompt_tokens = self.answer.prompt_tokens
         if self.served.prompt_tokens != prompt_tokens:

@@ -46,7 +46,7 @@ class Row:
 
 
 def summarise(samples: Sequence[Sample], everything: Sequence[Sample], limits: EngineLimits, shared_tier: str) -> Row:
-    """One row of the `samples` of one phase; `everything` so far holds the references, itself included.
+    """Return the row of one phase's `samples`. `everything` so far holds the references, these samples included.
 
     Every document's answer is compared with its cold one. A full prefill multiplies matrices of other shapes than the
     short rest after a hit, and a kernel may then round differently; if that already makes a document's device hit
@@ -93,7 +93,7 @@ def summarise(samples: Sequence[Sample], everything: Sequence[Sample], limits: E
 
 
 def write_report(rows: Sequence[Row], path: Path) -> None:
-    """Atomic: an interrupted demo keeps the previous report."""
+    """Write the report atomically: an interrupted demo keeps the previous one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [asdict(row) for row in rows])
 
@@ -103,7 +103,7 @@ def _same(sample: Sample, reference: Sample) -> bool:
 
 
 def _same_but_for_rounding(sample: Sample, reference: Sample) -> bool:
-    """The same up to a token that leads its runner-up by little in one of the two."""
+    """Whether two answers are equal up to a token that leads its runner-up by little in one of them."""
     answers = sample.answer, reference.answer
     for position, (token, its) in enumerate(zip(*(answer.token_ids for answer in answers), strict=False)):
         if token != its:

@@ -18,7 +18,7 @@ SPARE_SHORT_ANSWERS = 6
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one engine of the stack holds; read from its /spillway/config."""
+    """The limits of one engine of the stack, read from its /spillway/config."""
 
     max_length: int  # tokens of prompt and answer
     block_size: int  # tokens
