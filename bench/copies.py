@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,9 +28,9 @@ from bench_report import BenchError, write_report
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cuda.driver import CudaDriver
 from spillway_connector.device.cuda.transport import CudaTransport, torch_cuda_device
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.plan.copies import CopyPlan
 from spillway_connector.plan.copy_table import BATCH, LOOP, PATHS, STAGED, CopyTable
+from spillway_connector.testing.memory import unnamed_region
 
 PIECES_BYTES = (4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144, 294_912, 524_288, 1 << 20, 2 << 20, 4 << 20)
 ROW_BYTES = 36 << 20  # a multiple of every size above; near two 128-token blocks of a 14B model
@@ -47,8 +46,7 @@ class Bench:
     def __init__(self, megabytes: int) -> None:
         self.rows = max(2, megabytes * 1_000_000 // ROW_BYTES)
         self.bytes = self.rows * ROW_BYTES
-        self.region = HostRegion(region_path(f"bench-copy-{os.getpid()}"), self.rows, ROW_BYTES)
-        self.region.unlink_name()
+        self.region = unnamed_region(self.rows, ROW_BYTES)
         self.region.populate(0, self.bytes)
         torch.cuda.set_device(0)
         # Twice the size: pieces leave gaps, so that adjacent pieces never merge.

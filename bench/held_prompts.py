@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import os
 import sys
 from collections.abc import Sequence
 
 from retention import CHUNK_TOKENS, ROW_BYTES, Request, Rows, live_to_tier, requests_of, traces, working_set_chunks
 
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.testing.generation import make_cpu_tier
+from spillway_connector.testing.memory import unnamed_region
 
 USERS, TURNS, PAUSE_SECONDS = 8, 3, 500.0
 COMMON_TOKENS, OWN_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 20_000, 10_000, 2_048, 512
@@ -42,8 +41,7 @@ def users() -> list[Request]:
 
 def measured(requests: Sequence[Request], chunks_max: int, share: float) -> tuple[float, float]:
     """The hit ratio of the users' later turns, and of the agents."""
-    region = HostRegion(region_path(f"bench-held-{os.getpid()}"), chunks_max, ROW_BYTES)
-    region.unlink_name()
+    region = unnamed_region(chunks_max, ROW_BYTES)
     tier = make_cpu_tier(chunks_max, region, "lru", enable_events=False)
     rows = Rows(chunks_max, tier, lambda request: None)
     hit, asked = [0, 0], [0, 0]

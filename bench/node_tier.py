@@ -8,7 +8,8 @@ neighbour  Engines take turns. In each round every engine computes a prompt of i
            and the rows of the tier are counted: those that the prompt added, and those that it needs.
 restart    An engine computes prompts and is killed with SIGKILL with all its processes. Another one is started on the
            same rows, and asks in turns for what the killed one had computed (`restarted`) and for what it has computed
-           itself (`own`). Rows that stay claimed are counted a few steps later.
+           itself (`own`). Rows that stay claimed are counted a few steps later, and page faults of each question: a
+           process that takes them in its first loads of rows shows more of them for `restarted`.
 trace      Agents' sessions of bench/retention.py in virtual time, on the connector's own rows and index: one tier of B
            bytes for N engines, and N private ones of B/N. A router sends each session to one engine (`pinned`), to
            the next one at each request (`spread`), or to another one after each quarter of the engines is replaced by
@@ -28,6 +29,7 @@ import json
 import mmap
 import os
 import random
+import resource
 import shutil
 import statistics
 import sys
@@ -40,6 +42,7 @@ from typing import Any
 
 import gpu
 from engine_turns import Turn, answer_rounds
+from memory_folder import MEMORY, own_name, remove_left
 from paired_rounds import paired_ratio
 
 from spillway_connector.plan.node_index import READY, WRITING, NodeIndex
@@ -104,12 +107,13 @@ def serve(given: argparse.Namespace) -> None:
         prompt = [token % model["vocab_size"] for token in gpu.make_prompt(asked["prompt"], asked["tokens"])]
         if asked["reset"]:
             engine.reset_device_cache()
-        began = time.process_time()
+        began, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         seconds, cached, tokens = engine.ask(prompt)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         if given.cpu_time:
             seconds = time.process_time() - began
         engine.settle()
-        return json.dumps({"seconds": seconds, "cached": cached, "answer": tokens})
+        return json.dumps({"seconds": seconds, "cached": cached, "answer": tokens, "faults": faults})
 
     answer_rounds(answer)
 
@@ -124,11 +128,13 @@ class Engines:
         self._given = given
         self._stack = stack
         self.region = Path(given.region)
+        remove_left()
         shutil.rmtree(self.region, ignore_errors=True)
         stack.callback(shutil.rmtree, self.region, ignore_errors=True)
         self._turns: dict[int, Turn] = {}
         self._answers: dict[tuple[str, int], list[int]] = {}  # by prompt
         self.answers_differing = 0
+        self.faults: dict[str, list[int]] = defaultdict(list)  # by row of the table, of the process that vLLM runs in
 
     def start(self, numbers: Sequence[int]) -> float:
         """Returns the seconds until all of them are ready. Each CUDA device starts beside the others."""
@@ -162,6 +168,7 @@ class Engines:
         """Seconds to the first token of what the tier holds."""
         answer = self.ask(number, prompt, tokens, reset=True)
         gpu.require_hit(f"{row} of engine {number}", tokens, answer["cached"])
+        self.faults[f"{row}_{tokens}"].append(answer["faults"])
         return float(answer["seconds"])
 
     def rows(self) -> dict[int, int]:
@@ -216,6 +223,9 @@ def measure_restart(given: argparse.Namespace) -> dict[str, float]:
     with ExitStack() as stack:
         engines = Engines(given, stack)
         print(f"an engine is ready after {engines.start([0]):.0f} s", flush=True)
+        needed = 2 * (given.rounds + 1) * sum(tokens // gpu.BLOCK_TOKENS for tokens in given.lengths)
+        if (held := sum(count for state, count in engines.rows().items() if state >= 0)) < needed:
+            raise gpu.BenchError(f"the tier holds {held} chunks, and the prompts have {needed}: raise --tier-bytes")
         for tokens in given.lengths:
             for at in range(given.rounds + 1):
                 engines.ask(0, f"before {at} {tokens}", tokens, reset=True)
@@ -233,6 +243,7 @@ def measure_restart(given: argparse.Namespace) -> dict[str, float]:
                 for kind, value in row.items() if at else ():
                     seconds[f"{kind}_{tokens}"].append(value)
         report["restart_answers_differing"] = engines.answers_differing
+        report |= {f"restart_{row}_page_faults": statistics.median(counted) for row, counted in engines.faults.items()}
         report["rows_claimed_at_the_end"] = engines.rows()[WRITING]
     return report | first_tokens(seconds, "restarted", given.lengths)
 
@@ -287,7 +298,7 @@ def render(report: dict[str, float], parts: Sequence[str], lengths: Sequence[int
     lines += [
         f"{key}: {value}"
         for key, value in report.items()
-        if key.startswith(("common", "rows", "restart_s")) or key.endswith("differing")
+        if key.startswith(("common", "rows", "restart_s")) or key.endswith(("differing", "faults"))
     ]
     return "\n".join(lines)
 
@@ -305,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds of the engine, on a busy machine")
     parser.add_argument("--tier-bytes", type=int, help="of the tier of the node")
     parser.add_argument("--sessions", type=int, default=TRACE_SESSIONS, help="of the trace")
-    parser.add_argument("--region", type=Path, default=Path(f"/dev/shm/spillway-bench-{os.getpid()}"))
+    parser.add_argument("--region", type=Path, default=MEMORY / own_name())
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the model and the logs")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--serve", help=argparse.SUPPRESS)

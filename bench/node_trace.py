@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import cast
 
 import retention
+from memory_folder import memory_folder
 
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.testing.generation import make_cpu_tier, make_node_tier
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.tiers.disk.slab.writers import new_number
 
 NAMESPACE = b"n" * 16
@@ -30,8 +29,7 @@ class _Rows(retention.Rows):
 
 @contextmanager
 def _private(rows: int) -> Iterator[CpuTier]:
-    region = HostRegion(region_path(f"bench-node-{os.getpid()}-{new_number()}"), rows, retention.ROW_BYTES)
-    region.unlink_name()
+    region = unnamed_region(rows, retention.ROW_BYTES)
     tier = cast(CpuTier, make_cpu_tier(rows, region, "lru", enable_events=False))
     try:
         yield tier
@@ -55,11 +53,12 @@ class Engines:
     def __init__(self, kind: str, engines: int, rows: int) -> None:
         self._kind, self._rows = kind, rows if kind == "node" else rows // engines
         self._stacks = [ExitStack() for _ in range(engines)]
-        self._folder = tempfile.TemporaryDirectory(prefix="spillway-bench-node-", dir="/dev/shm")
+        self._open_folder = ExitStack()
+        self._folder = self._open_folder.enter_context(memory_folder())
         self.tiers = [self._open(at) for at in range(engines)]
 
     def _open(self, at: int) -> retention.Rows:
-        make = _of_node(Path(self._folder.name), self._rows) if self._kind == "node" else _private(self._rows)
+        make = _of_node(self._folder, self._rows) if self._kind == "node" else _private(self._rows)
         return _Rows(self._rows, self._stacks[at].enter_context(make), lambda _: None)
 
     def replace(self, at: int) -> None:
@@ -69,7 +68,7 @@ class Engines:
     def close(self) -> None:
         for stack in self._stacks:
             stack.close()
-        self._folder.cleanup()
+        self._open_folder.close()
 
 
 def hit_ratio(kind: str, engines: int, rows: int, requests: Sequence[retention.Request], router: str) -> float:

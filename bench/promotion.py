@@ -10,8 +10,8 @@ the prefix in the shared tier (NVMe) and, in the other half of a pair, in the CP
 prompts are asked again and again, as the caches are emptied before each, and each pair begins with the other tier.
 
 waste: three clients keep that engine busy, and its queue never empty, while requests join the queue and are given up
-before their turn: of prompts that lie in the shared tier, so that each is promoted in vain, and, in the other half of a
-round, of as many prompts that nobody knows. The ratio of the tokens that the three clients got is the price.
+before their turn. Half of a round's prompts are in the shared tier, so each is promoted without use; the other half are
+prompts that no engine has seen. The price is the ratio of the tokens that the three clients got in both halves.
 
 Prints tables, writes build/bench/promotion.json (flat; units are in the keys).
 """

@@ -38,7 +38,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import math
-import os
 import random
 import sys
 from abc import ABC, abstractmethod
@@ -55,13 +54,13 @@ from traces.session import Segment, Session, Trace, Turn
 from traces.synthetic import agents
 from vllm.v1.kv_offload.base import OffloadKey
 
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.request_frequency import FrequencySketch
 from spillway_connector.plan.sessions import SessionFollower, SessionHint, SessionUse, session_tag
 from spillway_connector.testing.generation import make_cpu_tier
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.tiers.disk.slab.layout import SESSION_COLUMNS, SizeClassShape
 from spillway_connector.tiers.disk.slab.policy import (
     FREQUENCY_MAX,
@@ -536,8 +535,7 @@ def opened(policy: str, chunks_max: int) -> Iterator[Cache]:
     if policy in SLAB_HINTS:
         yield Slab(chunks_max, SLAB_HINTS[policy]())
         return
-    region = HostRegion(region_path(f"bench-retention-{os.getpid()}"), chunks_max, ROW_BYTES)
-    region.unlink_name()
+    region = unnamed_region(chunks_max, ROW_BYTES)
     tier = make_cpu_tier(chunks_max, region, "arc" if policy == "arc" else "lru", enable_events=False)
     try:
         yield Rows(chunks_max, tier, HINTS.get(policy, HINTS["lru"])())

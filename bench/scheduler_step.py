@@ -50,6 +50,7 @@ from unittest.mock import patch
 
 import torch
 from bench_report import write_report
+from memory_folder import memory_folder
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -65,7 +66,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from spillway_connector.config import ConnectorConfig
-from spillway_connector.device.host_region import HostRegion, region_path
+from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.shared_tiers import open_shared_tier
@@ -75,6 +76,7 @@ from spillway_connector.engine.v023.tiering import SpillwayTieringManager
 from spillway_connector.namespace import Namespace
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.testing.generation import make_cpu_tier, make_node_tier
+from spillway_connector.testing.memory import unnamed_region
 from spillway_connector.tiers.disk.slab.writers import new_number
 from spillway_connector.tiers.tier import Tier
 
@@ -253,16 +255,15 @@ def fake_spec(manager: object, num_rows: int) -> SimpleNamespace:
 @contextmanager
 def node_rig(num_rows: int, folder: Path, layout: str = "slab") -> Iterator[Rig]:
     """SpillwayRig with the CPU tier of a node, which no other engine uses."""
-    with tempfile.TemporaryDirectory(prefix="spillway-bench-step-", dir="/dev/shm") as memory:
-        node = NodeRegion(Path(memory), num_rows, ROW_BYTES, new_number())
+    with memory_folder() as memory:
+        node = NodeRegion(memory, num_rows, ROW_BYTES, new_number())
         tier = make_node_tier(node, NODE_NAMESPACE, False)
         with _spillway_rig(num_rows, folder, layout, node.memory, tier) as rig:
             yield rig
 
 
 def spillway_rig(num_rows: int, folder: Path, layout: str = "slab") -> AbstractContextManager[Rig]:
-    region = HostRegion(region_path(f"bench-step-{os.getpid()}"), num_rows, ROW_BYTES)
-    region.unlink_name()
+    region = unnamed_region(num_rows, ROW_BYTES)
     return _spillway_rig(num_rows, folder, layout, region, make_cpu_tier(num_rows, region, "lru", enable_events=False))
 
 
@@ -298,8 +299,7 @@ def _spillway_rig(num_rows: int, folder: Path, layout: str, region: HostRegion, 
 
 @contextmanager
 def upstream_rig(num_rows: int, folder: Path) -> Iterator[Rig]:
-    region = HostRegion(region_path(f"bench-step-upstream-{os.getpid()}"), num_rows, ROW_BYTES)
-    region.unlink_name()
+    region = unnamed_region(num_rows, ROW_BYTES)
     hold = threading.Event()
     hold.set()
     load_block = fs_manager.load_block

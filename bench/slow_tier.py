@@ -16,7 +16,7 @@ in the tier (stores are not). Each way runs in a process of its own:
 
 All prompts are computed and stored until the CPU tier has dropped the first; then each is asked again, with the
 device's prefix cache reset. Medians over --runs prompts behind a warm-up prompt, which measures the tier. `decide` and
-`meet` are then asked prompts that nobody has stored. A `meet` that has not loaded a tenth of its prompt, or loaded all
+`meet` are then asked prompts that are not stored. A `meet` that has not loaded a tenth of its prompt, or loaded all
 of it, fails the run. Prints a table, writes build/bench/slow_tier.json.
 """
 
@@ -184,7 +184,7 @@ def render(report: dict[str, float | int | str], ways: Sequence[str]) -> str:
         times = "".join(f"{float(report[f'{way}{kind}_seconds']):>8.3f} s" for kind in ("", "_fastest", "_slowest"))
         loaded = report.get(f"{way}_loaded_tokens", "")
         lines.append(f"{way:10}{times}{float(report[f'{way}_of_compute_ratio']):>11.2f}x{loaded:>15}")
-    lines.append("prompts that nobody has stored")
+    lines.append("prompts that no engine has stored")
     for way in (way for way in ways if way in NEW_PROMPTS):
         kinds = ("", "_fastest", "_slowest")
         lines.append(

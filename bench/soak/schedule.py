@@ -73,7 +73,7 @@ def store_faults(seed: int, tier: str) -> Iterator[Fault]:
 
 
 def engine_faults(seed: int, tier: str, engines: int) -> Iterator[Fault]:
-    """Without end. The gateway comes first: `may_disturb` decides what the lane leaves out, each time anew."""
+    """Without end. The gateway comes first: `may_disturb` decides each time what the lane leaves out."""
     chance = random.Random(f"{seed} engine {tier}")
     deck = [*GATEWAY_KINDS, *shuffled(chance, ENGINE_KINDS)]
     while True:

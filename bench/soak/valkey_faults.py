@@ -21,7 +21,7 @@ ALIVE_SECONDS = 30.0
 
 
 class ValkeyFaults:
-    """max_bytes: the server's limit in quiet times, set anew after every restart."""
+    """max_bytes: the server's limit in quiet times, set again after every restart."""
 
     def __init__(self, stack: RunningStack, max_bytes: int) -> None:
         store = stack.store

@@ -45,7 +45,7 @@ STAMPED: Mapping[str, Sequence[tuple[str, str, Wanted]]] = {
         ("Worker.execute_model", "forward", _with_tokens(1)),
         ("Worker.execute_model", "worker step", _always),
     ],
-    "spillway_connector.engine.scheduler.half": [("SchedulerHalf._due_pieces", "piece sent", _something)],
+    "spillway_connector.engine.manager.early_loads": [("EarlyLoads.due", "piece sent", _something)],
     "spillway_connector.engine.worker.half": [("WorkerHalf._start_piece", "piece begun", _always)],
     "spillway_connector.transfer.lookups": [("TierLookups._answer_to", "lookup", _always)],
     "spillway_connector.transfer.shared_tier": [
@@ -79,8 +79,8 @@ def _wrap(module: ModuleType) -> None:
         *classes, attribute = path.split(".")
         for part in classes:
             owner = getattr(owner, part)
-        if attribute in vars(owner):
-            setattr(owner, attribute, _wrapped(getattr(owner, attribute), name, wanted))
+        # Raises if the function has another name by now: a table without its row would look as if it were never called.
+        setattr(owner, attribute, _wrapped(vars(owner)[attribute], name, wanted))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -30,11 +30,12 @@ from routing_policies.spillway import gateway_event
 from spillway_gateway.config.disaggregation import DisaggregationConfig
 from spillway_gateway.config.settings import EngineConfig, HealthConfig, IndexConfig, ModelConfig, RoutingConfig
 from spillway_gateway.fleet import event_decoder
+from spillway_gateway.fleet.attempt import Attempt
 from spillway_gateway.fleet.cold_prompts import ColdTurn
 from spillway_gateway.fleet.engine import EngineState
 from spillway_gateway.fleet.engine_metrics import EngineReading
 from spillway_gateway.fleet.hand_over import LOOK_SECONDS
-from spillway_gateway.fleet.model_fleet import Attempt, ModelFleet
+from spillway_gateway.fleet.model_fleet import ModelFleet
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.fleet_view import NOTHING_HELD, Leg
 from spillway_gateway.routing.prefix import PromptBlocks, short_prompt_key, token_block_keys, token_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -10,15 +9,15 @@ from typing import Any, cast
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.cpu_tier.duplicates import Duplicates
-from spillway_connector.engine.cpu_tier.tier import LruRows
+from spillway_connector.engine.cpu_tier.lru_rows import LruRows
 from spillway_connector.engine.manager.spills import Spills
 from spillway_connector.engine.requests.tenancy import UNKNOWN_REQUEST, TenantContext
 from spillway_connector.plan.answers import AnswerReuse
 from spillway_connector.plan.conversations import Conversations
 from spillway_connector.plan.sessions import SessionHint
 from spillway_connector.testing.generation import make_cpu_tier
+from spillway_connector.testing.memory import unnamed_region
 from spillway_simulator.model.device_cache import DeviceCache
 from spillway_simulator.model.events import BlocksStored, Medium
 from spillway_simulator.model.tiering import LoadPlan, SharedLevel, Tiering
@@ -105,8 +104,7 @@ class ProductRows(LruTier):
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
-        region = HostRegion(region_path(f"bench-system-{os.getpid()}"), max(1, rows), _ROW_BYTES)
-        region.unlink_name()
+        region = unnamed_region(max(1, rows), _ROW_BYTES)
         self._rows = cast(LruRows, make_cpu_tier(rows, region, "lru", enable_events=False))
         self.now = 0.0
         self._rows._clock = lambda: self.now
@@ -147,6 +145,10 @@ class ProductRows(LruTier):
     def has_gone(self, blocks: int) -> bool:
         """Whether no row is free, and sessions that are gone make room for so many blocks."""
         return not self._rows.free_rows() and self._rows.has_room(blocks)
+
+    def will_store(self, keys: Sequence[int]) -> None:
+        for context, later in self.by_user(keys):
+            self._rows.will_store(cast(Any, later), context)
 
     def pin(self, keys: Sequence[int]) -> None:
         self._rows.prepare_load(cast(Any, keys), self._context)
@@ -271,11 +273,11 @@ class SystemTiers(Tiering):
             session = SessionHint(request.session.encode())
         elif self._design.recognised:
             session = self._conversations.session_of(chunks)
-        context = self._contexts[request.id] = TenantContext(request.id, session=session)
+        context = self._contexts[request.id] = TenantContext(request.id, session=session, prefix=cast(Any, keys))
         if session is not None:
             self.cpu.begin(context)
         if self._spills is not None:
-            self._spills.use(cast(Any, keys), context)
+            self._spills.use(context)
         if self._design.answers is Answers.AUTO:
             self.answers.requested(chunks, None if session is None else session.session)
         if request.retains and self._design.hold_share:
@@ -388,6 +390,8 @@ class SystemTiers(Tiering):
         if self._design.storing is Storing.EAGER or (exclusive and at_once):
             self.copied_blocks += len(keys)
             super().store(keys, now)
+        elif exclusive:
+            self.cpu.will_store(keys)
 
     def store_leaving(self, now: float) -> None:
         """Begin to copy what the device evicts next and the CPU tier lacks; it stays on the device until then."""
