@@ -19,7 +19,6 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.device.npu.copier import NpuCopier
 from spillway_connector.engine.connector_base import ConnectorBase
 from spillway_connector.engine.generation import Generation, generation, require
@@ -28,6 +27,7 @@ from spillway_connector.engine.namespace.config_fields import ENVIRONMENT_PREFIX
 from spillway_connector.engine.v023.seams import SEAMS
 from spillway_connector.engine.worker.transports import open_transport, transport_name
 from spillway_connector.native_keys import BATCH_MEMCPY_VARIABLE
+from spillway_connector.testing.memory import unnamed_region
 from spillway_engine.ascend_versions import CANN_OF_VLLM_ASCEND, read_ascend_versions
 
 ROOT = Path(vllm_ascend.__file__).parents[1]
@@ -82,8 +82,7 @@ def test_on_their_platform_copies_go_through_the_npu_transport() -> None:
     from vllm_ascend.platform import NPUPlatform
 
     assert isinstance(current_platform, NPUPlatform)
-    region = HostRegion(region_path("ascend-package"), 4, 1 << 16)
-    region.unlink_name()
+    region = unnamed_region(4, 1 << 16)
     config = ConnectorConfig.parse({"num_cpu_blocks": 4, "acl_library_path": str(build.library())})
     opened = open_transport(config, region)
     copiers = [opened.copier(direction) for direction in Direction]

@@ -5,7 +5,7 @@ A timer fires each millisecond on the event loop. The CPU time that the process 
 most a millisecond and one iteration, however late the machine lets the timer fire. All threads count, as one that holds
 the interpreter's lock stops the event loop too.
 
-Each line on stdin is a command: `report` answers with one JSON line on stdout, `reset` begins anew, `hold N` spends N
+Each line on stdin is a command: `report` answers with one JSON line on stdout, `reset` begins again, `hold N` spends N
 reference units in one iteration.
 """
 

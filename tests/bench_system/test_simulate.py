@@ -26,11 +26,17 @@ from spillway_connector.plan import sessions
 # An eighth of the real lengths and sizes, one engine: as crowded, in a tenth of a second.
 LOAD = AgentLoad(8, 20.0, 2.0, 512, 768, 128, 8, turns=12)
 SMALL = replace(SHAPE, device_blocks=50, cpu_blocks=85)
+SEEDS = range(1, 5)
 
 
 def cached_share(design: Design, load: AgentLoad = LOAD) -> float:
     answered = SystemRun(Pinned(), design, load, engines=1, shape=SMALL).run()
     return figures(answered, load.seconds, load.ramp_seconds)["cached_share"]
+
+
+def mean_cached_share(design: Design, load: AgentLoad = LOAD) -> float:
+    """Return the mean over four seeds: with one seed, any change of the tiers' order moves a share by 0.03."""
+    return statistics.fmean(cached_share(design, replace(load, seed=seed)) for seed in SEEDS)
 
 
 def test_a_tier_without_end_finds_most_and_no_tier_least() -> None:
@@ -60,8 +66,11 @@ def test_what_a_dead_engine_stored_is_found_by_the_others_if_they_share_its_tier
     killed = Kill(1, 8.0)
 
     def cached_after(*, node: bool) -> float:
-        run = SystemRun(Pinned(), Design(storing, node=node), LOAD, engines=2, shape=SMALL, kill=killed)
-        answered = [one for one in run.run() if killed.at <= one.sent_seconds < killed.at + 3.0]
+        loads = [replace(LOAD, seed=seed) for seed in SEEDS]
+        runs = [
+            SystemRun(Pinned(), Design(storing, node=node), load, engines=2, shape=SMALL, kill=killed) for load in loads
+        ]
+        answered = [one for run in runs for one in run.run() if killed.at <= one.sent_seconds < killed.at + 3.0]
         return sum(one.cached_tokens for one in answered) / sum(one.prompt_tokens for one in answered)
 
     assert cached_after(node=True) > cached_after(node=False) + 0.05
@@ -74,13 +83,15 @@ def test_exclusive_tiers_find_more_than_twice_the_same_blocks_where_only_the_sum
 def test_recognised_conversations_cost_little_where_sessions_end_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The simulated rows follow conversations as an engine's do: with the rule by which the four GPUs lost a fifth of
-    their input tokens, that a session is expected as soon as before while it is overdue, these lose too."""
+    """The simulated rows follow conversations as an engine's do: if pauses are never taken for chance, and with the
+    rule by which the four GPUs lost a fifth of their input tokens, that a session is expected as soon as before while
+    it is overdue, these lose too."""
     recognised = Design(Storing.EXCLUSIVE, 0.4, 3.0, recognised=True)
-    unknown = cached_share(replace(recognised, recognised=False))
-    assert cached_share(recognised) > unknown - 0.02
+    unknown = mean_cached_share(replace(recognised, recognised=False))
+    assert mean_cached_share(recognised) > unknown - 0.005
+    monkeypatch.setattr(sessions, "_CHANCE_DIFFERENCE", math.inf)
     monkeypatch.setattr(sessions, "expected_at", lambda due, late, now: math.inf if now > late else due)
-    assert cached_share(recognised) < unknown - 0.05
+    assert mean_cached_share(recognised) < unknown - 0.03
 
 
 def test_nobody_is_overtaken_for_ever() -> None:
@@ -92,15 +103,20 @@ def test_nobody_is_overtaken_for_ever() -> None:
 
 
 def test_only_requests_that_wait_keep_their_blocks() -> None:
-    run = SystemRun(Pinned(), Design(protect_share=0.4), replace(LOAD, seconds=10.0), engines=1, shape=SMALL)
-    run.run()
-    engine = run.engines[0]
-    waiting = {sequence.request.id for sequence in [*engine._waiting, *(arriving for _, arriving in engine._arriving)]}
-    assert waiting, "the load is more than the engine serves at once"
-    assert set(engine._kept) <= waiting
-    kept = {key for _, keys in engine._kept.values() for key in keys}
-    loaded = {key for *_, plan in engine._loading for key in plan.cpu_keys}
-    assert set(engine.system_tiers.cpu.pinned) == kept | loaded
+    waited = 0
+    for seconds in (8.0, 10.0, 12.0, 14.0):
+        load = replace(LOAD, seconds=seconds)
+        run = SystemRun(Pinned(), Design(protect_share=0.4), load, engines=1, shape=SMALL)
+        run.run()
+        engine = run.engines[0]
+        sequences = [*engine._waiting, *(arriving for _, arriving in engine._arriving)]
+        waiting = {sequence.request.id for sequence in sequences}
+        assert set(engine._kept) <= waiting
+        kept = {key for _, keys in engine._kept.values() for key in keys}
+        loaded = {key for *_, plan in engine._loading for key in plan.cpu_keys}
+        assert set(engine.system_tiers.cpu.pinned) == kept | loaded
+        waited += len(waiting)
+    assert waited, "the load is more than the engine serves at once"
 
 
 @pytest.mark.parametrize("policy", [Pinned, lambda: Spillway(SMALL.block_tokens)])
@@ -115,7 +131,7 @@ def test_an_engine_that_dies_loses_no_request_and_gets_none_until_it_is_back(
     answered = run.run()
     assert len({(one.sent_seconds, one.prompt_tokens) for one in answered}) == len(answered)
     waited = max(one.first_token_seconds for one in answered)
-    assert all(run.now - request.sent <= 2 * waited for request in run._open.values()), "nobody is forgotten"
+    assert all(run.now - request.sent <= 2 * waited for request in run._open.values()), "no request is forgotten"
     if back_at is None:
         assert run.engines[1].counters.finished_requests == 0
     elif policy is Pinned:
@@ -177,7 +193,7 @@ def cached_of(answered: list[Answered]) -> float:
 
 def test_sessions_that_requests_name_are_followed_as_well_as_recognised_ones() -> None:
     named = replace(AS_INSTALLED, recognised=False, named=True)
-    assert cached_share(named) > cached_share(AS_INSTALLED) - 0.02
+    assert mean_cached_share(named) > mean_cached_share(AS_INSTALLED) - 0.02
 
 
 def test_who_retains_prompts_finds_more_of_them() -> None:
@@ -191,7 +207,7 @@ def test_who_retains_prompts_finds_more_of_them() -> None:
 
 def test_answers_are_found_again_if_they_are_kept_and_come_back() -> None:
     load = replace(LOAD, answer_tokens=300, answers_return=True)
-    off, on, auto = (cached_share(replace(AS_INSTALLED, answers=answers), load) for answers in Answers)
+    off, on, auto = (mean_cached_share(replace(AS_INSTALLED, answers=answers), load) for answers in Answers)
     assert off < on == auto
 
 
@@ -210,10 +226,15 @@ def test_answers_that_do_not_come_back_are_kept_until_enough_are_counted(monkeyp
 
 
 def test_a_crowd_delays_the_sessions_less_with_fair_steps() -> None:
-    load = replace(LOAD, sessions=3, crowd=6, crowd_tokens=(400, 900), crowd_is_cold=True)
-    medians = []
+    crowded = replace(LOAD, sessions=3, crowd=6, crowd_tokens=(400, 900), crowd_is_cold=True)
+    means = []
     for fair in (False, True):
-        answered = of_answered(replace(AS_INSTALLED, fair_steps=fair), load)
-        seconds = [one.first_token_seconds for one in answered if not one.of_crowd and one.sent_seconds > 2.0]
-        medians.append(statistics.median(seconds))
-    assert medians[1] < medians[0]
+        answered = [
+            one
+            for seed in SEEDS
+            for one in of_answered(replace(AS_INSTALLED, fair_steps=fair), replace(crowded, seed=seed))
+        ]
+        means.append(
+            statistics.fmean(one.first_token_seconds for one in answered if not one.of_crowd and one.sent_seconds > 2.0)
+        )
+    assert means[1] < 0.98 * means[0]

@@ -63,7 +63,7 @@ def write_model_folder(folder: Path) -> None:
 
 
 def asks(seed: int = 0) -> Iterator[Ask]:
-    """For ever: tenants in turn, groups by chance, each question new."""
+    """Forever: tenants in turn, groups by chance, each question new."""
     chance = random.Random(seed)
     for number in itertools.count():
         group = chance.randrange(GROUPS)

@@ -2,7 +2,7 @@
 
 Made from the newest schema that kubernetes_validate brings, with the words, bounds and rules between fields that a
 schema of Kubernetes leaves to its prose.
-`UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file anew.
+`UPDATE_GOLDEN=1 pytest tests/chart/test_kubernetes_types.py` writes the file again.
 """
 
 from __future__ import annotations

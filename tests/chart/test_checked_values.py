@@ -57,17 +57,17 @@ def test_a_sentence_has_its_setting_its_remedy_and_no_secret(verdicts: dict[str,
     assert [text for text in sentences if re.search(r"SECRET|None|\{|<", text) and "SECRET" in text] == []
 
 
-def test_each_mistake_by_the_door_that_refuses_it_first(verdicts: dict[str, list[Finding]]) -> None:
+def test_each_mistake_by_the_place_that_refuses_it_first(verdicts: dict[str, list[Finding]]) -> None:
     """Writes the table of all mistakes, with counts; a row that may be right is taken with a note, or with a reason."""
-    doors = {name: door(case, verdicts[name]) for name, case in MISTAKES.items()}
+    places = {name: place(case, verdicts[name]) for name, case in MISTAKES.items()}
 
-    write_report(doors, verdicts)
-    assert [name for name in TABLE if doors[name] == "none"] == []
-    assert {name for name in TRIAL if doors[name] == "none"} == {name for name in TRIAL if "taken" in TRIAL[name]}
-    assert {name for name in TRIAL if doors[name] == "note"} == {name for name in TRIAL if "notes" in TRIAL[name]}
+    write_report(places, verdicts)
+    assert [name for name in TABLE if places[name] == "none"] == []
+    assert {name for name in TRIAL if places[name] == "none"} == {name for name in TRIAL if "taken" in TRIAL[name]}
+    assert {name for name in TRIAL if places[name] == "note"} == {name for name in TRIAL if "notes" in TRIAL[name]}
 
 
-def door(case: dict[str, Any], found: list[Finding]) -> str:
+def place(case: dict[str, Any], found: list[Finding]) -> str:
     """The first in the order of an installation; `note`: the check says it, and takes the values all the same."""
     if "refusedAt" in case:  # by Helm: test_mistakes.py
         return "schema"
@@ -80,17 +80,17 @@ def door(case: dict[str, Any], found: list[Finding]) -> str:
     return "note" if found else "none"
 
 
-def write_report(doors: dict[str, str], verdicts: dict[str, list[Finding]]) -> None:
+def write_report(places: dict[str, str], verdicts: dict[str, list[Finding]]) -> None:
     lines = []
     for title, rows in (("The table of mistakes", TABLE), ("Mistakes of the trial", TRIAL)):
-        counts = Counter(doors[name] for name in rows)
+        counts = Counter(places[name] for name in rows)
         total = ", ".join(f"{each} {counts[each]}" for each in ("schema", "template", "check", "start", "note", "none"))
         lines += [f"# {title}", "", f"{len(rows)} rows: {total}.", ""]
-        lines += ["| door | mistake | sentences |", "| --- | --- | --- |"]
+        lines += ["| place | mistake | sentences |", "| --- | --- | --- |"]
         for name, case in rows.items():
             sentences = [finding.sentence for finding in verdicts[name]]
             said = "<br>".join(sentences or case.get("startSays", []) or [case.get("taken", "")])
-            lines.append(f"| {doors[name]} | {name} | {said.replace('|', '&#124;')} |")
+            lines.append(f"| {places[name]} | {name} | {said.replace('|', '&#124;')} |")
         lines.append("")
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text("\n".join(lines))

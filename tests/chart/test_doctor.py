@@ -248,11 +248,11 @@ def test_its_pod_runs_the_command_on_what_the_chart_wrote(capsys, tmp_path, monk
     assert container["image"].startswith("spillway-tools:")
     assert container["command"][0] == "spillway" and container["securityContext"]["readOnlyRootFilesystem"]
     folder = Path(container["volumeMounts"][0]["mountPath"])
-    nobody = "http://127.0.0.1:1"
+    unreachable = "http://127.0.0.1:1"
     for name, text in rendered.named("ConfigMap", "chat-spillway-test")["data"].items():
         given = json.loads(text)
-        given["gateway"].update(url=nobody, operations=nobody)
-        given["models"][0]["engines"] = [nobody]
+        given["gateway"].update(url=unreachable, operations=unreachable)
+        given["models"][0]["engines"] = [unreachable]
         (tmp_path / name).write_text(json.dumps(given))
 
     status = main([word.replace(str(folder), str(tmp_path)) for word in container["command"][1:]])

@@ -72,12 +72,13 @@ def unknown_values(text: str) -> list[str]:
     )
 
 
-# Settings of the gateway that the chart writes itself, words of Kubernetes and drivers, and names of tests.
+# Settings of gateway and engines that the chart writes itself, words of Kubernetes and drivers, names of tests.
 OTHER_KEYS = {
     *("apiServer", "caFile", "concurrentRequestsMax", "dataParallelRanks", "emptyAnswersBeforeRemoval", "keysFile"),
     *("engineKeyFile", "kvReplay", "requestsPerMinute", "resyncSeconds", "roleServices", "saltSecretFile", "tokenFile"),
     *("targetRef", "wakeSeconds", "emptyDir", "endPort", "fieldRef", "maxSurge", "seLinuxOptions"),
     *("modelVolume", "perPodClaim", "sharedClaim", "bytesPerToken", "renderSays", "cProfile", "vLLM"),
+    "settingNames",
 }
 
 

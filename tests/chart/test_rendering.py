@@ -40,7 +40,7 @@ def test_objects_are_valid_on_every_supported_version(file):
 
 @pytest.mark.parametrize("file", REVIEWED, ids=lambda file: file.stem)
 def test_output_is_as_reviewed(file):
-    """UPDATE_GOLDEN=1 writes the files anew; the difference is then for a person to read."""
+    """UPDATE_GOLDEN=1 writes the files again; the difference is then for a person to read."""
     text = reviewed(render(file))
     golden = GOLDEN / f"{file.stem}.yaml"
     if os.environ.get("UPDATE_GOLDEN"):

@@ -1,4 +1,4 @@
-"""Who may do what: rights in the cluster, who may talk to whom, what a pod may do, and where secrets are not."""
+"""Rights in the cluster, network policies, pod security, and that secrets appear only in Secrets."""
 
 import json
 

@@ -12,8 +12,16 @@ from spillway_engine.settings_reader import engine_settings
 from spillway_engine.tier_settings import EncryptionSettings
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-# Settings that the chart writes itself, or leaves to the engine service's default: nobody can have set them wrongly.
-NOT_VALUES = {"name", "door", "nodeRank", "leader", "offload.copyTable", "offload.cudaLibraryPath", "offload.nodeTier"}
+# Settings that the chart writes itself, or leaves to the engine service's default: operators cannot set them wrongly.
+NOT_VALUES = {
+    "name",
+    "settingNames",
+    "nodeRank",
+    "leader",
+    "offload.copyTable",
+    "offload.cudaLibraryPath",
+    "offload.nodeTier",
+}
 
 
 def engine_of(**values: Any) -> dict[str, Any]:
@@ -65,6 +73,6 @@ def test_names_follow_the_values(values: dict[str, Any], path: str, name: str) -
 
 
 def test_only_the_names_are_written_that_differ() -> None:
-    names = SettingNames(**engine_of()["door"])
+    names = SettingNames(**engine_of()["settingNames"])
 
     assert all(name != names.others.replace("{path}", path) for path, name in names.names.items())

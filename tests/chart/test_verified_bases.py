@@ -49,7 +49,7 @@ def with_vllm(folder: Path, version: str) -> Path:
     ("found", "vllm"), [("0.23.0", "0.23"), ("0.23.0+empty", "0.23"), ("0.32.1rc1", "0.32"), ("0.31.0.dev7", "0.32")]
 )
 def test_a_base_of_the_vllm_that_the_tag_will_say_passes(file: Path, found: str, vllm: str, tmp_path: Path) -> None:
-    """A build from vLLM's main branch says `dev` and some other number; that it suits, nobody can tell from it."""
+    """A build from vLLM's main branch says `dev` and some other number; the number does not tell whether it suits."""
     _, version = checks(file)
     assert outcome(version, with_vllm(tmp_path, found), vllm) == (0, "")
 

@@ -55,7 +55,7 @@ def values(prometheus: str) -> Values:
 
 
 def test_scale_to_zero(namespace: Kubernetes, client: ClientPod, case: Row) -> None:
-    """KEDA: to zero where nobody asks, back for the first request, which is answered, and to zero again"""
+    """KEDA: to zero without requests, back for the first request, which is answered, and to zero again"""
     eventually("no engine is left", lambda: not namespace.pods("engine"), ZERO_SECONDS)
     assert len(namespace.ready_pods("gateway")) == 2
     assert client.status_of(MODEL) == 200, "it waited for the engine"

@@ -1,7 +1,7 @@
-"""Who may talk to whom: the chart's NetworkPolicies with egress restricted, as the cluster's network plugin enforces
+"""Who may talk to what: the chart's NetworkPolicies with egress restricted, as the cluster's network plugin enforces
 them.
 
-A port that a policy closes looks like one where nobody listens, so each port is also reached by those who may.
+A port that a policy closes looks like one without a listener, so each port is also reached by those who may.
 """
 
 from __future__ import annotations

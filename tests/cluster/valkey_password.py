@@ -37,7 +37,7 @@ def refused_logins(namespace: Kubernetes, engines: Collection[str]) -> list[str]
 
 
 def wait_for_logins(namespace: Kubernetes, engines: Collection[str]) -> None:
-    """Until each of these pods can log in. Generous: Valkey starts anew, and each question is a process in a pod."""
+    """Until each of these pods can log in. Generous: Valkey starts again, and each question is a process in a pod."""
     last: list[str] = []
 
     def all_in() -> bool:

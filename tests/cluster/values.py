@@ -17,7 +17,7 @@ CLIENT_LABELS = {"lane": "client"}
 CLIENT_READS_METRICS: Values = {"networkPolicy": {"prometheusFrom": [{"podSelector": {"matchLabels": CLIENT_LABELS}}]}}
 # A case of its own runs the hook; the others do without a Job before each of their upgrades.
 NO_CHECK: Values = {"checks": {"hook": False}}
-# What KEDA's own definition declares, as far as the API server needs it: nobody acts on it here.
+# What KEDA's own definition declares, as far as the API server needs it: nothing acts on it here.
 SCALED_OBJECTS = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",

@@ -77,7 +77,7 @@ async def test_the_gateway_follows_this_versions_publisher(topic: str) -> None:
 
     async def until_held(tokens: dict[str, int]) -> None:
         async with asyncio.timeout(WAIT_SECONDS):
-            while {name: held(name) for name in tokens} != tokens:  # noqa: ASYNC110 - the index tells nobody
+            while {name: held(name) for name in tokens} != tokens:  # noqa: ASYNC110 - the index has no event for it
                 await asyncio.sleep(0.02)
 
     try:

@@ -649,7 +649,7 @@ class Engine:
         """Whatever was computed with KV that had not been loaded is known as such in the same step."""
         for name in self._stale & output.num_scheduled_tokens.keys() - self._excused:
             blocks = {block for group in self._rows[name].blocks for block in group}
-            assert not blocks.isdisjoint(invalid_blocks), f"{name} computed with blocks that nobody reported"
+            assert not blocks.isdisjoint(invalid_blocks), f"{name} computed with blocks that were not reported"
 
     def _require_taken_back(self, invalid_blocks: set[int]) -> None:
         """vLLM has taken none of the tokens that follow from such KV."""
@@ -759,13 +759,14 @@ class Engine:
             "_chunks_being_loaded" if SINCE_0_30 else "_blocks_being_loaded",
             "_failed_jobs",
         )
-        for held in (*held_by_scheduler, "_early_loads"):
+        for held in held_by_scheduler:
             assert not getattr(half, held), f"the scheduler's {held}: {getattr(half, held)}"
+        assert not half._early_loads.loads
         assert not half._recompute_only
         if (order := feature_of(half.features, QueueOrder)) is not None:
             assert not order._planned and not order._found, "requests that have ended are still in the queue's order"
         waiting = feature_of(half.features, WaitingRequests)
-        assert not waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for nobody"
+        assert not waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for no request"
         if (late := half.late_stores) is not None:
             left = (late._jobs, late._copied_blocks, late._to_hold, late._held_blocks)
             assert not any(left), f"late stores: {left}"

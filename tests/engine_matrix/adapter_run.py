@@ -16,8 +16,8 @@ from typing import Any
 
 from engine_matrix.engine_run import prepare, prompts, transfer_config
 from engine_matrix.models import BLOCK_TOKENS, Model, engine_settings, model
+from engine_matrix.own_engine import OwnEngine
 
-TOP_TOKENS = 20
 _RANK = 8
 _KNOWN_SECONDS = 60.0
 NAME = "support"
@@ -43,21 +43,15 @@ def write_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
-class Engine:
+class Engine(OwnEngine):
     def __init__(self, wanted: Model, folder: Path, case: str) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(
+        super().__init__(
             **engine_settings(wanted, folder),
             enable_lora=True,
             max_loras=1,
             max_lora_rank=_RANK,
             kv_transfer_config=transfer_config(case, wanted, folder),
         )
-
-    @property
-    def connector(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector
 
     def load(self, folder: Path, **options: Any) -> Any:
         """The adapter of this folder, loaded under the one name; returns once its digest is computed."""
@@ -72,15 +66,6 @@ class Engine:
             time.sleep(0.01)
         return adapter
 
-    def ask(self, question: str, prompt: list[int], adapter: Any) -> None:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=2, detokenize=False, logprobs=TOP_TOKENS)
-        (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, lora_request=adapter, use_tqdm=False)
-        logprobs = {str(token): one.logprob for token, one in answer.outputs[0].logprobs[0].items()}
-        run = {"question": question, "cached": answer.num_cached_tokens or 0, "logprobs": logprobs}
-        print("RUN", json.dumps(run), flush=True)
-
     def finish_stores(self) -> None:
         """A step collects the workers' copies; then the tier's threads finish."""
         from vllm import SamplingParams
@@ -89,18 +74,6 @@ class Engine:
         for tier in self.connector.connector_scheduler.manager.secondary_tiers:
             assert tier._shared.drain(60.0)
 
-    def end(self) -> None:
-        import gc
-
-        from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        gc.collect()
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
-
 
 def run(folder: Path) -> None:
     wanted = model("llama")
@@ -108,22 +81,22 @@ def run(folder: Path) -> None:
     prompt = prompts(BLOCK_TOKENS)["a"]
 
     plain = Engine(wanted, folder, "none")
-    plain.ask("plain, ours", prompt, plain.load(ours))
+    plain.ask("plain, ours", prompt, lora_request=plain.load(ours))
     assert plain.llm.reset_prefix_cache()
-    plain.ask("plain, theirs", prompt, plain.load(theirs, load_inplace=True))
-    plain.ask("plain, ours in place of theirs", prompt, plain.load(ours, load_inplace=True))
+    plain.ask("plain, theirs", prompt, lora_request=plain.load(theirs, load_inplace=True))
+    plain.ask("plain, ours in place of theirs", prompt, lora_request=plain.load(ours, load_inplace=True))
     plain.end()
 
     first = Engine(wanted, folder, "nvme")
-    first.ask("first, ours", prompt, first.load(ours))
+    first.ask("first, ours", prompt, lora_request=first.load(ours))
     first.finish_stores()
     assert first.llm.reset_prefix_cache()  # of the device
-    first.ask("first, ours again", prompt, first.load(ours))
+    first.ask("first, ours again", prompt, lora_request=first.load(ours))
     first.end()
 
     second = Engine(wanted, folder, "nvme")
-    second.ask("second, theirs", prompt, second.load(theirs))
-    second.ask("second, ours in place of theirs", prompt, second.load(ours, load_inplace=True))
+    second.ask("second, theirs", prompt, lora_request=second.load(theirs))
+    second.ask("second, ours in place of theirs", prompt, lora_request=second.load(ours, load_inplace=True))
     second.end()
 
 

@@ -34,6 +34,8 @@ import json
 import os
 import random
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ _LATENT_BLOCK_TOKENS = 16
 _TORCH_MLA = "ENGINE_MATRIX_TORCH_MLA"  # set for the processes of ranks
 _STAGES = "ENGINE_MATRIX_STAGES"  # likewise
 _PROMPTS = len(_TAILS) + 1  # as many as fit a device without eviction
+# Of a rank. With more, which wait for each other in every operation, such a small model takes twice as long.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def prompts(block_tokens: int) -> dict[str, list[int]]:
@@ -89,6 +93,7 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
         if case == "redis":
             tier = {"type": "redis", "url": redis_url}
         limits = {"lookup_timeout_seconds": 60.0, "load_timeout_seconds": 60.0, "store_timeout_seconds": 60.0}
+        limits["store_queue_seconds_max"] = 60.0
         # Loads happen whether they pay or not, and no deadline may pass on a busy machine.
         extra |= {
             "num_cpu_blocks": wanted.small_cpu_blocks,
@@ -109,7 +114,7 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
     return spillway(extra)
 
 
-def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict[str, Any]:
+def answers(wanted: Model, folder: Path, case: str, tally: Tally, redis_url: str = "") -> dict[str, Any]:
     """As greedy_answers: tokens of each answer with log-probabilities, and the cached tokens of each prompt."""
     on_gpu = wanted.platform == "cuda"
     device_blocks = wanted.device_blocks * (_PROMPTS if case == "device" else 1)
@@ -127,9 +132,11 @@ def answers(wanted: Model, folder: Path, case: str, redis_url: str = "") -> dict
         # Its blocks are of 16 tokens whatever is asked for, and no length may exceed what the device holds.
         settings["max_model_len"] = (wanted.device_blocks - 1) * _LATENT_BLOCK_TOKENS
 
-    def asked(block_tokens: int) -> list[list[int]]:
+    def asked(block_tokens: int) -> Iterator[list[int]]:
         by_name = prompts(block_tokens)
-        return [by_name[name] for name in _ORDER]
+        for name in _ORDER:
+            yield by_name[name]
+            tally.await_stores()
 
     return greedy_answers(settings, asked, ANSWER_TOKENS)
 
@@ -163,6 +170,12 @@ class Tally:
         half_class.update_connector_output = collect
         self._count_step_loads()
         SharedTier.__init__ = remember  # type: ignore[method-assign]
+
+    def await_stores(self) -> None:
+        """Wait until the tiers have ended what they were given. Rows that they read cannot be freed: on a disk that is
+        slow enough, two prompts would fill so small a CPU tier for as long as the engine runs, and the third have no
+        row."""
+        assert all(tier.drain(120.0) for tier in self._tiers)
 
     def _count_step_loads(self) -> None:
         from spillway_connector.engine.scheduler.step_loads import StepLoadingHalf
@@ -231,7 +244,7 @@ def prepare(wanted: list[Model]) -> None:
         HF_HUB_OFFLINE="1",
         PYTHONHASHSEED="0",
         **({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if first.platform == "cuda" else {"TORCH_COMPILE_DISABLE": "1"}),
-        **first.environment,
+        **(ONE_THREAD | first.environment),
     )
     if first.torch_mla:
         os.environ[_TORCH_MLA] = "1"
@@ -287,21 +300,23 @@ def _give_stages_room() -> None:
 
 def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
     run_of = {"model": wanted.name, "case": case}
+    began = time.monotonic()
     try:
         if case == "redis":
             with running_valkey(folder) as url:
-                run = answers(wanted, folder, case, url)
+                run = answers(wanted, folder, case, tally, url)
         elif case == "early":
             with gated_reads() as early_parts:
-                run = answers(wanted, folder, case)
+                run = answers(wanted, folder, case, tally)
             run["early_parts"] = early_parts()
         elif case.startswith("meet"):
             with met_loads() as jumps:
-                run = answers(wanted, folder, case)
+                run = answers(wanted, folder, case, tally)
             run["jumps"] = jumps()
         else:
-            run = answers(wanted, folder, case)
+            run = answers(wanted, folder, case, tally)
         run |= tally.take() | (_emulator_calls() if case.startswith("npu") else {})
+        run["seconds"] = round(time.monotonic() - began, 1)
     except Exception as error:
         cause = error.__cause__ or error
         print("REFUSED " + json.dumps(run_of | {"error": f"{type(cause).__name__}: {cause}"}), flush=True)
@@ -311,7 +326,7 @@ def run_case(wanted: Model, folder: Path, case: str, tally: Tally) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-else:  # in the process of a rank, which vLLM spawns: it imports this module anew
+else:  # in the process of a rank, which vLLM spawns: it imports this module again
     if os.environ.get(_TORCH_MLA):
         _install_torch_mla()
     if os.environ.get(_STAGES):

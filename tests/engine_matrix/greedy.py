@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from reference_answers.margins import TOP, Scored
+
+from engine_matrix.own_engine import OwnEngine
 
 
 def greedy_answers(
@@ -17,29 +18,23 @@ def greedy_answers(
 
     settings: of vllm.LLM. prompts: from the tokens of a block, which vLLM may have made larger than was asked.
     """
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm import SamplingParams
 
-    engine = LLM(**settings)
+    engine = OwnEngine(**settings)
     try:
         greedy = SamplingParams(
             temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False, logprobs=TOP
         )
         tokens, tops, cached = [], [], []
-        for prompt in prompts(engine.llm_engine.vllm_config.cache_config.block_size):
-            (answer,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+        for prompt in prompts(engine.llm.llm_engine.vllm_config.cache_config.block_size):
+            (answer,) = engine.llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
             (output,) = answer.outputs
             tokens.append(list(output.token_ids))
             tops.append([{token: seen.logprob for token, seen in position.items()} for position in output.logprobs])
             cached.append(answer.num_cached_tokens or 0)
         return {"tokens": tokens, "tops": tops, "cached": cached}
     finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
-        ensure_kv_transfer_shutdown()  # a worker of this process would find the last engine's connector
-        cleanup_dist_env_and_memory()
+        engine.end()
 
 
 def scored_answers(run: dict[str, list[Any]]) -> list[Scored]:

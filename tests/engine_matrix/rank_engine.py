@@ -28,7 +28,7 @@ RANKS = 2
 SECONDS_MAX = 1500.0  # of its starts: a machine with other work, not a slow product
 _PATIENT = {"lookupTimeoutSeconds": 60, "loadTimeoutSeconds": 60, "storeTimeoutSeconds": 60}
 _COORDINATOR_IS_LATE = "DP Coordinator process failed to report ZMQ addresses"  # after 120 s: vLLM's own limit
-_STARTS_MAX = 4  # on a machine so busy; a pod begins anew likewise
+_STARTS_MAX = 4  # on a machine so busy; a pod starts again, too
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 

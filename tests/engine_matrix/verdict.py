@@ -70,6 +70,20 @@ def run_models(wanted: Mapping[str, list[str]], folder: Path, timeout_seconds: f
     return outcomes
 
 
+def run_each(wanted: Mapping[str, list[str]], folder: Path) -> dict[str, Outcome]:
+    """The same, with another process for the cases behind one that ended its process."""
+    found = {name: Outcome() for name in wanted}
+    left = [(name, case) for name, cases in wanted.items() for case in cases]
+    while left:
+        asked = {name: [case for of, case in left if of == name] for name, _ in left}
+        for name, outcome in run_models(asked, folder).items():
+            found[name].runs |= outcome.runs
+            found[name].refusals = outcome.refusals | found[name].refusals
+            found[name].log += outcome.log
+        left = [(name, case) for name, case in left if case not in found[name].runs][1:]
+    return found
+
+
 def faults(outcome: Outcome) -> list[str]:
     """What is wrong with the runs; empty when offload changes no answer and the control shows that a change would be
     seen.

@@ -9,7 +9,6 @@ tokens, and the logprobs of the tokens that may follow the prompt.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import sys
@@ -17,8 +16,8 @@ from pathlib import Path
 
 from engine_matrix.engine_run import PROMPT_BLOCKS, prepare, transfer_config
 from engine_matrix.models import BLOCK_TOKENS, VOCABULARY, Model, build, engine_settings, model
+from engine_matrix.own_engine import OwnEngine
 
-TOP_TOKENS = 20
 WAYS = ("device alone", "with the connector", "with running requests", "pause")
 
 
@@ -44,20 +43,9 @@ def prompt(name: str) -> list[int]:
     return [rng.randrange(3, VOCABULARY) for _ in range(PROMPT_BLOCKS * BLOCK_TOKENS + 5)]
 
 
-class Engine:
+class Engine(OwnEngine):
     def __init__(self, wanted: Model, folder: Path, case: str) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(**engine_settings(wanted, folder), kv_transfer_config=transfer_config(case, wanted, folder))
-
-    def ask(self, question: str, tokens: list[int]) -> None:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=2, detokenize=False, logprobs=TOP_TOKENS)
-        (answer,) = self.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-        logprobs = {str(token): one.logprob for token, one in answer.outputs[0].logprobs[0].items()}
-        run = {"question": question, "cached": answer.num_cached_tokens or 0, "logprobs": logprobs}
-        print("RUN", json.dumps(run), flush=True)
+        super().__init__(**engine_settings(wanted, folder), kv_transfer_config=transfer_config(case, wanted, folder))
 
     def begin(self, name: str, tokens: list[int], steps: int) -> None:
         """A request that runs on until it is stepped on."""
@@ -88,21 +76,8 @@ class Engine:
     def store(self) -> None:
         """What was computed last is in the shared tier afterwards: the step of another prompt reports its copy."""
         self.ask("another", prompt("another"))
-        manager = self.llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
-        (tier,) = manager.secondary_tiers
+        (tier,) = self.connector.connector_scheduler.manager.secondary_tiers
         assert tier._shared.drain(30.0)
-
-    def end(self) -> None:
-        import gc
-
-        from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        gc.collect()
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
 
 
 def run(folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""The columns of the table, in its order."""
+"""The columns of the table, in its order, and the tests of each."""
 
 from __future__ import annotations
 
-# Column -> its test in test_cells.py, the same for each version.
+# Column -> its test in test_cells.py, on a vLLM whose engine runs here.
 CELLS = {
     "CPU tier": "test_cpu_tier",
     "NVMe": "test_nvme",
@@ -20,13 +20,22 @@ CELLS = {
 }
 
 _LIVES = "tests/engine_lives"  # vLLM's own scheduler on random schedules, with every byte of KV checked
+_STOCK = "tests/stock_tiers"  # vLLM's own tiering over real files and a real Valkey
+_UPSTREAM = "tests/upstream"  # vLLM's own tests of offloading
 _ENGINE = "connector/tests/engine"
+_REFUSALS = "tests/generations/test_refusals.py"
+# Column -> its tests on every version, which start no engine.
+ALIKE: dict[str, tuple[str, ...]] = {
+    "vLLM's tests": (_UPSTREAM,),
+    "HiSparse": (f"{_REFUSALS}::test_hisparse",),
+    "vLLM's load within a step": (f"{_REFUSALS}::test_sync_load_budget_bytes",),
+}
 # Column -> the tests that stand for it on a vLLM whose engine does not run here. Of the columns that are left out only
 # engines can show anything.
-CONTRACTS = {
-    "CPU tier": (_LIVES, f"{_ENGINE}/cpu_tier/test_tier.py"),
-    "NVMe": (_LIVES, "tests/stock_tiers"),
-    "Redis": ("tests/stock_tiers",),
+CONTRACTS: dict[str, tuple[str, ...]] = {
+    "CPU tier": (_LIVES, f"{_ENGINE}/cpu_tier/test_lru_rows.py"),
+    "NVMe": (_LIVES, _STOCK),
+    "Redis": (_STOCK,),
     "early load": (_LIVES, f"{_ENGINE}/manager/test_early_loads.py"),
     "load within a step": (_LIVES, f"{_ENGINE}/scheduler/test_step_loads.py"),
     "failed load": (_LIVES,),
@@ -34,5 +43,17 @@ CONTRACTS = {
     "several KV groups": (_LIVES,),
     "LoRA": (f"{_ENGINE}/namespace/test_adapters.py",),
     "reset": (_LIVES, f"{_ENGINE}/scheduler/test_resets.py"),
-    "events": (f"{_ENGINE}/shared_tiers/test_events.py", f"{_ENGINE}/cpu_tier/test_tier.py"),
+    "events": (f"{_ENGINE}/shared_tiers/test_events.py", f"{_ENGINE}/cpu_tier/test_lru_rows.py"),
+    "vLLM's tiering": (_STOCK,),
+    **ALIKE,
 }
+# Of these tests, those in which vLLM's own scheduler or tiering runs. The others ask what it calls.
+RUN_VLLM = frozenset({_LIVES, _STOCK, _UPSTREAM})
+REFUSED = frozenset({"HiSparse", "vLLM's load within a step"})  # whose tests show that Spillway refuses it
+# Column -> its tests, each a file, a folder or a case for pytest, on a vLLM whose engine runs here.
+ON_ENGINES = {
+    **{column: (f"tests/generations/test_cells.py::{test}",) for column, test in CELLS.items()},
+    "vLLM's tiering": (f"{_STOCK}/test_engine.py",),
+    **ALIKE,
+}
+COLUMNS = tuple(ON_ENGINES)

@@ -1,8 +1,12 @@
 """One test for each column, on the vLLM of this interpreter, with tiny random models: the answers of an engine with
-Spillway are those of one without, and the counters show that the column's mechanism was used."""
+Spillway are those of one without, and the counters show that the column's mechanism was used.
+
+The engines of one rank are started one after the other in one process, those of the columns that are asked for alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +15,45 @@ from engine_matrix.test_adapters import test_one_adapter_name_and_other_weights 
 from engine_matrix.test_data_parallel import (
     test_ranks_answer_as_without_offload_and_load_each_others_blocks as ranks_share_blocks,
 )
-from engine_matrix.verdict import Outcome, faults, run_model, run_models
+from engine_matrix.verdict import Outcome, faults, run_each, run_model
 from module_runs import module_runs
 
 ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
-STEP_LOADS = ("layers", "layers-failing", "layers-refused", "layers-lossy")
+# Test -> model and cases (engine_run) that must answer as without offload and use what they are for.
+ONE_RANK = {
+    "test_cpu_tier": ("llama", ("cpu", "lossy")),
+    "test_nvme": ("llama", ("nvme",)),
+    "test_redis": ("llama", ("redis",)),
+    "test_early_load": ("llama", ("early",)),
+    "test_load_within_a_step": ("llama", ("layers", "layers-failing", "layers-refused", "layers-lossy")),
+    "test_failed_load": ("llama", ("failing",)),
+    "test_computed_while_loading": ("llama", ("meet", "meet-async")),
+    "test_several_kv_groups": ("gemma3-window", ("cpu", "lossy", "failing")),
+}
 pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines of one rank
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    cases = ["none", "cpu", "lossy", "nvme", "redis", "early", "failing", *STEP_LOADS]
-    return run_models({"llama": cases}, tmp_path_factory.mktemp("llama"))["llama"]
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    wanted: dict[str, list[str]] = {}
+    for test in dict.fromkeys(item.name for item in request.session.items if item.name in ONE_RANK):
+        model, cases = ONE_RANK[test]
+        wanted.setdefault(model, ["none"]).extend(cases)
+    return run_each(wanted, tmp_path_factory.mktemp("one-rank"))
+
+
+@pytest.fixture
+def require_own(
+    request: pytest.FixtureRequest, outcomes: dict[str, Outcome], record_property: Callable[[str, object], None]
+) -> Callable[[], None]:
+    """Requires the test's own cases."""
+
+    def require_cases() -> None:
+        model, cases = ONE_RANK[request.node.name]
+        require(outcomes[model], *cases)
+        record_property("seconds", sum(outcomes[model].runs[case]["seconds"] for case in cases))
+
+    return require_cases
 
 
 @pytest.fixture(scope="module")
@@ -39,41 +70,39 @@ def require(outcome: Outcome, *cases: str) -> None:
     assert faults(chosen) == []
 
 
-def test_cpu_tier(llama: Outcome) -> None:
-    require(llama, "cpu", "lossy")
+def test_cpu_tier(require_own: Callable[[], None]) -> None:
+    require_own()
 
 
-def test_nvme(llama: Outcome) -> None:
-    require(llama, "nvme")
+def test_nvme(require_own: Callable[[], None]) -> None:
+    require_own()
 
 
-def test_redis(llama: Outcome) -> None:
-    require(llama, "redis")
+def test_redis(require_own: Callable[[], None]) -> None:
+    require_own()
 
 
-def test_early_load(llama: Outcome) -> None:
-    require(llama, "early")
+def test_early_load(require_own: Callable[[], None]) -> None:
+    require_own()
 
 
-def test_load_within_a_step(llama: Outcome) -> None:
+def test_load_within_a_step(require_own: Callable[[], None]) -> None:
     """Copies that fail, and copies that are refused, too."""
-    require(llama, *STEP_LOADS)
+    require_own()
 
 
-def test_failed_load(llama: Outcome) -> None:
-    require(llama, "failing")
+def test_failed_load(require_own: Callable[[], None]) -> None:
+    require_own()
 
 
-def test_computed_while_loading(tmp_path: Path) -> None:
+def test_computed_while_loading(require_own: Callable[[], None]) -> None:
     """With synchronous and with asynchronous scheduling."""
-    cases = ["meet", "meet-async"]
-    require(run_model("llama", tmp_path, ["none", *cases]), *cases)
+    require_own()
 
 
-def test_several_kv_groups(tmp_path: Path) -> None:
+def test_several_kv_groups(require_own: Callable[[], None]) -> None:
     """A failed load of such a model too."""
-    cases = ["cpu", "lossy", "failing"]
-    require(run_model("gemma3-window", tmp_path, ["none", *cases]), *cases)
+    require_own()
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -14,19 +14,40 @@ import pytest
 from lanes.rules import CELLS_TESTED, LOCAL_VLLM, OTHER_VLLM, ROOT, WITHOUT_ENGINE
 
 from generations import __main__ as command
-from generations.cells import CELLS, CONTRACTS
-from generations.table import nothing_ran, read_cells, read_contracts, render
+from generations.cells import ALIKE, CELLS, COLUMNS, CONTRACTS, ON_ENGINES, REFUSED, RUN_VLLM
+from generations.table import Cell, nothing_ran, read_cells, render
 
-COLUMNS = list(CELLS)
-PASSED = "".join(f'<testcase name="{test}" time="1.25"/>' for test in CELLS.values())
+CELLS_FILE = ROOT / "tests/generations/test_cells.py"
+NEED_AN_ENGINE = {"two ranks", "data parallel"}
+
+
+def case_of(test: str, inside: str = "") -> str:
+    """A case of pytest's report, as of a file, a folder or a case that was asked for."""
+    path, _, name = test.partition("::")
+    file = path if path.endswith(".py") else f"{path}/test_it.py"
+    return f'<testcase file="{file}" name="{name or "test_it"}" time="1.25">{inside}</testcase>'
+
+
+PASSED = "".join(map(case_of, dict.fromkeys(test for tests in ON_ENGINES.values() for test in tests)))
+
+
+RESULTS = ("engine", "refused", "contract", "ran")
 
 
 def report(cases: str) -> str:
     return f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
 
 
+def on_engines(cases: str) -> dict[str, Cell]:
+    return read_cells(COLUMNS, ON_ENGINES, report(cases), engines=True)
+
+
+def contracts(cases: str) -> dict[str, Cell]:
+    return read_cells(COLUMNS, CONTRACTS, report(cases), engines=False)
+
+
 def test_each_column_is_a_test_and_each_test_a_column() -> None:
-    tree = ast.parse(Path(command.CELLS_FILE).read_text())
+    tree = ast.parse(CELLS_FILE.read_text())
     tests = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     assert tests == list(CELLS.values())
 
@@ -41,49 +62,66 @@ def test_the_versions_are_those_with_an_environment() -> None:
 
 
 def test_what_stands_for_a_column_runs_where_no_engine_does() -> None:
-    assert CONTRACTS.keys() < CELLS.keys()
-    for test in {test for tests in CONTRACTS.values() for test in tests}:
-        assert (ROOT / test).exists()
-        assert set(WITHOUT_ENGINE) <= set(OTHER_VLLM[test])
+    assert CONTRACTS.keys() == set(COLUMNS) - NEED_AN_ENGINE
+    tests = {test for tests in CONTRACTS.values() for test in tests}
+    assert tests > RUN_VLLM and ALIKE.keys() > REFUSED
+    for test in tests:
+        path, _, name = test.partition("::")
+        assert (ROOT / path).exists() and f"def {name}" in (name and (ROOT / path).read_text()) + "def "
+        assert set(WITHOUT_ENGINE) <= set(OTHER_VLLM[path])
 
 
 def test_one_failed_test_fails_each_column_that_it_stands_for() -> None:
-    passed = {test: f"{test}/test_it.py" if "." not in test else test for one in CONTRACTS.values() for test in one}
-    cases = [f'<testcase name="test_it" file="{file}" time="1.0"/>' for file in passed.values()]
-    cells = read_contracts(COLUMNS, report("".join(cases)))
-    assert {name for name, cell in cells.items() if cell["result"] == "contract"} == CONTRACTS.keys()
-    assert {cell["result"] for name, cell in cells.items() if name not in CONTRACTS} == {"engine"}
-    assert "| by contract |" in render({"0.33": cells}) and "| needs an engine |" in render({"0.33": cells})
+    cases = [case_of(test) for test in dict.fromkeys(test for tests in CONTRACTS.values() for test in tests)]
+    cells = contracts("".join(cases))
+    by_result = {result: {name for name, cell in cells.items() if cell["result"] == result} for result in RESULTS}
+    assert by_result == {
+        "engine": NEED_AN_ENGINE,
+        "refused": REFUSED,
+        "contract": {"LoRA", "events"},
+        "ran": set(COLUMNS) - NEED_AN_ENGINE - REFUSED - {"LoRA", "events"},
+    }
+    for shown in ("without a model", "by contract", "refused", "needs an engine"):
+        assert f"| {shown} |" in render({"0.33": cells})
 
-    broken = '<testcase name="other" file="tests/stock_tiers/test_tiers.py"><failure message="wrong byte"/></testcase>'
-    cells = read_contracts(COLUMNS, report("".join([*cases, broken])))
-    assert {name for name, cell in cells.items() if cell["result"] == "failed"} == {"NVMe", "Redis"}
-    cells = read_contracts(COLUMNS, report("".join(case for case in cases if "stock_tiers" not in case)))
-    assert (cells["Redis"]["result"], cells["CPU tier"]["result"]) == ("not run", "contract")
+    broken = case_of("tests/stock_tiers/test_tiers.py::other", '<failure message="wrong byte"/>')
+    cells = contracts("".join([*cases, broken]))
+    assert {name for name, cell in cells.items() if cell["result"] == "failed"} == {"NVMe", "Redis", "vLLM's tiering"}
+    cells = contracts("".join(case for case in cases if "stock_tiers" not in case))
+    assert (cells["Redis"]["result"], cells["CPU tier"]["result"]) == ("not run", "ran")
+
+
+def test_a_version_without_what_is_refused_says_so() -> None:
+    skipped = case_of(ALIKE["HiSparse"][0], '<skipped message="this vLLM has no HiSparse"/>')
+    for engines, tests in ((True, ON_ENGINES), (False, CONTRACTS)):
+        (cell,) = read_cells(["HiSparse"], tests, report(skipped), engines=engines).values()
+        assert (cell["result"], cell["why"]) == ("absent", "this vLLM has no HiSparse")
+        (cell,) = read_cells(["HiSparse"], tests, report(case_of(ALIKE["HiSparse"][0])), engines=engines).values()
+        assert cell["result"] == "refused"
 
 
 def test_results_of_pytest_become_cells() -> None:
-    cases = (
-        '<testcase name="test_cpu_tier" time="12.34"/>'
-        '<testcase name="test_nvme" time="0.1"><failure message="AssertionError: 1 != 2">long</failure></testcase>'
-        '<testcase name="test_redis" time="0"><error message="no server"/></testcase>'
-        '<testcase name="test_lora" time="0"><skipped message="There are none."/></testcase>'
-    )
-    cells = read_cells(COLUMNS, report(cases))
+    inside = {
+        "CPU tier": '<properties><property name="seconds" value="12.34"/></properties>',
+        "NVMe": '<failure message="AssertionError: 1 != 2">long</failure>',
+        "Redis": '<error message="no server"/>',
+        "LoRA": '<skipped message="There are none."/>',
+        "reset": "",
+    }
+    cells = on_engines("".join(case_of(ON_ENGINES[column][0], text) for column, text in inside.items()))
     assert cells["CPU tier"] == {"result": "passed", "seconds": 12.3, "why": ""}
+    assert cells["reset"] == {"result": "passed", "seconds": 1.2, "why": ""}
     assert (cells["NVMe"]["result"], cells["NVMe"]["why"]) == ("failed", "AssertionError: 1 != 2")
     assert cells["Redis"]["result"] == "failed"
-    assert (cells["LoRA"]["result"], cells["LoRA"]["why"]) == ("unsupported", "There are none.")
+    assert (cells["LoRA"]["result"], cells["LoRA"]["why"]) == ("absent", "There are none.")
     assert cells["two ranks"]["result"] == "not run"
 
 
 def test_the_table_shows_every_column_and_why_not() -> None:
-    lines = render(
-        {"0.23": read_cells(COLUMNS, report(PASSED)), "9.9": nothing_ran(COLUMNS, "no such thing")}
-    ).splitlines()
-    assert lines[0] == f"| vLLM | {' | '.join(CELLS)} |"
-    assert lines[2] == "| 0.23 |" + " yes |" * len(CELLS)
-    assert lines[3] == "| 9.9 |" + " not run |" * len(CELLS)
+    lines = render({"0.23": on_engines(PASSED), "9.9": nothing_ran(COLUMNS, "no such thing")}).splitlines()
+    assert lines[0] == f"| vLLM | {' | '.join(COLUMNS)} |"
+    assert lines[2] == "| 0.23 |" + " yes |" * (len(COLUMNS) - len(REFUSED)) + " refused |" * len(REFUSED)
+    assert lines[3] == "| 9.9 |" + " not run |" * len(COLUMNS)
     assert "9.9, LoRA: no such thing" in lines
 
 
@@ -91,7 +129,7 @@ def test_the_table_shows_every_column_and_why_not() -> None:
 def test_a_gap_fails_the_command(
     cases: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "run_cells", lambda version, columns: read_cells(COLUMNS, report(cases)))
+    monkeypatch.setattr(command, "run_cells", lambda version, columns: on_engines(cases))
     assert command.main(["0.23", "--output", str(tmp_path / "build" / "table.json")]) == status
     assert json.loads((tmp_path / "build" / "table.json").read_text())["0.23"]["CPU tier"]["result"] == "passed"
     assert "| 0.23 | yes |" in capsys.readouterr().out
@@ -106,7 +144,7 @@ def test_a_run_of_some_columns_leaves_the_others_as_they_are(
 
     def run_cells(version: str, columns: list[str]) -> dict[str, Any]:
         asked.append(columns)
-        return read_cells(columns, report(PASSED))
+        return read_cells(columns, ON_ENGINES, report(PASSED), engines=True)
 
     monkeypatch.setattr(command, "run_cells", run_cells)
     monkeypatch.setattr(command, "commit", lambda: next(commits))
@@ -121,7 +159,8 @@ def test_a_run_of_some_columns_leaves_the_others_as_they_are(
         ("0.32", "CPU tier"): "first",
         ("0.32", "LoRA"): "third",
     }
-    assert "0.32 ran at first on" in capsys.readouterr().out.splitlines()[-1]
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("0.32 ran at first on") and "; seconds: CPU tier 1, NVMe 0" in said
 
 
 def test_of_a_vllm_without_engines_nothing_runs_for_columns_that_need_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def test_another_vllm_has_its_own_interpreter_and_a_stack_of_its_engines() -> No
     assert own.command[0] == str(ROOT / ".venv" / "vllm-0.32" / "bin" / "python")
     assert "other-vllm" in own.command and not own.environment
     assert "tests/stock_tiers" in own.command and "gateway/tests" not in own.command
-    assert [word for word in own.command if word.startswith("tests/generations")] == [
+    assert "tests/generations/test_refusals.py" in own.command
+    assert [word for word in own.command if word.startswith("tests/generations/test_cells.py")] == [
         f"tests/generations/test_cells.py::{cell}" for cell in CELLS_TESTED
     ]
     assert stack.environment["VLLM"] == "0.32"

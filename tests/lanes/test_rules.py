@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -34,11 +34,12 @@ def test_every_test_file_has_a_rule() -> None:
         assert lane_of(needs_of(path)) in Lane
 
 
-def test_every_rule_is_of_a_folder_with_tests_or_of_a_test() -> None:
+def test_every_rule_is_of_a_folder_with_tests_or_of_a_test_and_differs_from_the_one_around_it() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in test_files()}
     folders = {path.rsplit("/", 1)[0] for path in files}
     assert set(RULES) <= files | folders
     assert all(set(needs) <= set(NEEDS) and needs for needs in RULES.values())
+    assert [named for named, needs in RULES.items() if rules.nearest(RULES, PurePath(named).parent) == needs] == []
 
 
 def test_what_another_vllm_runs_exists_and_what_only_it_runs_is_listed() -> None:
@@ -61,16 +62,20 @@ def test_another_vllm_is_looked_up_as_rules_are(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_folder_without_a_rule_is_refused_with_the_place_to_add_one() -> None:
-    with pytest.raises(NoRule, match=r'connector/tests/new.*add "connector/tests/new" to RULES'):
-        needs_of(ROOT / "connector" / "tests" / "new" / "test_it.py")
+    with pytest.raises(NoRule, match=r'tests/new.*add "tests/new" to RULES'):
+        needs_of(ROOT / "tests" / "new" / "test_it.py")
 
 
-def test_a_file_has_its_entry_or_that_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_its_entry_or_that_of_the_nearest_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "RULES", {"a": ("nothing",), "a/test_x.py": ("valkey",), "a/b": ("vllm", "valkey")})
     assert needs_of(ROOT / "a" / "test_x.py") == {"valkey"}
     assert needs_of(ROOT / "a" / "test_y.py") == set()
     assert needs_of(ROOT / "a" / "b" / "test_x.py") == {"vllm", "valkey"}
+    assert needs_of(ROOT / "a" / "b" / "c" / "test_x.py") == {"vllm", "valkey"}
+    assert needs_of(ROOT / "a" / "new" / "test_x.py") == set()
     assert lanes_below(ROOT / "a") == {Lane.UNIT, Lane.QUICK}
+    assert lanes_below(ROOT / "a" / "b" / "c") == {Lane.QUICK}
+    assert lanes_below(ROOT / "a" / "new") == {Lane.UNIT}
     assert lanes_below(ROOT / "c") == set()
 
 

@@ -17,6 +17,7 @@ from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChec
 from spillway_connector.engine.node_tier.rows import NodeRows
 from spillway_connector.errors import DeviceCopyError
 from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan import node_records
 from spillway_connector.plan.node_index import READY, WRITING
 from spillway_connector.testing.generation import make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
@@ -52,6 +53,7 @@ def work(
         num_rows: Of the region, half of what all chunks need.
     """
     chosen = random.Random(seed)
+    node_records.FEW_ROWS = chosen.choice((0, 1, node_records.FEW_ROWS))  # of this process
     keys = [OffloadKey(bytes([number]) * 36) for number in range(2 * num_rows)]
     region, tier = join(folder, num_rows)
     tier._spare_rows = (seed % 2 * max(1, num_rows // 8)).__index__  # type: ignore[method-assign]

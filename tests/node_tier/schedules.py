@@ -1,5 +1,6 @@
-"""Random schedules of three engines on one region: stores, loads, evictions, resets, weights that are named, failing
-copies, killed engines, and engines that are stopped between two lines while the others act.
+"""Random schedules of three engines on one region: stores, loads, evictions, sessions, waiting requests, what clients
+retain, resets, weights that are named, failing copies, killed engines, and engines that are stopped between two lines
+while the others act.
 
 Each engine is a NodeRows on files of its own opening, as in a process of its own; ranks and shared tiers are played by
 reads and writes of the rows. What is loaded has to be what was stored under that key, by an engine of that namespace,
@@ -27,11 +28,14 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from spillway_connector.engine.node_tier import picture, rows
 from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec, RowChecks
 from spillway_connector.engine.node_tier.rows import NodeRows
+from spillway_connector.engine.requests.tenancy import TenantContext
 from spillway_connector.errors import DeviceCopyError, TierTimeout
 from spillway_connector.node.region import REMOVED_LEASE_MS, NodeRegion
-from spillway_connector.plan import node_index
+from spillway_connector.plan import node_index, node_records
 from spillway_connector.plan.foreign_rows import FLOOR_KEPT_MS
 from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, WRITING
+from spillway_connector.plan.sessions import SessionHint
+from spillway_connector.plan.waiting import Turn
 from spillway_connector.testing.generation import make_node_tier
 from spillway_connector.tiers.disk.slab.writers import new_number
 
@@ -40,8 +44,9 @@ TOKEN_BYTES = 32
 CONTEXT = ReqContext(req_id="r")
 _LOCKED_OUT = "another process held the lock"
 _CHANGED = "rows that it was writing have changed"
-_SHARING = frozenset(str(module.__file__) for module in (picture, rows, node_index))
+_SHARING = frozenset(str(module.__file__) for module in (picture, rows, node_index, node_records))
 _LINES_MAX = 80  # of an action in these modules, most are shorter
+FEW_ROWS = (0, 1, node_records.FEW_ROWS)  # up to which number rows are changed one by one
 NAMESPACES = (b"a" * 16, b"a" * 16, b"a" * 16, b"b" * 16)  # most engines share theirs
 
 
@@ -113,6 +118,9 @@ class Schedule:
             (self.copy, 8),
             (self.read, 6),
             (self.touch, 4),
+            (self.ask, 4),
+            (self.wait, 3),
+            (self.retain, 1),
             (self.sync, 8),
             (self.pass_time, 6),
             (self.haunt, 2),
@@ -136,8 +144,14 @@ class Schedule:
     def some_keys(self, most: int = 3) -> list[OffloadKey]:
         return self.random.sample(self.keys, self.random.randint(1, most))
 
+    def some_context(self) -> ReqContext:
+        """One of a session, or of none. Some sessions end, and some announce when they come back."""
+        session = self.random.choice((b"", b"a", b"b", b"c", b"d", b"e"))
+        hint = SessionHint(session, self.random.random() < 0.2, self.random.choice((None, None, 0.5, 60.0)))
+        return TenantContext("r", session=hint) if session else CONTEXT
+
     def store(self, engine: Engine) -> None:
-        output = engine.tier.prepare_store(self.some_keys(), CONTEXT)
+        output = engine.tier.prepare_store(self.some_keys(), self.some_context())
         self.seen["stored" if output is not None else "no room"] += 1
         if output is not None and output.evicted_keys:
             self.seen["evicted"] += 1
@@ -227,7 +241,27 @@ class Schedule:
         self.end_together(engine, others_store=0.0)
 
     def touch(self, engine: Engine) -> None:
-        engine.tier.touch(self.some_keys(), CONTEXT)
+        engine.tier.touch(self.some_keys(), self.some_context())
+
+    def ask(self, engine: Engine) -> None:
+        """A request of a session begins, and perhaps ends."""
+        context = self.some_context()
+        engine.tier.on_new_request(context)
+        engine.tier.touch(self.some_keys(), context)
+        if self.random.random() < 0.8:
+            engine.tier.on_request_finished(context)
+
+    def wait(self, engine: Engine) -> None:
+        """A request waits, or has its turn."""
+        name, waiting = str(self.random.randrange(3)), engine.tier.waiting
+        if name in waiting:
+            waiting.end(name)
+        else:
+            waiting.begin(name, b"", Turn(0.0, self.serial), self.some_keys(), self.seconds)
+        waiting.pass_time(self.seconds)
+
+    def retain(self, engine: Engine) -> None:
+        engine.tier.hold(b"", self.random.choice((0.3, 1.0)), self.random.choice((0.4, 5.0)), self.some_keys())
 
     def sync(self, engine: Engine) -> None:
         had_left = engine.tier._left is not None
@@ -283,7 +317,9 @@ class Schedule:
         if self.random.random() < 0.5:
             index.counts = _Dying(index.counts, 0)  # type: ignore[assignment]
         else:
-            index.stamps = _Dying(index.stamps, self.random.randint(0, 4))  # type: ignore[assignment]
+            writes = self.random.randint(0, 4)
+            index.stamps = _Dying(index.stamps, writes)  # type: ignore[assignment]
+            index.stamp_array = _dying_array(index.stamp_array, writes)
         try:
             self.random.choice((self.store, self.end, self.end_together, self.reset))(engine)
         except Killed:
@@ -337,8 +373,10 @@ class Schedule:
                 act = self.random.choice((self.store, self.write, self.end, self.end, self.load, self.sync))
                 act(self.random.choice(self.engines))
 
+        self.is_one_stopped = True  # and no other one within its action
         with _at_line(self.random.randint(1, _LINES_MAX), others_act):
             self.random.choice((self.store, self.end, self.end, self.end_alone, self.load, self.read))(engine)
+        self.is_one_stopped = False
         self.seconds += 0.5
         engine.tier.sync()
         assert not engine.tier.is_joined
@@ -480,14 +518,30 @@ class _Dying:
         self._words[at] = value
 
 
+class _DyingArray(np.ndarray[Any, np.dtype[np.uint64]]):
+    writes = 0
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        super().__setitem__(at[: self.writes], value[: self.writes])
+        raise Killed
+
+
+def _dying_array(words: node_records.U64, writes: int) -> node_records.U64:
+    dying = words.view(_DyingArray)
+    dying.writes = writes
+    return dying
+
+
 def run(seed: int, steps: int = 120) -> Counter[str]:
     folder = Path(tempfile.mkdtemp(prefix="node-tier-", dir="/dev/shm"))
     schedule = Schedule(seed, folder)
+    node_records.FEW_ROWS = schedule.random.choice(FEW_ROWS)
     try:
         schedule.run(steps)
         return schedule.seen
     except AssertionError as error:
         raise AssertionError(f"schedule {seed}: {error}") from error
     finally:
+        node_records.FEW_ROWS = FEW_ROWS[-1]
         schedule.close()
         shutil.rmtree(folder, ignore_errors=True)

@@ -19,9 +19,9 @@ from types import FrameType
 
 from node_tier.killed import require_right_rows, work
 from spillway_connector.engine.node_tier import picture, rows
-from spillway_connector.plan import node_index
+from spillway_connector.plan import node_index, node_records
 
-FILES = frozenset(str(module.__file__) for module in (picture, rows, node_index))
+FILES = frozenset(str(module.__file__) for module in (picture, rows, node_index, node_records))
 NUM_ROWS = 4  # so few that others take a row within two rounds
 _LINES_BETWEEN = 1500  # two stops of an engine, at most; a few rounds
 _ROUNDS_MAX = 12  # of the others while one is stopped; a chunk leaves within that many

@@ -11,7 +11,7 @@ from node_tier.schedules import run
 
 def test_engines_that_share_rows_load_what_was_stored_and_lose_no_row():
     seen: Counter[str] = Counter()
-    for seed in range(200):  # among them one that finds a publisher who looks again at what it has published
+    for seed in range(200):
         seen += run(seed)
     happened = (
         "evicted",

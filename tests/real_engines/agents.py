@@ -51,7 +51,7 @@ def request_of(agent: str, number: int, text: str, *, subagent: bool = False) ->
 
 
 def without_names(request: AgentRequest) -> AgentRequest:
-    """The same prompt of nobody in particular."""
+    """The same prompt without a session."""
     body = {name: value for name, value in request.body.items() if name not in NAMING_MEMBERS}
     kept = {name: value for name, value in request.headers.items() if name == "Anthropic-Version"}
     return AgentRequest(request.path, kept, body)

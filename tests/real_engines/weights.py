@@ -1,6 +1,6 @@
 """Weights changed in place over HTTP, with requests before, between, across and after each kind of reset.
 
-A reference is the same engine's answer under a cache salt that nobody has used: nothing cached can be in it. Only the
+A reference is the same engine's answer under a cache salt that was never used: nothing cached can be in it. Only the
 last engine of the fleet is changed; its shared tier is closed by it until it is started again.
 """
 

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=tests python -m reference_answers`: measures the questions anew and writes questions.json."""
+"""`PYTHONPATH=tests python -m reference_answers`: measures all questions and writes questions.json."""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from lanes.rules import ROOT
@@ -14,6 +17,9 @@ BESIDE_DOCS = ("CONTRIBUTING.md", "README.md", "SECURITY.md", "charts/spillway/R
 PAGES = tuple(path for path in tracked_files() if path in BESIDE_DOCS or re.fullmatch(r"docs/.*\.md", path))
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|sh|c|tpl|Dockerfile))(?:::\w+)?`")
+# Series, variables, headers, alerts and modules of Spillway; benchmarks.py's reports have names of their own.
+OWN_NAME = re.compile(r"\b(?:spillway_\w+|SPILLWAY_\w+|Spillway[A-Z]\w+)|\bx-spillway-[a-z-]*[a-z]", re.ASCII)
+ADDED = re.compile(r"_(?:total|bucket|sum|count)$")  # to a series' name by the client library
 TARGET = re.compile(r"`make ([a-z][a-z-]*)")
 WIDTH = 120
 # Files of other projects, and files that Spillway writes.
@@ -42,6 +48,17 @@ def missing_modules(text: str) -> list[str]:
     return sorted(name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in tracked_files()))
 
 
+@cache
+def own_names() -> frozenset[str]:
+    """All such names in code and the chart."""
+    paths = (path for path in tracked_files() if not path.endswith((".md", "repository/test_docs.py")))
+    return frozenset(name for path in paths for name in OWN_NAME.findall((ROOT / path).read_text(errors="ignore")))
+
+
+def missing_names(text: str) -> list[str]:
+    return sorted(name for name in set(OWN_NAME.findall(text)) if not {name, ADDED.sub("", name)} & own_names())
+
+
 def missing_targets(text: str) -> list[str]:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
     return sorted(set(TARGET.findall(text)) - targets)
@@ -67,6 +84,20 @@ def test_modules_exist(page: str) -> None:
     assert missing_modules((ROOT / page).read_text()) == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/benchmarks")])
+def test_series_variables_headers_and_alerts_exist(page: str) -> None:
+    assert missing_names((ROOT / page).read_text()) == []
+
+
+def test_the_example_of_a_tier_runs(tmp_path: Path) -> None:
+    """docs/development.md, "One tier": a block is stored and loaded."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/development.md").read_text(), re.DOTALL)
+    assert "/tmp/kv" in code
+    names: dict[str, Any] = {}
+    exec(code.replace("bytes(4096)", "b'x' * 4096", 1).replace("/tmp/kv", str(tmp_path)), names)
+    assert names["target"] == b"x" * 4096
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_make_targets_exist(page: str) -> None:
     assert missing_targets((ROOT / page).read_text()) == []
@@ -87,6 +118,8 @@ def test_what_does_not_exist_is_found() -> None:
     assert missing_links("README.md", text) == ["docs/no.md", "docs/formats.md#no"]
     assert missing_modules(text) == ["plan/no.py"]
     assert missing_targets(text) == ["no"]
+    names = "spillway_no_total spillway_tier_shed_total SPILLWAY_NO SpillwayNo x-spillway-no x-spillway-overhead-ms"
+    assert missing_names(names) == ["SPILLWAY_NO", "SpillwayNo", "spillway_no_total", "x-spillway-no"]
     assert len(PAGES) > 10
 
 

@@ -1,36 +1,48 @@
-"""Docstrings are sentences or noun phrases with a subject: none begins with a genitive that leaves its noun out."""
+"""Docstrings, and entries of their Args blocks, do not begin with a genitive or a clause that lacks its noun."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
+import pytest
 from lanes.rules import ROOT
 
 from repository.tracked import tracked_files
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+EVERYWHERE = r"\AOf "
+IN_PRODUCT_CODE = (
+    r"\A(?:Of|What|Whatever|None:|Its|It|Those|They|As|That) |^ +[a-z][a-z_, ]*: (?:[Oo]f|[Tt]hat|[Ww]hose) "
+)
 
 
-def genitives(source: str) -> Iterator[int]:
-    """Lines of docstrings that begin with "Of "."""
-    if "Of " not in source:  # parsing takes many times as long as this search
+def elliptic(source: str, pattern: str) -> Iterator[int]:
+    """Yield the first lines of docstrings in which the pattern occurs."""
+    # Parsing takes many times as long as this search.
+    if not re.search(pattern.replace(r"\A", '"""'), source, re.MULTILINE):
         return
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and (ast.get_docstring(node) or "").startswith("Of "):
+        if isinstance(node, DOCUMENTED) and re.search(pattern, ast.get_docstring(node) or "", re.MULTILINE):
             yield node.body[0].lineno
 
 
-def test_no_docstring_begins_with_a_genitive_without_a_noun() -> None:
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     found = [
         f"{path}:{line}"
         for path in tracked_files()
         if path.endswith(".py")
-        for line in genitives((ROOT / path).read_text())
+        for line in elliptic((ROOT / path).read_text(), IN_PRODUCT_CODE if "/src/" in path else EVERYWHERE)
     ]
-    assert not found, "say what it is: not `Of one engine.` but `The state of one engine.`"
+    assert not found, "say what it is or does: not `What a request costs.` but `Return the cost of a request.`"
 
 
-def test_such_docstrings_are_found() -> None:
-    source = '"""Of a module."""\nclass A:\n    """Of it."""\n    def f(self):\n        """Offers it. Of it."""\n'
-    assert list(genitives(source)) == [1, 3]
+@pytest.mark.parametrize(("pattern", "lines"), [(EVERYWHERE, [1, 3]), (IN_PRODUCT_CODE, [1, 3, 7, 11])])
+def test_such_docstrings_are_found(pattern: str, lines: list[int]) -> None:
+    source = (
+        '"""Of a module."""\nclass A:\n    """Of it."""\n    def f(self):\n        """Offers it. Of it."""\n'
+        '    def g(self):\n        """What it is."""\n    def h(self):\n        """Whether it is."""\n'
+        '    def i(self, a):\n        """Do it.\n\n        Args:\n            a: Of it.\n        """\n'
+    )
+    assert list(elliptic(source, pattern)) == lines

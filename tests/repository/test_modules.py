@@ -18,7 +18,6 @@ SHORT: dict[str, str] = {
     "connector/src/spillway_connector/transfer_config.py": "what the engine service and the benches start engines with",
     "connector/src/spillway_connector/testing/cache_first.py": "loads as an engine's, for tests of three rooms",
     "connector/src/spillway_connector/testing/clock.py": "the stepped clock, for tests of every room",
-    "connector/src/spillway_connector/testing/memory.py": "resident memory of a mapping, for tests of two rooms",
     "connector/src/spillway_connector/tiers/disk/room.py": "the bound of both layouts, which do not import each other",
     "settings/src/spillway_settings/gateway_memory.py": "figures that the check and the gateway both read",
     "services/ctl/src/spillway_ctl/errors.py": "the error tree, imported by all modules of the package",

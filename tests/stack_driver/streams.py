@@ -50,9 +50,14 @@ class StreamCrowd:
     def __init__(self, url: str, model: str, prompts: list[Prompt], answer_tokens: int) -> None:
         self.streams = [Stream(prompt) for prompt in prompts]
         self._url, self._model, self._answer_tokens = url, model, answer_tokens
+        self._let_go = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(stream,), daemon=True) for stream in self.streams]
         for thread in self._threads:
             thread.start()
+
+    def let_go(self) -> None:
+        """Close the streams, each when it next gets something."""
+        self._let_go.set()
 
     def join(self) -> list[Stream]:
         seen = self._progress()
@@ -89,6 +94,8 @@ class StreamCrowd:
                 stream.error = json.loads(response.read()).get("error")
                 return
             for line in response.iter_lines():
+                if self._let_go.is_set():
+                    return
                 if line.startswith("data:"):
                     self._take(stream, line[5:].strip())
 

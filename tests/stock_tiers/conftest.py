@@ -44,7 +44,7 @@ def own_valkey() -> Iterator[Callable[[], Any]]:
 @pytest.fixture(params=["nvme", "redis"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Mapping[str, Any]:
     """One entry of secondary_tiers, on an empty medium."""
-    from stock_tiers.scheduler_side import PATIENT
+    from stock_tiers.patience import PATIENT
 
     if request.param == "nvme":
         return {"type": "spillway-nvme", "path": str(tmp_path / "kv"), "max_bytes": "256 MiB", **PATIENT}

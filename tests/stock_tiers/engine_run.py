@@ -31,11 +31,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine_matrix.engine_run import ONE_THREAD
 from engine_matrix.greedy import greedy_answers
 from engine_matrix.models import build, model
 from valkey_servers import started_valkey
 
-from stock_tiers.scheduler_side import PATIENT
+from stock_tiers.patience import PATIENT
 
 PROMPTS, ANSWER_TOKENS = 6, 8
 CASES = ("none", "fs", "nvme", "nvme-class", "nvme-restart", "nvme-damaged", "redis", "redis-killed", "one-by-one")
@@ -144,6 +145,8 @@ def run(case: str, folder: Path, work: Workload) -> dict[str, Any]:
 def main() -> None:
     # One process, and a seed that every engine of this test has.
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", PYTHONHASHSEED="0")
+    if "STOCK_MODEL" not in os.environ:
+        os.environ.update(ONE_THREAD | {name: os.environ[name] for name in ONE_THREAD if name in os.environ})
     folder, cases = Path(sys.argv[1]), sys.argv[2].split(",")
     work = Workload(folder)
     for case in cases:

@@ -23,13 +23,6 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 BLOCK_TOKENS, LAYERS, HEADS, HEAD_SIZE = 16, 2, 2, 32
 DEVICE_BLOCKS = 32
-# No deadline may pass on a busy machine where a test is not about deadlines.
-PATIENT = {
-    "lookup_timeout_seconds": 60,
-    "load_timeout_seconds": 60,
-    "store_timeout_seconds": 60,
-    "store_queue_seconds_max": 60,
-}
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -20,7 +20,8 @@ from spillway_connector.errors import ConfigError
 from spillway_connector.testing.faults import HangingTier
 from spillway_connector.testing.sick_server import SickServer
 from spillway_connector.transfer.stats import Operation
-from stock_tiers.scheduler_side import PATIENT, SchedulerSide, build_model, cache_config, key, row_bytes_of
+from stock_tiers.patience import PATIENT
+from stock_tiers.scheduler_side import SchedulerSide, build_model, cache_config, key, row_bytes_of
 
 Tier = Mapping[str, Any]
 Open = Callable[..., SchedulerSide]

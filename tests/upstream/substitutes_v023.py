@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.copier import Direction
 from spillway_connector.device.cpu import HostCopier
-from spillway_connector.device.host_region import HostRegion, region_path
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
 from spillway_connector.engine.layouts.copy_layout import copy_layout
 from spillway_connector.engine.v023 import connector
@@ -29,6 +27,7 @@ from spillway_connector.engine.worker.copy_jobs import Sides
 from spillway_connector.namespace import Namespace
 from spillway_connector.plan.geometry import ChunkGeometry
 from spillway_connector.testing.generation import make_cpu_tier, patch_vllm
+from spillway_connector.testing.memory import unnamed_region
 from upstream.mock_manager import answering_prefixes
 from upstream.substitution import Substitutes
 
@@ -103,8 +102,7 @@ class Handlers:
     def __init__(self, kv_caches: Any, block_size_factor: int, num_cpu_blocks: int, mmap_region: Any = None) -> None:
         page_bytes = sum(cache.page_size_bytes for cache in kv_caches.tensors)
         geometry = ChunkGeometry(rank_block_bytes=page_bytes, blocks_per_chunk=block_size_factor, num_ranks=1)
-        region = HostRegion(region_path(f"upstream-{uuid.uuid4()}"), num_cpu_blocks, geometry.row_bytes)
-        region.unlink_name()
+        region = unnamed_region(num_cpu_blocks, geometry.row_bytes)
         layout = copy_layout(kv_caches, region, geometry, rank=0)
         rows = torch.frombuffer(region._mapping, dtype=torch.int8).view(num_cpu_blocks, geometry.row_bytes)
         offsets = [

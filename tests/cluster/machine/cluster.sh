@@ -14,7 +14,7 @@
 #   cluster.sh keda-down        stop both
 #   cluster.sh groups           run the controller of LeaderWorkerSets; compiles it (two minutes more)
 #   cluster.sh groups-down      stop it
-#   cluster.sh inference        declare the kinds of Gateway API's Inference Extension; nobody acts on them here
+#   cluster.sh inference        declare the kinds of Gateway API's Inference Extension; nothing acts on them here
 #   cluster.sh inference-down   take them back
 #   cluster.sh env              print the exports for kubectl and helm
 #   cluster.sh down             stop everything and remove what it made, imported images aside

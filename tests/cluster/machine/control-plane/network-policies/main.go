@@ -53,7 +53,7 @@ func main() {
 
 	beats := make(chan *healthcheck.ControllerHeartbeat)
 	go func() {
-		for range beats { // nobody asks whether it is well
+		for range beats { // nothing asks whether it is well
 		}
 	}()
 	var running sync.WaitGroup
