@@ -91,7 +91,7 @@ test-vllm: $(STAMP) $(ENGINE_STAMP) ## What another vLLM runs of the tests, e.g.
 	@PYTHONPATH=tests $(BIN)/python -m lanes other-vllm --vllm $(VLLM)
 
 .PHONY: test-generations
-test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. About 20 minutes
+test-generations: $(STAMP) $(foreach version,$(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS),$(call installed,$(version))) ## What works on each vLLM, as a table and build/generations.json. VLLM="0.32" narrows it. Under twenty minutes on two cores
 ##+ GENERATIONS="--columns 'two ranks' LoRA" runs these alone and leaves the file's others as they are
 	@PYTHONPATH=tests $(BIN)/python -m generations $(subst $(COMMA), ,$(VLLM)) $(GENERATIONS)
 
@@ -295,6 +295,10 @@ bench-word-clock: $(STAMP) ## What a clock tells a tenant of words that another 
 bench-scheduler: $(STAMP) ## Cost of an engine step on the scheduler's thread, beside upstream's manager
 	@$(BIN)/python bench/scheduler_step.py $(BENCH)
 
+.PHONY: bench-beside
+bench-beside: $(STAMP) ## Any bench of an older commit and of this tree, in turns. BENCH="COMMIT scheduler_step -- --steps 300 --only ready"
+	@$(BIN)/python bench/beside_commit.py $(BENCH)
+
 .PHONY: bench-late-stores
 bench-late-stores: $(STAMP) ## Late stores beside eager ones on vLLM's scheduler, in virtual time: copies, losses, what is found. Minutes of CPU
 ##+ BENCH="--sessions 16 --seeds 1" narrows it
@@ -326,7 +330,7 @@ install: $(STAMP) $(ENGINE_STAMP) ## The environment in .venv/local, and nothing
 	  echo "VLLM=$(version) is none of 0.23 $(VLLM_ENVIRONMENTS) $(VLLM_SCHEDULERS); give one of them"; exit 1;)
 
 .PHONY: requirements
-requirements: $(UV) ## Compile requirements/*.txt anew from *.in. UPGRADE=1 takes the newest versions
+requirements: $(UV) ## Compile requirements/*.txt from *.in. UPGRADE=1 takes the newest versions
 	@cd requirements && export UV_CUSTOM_COMPILE_COMMAND="make requirements" && \
 	compile="../$(UV) pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url $(if $(UPGRADE),--upgrade)" && \
 	$$compile --override overrides.txt local.in --output-file local.txt && \
