@@ -69,9 +69,10 @@ def key_of(seed: int, size: int = 36) -> bytes:
     return _bytes_of(seed + 1_000_000, size)
 
 
-def load(tier: Tier, key: bytes) -> bytes:
+def load(tier: Tier, key: bytes, deadline: float | None = None) -> bytes:
+    """Load one payload; a tier on a clock of its own needs a deadline on that clock."""
     target = memoryview(bytearray(tier.payload_bytes))
-    tier.load(key, target, soon())
+    tier.load(key, target, soon() if deadline is None else deadline)
     return bytes(target)
 
 

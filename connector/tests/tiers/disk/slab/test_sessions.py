@@ -168,7 +168,7 @@ def test_who_loads_what_an_ended_session_left_keeps_it(node: Node):
     fill(node, tier)
     node.turn(tier, "soon", range(7, 14), None, ended=True)
     node.store(tier, 30)
-    load(tier, key_of(13))
+    load(tier, key_of(13), NEVER)
     for seed in range(31, 37):
         node.store(tier, seed)
     assert 13 in held(tier) and set(range(7, 13)).isdisjoint(held(tier))
@@ -279,7 +279,7 @@ def test_a_lost_or_damaged_file_costs_hits_and_never_a_byte(node: Node, spoil: C
     there = held(again)
     assert len(there) == FRAMES
     for seed in there:
-        assert load(again, key_of(seed)) == payload_of(seed)
+        assert load(again, key_of(seed), NEVER) == payload_of(seed)
     node.turn(again, "new", range(50, 56), 30)
     node.turn(again, "new", range(50, 56), 30)
     assert set(range(50, 56)) <= set(held(again))
@@ -362,7 +362,7 @@ def test_a_sealed_size_class_follows_sessions_too(node: Node):
         node.store(tier, 30 + count)
         count += 1
     assert 9 not in held(tier) and 10 in held(tier)
-    assert load(tier, key_of(10)) == payload_of(10, tier.payload_bytes)
+    assert load(tier, key_of(10), NEVER) == payload_of(10, tier.payload_bytes)
     assert node.store(tier, 99, tenant=NO_TENANT, session="x", own_room=True) is StoreOutcome.NOT_ADMITTED
     tier.close()
 
