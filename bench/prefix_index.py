@@ -23,6 +23,7 @@ from pathlib import Path
 from bench_report import write_report
 
 from spillway_gateway.fleet import block_runs
+from spillway_gateway.fleet.block_runs import SHORT_RUN_BLOCKS
 from spillway_gateway.fleet.event_decoder import BlockStored, Tier
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import KEYS_MAX, RUN_BLOCKS, TOKEN_BYTES, KeyChains, token_bytes
@@ -44,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for tokens in given.tokens:
         for block_tokens in given.block_tokens:
-            for name, run_blocks in (("one_by_one", KEYS_MAX + 1), ("remembered", RUN_BLOCKS)):
-                block_runs.RUN_BLOCKS = run_blocks  # type: ignore[attr-defined]
+            none = KEYS_MAX + 1, KEYS_MAX + 1
+            for name, run_blocks in (("one_by_one", none), ("remembered", (RUN_BLOCKS, SHORT_RUN_BLOCKS))):
+                block_runs.RUN_BLOCKS, block_runs.SHORT_RUN_BLOCKS = run_blocks  # type: ignore[attr-defined]
                 costs = _turn(tokens, block_tokens, given.conversations)
                 first = costs.pop("first_match")
                 costs["all"] = sum(costs.values())

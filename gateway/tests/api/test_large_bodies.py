@@ -67,7 +67,21 @@ async def test_a_body_that_begins_as_another_costs_what_it_costs_alone() -> None
     assert len(bodies._counted) == counted
 
     await bodies._seconds_by_count(cheap, "b")  # what another tenant has sent is new
-    assert len(bodies._counted) == counted + len(cheap) // _COUNT_BYTES + 1
+    alone = LargeBodies()
+    await alone._seconds_by_count(cheap, "b")
+    assert len(bodies._counted) == counted + len(alone._counted)
+
+
+async def test_of_a_piece_that_was_counted_before_only_the_part_that_differs_is_counted_again() -> None:
+    bodies, body = LargeBodies(), bytearray("".join(map(str, range(_COUNT_BYTES))).encode())
+    await bodies._seconds_by_count(body, "a")
+    counted = len(bodies._counted)
+
+    body[_COUNT_BYTES + 7 : _COUNT_BYTES + 8] = b"["
+
+    costs = await LargeBodies()._seconds_by_count(body, "a")
+    assert await bodies._seconds_by_count(body, "a") == pytest.approx(costs)
+    assert len(bodies._counted) == counted + 2, "the piece, and its part"
 
 
 async def test_of_a_costly_body_all_but_the_prompt_is_parsed() -> None:

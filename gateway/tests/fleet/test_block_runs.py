@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec.structs import astuple
 
 from spillway_gateway.fleet.block_holders import ENTRY_BYTES
-from spillway_gateway.fleet.block_runs import USED_AGAIN_SHARE, read_spans, use_runs
+from spillway_gateway.fleet.block_runs import SHORT_RUN_BLOCKS, USED_AGAIN_SHARE, read_spans, use_runs
 from spillway_gateway.fleet.block_table import BlockTable
 from spillway_gateway.routing.prefix import RUN_BLOCKS
 
@@ -42,6 +42,34 @@ def test_a_run_is_read_once_until_one_of_its_blocks_changes() -> None:
     assert spans(table, RUN) == [(1, 1, RUN_BLOCKS)], "nothing was said of a change"
     table.shards[0][7].changed()
     assert spans(table, RUN) == [(1, 1, 7), (2, 2, 1), (1, 1, RUN_BLOCKS - 8)]
+
+
+def test_the_end_of_a_prompt_is_read_once_too() -> None:
+    end = range(RUN_BLOCKS + 2 * SHORT_RUN_BLOCKS + 1)
+    table = table_of(end)
+    assert spans(table, end) == [(1, 1, RUN_BLOCKS), (1, 1, SHORT_RUN_BLOCKS), (1, 1, SHORT_RUN_BLOCKS), (1, 1, 1)]
+
+    for changed in (RUN_BLOCKS, end[-1]):
+        table.shards[0][changed].mask = 2
+    found = [(1, 1, RUN_BLOCKS), (1, 1, SHORT_RUN_BLOCKS), (1, 1, SHORT_RUN_BLOCKS), (2, 2, 1)]
+    assert spans(table, end) == found, "nothing was said of a change, but no run has the last block"
+    table.shards[0][RUN_BLOCKS].changed()
+    assert spans(table, end) == [found[0], (2, 2, 1), (1, 1, SHORT_RUN_BLOCKS - 1), *found[2:]]
+
+
+def test_short_and_long_prompts_with_one_beginning_do_not_disturb_each_other() -> None:
+    table = table_of(RUN)
+    short = RUN[:SHORT_RUN_BLOCKS]
+    for _ in range(2):
+        assert spans(table, RUN) == [(1, 1, RUN_BLOCKS)]
+        assert spans(table, short) == [(1, 1, SHORT_RUN_BLOCKS)]
+    table.shards[0][0].mask = 2
+    assert spans(table, RUN) == [(1, 1, RUN_BLOCKS)] and spans(table, short) == [(1, 1, SHORT_RUN_BLOCKS)]
+
+    table.shards[0][0].changed()
+
+    assert spans(table, RUN) == [(2, 2, 1), (1, 1, RUN_BLOCKS - 1)]
+    assert spans(table, short) == [(2, 2, 1), (1, 1, SHORT_RUN_BLOCKS - 1)]
 
 
 def test_a_block_that_is_evicted_ends_its_run() -> None:

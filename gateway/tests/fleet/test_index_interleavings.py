@@ -180,7 +180,8 @@ class Interleaved:
 def small_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_index, "STEP_BLOCKS", 1)
-        patch.setattr(block_runs, "RUN_BLOCKS", 2)
+        patch.setattr(block_runs, "RUN_BLOCKS", 4)
+        patch.setattr(block_runs, "SHORT_RUN_BLOCKS", 2)
         patch.setattr(block_holders, "EVICTIONS_MAX", 2)
         patch.setattr(block_table, "SWEEP_STEP", 1)
         patch.setattr(block_table, "COMPACT_EVICTIONS_MIN", 1)

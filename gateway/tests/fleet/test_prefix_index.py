@@ -32,7 +32,8 @@ BLOCK = 4
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts here are shorter than a run, so they would try nothing of what is remembered of runs."""
-    monkeypatch.setattr(block_runs, "RUN_BLOCKS", 2)
+    monkeypatch.setattr(block_runs, "RUN_BLOCKS", 4)
+    monkeypatch.setattr(block_runs, "SHORT_RUN_BLOCKS", 2)
 
 
 class Clock:

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway_gateway.routing import hot_prefixes
-from spillway_gateway.routing.hot_prefixes import DEPTHS, HALF_LIFE_SECONDS, HotPrefix, HotPrefixes
+from spillway_gateway.routing.hot_prefixes import (
+    COUNTED_PER_SECOND,
+    DEPTHS,
+    DRAWN_OF,
+    HALF_LIFE_SECONDS,
+    HotPrefix,
+    HotPrefixes,
+)
 from spillway_gateway.routing.prefix import KEYS_MAX, chain_blocks, namespace_key, token_bytes
 
 BLOCK = 4
@@ -112,6 +121,23 @@ def test_whatever_is_requested_a_hot_prefix_is_one_that_requests_share(
         assert len({tuple(numbers) for numbers in asked}) >= 2
         key = chain_blocks(namespace_key("m", None, each.tokens.cache_salt), each.tokens.ids, BLOCK_BYTES)[-1]
         assert (each.key, each.prompt_tokens) == (key, each.blocks * BLOCK)
+
+
+def test_of_many_requests_in_a_second_some_count_for_all() -> None:
+    draw = random.Random(1).random
+    hot, counted, further = HotPrefixes(draw), 0, 4_000
+    for number in range(COUNTED_PER_SECOND + further):
+        if count := hot.counts_for(7.5):
+            counted += 1
+            data = token_bytes(blocks(1, 2, 100 + number))
+            hot.requested(
+                chain_blocks(namespace_key("m"), data, BLOCK_BYTES), data, BLOCK_BYTES, None, 7.5, count=count
+            )
+    (found,) = hot.hottest(1, 7.5)
+
+    assert counted == pytest.approx(COUNTED_PER_SECOND + further / DRAWN_OF, rel=0.1)
+    assert found.blocks == 2 and found.requests == pytest.approx(COUNTED_PER_SECOND + further, rel=0.1)
+    assert [hot.counts_for(8.1) for _ in range(COUNTED_PER_SECOND)] == [1] * COUNTED_PER_SECOND
 
 
 def test_entries_and_tokens_are_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -43,7 +43,8 @@ IDS_MAX = 2 * 1024 * 1024  # longer than any model's context; they are copied at
 _STEP_SECONDS = 0.001
 _STEP_BYTES = 8 * 1024  # 2 ms of the densest JSON
 _COUNT_BYTES = 32 * 1024
-_COUNTED_MAX = 8192  # pieces whose cost is remembered: 256 MiB of bodies that begin as others did
+_COUNT_AGAIN_BYTES = 4 * 1024  # of a piece that is new, as a body's last one mostly is: only its new end is counted
+_COUNTED_MAX = 32_768  # pieces whose cost is remembered, about 6 MB: 100 MiB of bodies that begin as others did
 _COPY_BYTES = 1024 * 1024
 # Of decoding, and of what the parsers in this folder do with each message.
 _SECONDS_PER_BYTE = 4e-9
@@ -142,17 +143,24 @@ class LargeBodies:
         a digest takes a seventh of the time."""
         name = owner, xxhash.xxh3_128_digest(piece, self._seed)
         seconds = self._counted.get(name)
-        if seconds is None:
+        if seconds is None and len(piece) > _COUNT_AGAIN_BYTES:
+            parts = range(0, len(piece), _COUNT_AGAIN_BYTES)
+            seconds = sum([self._marks_seconds(piece[at : at + _COUNT_AGAIN_BYTES], owner) for at in parts])
+            self._keep_count(name, seconds)
+        elif seconds is None:
             marks = bytes(piece).translate(None, _UNMARKED)  # one pass, while counting each takes four
             seconds = marks.count(b",") * _SECONDS_PER_COMMA
             seconds += (marks.count(b"[") + marks.count(b"{")) * _SECONDS_PER_CONTAINER
             seconds += marks.count(b"\\") * _SECONDS_PER_ESCAPE
-            self._counted[name] = seconds
-            if len(self._counted) > _COUNTED_MAX:
-                self._counted.popitem(last=False)
+            self._keep_count(name, seconds)
         else:
             self._counted.move_to_end(name)
         return seconds
+
+    def _keep_count(self, name: tuple[str, bytes], seconds: float) -> None:
+        self._counted[name] = seconds
+        if len(self._counted) > _COUNTED_MAX:
+            self._counted.popitem(last=False)
 
     async def _seconds_by_walk(self, walk: JsonWalk, body: Body) -> float:
         """Return the cost of parsing the body, after a scan of all of it."""

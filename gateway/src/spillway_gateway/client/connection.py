@@ -214,16 +214,14 @@ class ClientRequest:
         if cycle.disconnected:
             return True
         cycle.response_started = cycle.response_complete = True
-        lines = [STATUS_LINE[status]]
-        sized = status in (204, 304)
-        for name, value in (*cycle.default_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
-            sized = sized or name == b"content-length"
-        if not sized:
-            lines.append(b"content-length: %d\r\n" % len(body))
-        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
-        lines.append(body)
-        connection.transport.write(b"".join(lines))
+        given = [*cycle.default_headers, *headers]
+        lines = [STATUS_LINE[status][:-2], *map(b": ".join, given)]
+        if status not in (204, 304) and b"content-length" not in dict(given):
+            lines.append(b"content-length: %d" % len(body))
+        if not cycle.keep_alive:
+            lines.append(b"connection: close")
+        lines += (b"", body)
+        connection.transport.write(b"\r\n".join(lines))
         cycle.message_event.set()
         if not cycle.keep_alive:
             connection.transport.close()

@@ -63,11 +63,14 @@ class Entry(msgspec.Struct, gc=False):
     speculative_until: float = 0.0  # monotonic seconds
     keys: HolderKey | None = None  # of all holders
     run: BlockRun | None = None  # the one that was read last with this block
+    short_run: BlockRun | None = None  # the same of short ones
 
     def changed(self) -> None:
         """Note a change: results that were read with this block have to be read again."""
         if self.run is not None:
             self.run.until = 0.0
+        if self.short_run is not None:
+            self.short_run.until = 0.0
 
     def speculate(self, device: int, until: float, now: float) -> None:
         """An engine without events counts as having it. device: its bit. until, now: monotonic seconds."""
@@ -133,9 +136,9 @@ class BlockTable:
                 if entry is not None:
                     yield self.shards[at], key, entry
 
-    def add(self, shard: Shard, key: int, device: int = 0, until: float = 0.0) -> Entry:
-        """A new entry, used last. device, until: as Entry.speculate()."""
-        entry = shard[key] = Entry(0, device, until)
+    def add(self, shard: Shard, key: int) -> Entry:
+        """A new entry, used last."""
+        entry = shard[key] = Entry()
         self.entries += 1
         self.added += 1
         return entry

@@ -45,6 +45,9 @@ class ExpectedBlocks:
         own = Expected(device, until)
         joined: dict[Expected, Expected] = {}  # blocks that others expect -> what stands for them now
         by_key = self.by_key
+        if by_key.keys().isdisjoint(keys):  # most prompts
+            by_key.update(dict.fromkeys(keys, own))
+            own.keys, keys = list(keys), ()
         for key in keys:
             known = by_key.get(key)
             if known is None or known.until <= now:

@@ -284,7 +284,7 @@ class ModelFleet:
             prompt.text_tokens,
             *being_computed(prompt.spread_key, self.engines, tried, held),
             leg=leg,
-            any_role=not self.disaggregation.roles_bind,
+            any_role=not (self.has_roles and self.disaggregation.roles_bind),
             splitting=self._hand_overs.terms(self.disaggregation, prompt.tokens_per_block)
             if leg is Leg.OPEN and self.has_roles
             else None,

@@ -1,16 +1,18 @@
 """Which beginnings of prompts many requests share, lately, and their tokens. Pure but for its own bounded state.
 
 Requests are counted at some depths of their prompts, a quarter further each, so a prompt of any length costs some forty
-look-ups at most. A prefix counts as shared once prompts have gone on from it in two ways: the turns of one conversation
-are no prefix that others need.
+look-ups at most. If more than COUNTED_PER_SECOND come in a second, one in DRAWN_OF of the others is drawn and counts
+for all of them: what is hot among so many shows in a part of them as well. A prefix counts as shared once prompts have
+gone on from it in two ways: the turns of one conversation are no prefix that others need.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import exp2
+from random import random
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +22,8 @@ from spillway_gateway.routing.prefix import KEYS_MAX, TOKEN_BYTES, PromptTokens
 HALF_LIFE_SECONDS = 120.0
 REQUESTS_MIN = 3.0  # decayed, from which on a prefix is hot and its tokens are kept
 ENTRIES_MAX = 8192
+COUNTED_PER_SECOND = 64  # requests that are all counted
+DRAWN_OF = 4  # further requests, of which one is counted
 HALF_LIVES_MAX = 512  # until all weights are scaled down, far below what a float holds
 TOKEN_BYTES_MAX = 8 * 1024 * 1024  # of tokens that are kept
 
@@ -56,9 +60,12 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class HotPrefixes:
-    """The hot prefixes of one model. now: monotonic seconds."""
+    """The hot prefixes of one model. now: monotonic seconds. draw: returns a random number from 0 to 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[], float] = random) -> None:
+        self._draw = draw
+        self._second = 0  # the last one in which a request came
+        self._came = 0  # requests in it
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently requested first
         self._bytes = 0
         self._weighs_one_at = 0.0  # monotonic seconds
@@ -71,10 +78,27 @@ class HotPrefixes:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def counts_for(self, now: float) -> int:
+        """Return for how many requests one that comes now is counted; 0: it is not."""
+        second = int(now)
+        if second != self._second:
+            self._second, self._came = second, 0
+        self._came += 1
+        if self._came <= COUNTED_PER_SECOND:
+            return 1
+        return DRAWN_OF if self._draw() * DRAWN_OF < 1.0 else 0
+
     def requested(
-        self, keys: Sequence[int], ids: bytes | memoryview, block_bytes: int, cache_salt: str | None, now: float
+        self,
+        keys: Sequence[int],
+        ids: bytes | memoryview,
+        block_bytes: int,
+        cache_salt: str | None,
+        now: float,
+        *,
+        count: int = 1,
     ) -> None:
-        """A request has come.
+        """Count a request.
 
         Args:
             keys: The keys of its full blocks, in order.
@@ -82,12 +106,14 @@ class HotPrefixes:
             block_bytes: How many bytes of `ids` are one block.
             cache_salt: The salt of its blocks.
             now: Monotonic seconds.
+            count: What counts_for() has returned.
         """
         entries = self._entries
-        weight = self._weight(now)
-        count = len(keys)
+        one = self._weight(now)
+        weight = count * one
+        length = len(keys)
         for depth, next_depth in _STEPS:
-            if depth > count:
+            if depth > length:
                 break
             key = keys[depth - 1]
             entry = entries.get(key)
@@ -98,13 +124,13 @@ class HotPrefixes:
             entry.weighted += weight
             if not entry.shared:
                 further = entry.further
-                if further is None or further[0] > count:  # nothing to compare with, or what is longer than this prompt
+                if further is None or further[0] > length:  # nothing to compare with, or a longer prompt
                     entry.further = _further(keys, depth, next_depth) or further
                     continue
                 if keys[further[0] - 1] == further[1]:
                     continue
                 entry.shared = True
-            if entry.ids is None and entry.weighted >= REQUESTS_MIN * weight:
+            if entry.ids is None and entry.weighted >= REQUESTS_MIN * one:
                 entry.ids, entry.cache_salt = bytes(ids[: depth * block_bytes]), cache_salt
                 self._bytes += len(entry.ids)
         while len(entries) > ENTRIES_MAX or self._bytes > TOKEN_BYTES_MAX:

@@ -206,10 +206,13 @@ class PromptReader:
         keys = chains.keys(namespace, data, block_tokens * TOKEN_BYTES)
         spread_key = keys[0] if keys else short_prompt_key(namespace, data)
         other_keys = {size: chains.keys(namespace, data, size * TOKEN_BYTES) for size in others}
-        if adapter is None and self._counts_prefixes():  # engines take no hints about adapters' blocks
-            # Once the request has been sent: it is counted for the sake of later ones.
-            count = partial(self.hot.requested, keys, data, block_tokens * TOKEN_BYTES, cache_salt, monotonic())
-            asyncio.get_running_loop().call_soon(count)
+        if keys and adapter is None and self._counts_prefixes():  # engines take no hints about adapters' blocks
+            now = monotonic()
+            if counts := self.hot.counts_for(now):
+                # Once the request has been sent: it is counted for the sake of later ones.
+                block_bytes = block_tokens * TOKEN_BYTES
+                count = partial(self.hot.requested, keys, data, block_bytes, cache_salt, now, count=counts)
+                asyncio.get_running_loop().call_soon(count)
         tokens = PromptTokens(bytes(data), cache_salt) if self._keeps_tokens() else None
         return PromptBlocks(keys, block_tokens, prompt_tokens, spread_key, other_keys, tokens)
 
@@ -273,6 +276,10 @@ def _is_small(prompt: ChatPrompt | CompletionPrompt) -> bool:
     items, chars = len(prompt.messages) + len(prompt.tools or ()), 0
     beside: list[Any] = [prompt.tools, prompt.variables] if prompt.tools or prompt.variables else []
     for message in prompt.messages[:INLINE_ITEMS_MAX]:
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, str) and isinstance(role, str) and len(message) == 2:  # most messages
+            chars += len(role) + len(content)
+            continue
         for name, value in message.items():
             if isinstance(value, str):
                 chars += len(value)
