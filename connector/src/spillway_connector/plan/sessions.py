@@ -268,10 +268,12 @@ class SessionTimes:
     def due_from(self, now: float) -> float | None:
         """When its chunks are used next, as known now. None: unknown, infinity: never. A session whose request waits
         needs them at once; one whose request runs needs them when the request has ended and the pause is over."""
+        if self.due_at is None:
+            return now if self.waits else None
+        if now <= self.due_at and not self.running and not self.habits.chance:
+            return self.due_at  # most sessions, and an eviction asks for up to SESSIONS_MAX of them
         if self.waits:
             return now
-        if self.due_at is None:
-            return None
         pause = self.expected_pause if self.running or self.habits.chance else None
         if self.running and pause is not None:
             due, begins_at, idle = max(self.due_at, now + pause), max(self.due_at - pause, now), 0.0

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from itertools import compress, filterfalse
 from typing import NamedTuple
 
 from spillway_connector.errors import TierError
@@ -37,6 +38,9 @@ class ItemState(IntEnum):
     COPIED = 2  # the row is no longer needed, the outcome not known yet
     SETTLED = 3
     VOID = 4
+
+
+_IS_SETTLED = ItemState.SETTLED.value.__eq__  # of a byte, without a step of Python's
 
 
 class Settled(Enum):
@@ -203,15 +207,13 @@ class TransferJob:
             return []
         try:
             self.open_items_reported = self.open_items
-            arrived = [
-                index
-                for index, state in enumerate(self.states)
-                if state == ItemState.SETTLED and index not in self.arrivals_reported and index not in self.errors
-            ]
+            settled_ones = compress(range(items), map(_IS_SETTLED, self.states))
+            unreported = filterfalse(self.arrivals_reported.__contains__, settled_ones)
+            arrived = list(filterfalse(self.errors.__contains__, unreported))
         finally:
             self.lock.release()
         self.arrivals_reported.update(arrived)
-        return [self.keys[index] for index in arrived]
+        return list(map(self.keys.__getitem__, arrived))
 
     def give_up(self, error_of: Callable[[int], TierError]) -> dict[bytes, TierError]:
         """Scheduler: void every item that no worker is copying or has loaded. Never blocks.

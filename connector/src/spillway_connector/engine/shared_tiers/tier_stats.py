@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from spillway_connector import metrics
@@ -33,6 +34,8 @@ _FREQUENT_TOTALS = (
     (metrics.TIER_WRITTEN_BYTES, "written_bytes"),
     (metrics.TIER_WRITE_SECONDS, "write_seconds"),
 )
+_counts_of = attrgetter(*(name for _, name in _FREQUENT_COUNTS))
+_totals_of = attrgetter(*(name for _, name in _FREQUENT_TOTALS))
 _RARE_COUNTS = (
     (metrics.TIER_DEADLINES_EXPIRED, "expiries"),
     (metrics.TIER_FAILURES, "failures"),
@@ -67,8 +70,8 @@ class TierReport:
         self._clock = clock
         self._reported: dict[str, dict[Any, int]] = {name: {} for _, name in (*_FREQUENT_COUNTS, *_RARE_COUNTS)}
         self._keys: dict[tuple[str, Any], str] = {}  # of samples
-        self._totals = [(name, sample_key(metric, tier_type)) for metric, name in _FREQUENT_TOTALS]
-        self._reported_totals: dict[str, float] = {}
+        self._totals = [sample_key(metric, tier_type) for metric, _ in _FREQUENT_TOTALS]
+        self._reported_totals: tuple[float | None, ...] = (None,) * len(_FREQUENT_TOTALS)
         self._picture: TierStats | None = None
         self._before: dict[str, Counter[Any]] = {name: Counter() for name in _OF_BACKEND}  # of former backends
         self._rare_seen = 0
@@ -91,16 +94,14 @@ class TierReport:
             return
         self._shared.counters.moved = False
         counters = self._shared.counters
-        for metric, name in _FREQUENT_COUNTS:
-            counts = getattr(counters, name)
+        for (metric, name), counts in zip(_FREQUENT_COUNTS, _counts_of(counters), strict=True):
             if not dict.__eq__(counts, self._reported[name]):  # a Counter compares itself in a loop of Python's
                 self._add_deltas(stats, metric, name, counts)
-        reported_totals = self._reported_totals
-        for name, key in self._totals:
-            total, reported = getattr(counters, name), reported_totals.get(name)
-            if total != reported:
-                reported_totals[name] = total
-                stats.samples()[key] = total - (reported or 0)
+        if (totals := _totals_of(counters)) != self._reported_totals:
+            for key, total, reported in zip(self._totals, totals, self._reported_totals, strict=True):
+                if total != reported:
+                    stats.samples()[key] = total - (reported or 0)
+            self._reported_totals = totals
         rare = sum(counters.failures.values()) + sum(counters.expiries.values()) + counters.weights_changes
         rare += sum(counters.shed.values()) + self._shared.evicted_frames
         now = self._clock()
