@@ -22,12 +22,15 @@ SIZE = "128MiB"
 TWO_ENGINES = """
 from pathlib import Path
 from spillway_connector.node.region import NodeRegion
+from spillway_connector.plan.node_records import RowWords
 from spillway_connector.tiers.disk.slab.writers import new_number
 first, second = (NodeRegion(Path(PATH), 128, 1 << 20, new_number(), kept_seconds=60.0) for _ in range(2))
 place = first.join(lambda: 1)
 with first.changing() as index:
-    index.claim([3], index.reserve([3], place), b"n" * 16, [b"k" * 36], place, now_ms=5)
-    index.publish([3], [index.stamps[3]], place)
+    known = RowWords(128)
+    known.reserved[3] = index.reserve([3], place)[0]
+    index.claim([3], known, b"n" * 16, [b"k" * 36], place, now_ms=5)
+    index.publish([3], known, place)
 print("rows ready:", second.index.count()[2], "of", second.num_rows)
 """
 

@@ -22,6 +22,7 @@ from spillway_connector.node.pages import take_pages
 from spillway_connector.node.region import REFUSED, WANTED, NodeRegion
 from spillway_connector.own_files import write_new
 from spillway_connector.plan.node_index import DEAD_ROWS_KEPT_MS, FREE, READY, RESERVED, WRITING
+from spillway_connector.plan.node_records import RowWords
 from spillway_connector.testing.directory_contract import FOREIGNERS, Victims
 from spillway_connector.tiers.disk.slab.writers import WriterLease, new_number
 
@@ -98,8 +99,10 @@ def test_engines_go_on_without_the_keeper_and_the_next_one_finds_what_they_hold(
     place = region.join(lambda: 1)
     del keeper  # killed
     with region.changing() as index:
-        index.claim([2], index.reserve([2], place), OURS, [b"k" * 36], place, now_ms=5)
-        index.publish([2], [index.stamps[2]], place)
+        known = RowWords(ROWS)
+        known.reserved[2] = index.reserve([2], place)[0]
+        index.claim([2], known, OURS, [b"k" * 36], place, now_ms=5)
+        index.publish([2], known, place)
     again = keeper_of(tmp_path)
     again.tick()
     (state,) = again.states()
@@ -128,7 +131,9 @@ def test_what_a_killed_engine_was_writing_or_had_reserved_is_free_again(tmp_path
     region = engine_of(tmp_path)
     place = region.join(lambda: int(now[0] * 1000))
     with region.changing() as index:
-        index.claim([0], index.reserve([0, 1], place)[:1], OURS, [b"k" * 36], place, now_ms=5)
+        known = RowWords(ROWS)
+        known.reserved[0] = index.reserve([0, 1], place)[0]
+        index.claim([0], known, OURS, [b"k" * 36], place, now_ms=5)
     region.close()  # as the kernel does when the engine is killed
     keeper.tick()
     now[0] += DEAD_ROWS_KEPT_MS / 1000

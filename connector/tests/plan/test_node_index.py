@@ -21,7 +21,7 @@ from spillway_connector.plan.node_index import (
     WRITING,
     NodeIndex,
 )
-from spillway_connector.plan.node_records import Entry
+from spillway_connector.plan.node_records import Entry, RowWords
 
 ROWS, ROW_BYTES = 5, 4096
 NAMESPACE = b"n" * 16
@@ -40,22 +40,31 @@ def new_index(rows: int = ROWS) -> NodeIndex:
 
 def claim(index: NodeIndex, rows: list[int], keys: list[bytes], place: int) -> list[int]:
     """Returns the stamps."""
-    assert index.claim(rows, index.reserve(rows, place), NAMESPACE, keys, place, now_ms=0) is not None
+    assert claim_with(index, False, rows, list(index.reserve(rows, place)), NAMESPACE, keys, place) is not None
     return [index.stamps[row] for row in rows]
 
 
 def claim_with(index: NodeIndex, are_many: bool, rows: list[int], stamps: list[int], *others: Any, now_ms: int = 0):
     """Returns the checksums, or None."""
+    known = RowWords(index.num_rows)
+    known.reserved_array[rows] = stamps
     if not are_many:
-        return index.claim(rows, stamps, *others, now_ms=now_ms)
-    checks = index.claim_many(np.array(rows, np.intp), np.array(stamps, np.uint64), *others, now_ms=now_ms)
-    return None if checks is None else checks.tolist()
+        is_claimed = index.claim(rows, known, *others, now_ms=now_ms)
+    else:
+        is_claimed = index.claim_many(np.array(rows, np.intp), known, *others, now_ms=now_ms)
+    if not is_claimed:
+        return None
+    assert (known.seen_array[rows] == index.stamp_array[rows]).all()
+    assert (known.used_array[rows] == now_ms).all()
+    return known.check_array[rows].tolist()
 
 
 def publish_with(index: NodeIndex, are_many: bool, rows: list[int], stamps: list[int], place: int) -> bool:
+    known = RowWords(index.num_rows)
+    known.seen_array[rows] = stamps
     if not are_many:
-        return index.publish(rows, stamps, place)
-    return index.publish_many(np.array(rows, np.intp), np.array(stamps, np.uint64), place)
+        return index.publish(rows, known, place)
+    return index.publish_many(np.array(rows, np.intp), known, place)
 
 
 class _Killed(Exception):
@@ -166,6 +175,7 @@ def test_many_rows_are_changed_as_few_are(keys: list[bytes], chosen: Random):
         ]
         index.pin(rows if not are_many else np.array(rows), 4)
         assert all(map(index.is_pinned, rows))
+        index._segments[:] = 0  # however often a change was counted
     assert memory[0] == memory[1]
 
 
@@ -210,7 +220,7 @@ def test_a_row_may_leave_that_holds_a_chunk_which_no_engine_reads():
     index = new_index()
     index.begin()
     claims = claim(index, [0, 1, 2], [b"a", b"b", b"c"], 0)
-    index.publish([0, 1], claims[:2], 0)
+    publish_with(index, False, [0, 1], claims[:2], 0)
     index.pin([1], 3)
     index.reserve([4], 0)
     assert list(map(index.may_leave, range(5))) == [True, False, False, False, False]
@@ -227,7 +237,7 @@ def test_a_killed_engine_keeps_what_it_wrote_for_a_moment_and_its_place_as_long(
     claims = claim(index, [0, 1], [b"a", b"b"], 0)
     claim(index, [2], [b"c"], 1)
     index.reserve([3], 0)
-    index.publish([0], claims[:1], 0)
+    publish_with(index, False, [0], claims[:1], 0)
     index.pin([0], 0)
     assert [index.is_pinned(row) for row in (0, 1)] == [True, False]
     running = {13}.__contains__

@@ -20,17 +20,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from spillway_connector.plan.node_records import (
-    RECORD_BYTES,
-    STATE_BITS,
-    U64,
-    USE_MASK,
-    Entry,
-    NodeRecords,
-    RowArray,
-    Rows,
-    are_many,
-)
+from spillway_connector.plan import node_records
+from spillway_connector.plan.node_records import RECORD_BYTES, STATE_BITS, U64, USE_MASK, RowArray, Rows, RowWords
 
 VERSION = 7
 ENGINES_MAX = 64
@@ -40,8 +31,6 @@ HEAD_BYTES = 64  # of the index, that tell whose it is
 FREE, WRITING, READY, RESERVED = 0, 1, 2, 3
 NO_STAMP = (1 << 64) - 1  # no row ever has it: there is no such generation
 DEAD_ROWS_KEPT_MS = 1000  # a copy that a killed engine's device had begun ends within it
-
-Stamps = Sequence[int]
 
 _MAGIC = int.from_bytes(b"spillnod", "little")
 _STATE_MASK = 3
@@ -86,7 +75,7 @@ class NodeIndex:
         used_ms = column(8)
         self._num_segments = (num_rows >> _SEGMENT_BITS) + 1
         segments = column(8, _CHANGE_WORDS * self._num_segments)
-        self.records = NodeRecords(column(RECORD_BYTES), num_rows)
+        self.records = node_records.NodeRecords(column(RECORD_BYTES), num_rows)
         self._owners = column(1)  # the engine that a row is reserved for, or that writes it
         self._pins = column(ENGINES_MAX)
         self._holds = column(4 * ENGINES_MAX)  # of each engine the second until which it holds the row
@@ -165,7 +154,7 @@ class NodeIndex:
         if self._any_holds():
             for row in filter(self._is_marked, rows):
                 self._hold_array[row] = 0  # of the chunk before
-        if are_many(rows):
+        if len(rows) > node_records.FEW_ROWS:
             at = np.asarray(rows, np.intp)
             taken = count - int(np.count_nonzero(self.stamp_array[at] & _STATE))
             self._owner_array[at] = place
@@ -181,59 +170,66 @@ class NodeIndex:
         return reserved
 
     def claim(
-        self, rows: Rows, reserved: Stamps, namespace: bytes, keys: Sequence[bytes], place: int, *, now_ms: int
-    ) -> list[int] | None:
+        self, rows: Rows, known: RowWords, namespace: bytes, keys: Sequence[bytes], place: int, *, now_ms: int
+    ) -> bool:
         """The engine at `place` is going to write these chunks to rows that it has reserved. Without the lock.
 
-        Returns the words by which :meth:`holds` recognises the chunks; the stamps follow from those of the reserved
-        rows. None if one of these is not as it was reserved: the index was cut, or the engine was taken for dead.
+        known: learns of the claim. Its checksums are the words by which :meth:`holds` recognises the chunks. False if
+        one of these rows is not as it was reserved: the index was cut, or the engine was taken for dead.
         """
-        stamps, used_ms, write, of_namespace = self.stamps, self.used_ms, self.records.write, crc32(namespace)
-        checks: list[int] = []
-        for row, stamp, key in zip(rows, reserved, keys, strict=True):
-            if stamps[row] != stamp:
+        stamps, used_ms, memory, segments = self.stamps, self.used_ms, self.records.memory, self._segment_words
+        reserved, seen, known_ms, checks = known.reserved, known.seen, known.used_ms, known.checks
+        of_namespace, first, claimed = crc32(namespace), (1 + place) * self._num_segments, 0
+        for row, key in zip(rows, keys, strict=True):
+            if stamps[row] != (stamp := reserved[row]):
                 break
-            checks.append(write(row, stamp >> STATE_BITS, namespace, of_namespace, key))
-            used_ms[row] = now_ms
-            stamps[row] = stamp ^ RESERVED_TO_WRITING
-        self._note(rows, 1 + place)
-        return checks if len(checks) == len(rows) else None
+            checks[row] = check = crc32(key, of_namespace) << 32 | stamp >> STATE_BITS & USE_MASK
+            node_records.pack_record(memory, row * RECORD_BYTES, check, len(key), namespace, key)
+            used_ms[row] = known_ms[row] = now_ms
+            stamps[row] = seen[row] = stamp ^ RESERVED_TO_WRITING
+            segments[first + (row >> _SEGMENT_BITS)] += 1
+            claimed += 1
+        self.counts[1 + place] += 1
+        return claimed == len(rows)
 
     def claim_many(
-        self, rows: RowArray, reserved: U64, namespace: bytes, keys: Sequence[bytes], place: int, *, now_ms: int
-    ) -> U64 | None:
+        self, rows: RowArray, known: RowWords, namespace: bytes, keys: Sequence[bytes], place: int, *, now_ms: int
+    ) -> bool:
         """Claim several rows as :meth:`claim` does."""
+        reserved = known.reserved_array[rows]
         if (self.stamp_array[rows] != reserved).any():
-            return None
-        checks = self.records.write_many(rows, reserved >> _USE_AT, namespace, keys)
-        self.used_ms_array[rows] = now_ms
-        self.stamp_array[rows] = reserved ^ RESERVED_TO_WRITING
+            return False
+        known.check_array[rows] = self.records.write_many(rows, reserved >> _USE_AT, namespace, keys)
+        self.used_ms_array[rows] = known.used_array[rows] = now_ms
+        self.stamp_array[rows] = known.seen_array[rows] = reserved ^ RESERVED_TO_WRITING
         self._note(rows, 1 + place)
-        return checks
+        return True
 
-    def publish(self, rows: Rows, claimed: Stamps, place: int) -> bool:
+    def publish(self, rows: Rows, known: RowWords, place: int) -> bool:
         """Publish the chunks that the engine at `place` has written. Without the lock.
 
-        The new stamps follow from those of the claim: when they are read again, another engine may have given a row to
-        another chunk. False if one of these rows is not as it was claimed: the index was cut, or the engine was taken
-        for dead. Another engine that has its place may be writing to the row by now, so the state and the place would
-        not tell.
+        known: learns of the publication. The new stamps follow from those of the claim, because when they are read
+        again, another engine may have given a row to another chunk. False if one of these rows is not as it was
+        claimed: the index was cut, or the engine was taken for dead, and its place and rows may be another one's.
         """
-        stamps, published = self.stamps, 0
-        for row, stamp in zip(rows, claimed, strict=True):
-            if stamps[row] == stamp:
-                stamps[row] = stamp ^ WRITING_TO_READY
+        stamps, seen, segments, published = self.stamps, known.seen, self._segment_words, 0
+        first = (1 + place) * self._num_segments
+        for row in rows:
+            if stamps[row] == (stamp := seen[row]):
+                stamps[row] = seen[row] = stamp ^ WRITING_TO_READY
+                segments[first + (row >> _SEGMENT_BITS)] += 1
                 published += 1
-        self._note(rows, 1 + place)
+        self.counts[1 + place] += 1
         return published == len(rows)
 
-    def publish_many(self, rows: RowArray, claimed: U64, place: int) -> bool:
+    def publish_many(self, rows: RowArray, known: RowWords, place: int) -> bool:
         """Publish several rows as :meth:`publish` does."""
+        claimed = known.seen_array[rows]
         is_claimed = self.stamp_array[rows] == claimed
         are_all = bool(is_claimed.all())
         if not are_all:
             rows, claimed = rows[is_claimed], claimed[is_claimed]
-        self.stamp_array[rows] = claimed ^ WRITING_TO_READY
+        self.stamp_array[rows] = known.seen_array[rows] = claimed ^ WRITING_TO_READY
         self._note(rows, 1 + place)
         return are_all
 
@@ -267,17 +263,18 @@ class NodeIndex:
             self._note(freed)
         return len(freed)
 
-    def unpin(self, rows: Rows, place: int) -> None:
+    def unpin(self, rows: Rows | RowArray, place: int) -> None:
         """The same engine reads them no longer. The caller needs no lock, as the change only allows more."""
         self.pin(rows, place, 0)
 
     def pin(self, rows: Rows | RowArray, place: int, value: int = 1) -> None:
         """The engine at `place` reads these rows: they are not to be freed."""
-        if are_many(rows):
+        if isinstance(rows, np.ndarray):
             self._pin_array[rows, place] = value
         else:
+            pins = self._pins
             for row in rows:
-                self._pins[row * ENGINES_MAX + place] = value
+                pins[row * ENGINES_MAX + place] = value
 
     def hold(self, rows: Rows, place: int, until_s: int) -> None:
         """Clients of the engine at `place` asked to retain what is in these rows until this second; 0: no longer.
@@ -317,7 +314,7 @@ class NodeIndex:
     def _note(self, rows: Rows | RowArray, column: int = 0) -> None:
         """column: 0, or of the engine that claimed or published the rows."""
         first, words, bits = column * self._num_segments, self._segment_words, _SEGMENT_BITS
-        for segment in set((rows >> bits).tolist() if isinstance(rows, np.ndarray) else [row >> bits for row in rows]):
+        for segment in set((rows >> bits).tolist()) if isinstance(rows, np.ndarray) else [row >> bits for row in rows]:
             words[first + segment] += 1
         self.counts[column] += 1
 
@@ -418,11 +415,11 @@ class NodeIndex:
             found += (np.flatnonzero(self.stamp_array[start:end] != seen[start:end]) + start).tolist()
         return found
 
-    def entry(self, row: int) -> Entry | None:
+    def entry(self, row: int) -> node_records.Entry | None:
         """Return the content of a row; None: it is changing at this moment or damaged."""
         stamp = self.stamps[row]
         if stamp & _STATE_MASK in (FREE, RESERVED):
-            return Entry(stamp)
+            return node_records.Entry(stamp)
         found = self.records.read(row, stamp)
         return found if self.stamps[row] == stamp else None
 

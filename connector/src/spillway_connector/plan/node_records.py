@@ -9,7 +9,7 @@ Pure: no I/O, no lock, no clock.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 from zlib import crc32
@@ -25,7 +25,7 @@ RowArray = npt.NDArray[np.intp]
 U64 = npt.NDArray[np.uint64]
 
 _RECORD = struct.Struct(f"<QB7x{NAMESPACE_BYTES}s{KEY_BYTES_MAX}s")  # checksum, length of the key, namespace, key
-RECORD_BYTES, _pack_into = _RECORD.size, _RECORD.pack_into
+RECORD_BYTES, pack_record = _RECORD.size, _RECORD.pack_into
 _WORDS = RECORD_BYTES // 8
 _NAMESPACE_AT, _KEY_AT = 2, 2 + NAMESPACE_BYTES // 8  # in the words of a record
 STATE_BITS = 2  # of a stamp; the others are its generation
@@ -34,9 +34,17 @@ _USE, _CRC_AT = np.uint64(USE_MASK), np.uint64(32)
 FEW_ROWS = 16  # up to so many words are read and written faster one by one than as an array
 
 
-def are_many(rows: Sized) -> bool:
-    """Whether so many words are read and written faster as an array."""
-    return len(rows) > FEW_ROWS
+class RowWords:
+    """Words about each row that an engine knows, which are read one by one and as arrays.
+
+    seen: the row's stamp. used_ms: the time of use that gives its chunk its place in the order. checks: the checksum of
+    that chunk in this use of the row. reserved: the stamp with which this engine has reserved the row.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        words = np.zeros((4, num_rows), np.uint64)
+        self.seen_array, self.used_array, self.check_array, self.reserved_array = words
+        self.seen, self.used_ms, self.checks, self.reserved = (column.data for column in words)
 
 
 class Entry(NamedTuple):
@@ -61,19 +69,13 @@ class NodeRecords:
 
     def __init__(self, memory: memoryview, num_rows: int) -> None:
         """memory: RECORD_BYTES for each row, writable."""
-        self._memory = memory
+        self.memory = memory
         self._words: U64 = np.frombuffer(memory, np.uint64).reshape(num_rows, _WORDS)
         self.checks: U64 = self._words[:, 0]
         self.namespaces: U64 = self._words[:, _NAMESPACE_AT:_KEY_AT]
 
-    def write(self, row: int, generation: int, namespace: bytes, of_namespace: int, key: bytes) -> int:
-        """Write the record of a chunk in that use of the row. of_namespace: its CRC. Returns the checksum."""
-        check = crc32(key, of_namespace) << 32 | generation & USE_MASK
-        _pack_into(self._memory, row * RECORD_BYTES, check, len(key), namespace, key)
-        return check
-
     def write_many(self, rows: RowArray, generations: U64, namespace: bytes, keys: Sequence[bytes]) -> U64:
-        """Write the records of many rows at once, as :meth:`write` does for one."""
+        """Write the records of these chunks in those uses of the rows. Returns the checksums."""
         count = len(rows)
         crcs = np.fromiter(map(crc32, keys, repeat(crc32(namespace))), np.uint64, count)
         records = np.empty((count, _WORDS), np.uint64)
@@ -88,7 +90,7 @@ class NodeRecords:
 
     def read(self, row: int, stamp: int) -> Entry | None:
         """The chunk in a row of that stamp; None if the record is of another use, or damaged."""
-        check, length, namespace, key = _RECORD.unpack_from(self._memory, row * RECORD_BYTES)
+        check, length, namespace, key = _RECORD.unpack_from(self.memory, row * RECORD_BYTES)
         key = key[:length]
         expected = crc32(key, crc32(namespace)) << 32 | stamp >> STATE_BITS & USE_MASK
         return Entry(stamp, namespace, key, check) if check == expected else None

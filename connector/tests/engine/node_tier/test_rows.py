@@ -409,7 +409,7 @@ def test_a_row_that_changed_under_a_copy_fails_it(node: Node):
 def test_a_damaged_entry_of_the_index_is_no_hit(node: Node):
     first = node.engine()
     store(first, 1, 2)
-    first._index.records._memory[first.rows_of([key(1)])[0] * RECORD_BYTES + 32] ^= 1  # of its key
+    first._index.records.memory[first.rows_of([key(1)])[0] * RECORD_BYTES + 32] ^= 1  # of its key
     second = node.engine()
     assert [looked_up(second, number) for number in (1, 2)] == [MISS, HIT]
 
@@ -970,6 +970,29 @@ def test_an_engine_that_was_taken_for_dead_publishes_no_row_that_the_one_in_its_
         first.complete_store([key(1)], CONTEXT, True)
     assert not first.is_joined
     assert [looked_up(second, number) for number in (6, 7, 8, 9)] == [PENDING] * 4
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_an_engine_that_was_taken_for_dead_neither_pins_nor_unpins_for_the_one_in_its_place(node: Node, is_reset: bool):
+    first, second = node.engine(), node.engine()
+    store(second, 1)
+    first.sync()
+    first.prepare_load([key(1)], CONTEXT)
+    rows = first.rows_of([key(1)])
+    if is_reset:
+        first.reset_cache()
+    first.prepare_store([key(2)], CONTEXT)
+    be_taken_for_dead(node, first, second)
+    second._index._engines[2:, 1] = 1 << 60  # the others have been free for a shorter time
+    third = node.engine()
+    assert third._place == first._place
+    third.prepare_load([key(1)], CONTEXT)
+    first.release(rows) if is_reset else first.complete_load([key(1)], CONTEXT)
+    assert [row for row in range(ROWS) if second._index.is_pinned(row)] == rows
+    with first.together():
+        first.complete_store([key(2)], CONTEXT, True)
+        assert first.prepare_read([key(2)], CONTEXT) is None
+    assert [row for row in range(ROWS) if second._index.is_pinned(row)] == rows
 
 
 def test_an_engine_whose_lease_is_removed_within_a_long_step_keeps_its_rows_for_it(node: Node):

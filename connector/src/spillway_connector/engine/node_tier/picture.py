@@ -21,10 +21,11 @@ from vllm.v1.kv_offload.base import OffloadKey
 from spillway_connector.engine.cpu_tier.lru_rows import LruRows
 from spillway_connector.errors import TierTimeout
 from spillway_connector.node.region import NodeRegion, RegionGone
+from spillway_connector.plan import node_records
 from spillway_connector.plan.foreign_rows import ForeignRows
 from spillway_connector.plan.holds import Holds
-from spillway_connector.plan.node_index import NO_STAMP, READY, WRITING_TO_READY, NodeIndex
-from spillway_connector.plan.node_records import STATE_BITS, are_many
+from spillway_connector.plan.node_index import NO_STAMP, READY, NodeIndex
+from spillway_connector.plan.node_records import STATE_BITS, RowWords
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
 logger = logging.getLogger(__name__)
@@ -62,11 +63,9 @@ class NodePicture(LruRows):
         self._node, self._index = region, region.index
         self._holds = Holds(region.num_rows, self._hold_ended)
         self._namespace = namespace
-        # Of each row, as this picture shows it: its stamp, the time of use that gives its chunk its place in the order,
-        # and the checksum of that chunk in this use of the row. They are read one by one and as arrays.
-        words = np.zeros((4, region.num_rows), np.uint64)
-        self._seen_array, self._used_array, self._check_array, self._reserved_array = words
-        self._seen, self._used_ms, self._checks, self._reserved_stamps = (column.data for column in words)
+        self._known = known = RowWords(region.num_rows)
+        self._seen_array, self._used_array = known.seen_array, known.used_array
+        self._seen, self._used_ms, self._checks = known.seen, known.used_ms, known.checks
         self._counts = self._index.counts
         self._version = bytearray(self._counts)  # the changes that this picture shows
         self._version_words = memoryview(self._version).cast("Q")
@@ -127,6 +126,10 @@ class NodePicture(LruRows):
             own = self._own_rows()
             if freed := index.free_lost([row for row in self._lost_rows if row not in own], self._place):
                 logger.error("Spillway: %d rows of the node's CPU tier were damaged; they are free again", freed)
+
+    def _has_place(self) -> bool:
+        """Whether no engine has taken this one for dead, which may give its place to another one."""
+        return self._index.has_place(self._node.lease.number, self._place)
 
     def _own_rows(self) -> set[int]:
         """Return the rows that this engine has reserved or writes."""
@@ -202,8 +205,8 @@ class NodePicture(LruRows):
     @override
     def _announce(self, keys: Iterable[OffloadKey], removed: bool) -> None:
         """Announce the rows that this engine has changed itself."""
-        super()._announce(changed := list(keys), removed)
         if self.news is not None:
+            super()._announce(changed := list(keys), removed)
             (self.news.removed if removed else self.news.storing)(changed)
 
     @override
@@ -227,7 +230,7 @@ class NodePicture(LruRows):
         try:
             index = self._node.change()
             try:
-                if not index.has_place(self._node.lease.number, self._place):
+                if not self._has_place():
                     raise RegionGone("another engine has taken this one for dead")
                 self._see_changes()
                 if self._unpublished:
@@ -264,21 +267,15 @@ class NodePicture(LruRows):
         """Make the rows that this engine has written available to all engines. No lock: until now the rows are this
         engine's alone."""
         rows, self._unpublished = list(self._unpublished.values()), {}
-        if are_many(rows):
-            at = np.array(rows, np.intp)
-            stamps = self._seen_array[at]
-            if is_published := self._index.publish_many(at, stamps, self._place):
-                self._seen_array[at] = stamps ^ WRITING_TO_READY
+        place = self._place
+        if len(rows) > node_records.FEW_ROWS:
+            is_published = self._index.publish_many(np.array(rows, np.intp), self._known, place)
         else:
-            seen = self._seen
-            claimed = list(map(seen.__getitem__, rows))
-            if is_published := self._index.publish(rows, claimed, self._place):
-                for row, stamp in zip(rows, claimed, strict=True):
-                    seen[row] = stamp ^ WRITING_TO_READY
-        if not is_published:
+            is_published = self._index.publish(rows, self._known, place)
+        if is_published:
+            self._version_words[1 + place] = self._counts[1 + place]
+        else:
             self._leave_changed_rows()
-            return
-        self._version_words[1 + self._place] = self._counts[1 + self._place]
 
     def _leave_changed_rows(self) -> None:
         try:
@@ -385,6 +382,5 @@ class _Together(AbstractContextManager[None]):
     @override
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
-        picture = self._picture
-        if picture._unpublished and not self.depth and picture._left is None:
+        if not self.depth and (picture := self._picture)._unpublished and picture._left is None:
             picture._publish()

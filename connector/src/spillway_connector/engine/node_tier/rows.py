@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from itertools import compress, islice, repeat, takewhile
 from typing import cast
 
@@ -26,8 +25,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from spillway_connector.engine.cpu_tier.lru_rows import LruRows
 from spillway_connector.engine.node_tier.picture import NodePicture
 from spillway_connector.engine.node_tier.row_checks import NodeRowsSpec
-from spillway_connector.plan.node_index import NO_STAMP, RESERVED_TO_WRITING, NodeIndex
-from spillway_connector.plan.node_records import RowArray, are_many
+from spillway_connector.plan import node_records
+from spillway_connector.plan.node_index import NO_STAMP, NodeIndex
+from spillway_connector.plan.node_records import RowArray
 from spillway_connector.plan.retention import EVICTION_LOOKAHEAD
 
 logger = logging.getLogger(__name__)
@@ -77,15 +77,16 @@ class NodeRows(NodePicture):
         super().touch(keys, req_context)
         if self._left is not None or self.resident.isdisjoint(keys):
             return
-        now_ms = self._now_ms()  # written without the lock, as only the order of eviction depends on it
-        if are_many(keys):
+        now_ms = int(self._clock() * 1000)  # written without the lock, as only the order of eviction depends on it
+        if len(keys) > node_records.FEW_ROWS:
             at = self._rows_at(keys)
             at = at[at >= 0]
             self._index.used_ms_array[at] = self._used_array[at] = now_ms
         else:
-            used_ms, seen_ms = self._index.used_ms, self._used_ms
-            for row in self.rows_of(keys):
-                used_ms[row] = seen_ms[row] = now_ms
+            used_ms, seen_ms, row_of = self._index.used_ms, self._used_ms, self._rows.get
+            for key in keys:
+                if (row := row_of(key)) is not None:
+                    used_ms[row] = seen_ms[row] = now_ms
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -93,7 +94,8 @@ class NodeRows(NodePicture):
         if self._left is not None or len(keys) > len(self._reserved):
             output = self._reserve_and_store(keys, req_context)
         else:
-            self._see_changes()
+            if self._counts.tobytes() != self._version:
+                self._look()
             output = super().prepare_store(keys, req_context)
         if output is None or not output.keys_to_store or self._claim(output, req_context):
             return output
@@ -110,27 +112,17 @@ class NodeRows(NodePicture):
 
     def _claim(self, output: PrepareStoreOutput, req_context: ReqContext) -> bool:
         """The chunks are going to be written to the rows that they were just given. False: the tier is left."""
-        keys, count, now_ms = output.keys_to_store, len(output.keys_to_store), self._now_ms()
+        keys, index, place, now_ms = output.keys_to_store, self._index, self._place, int(self._clock() * 1000)
+        count = len(keys)
         rows, self._reserved = self._reserved[:count], self._reserved[count:]
-        index, namespace, place = self._index, self._namespace, self._place
-        if are_many(rows):
+        if count > node_records.FEW_ROWS:
             assert isinstance(output.store_spec, CPULoadStoreSpec)
             at = output.store_spec.block_ids.astype(np.intp, copy=False)
-            stamps = self._reserved_array[at]
-            checks = index.claim_many(at, stamps, namespace, keys, place, now_ms=now_ms)
-            if checks is not None:
-                self._seen_array[at], self._used_array[at] = stamps ^ RESERVED_TO_WRITING, now_ms
-                self._check_array[at] = checks
-            is_claimed = checks is not None
+            is_claimed = index.claim_many(at, self._known, self._namespace, keys, place, now_ms=now_ms)
         else:
-            seen, used_ms, checks_of = self._seen, self._used_ms, self._checks
-            reserved = list(map(self._reserved_stamps.__getitem__, rows))
-            claimed = index.claim(rows, reserved, namespace, keys, place, now_ms=now_ms)
-            for row, stamp, check in zip(rows, reserved, claimed or (), strict=False):
-                seen[row], used_ms[row], checks_of[row] = stamp ^ RESERVED_TO_WRITING, now_ms, check
-            is_claimed = claimed is not None
+            is_claimed = index.claim(rows, self._known, self._namespace, keys, place, now_ms=now_ms)
         # Whoever was taken for dead between the look at the rows and the claim has no row.
-        if not is_claimed or not index.has_place(self._node.lease.number, place):
+        if not is_claimed or not self._has_place():
             self._end_writes(list(keys), False)
             self._free_list.clear()
             self._leave_changed_rows()
@@ -164,15 +156,15 @@ class NodeRows(NodePicture):
             return None
         left = self.rows_of(evicted)
         rows = left + found
-        if are_many(rows):
+        if len(rows) > node_records.FEW_ROWS:
             at = np.array(rows, np.intp)
             stamps = index.reserve(at, self._place)
-            self._seen_array[at] = self._reserved_array[at] = np.arange(
+            self._seen_array[at] = self._known.reserved_array[at] = np.arange(
                 stamps.start, stamps.stop, stamps.step, np.uint64
             )
         else:
             for row, stamp in zip(rows, index.reserve(rows, self._place), strict=True):
-                self._seen[row] = self._reserved_stamps[row] = stamp
+                self._seen[row] = self._known.reserved[row] = stamp
         self._reserved += rows
         deque(map(self._chunk_in.__delitem__, left), maxlen=0)
         return evicted
@@ -214,30 +206,28 @@ class NodeRows(NodePicture):
 
     @override
     def _evict(self, count: int, protected: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey] | None:
-        """Called with the lock. The picture shows all but what other engines read, so chunks are chosen by it, and the
-        index is asked about those that were chosen. The next choice leaves out what others read of these and of the
+        """Called with the lock. The picture shows all but what other engines read and when they used it last, so chunks
+        are chosen by it, and the index is asked about those that were chosen. If others have used any of these since,
+        the picture follows them before the next choice. That leaves out what others read of those chosen and of the
         oldest chunks, of which it looks at more each time: to look at all rows takes 20 ms for 50,000."""
         staying, looked_at = set(protected), count + EVICTION_LOOKAHEAD
         while evicted := super()._evict(count, staying, req_context):
-            if self._index.all_may_leave(self._rows_at(evicted)):
+            at = self._rows_at(evicted)
+            if (self._index.used_ms_array[at] > self._used_array[at]).any():
+                self._follow_others(count, evicted)
+                continue
+            if self._index.all_may_leave(at):
                 break
             looked = [*evicted, *islice(self._rows, looked_at)]
             staying.update(compress(looked, (~self._index.which_may_leave(self._rows_at(looked))).tolist()))
             looked_at *= _LOOK_FACTOR
         return evicted
 
-    @override
-    def _evict_unique(
-        self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext
-    ) -> list[OffloadKey] | None:
-        self._follow_others(count)
-        return super()._evict_unique(count, kept, req_context)
-
-    def _follow_others(self, count: int) -> None:
+    def _follow_others(self, count: int, chosen: Sequence[OffloadKey]) -> None:
         """The oldest chunks that others have used since become the youngest, until `count` may leave before them. So do
-        those that this engine's ended sessions left over."""
+        those that this engine's ended sessions left over, and the chosen ones."""
         index, seen_ms, chunk_in, now = self._index, self._used_array, self._chunk_in, self._clock()
-        newer: set[int] = set()
+        newer = set(index.used_since(self.rows_of(chosen), seen_ms))
         left_over, looked_at = self._retention.left_over, count + EVICTION_LOOKAHEAD
         while left_over and (rows := index.used_since(self.rows_of(islice(left_over, looked_at)), seen_ms)):
             self._retention.use_without_session([chunk_in[row] for row in rows])
@@ -257,14 +247,14 @@ class NodeRows(NodePicture):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         mine = self._mine
         if not success and (failed := [mine[key] for key in keys if key in mine]):
-            self._free_failed(failed)
+            self._change(lambda index: self._free(index, failed))
         rows = list(map(mine.pop, keys, repeat(-1)))
         if -1 in rows:
             keys = [key for key, row in zip(keys, rows, strict=True) if row >= 0]
             rows = [row for row in rows if row >= 0]
         if success and self._left is None:
             self._unpublished.update(zip(keys, rows, strict=True))
-            if keys and not self._together.depth:
+            if not self._together.depth and rows:
                 self._publish()
         success = success and self._left is None
         self._end_writes(list(keys), success)
@@ -272,9 +262,6 @@ class NodeRows(NodePicture):
             for row in rows:
                 self._chunk_in.pop(row, None)
             self._free_list.clear()
-
-    def _free_failed(self, rows: list[int]) -> None:
-        self._change(lambda index: self._free(index, rows))
 
     # -- loads
 
@@ -292,10 +279,11 @@ class NodeRows(NodePicture):
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:
         """Pin the rows for a store to a shared tier; None, and nothing is pinned, if some of the chunks have left."""
         rows = list(map(self._unpublished.get, keys, repeat(-1)))
-        if self._left is None and -1 not in rows:  # no other engine may touch them yet
-            self._index.pin(rows, self._place)
+        if self._left is None and -1 not in rows and self._has_place():  # no other engine may touch them yet
+            spec = CPULoadStoreSpec(rows)
+            self._index.pin(spec.block_ids if len(rows) > node_records.FEW_ROWS else rows, self._place)
             self._begin_reads(keys)
-            return CPULoadStoreSpec(rows)
+            return spec
         return self._pin(list(keys), req_context)
 
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> NodeRowsSpec | None:
@@ -307,7 +295,7 @@ class NodeRows(NodePicture):
             if (at < 0).any() or (found := index.ready_words(at)) is None:
                 return
             stamps, checks = found
-            if (checks != self._check_array[at]).any():  # the picture is wrong
+            if (checks != self._known.check_array[at]).any():  # the picture is wrong
                 logger.error("Spillway: rows of the node's CPU tier are not what this engine took them for; seen again")
                 self._seen_array[at] = NO_STAMP
                 self._see_all_anew()
@@ -333,10 +321,16 @@ class NodeRows(NodePicture):
                 else:
                     pinned.append(key)
             self._unpinned += Counter()  # without those at 0
-        ended = self.rows_of(self._end_reads(pinned))
-        if self.quarantine:  # a job of before a reset reads the same row
-            ended = [row for row in ended if row not in self.quarantine]
-        self._index.unpin(ended, self._place)
+        ended = self._end_reads(pinned)
+        if not self._has_place():
+            pass  # its pins ended with its place, whose pins are another engine's now
+        elif self.quarantine:  # a job of before a reset reads the same row
+            self._index.unpin([row for row in self.rows_of(ended) if row not in self.quarantine], self._place)
+        elif len(ended) > node_records.FEW_ROWS:
+            at = self._rows_at(ended)
+            self._index.unpin(at[at >= 0], self._place)
+        else:
+            self._index.unpin(self.rows_of(ended), self._place)
         if self._left is not None:
             for key in self.ready.intersection(pinned).difference(self._readers):
                 self._drop(self._rows[key], key)
@@ -413,7 +407,8 @@ class NodeRows(NodePicture):
         if not ended:
             return
         read_again = set(self.rows_of(self._readers))  # weights that have their former name find their chunks
-        self._index.unpin([row for row in ended if row not in read_again], self._place)
+        if self._has_place():
+            self._index.unpin([row for row in ended if row not in read_again], self._place)
         written = self._reset_writes.intersection(ended)
         if written:
             self._reset_writes -= written
