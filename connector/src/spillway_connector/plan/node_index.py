@@ -15,6 +15,7 @@ Pure: no I/O, no lock, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from struct import Struct
 from zlib import crc32
 
 import numpy as np
@@ -47,6 +48,7 @@ _HEADER_WORDS = 512
 # In the header, three words for each place: the number of its engine, or 0; when that was found dead, or the place
 # became free (ms); and until when it holds any row (s).
 _ENGINES_FROM = 64
+PLACE = Struct("=QQ")  # the first two of them
 # Words of the header.
 _MARK, _VERSION, _ROWS, _ROW_BYTES, _DIRTY, _GENERATION, _FREE_ROWS, SEARCHED, _IDENTITY = range(9)
 # How often rows have changed: under the lock, and by the engine at each place, which claimed or published them. Each
@@ -272,9 +274,9 @@ class NodeIndex:
         if isinstance(rows, np.ndarray):
             self._pin_array[rows, place] = value
         else:
-            pins = self._pins
+            pins = self._pins[place::ENGINES_MAX]
             for row in rows:
-                pins[row * ENGINES_MAX + place] = value
+                pins[row] = value
 
     def hold(self, rows: Rows, place: int, until_s: int) -> None:
         """Clients of the engine at `place` asked to retain what is in these rows until this second; 0: no longer.
@@ -338,10 +340,9 @@ class NodeIndex:
         self._engines[place] = number, 0, 0
         return place
 
-    def has_place(self, number: int, place: int) -> bool:
-        """Whether the engine of that number has this place, and no other engine has taken it for dead."""
-        at = _ENGINES_FROM + 3 * place
-        return self._words[at] == number and not self._words[at + 1]
+    def place_words(self, place: int) -> memoryview:
+        """The words of a place that stay as they are until another engine takes the one there for dead."""
+        return self._words[_ENGINES_FROM + 3 * place : _ENGINES_FROM + 3 * place + 2]
 
     def sweep(self, is_held: Callable[[int], bool], own: int | None, now_ms: int) -> int:
         """Release what killed engines had claimed. Returns how many rows.

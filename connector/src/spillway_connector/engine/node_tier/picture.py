@@ -24,7 +24,7 @@ from spillway_connector.node.region import NodeRegion, RegionGone
 from spillway_connector.plan import node_records
 from spillway_connector.plan.foreign_rows import ForeignRows
 from spillway_connector.plan.holds import Holds
-from spillway_connector.plan.node_index import NO_STAMP, READY, NodeIndex
+from spillway_connector.plan.node_index import NO_STAMP, PLACE, READY, NodeIndex
 from spillway_connector.plan.node_records import STATE_BITS, RowWords
 from spillway_connector.transfer.announcements import Announcement, Announcements
 
@@ -90,6 +90,7 @@ class NodePicture(LruRows):
         self._any_held = False  # by any engine, at this engine's last change
         self._is_mixed = False  # engines of other namespaces use these rows too, and say nothing of this one's chunks
         self._place = region.join(self._now_ms)
+        self._place_words, self._joined = self._index.place_words(self._place), PLACE.pack(region.lease.number, 0)
         self._see_all_anew()
         self.sync()
         if self.news is not None:
@@ -129,7 +130,7 @@ class NodePicture(LruRows):
 
     def _has_place(self) -> bool:
         """Whether no engine has taken this one for dead, which may give its place to another one."""
-        return self._index.has_place(self._node.lease.number, self._place)
+        return self._place_words.tobytes() == self._joined
 
     def _own_rows(self) -> set[int]:
         """Return the rows that this engine has reserved or writes."""
