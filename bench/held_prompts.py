@@ -15,7 +15,8 @@ import heapq
 import sys
 from collections.abc import Sequence
 
-from retention import CHUNK_TOKENS, ROW_BYTES, Request, Rows, live_to_tier, requests_of, traces, working_set_chunks
+from retention import ROW_BYTES, Rows
+from retention_loads import CHUNK_TOKENS, Request, live_to_tier, loads, working_set_chunks
 
 from spillway_connector.testing.generation import make_cpu_tier
 from spillway_connector.testing.memory import unnamed_region
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    agents = requests_of(traces(options.sessions, options.seed)["steady"]())
+    agents = loads(options.sessions, options.seed)["steady"]()
     requests = sorted([*agents, *users()], key=lambda request: request.start_seconds)
     chunks_max = int(working_set_chunks(agents) / live_to_tier("steady"))
     held = (COMMON_TOKENS + USERS * (OWN_TOKENS + (TURNS - 1) * (TURN_TOKENS + ANSWER_TOKENS))) // CHUNK_TOKENS

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import retention
+import retention_loads
 from memory_folder import memory_folder
 
 from spillway_connector.engine.cpu_tier.tier import CpuTier
@@ -22,7 +23,7 @@ NAMESPACE = b"n" * 16
 class _Rows(retention.Rows):
     """Rows that may be shared: what others have changed is learnt first."""
 
-    def begin(self, request: retention.Request) -> int:
+    def begin(self, request: retention_loads.Request) -> int:
         self._tier.sync()
         return super().begin(request)
 
@@ -71,7 +72,7 @@ class Engines:
         self._open_folder.close()
 
 
-def hit_ratio(kind: str, engines: int, rows: int, requests: Sequence[retention.Request], router: str) -> float:
+def hit_ratio(kind: str, engines: int, rows: int, requests: Sequence[retention_loads.Request], router: str) -> float:
     """Tokens found, over tokens asked for. Each request is on one engine."""
     fleet = Engines(kind, engines, rows)
     names = {name: at for at, name in enumerate(dict.fromkeys(request.session for request in requests))}
@@ -95,7 +96,7 @@ def hit_ratio(kind: str, engines: int, rows: int, requests: Sequence[retention.R
                 at = number if router == "spread" else names[request.session]
                 tier = places[number] = fleet.tiers[at % engines]
                 asked += request.prompt_tokens
-                found += tier.begin(request) * retention.CHUNK_TOKENS
+                found += tier.begin(request) * retention_loads.CHUNK_TOKENS
             elif number in places:
                 places.pop(number).end(request)
     finally:
@@ -105,8 +106,8 @@ def hit_ratio(kind: str, engines: int, rows: int, requests: Sequence[retention.R
 
 def hit_ratios(engine_counts: Sequence[int], routers: Sequence[str], sessions: int) -> dict[str, float]:
     """A tier of half the working set, as in retention.py."""
-    requests = retention.requests_of(retention.traces(sessions, 0)["steady"]())
-    rows = retention.working_set_chunks(requests) // 2
+    requests = retention_loads.loads(sessions, 0)["steady"]()
+    rows = retention_loads.working_set_chunks(requests) // 2
     report: dict[str, float] = {"trace_rows": rows, "trace_requests": len(requests)}
     for router in routers:
         for count in engine_counts:

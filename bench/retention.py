@@ -18,6 +18,18 @@ Hit ratio: tokens in the leading run of a prompt's chunks that are in the tier, 
     brief_R             16 agents whose sessions have 12 turns, answers of 2.5 seconds and pauses of about 1 second, and
                         which begin another session then; R as above
 
+    bimodal             as steady, but 70 % of the pauses are about 10 seconds and 30 % about 300
+    two_kinds           as steady, but one half of the agents pauses 10 seconds, the other 120; exponential
+    one_name            as steady, but each four agents name the same session
+    zipf_named          400 prompts of 2,048 tokens, four requests a second, by Zipf's law with exponent 1; each prompt
+                        names its own session
+    zipf_flat           the same with an exponent of 0.6
+    zipf_moving         as zipf_named, but which prompts are frequent changes all the time
+    zipf_scan           as zipf_named, but half of the requests have a prompt and a session of their own, asked once
+
+The tier holds a sixth of the working set of bimodal, a third of two_kinds and zipf_flat, an eighth of the others by
+Zipf.
+
     lru, arc            the CPU tier's rows without sessions; ARC is vLLM's
     fifo                first in, first out
     slab                S3-FIFO behind the slab tier's admission: when full, chunks that were requested twice
@@ -44,14 +56,11 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from bench_report import write_report
-from blake3 import blake3
-from traces.session import Segment, Session, Trace, Turn
-from traces.synthetic import agents
+from retention_loads import CHUNK_TOKENS, PAUSE_SECONDS, Request, live_to_tier, loads, working_set_chunks
 from vllm.v1.kv_offload.base import OffloadKey
 
 from spillway_connector.engine.cpu_tier.tier import CpuTier
@@ -76,165 +85,9 @@ from spillway_connector.tiers.disk.slab.session_order import EntryArrays, Sessio
 from spillway_connector.tiers.frame import PAGE_BYTES
 from spillway_connector.tiers.tier import NO_TENANT
 
-CHUNK_TOKENS = 128
 ROW_BYTES = 4096  # of the mapping behind the rows, which is never written
-ANSWER_SECONDS = 8.0
-PAUSE_SECONDS = 30.0
 STEP_CHUNKS = 16  # stored at a time, as a prefill of 2,048 tokens a step does
-BRIEF_ANSWER_SECONDS = 2.5
-BRIEF_RATIOS = (1.0, 1.5, 2.0)
-LOOP_RATIOS = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 OUTPUT = Path("build/bench/retention.json")
-
-
-_made_keys: dict[str, list[OffloadKey]] = {}
-
-
-def _keys(name: str, count: int) -> list[OffloadKey]:
-    """The keys of a prefix, which are as long as vLLM's and made once."""
-    made = _made_keys.setdefault(name, [])
-    made += [OffloadKey(blake3(f"{name}/{chunk}".encode()).digest()) for chunk in range(len(made), count)]
-    return made[:count]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """pause_seconds: from the end of its answer to the session's next request; None: it is the last."""
-
-    session: str
-    start_seconds: float
-    prompt_tokens: int
-    total_tokens: int
-    common_tokens: int
-    pause_seconds: float | None
-    answer_seconds: float = ANSWER_SECONDS
-
-    @property
-    def end_seconds(self) -> float:
-        return self.start_seconds + self.answer_seconds
-
-    def chunks(self, tokens: int) -> list[OffloadKey]:
-        common = self.common_tokens // CHUNK_TOKENS
-        chunks = tokens // CHUNK_TOKENS
-        return _keys("common", min(common, chunks)) + _keys(self.session, chunks)[common:]
-
-
-def requests_of(trace: Trace) -> list[Request]:
-    """In the order of their starts."""
-    answer_seconds = BRIEF_ANSWER_SECONDS if trace.name == "brief" else ANSWER_SECONDS
-    made: list[Request] = []
-    for session in trace.sessions:
-        at, context = session.start_seconds, 0
-        common = session.turns[0].added[0].tokens if session.turns[0].added[0].seed.startswith("common") else 0
-        for turn, following in zip(session.turns, [*session.turns[1:], None], strict=True):
-            context += sum(segment.tokens for segment in turn.added)
-            pause = None if following is None else following.pause_seconds
-            total = context + turn.answer.tokens
-            made.append(Request(session.name, at, context, total, common, pause, answer_seconds))
-            context = total
-            at += answer_seconds + (pause or 0.0)
-    return sorted(made, key=lambda request: request.start_seconds)
-
-
-def working_set_chunks(requests: Sequence[Request]) -> int:
-    """The most that sessions have at one time, each from its first request to the end of its last."""
-    moves: list[tuple[float, int]] = []
-    before: dict[str, int] = {}
-    for request in requests:
-        own = (request.total_tokens - request.common_tokens) // CHUNK_TOKENS
-        moves.append((request.start_seconds, own - before.get(request.session, 0)))
-        before[request.session] = own
-        if request.pause_seconds is None:
-            moves.append((request.end_seconds, -own))
-    most = now = 0
-    for _, move in sorted(moves):
-        now += move
-        most = max(most, now)
-    return most + max(request.common_tokens for request in requests) // CHUNK_TOKENS
-
-
-def one_shot_sessions(seed: int, count: int, per_second: float, tokens: int) -> tuple[Session, ...]:
-    rng = random.Random(seed)
-    at, made = 0.0, []
-    for number in range(count):
-        at += rng.expovariate(per_second)
-        turn = Turn((Segment(f"once-{seed}-{number}", tokens),), Segment(f"once-answer-{seed}-{number}", 256))
-        made.append(Session(f"once-{seed}-{number}", at, (turn,)))
-    return tuple(made)
-
-
-def traces(sessions: int, seed: int) -> dict[str, Callable[[], Trace]]:
-    def steady() -> Trace:
-        return agents(seed=6 + seed, sessions=sessions, sessions_per_second=0.1, pause_seconds=PAUSE_SECONDS)
-
-    def regular() -> Trace:
-        return replace(
-            steady(),
-            name="regular",
-            sessions=tuple(
-                replace(session, turns=tuple(replace(turn, pause_seconds=PAUSE_SECONDS) for turn in session.turns))
-                for session in steady().sessions
-            ),
-        )
-
-    def one_shot() -> Trace:
-        trace = steady()
-        added = sum(sum(s.tokens for s in turn.added) for one in trace.sessions for turn in one.turns)
-        once = one_shot_sessions(seed, added // 32_000, added / 32_000 / (sessions * 10.0), 32_000)
-        return replace(trace, name="one_shot", sessions=trace.sessions + once)
-
-    def loop() -> Trace:
-        return closed_loop(seed, agents_count=sessions // 4)
-
-    return {
-        "steady": steady,
-        "at_once": lambda: agents(seed=6 + seed, name="at_once", sessions=sessions, sessions_per_second=sessions / 120),
-        "regular": regular,
-        "one_shot": one_shot,
-        **{f"loop_{ratio:g}": loop for ratio in LOOP_RATIOS},
-        **{f"brief_{ratio:g}": lambda: brief_sessions(seed) for ratio in BRIEF_RATIOS},
-    }
-
-
-def brief_sessions(seed: int, agents_count: int = 16, sessions: int = 5, turns: int = 12) -> Trace:
-    """Agents whose sessions follow each other without a pause to speak of, and end without a word."""
-    rng = random.Random(1 + seed)
-    common = Segment(f"common-brief-{seed}", 4_096)
-    made = []
-    for agent in range(agents_count):
-        at = rng.uniform(0.0, 8.0)
-        for number in range(sessions):
-            name, start, steps = f"brief-{seed}-{agent}-{number}", at, []
-            for turn in range(turns if number else rng.randrange(turns // 3, turns + 1)):
-                said = Segment(f"{name}-{turn}", 1_024 if turn else 7_168)
-                pause = min(4.0, rng.expovariate(1.0)) if turn else 0.0
-                steps.append(Turn((said,) if turn else (common, said), Segment(f"{name}-answer-{turn}", 64), pause))
-                at += BRIEF_ANSWER_SECONDS + pause
-            at += min(4.0, rng.expovariate(1.0))
-            made.append(Session(name, start, tuple(steps)))
-    return Trace("brief", f"{agents_count} agents, {sessions} sessions each, {turns} turns", tuple(made))
-
-
-def closed_loop(seed: int, agents_count: int, turns: int = 30) -> Trace:
-    """Agents of which each asks again about 30 seconds after its answer, from the first second to the last."""
-    rng = random.Random(9 + seed)
-    common = Segment(f"common-loop-{seed}", 4_096)
-    made = []
-    for number in range(agents_count):
-        name = f"loop-{seed}-{number}"
-        steps = []
-        for at in range(turns):
-            said = Segment(f"{name}-{at}", 6_144 if at == 0 else 128)
-            pause = PAUSE_SECONDS * rng.uniform(0.9, 1.1) if at else 0.0
-            steps.append(Turn((common, said) if at == 0 else (said,), Segment(f"{name}-answer-{at}", 128), pause))
-        made.append(Session(name, rng.uniform(0.0, ANSWER_SECONDS + PAUSE_SECONDS), tuple(steps)))
-    return Trace("loop", f"{agents_count} agents in a closed loop, {turns} turns", tuple(made))
-
-
-def live_to_tier(trace: str) -> float:
-    """The most tokens that unfinished sessions have, to those that the tier holds."""
-    kind, _, ratio = trace.partition("_")
-    return float(ratio) if kind in {"loop", "brief"} else 2.0
 
 
 class Cache(ABC):
@@ -488,11 +341,11 @@ class Recognised:
 
 
 def _names(request: Request) -> SessionHint:
-    return SessionHint(request.session.encode())
+    return SessionHint(request.name.encode())
 
 
 def _ends(request: Request) -> SessionHint:
-    return SessionHint(request.session.encode(), request.pause_seconds is None)
+    return SessionHint(request.name.encode(), request.pause_seconds is None)
 
 
 def _announced(request: Request) -> SessionHint:
@@ -558,16 +411,16 @@ def hit_ratio(cache: Cache, requests: Sequence[Request]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=120)
-    parser.add_argument("--traces", nargs="+", choices=list(traces(1, 0)))
+    parser.add_argument("--traces", nargs="+", choices=list(loads(1, 0)))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
     figures: dict[str, float] = {"sessions": options.sessions, "seed": options.seed}
-    made = traces(options.sessions, options.seed)
+    made = loads(options.sessions, options.seed)
     chosen = options.traces or list(made)
     print(f"hit ratio, %\n{'':>20}" + "".join(f"{name:>10}" for name in chosen), flush=True)
-    requests = {name: requests_of(made[name]()) for name in chosen}
+    requests = {name: made[name]() for name in chosen}
     for policy in options.policies:
         cells = ""
         for name in chosen:
