@@ -2,12 +2,16 @@
 
     PYTHONPATH=bench:... python -m system.device_run --model FOLDER [--systems vllm_offload_pinned spillway_cpu ...]
         [--engines 4] [--sessions 64 ...] [--seconds 75] [--device-blocks 800] [--cpu-gib 24] [--load-format dummy]
-        [--engine-set KEY=VALUE ...] [--gateway-set KEY=VALUE ...] [--kill-after SECONDS] [--label NAME] [--tiny]
+        [--engine-set KEY=VALUE ...] [--gateway-set KEY=VALUE ...] [--kill-after SECONDS] [--label NAME] [--rounds 3]
+        [--tiny]
 
 Each system: start the engines and what routes, warm them up, load, read their counters, end them. Prints the table of
 `make bench-system` and adds to OUTPUT its keys. Logs, configurations, answers and counters stay in WORK/<system>. With
 several numbers of sessions the loads follow each other on the same engines, which keep what the load before has left;
 no session goes on in the next load. The names of keys and folders then end with the number of sessions.
+`--rounds` runs all systems at once, several on each GPU, and gives them the loads in turns: in each round every system
+gets each load, the next round the other way round. A system that waits costs the others nothing but memory. Figures are
+the medians of the rounds, and WORK/rounds.json has each of them.
 `--kill-after` ends the last engine with SIGKILL so many seconds after the load has begun, and adds the figures of what
 was sent from then on (`..._after_kill`).
 `--tiny` is the same on CPU engines, with a small model and a small load: it shows that everything starts.
@@ -21,13 +25,14 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Timer
@@ -41,12 +46,13 @@ FREED_SECONDS_MAX = 60.0
 WARM_SECONDS = 6.0
 RAMP_SECONDS = 8.0
 BLOCK_TOKENS = 128
+GPU_MEMORY_SHARE = 0.9  # of all engines of a GPU
+PORTS_OF_SYSTEM = 200  # more than `Ports` gives
 WATCHDOG = b"spillway_engine.watchdog"
 GRAPH_SIZES = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
 PERFORMANCE = [
     "--max-num-batched-tokens=8192",
     "--max-num-seqs=64",
-    "--gpu-memory-utilization=0.9",
     "--compilation-config="
     + json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPH_SIZES}),
 ]
@@ -73,6 +79,7 @@ SYSTEMS = {
     "vllm_simple_pinned": RealSystem("pinned", connector="SimpleCPUOffloadConnector"),
     "vllm_lazy_pinned": RealSystem("pinned", connector="SimpleCPUOffloadConnector", lazy=True),
     "spillway_cpu": RealSystem("one", spillway=True),
+    "spillway_pinned": RealSystem("pinned", spillway=True),
     "spillway_nvme": RealSystem("one", spillway=True, shared="nvme"),
     "spillway_nvme_late": RealSystem("one", spillway=True, shared="nvme", storing="late"),
 }
@@ -103,6 +110,12 @@ class Ports:
         return self._first + 110 + at if at else self.router
 
 
+def device_arguments(options: argparse.Namespace) -> list[str]:
+    """Arguments of vLLM for an engine that may use `gpu_memory_share` of its GPU."""
+    share = f"--gpu-memory-utilization={options.gpu_memory_share:.3f}"
+    return [*PERFORMANCE, share, f"--load-format={options.load_format}"]
+
+
 def engine_document(options: argparse.Namespace, system: RealSystem, folder: Path, at: int) -> dict[str, Any]:
     """spillway_engine's configuration file of one engine. folder: of the system, whose engines share its NVMe tier."""
     ports = Ports(options.first_port)
@@ -124,7 +137,7 @@ def engine_document(options: argparse.Namespace, system: RealSystem, folder: Pat
             "sharedTier": shared,
         },
         "lifecycle": {"selfCheck": "off", "drainDelaySeconds": 0, "drainTimeoutSeconds": 5},
-        "extraArgs": [] if options.tiny else [*PERFORMANCE, f"--load-format={options.load_format}"],
+        "extraArgs": [] if options.tiny else device_arguments(options),
     }
     if options.tiny:
         document["platform"] = "cpu"
@@ -147,7 +160,7 @@ def engine_command(options: argparse.Namespace, name: str, folder: Path, at: int
     if options.tiny:
         command += ["--enforce-eager", f"--kv-cache-memory-bytes={400 << 20}"]
     else:
-        command += ["--dtype=bfloat16", *PERFORMANCE, f"--load-format={options.load_format}"]
+        command += ["--dtype=bfloat16", *device_arguments(options)]
     if system.connector is not None:
         extra: dict[str, Any] = {"cpu_bytes_to_use": int(options.cpu_gib * 2**30)}
         if system.lazy:
@@ -249,6 +262,9 @@ class Processes:
         process.wait()
         self._wait_for_group(process.pid)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._running
+
     def log_end(self, name: str) -> str:
         lines = (self._folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"   | {line[:240]}" for line in lines[-20:])
@@ -326,31 +342,37 @@ def after_kill(answered: Sequence[Answered], options: argparse.Namespace) -> dic
     return {f"{figure}_after_kill": value for figure, value in values.items()}
 
 
-def run_load(
-    options: argparse.Namespace,
-    system: RealSystem,
-    processes: Processes,
-    folder: Path,
-    *,
-    engine_urls: Sequence[str],
-    urls: Sequence[str],
-    sessions: int,
-) -> dict[str, float]:
-    """The figures of one load on engines that are warm.
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A system whose engines are warm. urls: get the requests. folder: holds its logs."""
 
-    folder: holds its answers and counters. urls: get its requests.
+    key: str
+    system: RealSystem
+    processes: Processes
+    folder: Path
+    engine_urls: Sequence[str]
+    urls: Sequence[str]
+
+
+def run_load(
+    options: argparse.Namespace, running: Running, *, folder: Path, sessions: int, seed: int
+) -> dict[str, float]:
+    """Give a system one load and return its figures.
+
+    Args:
+        folder: Gets the answers and counters.
+        seed: The loads on the same engines differ in it, and so in all their texts: none finds what another has left.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    before = [counters(read(f"{url}/metrics")) for url in engine_urls]
-    kill = Timer(options.kill_after or 0.0, processes.kill, [f"engine-{options.engines - 1}"])
-    living = engine_urls
+    before = [counters(read(f"{url}/metrics")) for url in running.engine_urls]
+    kill = Timer(options.kill_after or 0.0, running.processes.kill, [f"engine-{options.engines - 1}"])
+    living = running.engine_urls
     if options.kill_after is not None:
         kill.start()
-        living = engine_urls[:-1]
+        living = running.engine_urls[:-1]
     try:
-        # Loads on the same engines differ in all their texts, so that none finds what another has left.
-        seed = options.seed + 1_000 * options.sessions.index(sessions)
-        failed = generate_load(options, urls, system.way, folder / "answers.jsonl", sessions=sessions, seed=seed)
+        answers = folder / "answers.jsonl"
+        failed = generate_load(options, running.urls, running.system.way, answers, sessions=sessions, seed=seed)
     finally:
         kill.cancel()
     after = [counters(read(f"{url}/metrics")) for url in living]
@@ -359,15 +381,16 @@ def run_load(
         for key in sorted({key for page in after for key in page})
     }
     (folder / "counters.json").write_text(json.dumps(total, indent=1), encoding="utf-8")
-    if system.spillway:
-        (folder / "gateway-metrics.txt").write_text(read(f"{urls[0]}/metrics"), encoding="utf-8")
-    answered = read_answers(folder / "answers.jsonl")
+    if "gateway" in running.processes:
+        (folder / "gateway-metrics.txt").write_text(read(f"{running.urls[0]}/metrics"), encoding="utf-8")
+    answered = read_answers(answers)
     values = figures(answered, options.seconds, options.ramp_seconds) | {"failed_requests": float(failed)}
     return values if options.kill_after is None else values | after_kill(answered, options)
 
 
-def run_system(options: argparse.Namespace, name: str) -> Iterator[tuple[str, dict[str, float]]]:
-    """The key of each load of one system and its figures."""
+@contextmanager
+def running_system(options: argparse.Namespace, name: str) -> Iterator[Running]:
+    """Start the engines of a system and what routes, warm them up, and end them."""
     system, ports = SYSTEMS[name], Ports(options.first_port)
     key = f"{name}_{options.label}" if options.label else name
     folder = options.work / key
@@ -385,7 +408,7 @@ def run_system(options: argparse.Namespace, name: str) -> Iterator[tuple[str, di
         route = "/ready" if system.spillway else "/health"
         processes.wait_ready({f"engine-{at}": url + route for at, url in enumerate(engine_urls)})
         urls = engine_urls
-        if system.spillway:
+        if system.spillway and system.way == "one":
             file = folder / "gateway.yaml"
             file.write_text(json.dumps(gateway_document(options), indent=1), encoding="utf-8")
             processes.start("gateway", [sys.executable, "-m", "spillway_gateway", "--config", str(file)])
@@ -398,14 +421,42 @@ def run_system(options: argparse.Namespace, name: str) -> Iterator[tuple[str, di
             processes.wait_ready({"router": f"{router_url}/health"})
             urls = [router_url]
         generate_load(options, engine_urls, "turns", folder / "warm.jsonl", sessions=2 * options.engines, seed=0)
-        for sessions in options.sessions:
-            several = len(options.sessions) > 1
-            at = folder / str(sessions) if several else folder
-            values = run_load(options, system, processes, at, engine_urls=engine_urls, urls=urls, sessions=sessions)
-            yield f"{key}_{sessions}" if several else key, values
+        yield Running(key, system, processes, folder, engine_urls, urls)
     finally:
         processes.end(options.end_seconds)
         shutil.rmtree(folder / "nvme", ignore_errors=True)
+
+
+def run_in_sequence(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """The key of each load of one system after the other, and its figures."""
+    several = len(options.sessions) > 1
+    for name in options.systems:
+        with running_system(options, name) as running:
+            for at, sessions in enumerate(options.sessions):
+                folder = running.folder / str(sessions) if several else running.folder
+                seed = options.seed + 1_000 * at
+                values = run_load(options, running, folder=folder, sessions=sessions, seed=seed)
+                yield f"{running.key}_{sessions}" if several else running.key, values
+
+
+def run_in_rounds(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """The key of each load of systems that run at once, and the medians of its figures in the rounds until then."""
+    rounds: dict[str, list[dict[str, float]]] = {}
+    with ExitStack() as stack:
+        systems = []
+        for at, name in enumerate(options.systems):  # vLLM measures the memory of a device while it starts
+            own_ports = argparse.Namespace(**vars(options) | {"first_port": options.first_port + PORTS_OF_SYSTEM * at})
+            systems.append(stack.enter_context(running_system(own_ports, name)))
+        for number in range(options.rounds):
+            for at, sessions in enumerate(options.sessions):
+                seed = options.seed + 1_000 * (number * len(options.sessions) + at)
+                for running in systems if number % 2 == 0 else reversed(systems):
+                    folder = running.folder / f"{sessions}-{number}"
+                    values = run_load(options, running, folder=folder, sessions=sessions, seed=seed)
+                    key = f"{running.key}_{sessions}"
+                    rounds.setdefault(key, []).append(values)
+                    (options.work / "rounds.json").write_text(json.dumps(rounds, indent=1), encoding="utf-8")
+                    yield key, {figure: statistics.median(each[figure] for each in rounds[key]) for figure in values}
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -424,6 +475,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--kill-after", type=float, metavar="SECONDS", help="of the load; ends the last engine")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="of all systems at once, in turns; 0: one after the other"
+    )
     parser.add_argument("--device-blocks", type=int, default=800)
     parser.add_argument("--cpu-gib", type=float, default=24.0)
     parser.add_argument("--nvme-max", default="120GiB")
@@ -443,21 +497,21 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.tokens, options.max_length, options.device_blocks, options.cpu_gib = "400,300,100,8", 4_096, 40, 0.5
         options.ramp_seconds, options.nvme_max = 2.0, "2GiB"
     options.work = options.work.absolute()
+    options.gpu_memory_share = GPU_MEMORY_SHARE / (len(options.systems) if options.rounds else 1)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     written = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
-    for name in options.systems:
-        began = time.monotonic()
-        print(f"{name} {options.label}", flush=True)
-        for key, values in run_system(options, name):
-            written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
-            print(f"   {key}: " + ", ".join(f"{figure} {value:.4g}" for figure, value in values.items()))
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-            print(f"   after {time.monotonic() - began:.0f} s", flush=True)
+    began = time.monotonic()
+    print(" ".join((*options.systems, options.label)), flush=True)
+    for key, values in run_in_rounds(options) if options.rounds else run_in_sequence(options):
+        written |= {f"{key}_{figure}": round(value, 4) for figure, value in values.items()}
+        print(f"   {key}: " + ", ".join(f"{figure} {value:.4g}" for figure, value in values.items()))
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        print(f"   after {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 

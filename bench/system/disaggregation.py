@@ -306,6 +306,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.gpus = options.gpus or options.engines
     if options.engines % options.gpus:
         parser.error(f"--gpus {options.gpus} given, a divisor of {options.engines} needed")
+    options.gpu_memory_share = device_run.GPU_MEMORY_SHARE * options.gpus / options.engines
     if options.tiny:
         options.max_length, options.device_blocks, options.cpu_gib, options.nvme_max = 4_096, 48, 0.5, "2GiB"
     configuration = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
@@ -327,12 +328,8 @@ def engine_document(options: argparse.Namespace, at: int, *, nixl: bool = False)
     if options.tiny:
         document["model"]["dtype"] = "float32"  # answers are compared up to a rounding that bfloat16 of CPUs exceeds
     else:
-        own = {
-            "--max-num-batched-tokens": options.batched_tokens,
-            "--gpu-memory-utilization": 0.9 * options.gpus / options.engines,
-        }
-        kept = [each for each in document["extraArgs"] if each.partition("=")[0] not in own]
-        document["extraArgs"] = [*kept, *(f"{name}={value}" for name, value in own.items())]
+        kept = [each for each in document["extraArgs"] if not each.startswith("--max-num-batched-tokens=")]
+        document["extraArgs"] = [*kept, f"--max-num-batched-tokens={options.batched_tokens}"]
     return document
 
 

@@ -1,20 +1,27 @@
 from __future__ import annotations
 
+import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from system import device_run
 from system.agents import AgentLoad
 from system.device_run import (
     SYSTEMS,
+    Ports,
     Processes,
+    Running,
     after_kill,
     counters,
     engine_command,
     engine_document,
     gateway_document,
     parsed,
+    run_in_rounds,
 )
 from system.load_generator import Agents, Reply, words
 from system.report import Answered
@@ -45,6 +52,36 @@ def test_vllms_own_engines_differ_by_their_connector(tmp_path: Path) -> None:
     lazy = engine_command(options, "vllm_lazy_pinned", tmp_path, 0)
     assert json.loads(lazy[-1].partition("=")[2])["kv_connector_extra_config"]["lazy_offload"] is True
     assert not any("kv-transfer" in part for part in engine_command(options, "vllm_round_robin", tmp_path, 0))
+
+
+def test_systems_that_run_at_once_share_gpu_and_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, int, tuple[str, ...]]] = []
+    ended: list[str] = []
+
+    @contextmanager
+    def running(options: argparse.Namespace, name: str) -> Iterator[Running]:
+        urls = [f"http://127.0.0.1:{Ports(options.first_port).engine(at)}" for at in range(options.engines)]
+        assert any(part == "--gpu-memory-utilization=0.450" for part in engine_command(options, name, tmp_path, 0))
+        yield Running(name, SYSTEMS[name], Processes(tmp_path), tmp_path / name, urls, urls)
+        ended.append(name)
+
+    def load(options: object, running: Running, *, folder: Path, sessions: int, seed: int) -> dict[str, float]:
+        asked.append((running.key, sessions, seed, tuple(running.urls)))
+        return {"requests": float(len(asked))}
+
+    monkeypatch.setattr(device_run, "running_system", running)
+    monkeypatch.setattr(device_run, "run_load", load)
+    systems = ["vllm_offload_pinned", "vllm_lazy_pinned"]
+    arguments = ["--model", str(tmp_path), "--work", str(tmp_path), "--systems", *systems, "--sessions", "8", "16"]
+    found = dict(run_in_rounds(parsed([*arguments, "--rounds", "3"])))
+    assert [name for name, sessions, *_ in asked if sessions == 8] == [*systems, *systems[::-1], *systems]
+    seeds = {(sessions, seed) for _, sessions, seed, _ in asked}
+    assert len(seeds) == 6 and len({seed for _, seed in seeds}) == 6, "a text comes again on the same engines"
+    assert not {url for name, *_, urls in asked if name == systems[0] for url in urls} & {
+        url for name, *_, urls in asked if name == systems[1] for url in urls
+    }
+    assert found["vllm_offload_pinned_8"] == {"requests": 6.0}, "the median of the rounds 1, 6 and 9"
+    assert sorted(ended) == sorted(systems)
 
 
 def test_the_end_of_a_system_is_the_end_of_all_that_its_processes_started(tmp_path: Path) -> None:
