@@ -1,4 +1,4 @@
-"""What no engine with Spillway's connector may be configured for, whichever its vLLM."""
+"""Settings of an engine that Spillway's connector refuses, on every vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler's process gets: the CPU tier's rows, and the shared tiers that fill them."""
+"""The spec in the scheduler's process: the CPU tier's rows, and the shared tiers that fill them."""
 
 from __future__ import annotations
 

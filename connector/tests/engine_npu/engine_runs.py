@@ -41,7 +41,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def answers(model: Path, extra_config: dict[str, Any] | None) -> dict[str, Any]:
-    """As greedy_answers tells them; A, B and C evict one another."""
+    """The result of greedy_answers for prompts A, B, C, A, B, C and A, which evict one another."""
     transfer = extra_config and {
         "kv_connector": "SpillwayConnector",
         "kv_connector_module_path": "spillway_connector.engine.connector",

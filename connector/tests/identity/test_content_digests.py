@@ -24,7 +24,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def write_old(path: Path, content: bytes) -> Path:
-    """As a download from a while ago: its times have settled."""
+    """Write a file whose times have settled at `in_a_minute`, like those of an older download."""
     path.write_bytes(content)
     return path
 

@@ -64,7 +64,7 @@ def test_other_weights_are_another_model(folder: Path, identity: Identity, tenso
 
 
 def test_thirty_of_512_embeddings_changed(folder: Path):
-    """As after training on a few tokens: far from the middle of the tensor, which a sample would look at."""
+    """Training on a few tokens changes rows like these, far from the middle of the tensor, which a sample looks at."""
     rows = [bytes([row % 251]) * 2048 for row in range(512)]
     write_safetensors(folder / "model.safetensors", {"embeddings": b"".join(rows)})
     before, sampled = folder_identity(folder), sampled_identity(folder)

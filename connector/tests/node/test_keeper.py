@@ -42,7 +42,7 @@ def folder_of(path: Path, row_bytes: int = ROW_BYTES) -> Path:
 
 
 def asked(path: Path, row_bytes: int = ROW_BYTES) -> None:
-    """What an engine leaves behind that was killed while it waited."""
+    """Leave a request for rows, as an engine does that is killed while it waits for the keeper."""
     with pytest.raises(HostMemoryError, match="was not made within 0 s; start spillway node-tier"):
         NodeRegion(path, ROWS, row_bytes, new_number(), kept_seconds=0.0)
     assert (folder_of(path, row_bytes) / WANTED).exists()
@@ -159,7 +159,7 @@ def test_each_refusal_is_a_sentence_for_the_engine_that_asks(tmp_path: Path):
 
 
 def answer_to_one_that_waits(path: Path, row_bytes: int = ROW_BYTES) -> None:
-    """What an engine hears that asked before the keeper answered."""
+    """Raise the keeper's answer, as an engine does that asked before there was one."""
     raise HostMemoryError((folder_of(path, row_bytes) / REFUSED).read_text())
 
 
@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_of_the_tick(tmp_path: Path):
 @pytest.mark.parametrize("name", [WANTED, REFUSED, "index", "rows", "lock", "writers"])
 @pytest.mark.parametrize("foreigner", FOREIGNERS, ids=lambda kind: kind.__name__)
 def test_what_is_wrong_with_one_folder_stops_no_other(tmp_path: Path, name: str, foreigner: Foreigner):
-    """Whatever lies in the place of a file of one size, engines of another get their rows, and no call waits."""
+    """Engines get rows of one size, and no call waits, whatever lies in the place of a file of another size."""
     path, victims = tmp_path / "node", Victims(tmp_path / "victims")
     asked(path, 4096)
     keeper = keeper_of(path, room=0, sizes_max=2)
@@ -333,7 +333,7 @@ def test_a_region_that_was_cut_while_no_engine_used_it_is_made_again_at_once(tmp
 def test_nothing_is_watched_of_a_region_that_could_not_be_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ):
-    """Its mappings end, and what lies at their addresses later is no file of the node's."""
+    """The region's mappings end, and what lies at their addresses later is no file of the node's."""
     NodeRegion(tmp_path, ROWS, ROW_BYTES, new_number()).close()
     watched = cut_files._handler.watched
 

@@ -1,4 +1,4 @@
-"""What useless promotions may cost."""
+"""Bounds on the cost of useless promotions."""
 
 from __future__ import annotations
 

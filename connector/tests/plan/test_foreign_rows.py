@@ -1,4 +1,4 @@
-"""What an engine may take of rows that others use."""
+"""The rows that an engine may take from others."""
 
 from __future__ import annotations
 

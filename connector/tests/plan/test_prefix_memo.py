@@ -1,4 +1,4 @@
-"""What is kept between two lookups, against models that keep nothing or everything."""
+"""The answers that are kept between two lookups, compared with models that keep nothing or everything."""
 
 from __future__ import annotations
 

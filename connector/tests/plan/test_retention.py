@@ -45,7 +45,7 @@ class LruTier:
             self.retention.use(tenant, hint, keys, now)
 
     def store(self, tenant: bytes, hint: SessionHint | None, keys: list[str], now: float) -> list[str] | None:
-        """What was evicted; None, and nothing has changed, where too few chunks may leave."""
+        """Store chunks and return those that were evicted; None, with nothing changed, if too few chunks may leave."""
         wanted = [key for key in dict.fromkeys(keys) if key not in self.order]
         count = len(self.order) + len(wanted) - self.size
         evicted: list[str] = []
@@ -285,7 +285,7 @@ def test_sessions_that_end_without_a_word_do_not_crowd_out_those_that_go_on(size
 
 
 def test_a_session_whose_request_waits_comes_back_before_all_others():
-    """Its request has begun, and uses its chunks when it is admitted, not after it has ended and paused again."""
+    """The request of such a session has begun: it uses the chunks when it is admitted, not after another pause."""
     tier = LruTier(6)
     tier.turn(ALICE, hint("waits", 60.0), chunks("w", 2), 0.0, 9.0)
     tier.turn(ALICE, hint("idle", 60.0), chunks("i", 2), 10.0, 11.0)
@@ -437,7 +437,7 @@ def test_a_chunk_of_an_ended_session_that_another_uses_is_not_left_over():
 
 
 def test_one_question_tells_which_of_many_chunks_may_leave():
-    """Whatever their number: an eviction is planned on the scheduler's thread."""
+    """The questions do not grow with the chunks, because an eviction is planned on the scheduler's thread."""
     retention, asked = Retention[str](), []
     for name in "abcdefgh":
         says = hint(name, 10.0)

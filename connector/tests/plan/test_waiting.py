@@ -134,7 +134,7 @@ def test_bounds_turns_and_shares_hold_whatever_happens(
 
 
 class Asked(set[Key]):
-    """What is in the tier, and how often that was asked."""
+    """The chunks in the tier, with a count of how often one was asked for."""
 
     times = 0
 

@@ -25,7 +25,7 @@ REAL_SECONDS = 30.0
 
 
 class Trickling(MemoryTier):
-    """Its loads end when the test says so, and it tells what has arrived of them."""
+    """A tier whose loads end when the test says so, and which tells how many of their bytes have arrived."""
 
     def __init__(self, store: MemoryStore, clock: SteppedClock) -> None:
         super().__init__(NAMESPACE, PAYLOAD, store, clock=clock)

@@ -271,7 +271,7 @@ def test_what_came_from_below_is_not_demoted_again(rig: Rig) -> None:
 
 @pytest.mark.parametrize("noticed", ["by a lookup", "by a load"])
 def test_what_the_tier_below_has_lost_since_it_was_found_there_goes_below_again(rig: Rig, noticed: str) -> None:
-    """As by a lifecycle rule. A lookup ends at the first chunk that is gone, and so says nothing of those behind it."""
+    """A lookup ends at the first chunk that is gone, as after a lifecycle rule, and says nothing of those behind it."""
     rig.fill(rig.below, range(3))
     chain = rig.start()
     assert rig.look(range(3)) == [HIT] * 3
@@ -491,7 +491,7 @@ def test_a_demotion_that_the_tier_below_refuses_is_counted_there(rig: Rig, opera
 
 
 def test_lookups_below_that_a_bound_of_requests_cuts_end_no_demotion(rig: Rig) -> None:
-    """They are counted, and are no failures of the tier below: two of those would open its breaker."""
+    """Such lookups are counted, and are no failures of the tier below: two failures would open its breaker."""
     partly = FailingTier(
         rig.memory(rig.below), lambda: TierPartlyAsked([False], "one was not asked for"), {Operation.LOOKUP}
     )

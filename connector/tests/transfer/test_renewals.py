@@ -1,4 +1,4 @@
-"""What clients asked to retain in a shared tier: it stays against a flood, within shares, and everything ends."""
+"""Chunks that clients asked to retain stay in a shared tier against a flood, within shares, and every hold ends."""
 
 from __future__ import annotations
 

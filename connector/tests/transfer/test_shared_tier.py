@@ -316,7 +316,7 @@ def test_a_tier_that_breaks_its_contract_costs_a_miss_not_a_thread(rig: Rig) -> 
 
 
 class WorkedOn:
-    """What a tier holds while it works: a buffer, a file."""
+    """Stands for an object that a tier holds while it works: a buffer, a file."""
 
 
 class ClutchingTier(TierWrapper):

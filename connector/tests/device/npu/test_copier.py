@@ -328,7 +328,7 @@ def test_a_plan_that_makes_no_sense_is_a_failed_job(npu):
 
 
 def test_a_copy_that_fails_on_the_device_is_found_out(npu):
-    """Its event never comes, so a suspected job has the stream asked."""
+    """The event of a failed copy never comes, so the copier asks the stream about a job that takes too long."""
     clock = SteppedClock()
     copier = npu.copier(Direction.STORE, clock=clock)
     npu.emulator.fail_copy(2, 507054)
@@ -488,7 +488,7 @@ def test_an_old_runtime_loops(emulator_8_3):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("direction", BOTH)
 def test_nothing_is_enqueued_while_a_graph_is_captured(npu, direction, mode):
-    """Its barrier would become part of the graph. The job is refused, and the next one after the capture runs."""
+    """The barrier would become part of the graph. The job is refused, and the next one after the capture runs."""
     copier = npu.copier(direction, mode)
     npu.emulator.capture(npu.compute, True)
     before = len(npu.emulator.log())

@@ -1,4 +1,4 @@
-"""What clients asked to retain in the CPU tier: of one engine, of both policies, and of a node that engines share."""
+"""Chunks that clients asked to retain, in an engine's CPU tier under each policy and in the tier that a node shares."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class HeldTier(PrefixTier):
 
 
 class Device:
-    """As much of vLLM's BlockPool as is read."""
+    """The method of vLLM's BlockPool that is called."""
 
     def __init__(self) -> None:
         self.cached: set[bytes] = set()

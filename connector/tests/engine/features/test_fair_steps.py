@@ -1,4 +1,4 @@
-"""What vLLM's scheduler is shown in a step that belongs to one party, and that it is as it was behind it.
+"""Steps that belong to one party: what vLLM's scheduler is shown, and that such a step leaves the scheduler as it was.
 
 The scheduler here has vLLM's own queues and requests; `plan` stands for its `schedule`.
 """

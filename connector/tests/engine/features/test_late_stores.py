@@ -44,7 +44,7 @@ def region() -> Iterator[HostRegion]:
 
 
 class Rig:
-    """What vLLM and the scheduler half do with both tiers, and memory that holds keys instead of KV."""
+    """Acts as vLLM and the scheduler half do with both tiers, on memory that holds keys instead of KV."""
 
     def __init__(self, region: HostRegion, per_step: int = CHUNKS) -> None:
         self.tier = make_cpu_tier(ROWS, region, "lru", enable_events=True)
@@ -481,7 +481,7 @@ def test_a_step_that_changed_nothing_looks_at_no_block(region: HostRegion, monke
 
 
 def test_a_chunk_that_the_device_does_not_hold_under_its_key_is_stored_at_once(region: HostRegion):
-    """Those of LoRA adapters, for example: the device's hash does not name the adapter's files."""
+    """Chunks of LoRA adapters, for example: the device's hash does not name the adapter's files."""
     rig = Rig(region)
     rig.begin(0)
     rig.begin(1)

@@ -86,7 +86,7 @@ class Rig:
         self.ready.update(key + b"key" for key in hashes(name)[:blocks])
 
     def pop(self) -> str:
-        """As vLLM admits: it looks first, and takes what it has seen."""
+        """Pop a request as vLLM admits one: it looks first, and takes the request that it has seen."""
         seen = self.queue.peek_request()
         assert self.queue.pop_request() is seen
         return str(seen.request_id)

@@ -137,7 +137,7 @@ def test_of_states_one_that_a_step_may_end_with_is_stored_before_an_end_amid_a_p
 
 
 def test_a_prompt_that_ends_with_a_chunk_is_found_again_by_the_step_before() -> None:
-    """Its last step ends behind the last prefix that it is found by."""
+    """The last step of the prompt ends behind the longest prefix that is loaded when the prompt comes again."""
     assert kept([full(), STATES], 20 * 16)[1] == [14, 15, 16, 17, 18, 19]
 
 

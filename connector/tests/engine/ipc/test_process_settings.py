@@ -1,4 +1,4 @@
-"""What EngineCore and workers say of themselves."""
+"""The settings that EngineCore and workers report of themselves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the processes of a pipeline agree on: the workers with each other, the scheduler's process from the rows.
+"""Agreement of a pipeline's processes: the workers ask each other, and the scheduler's process reads the rows.
 
-That the workers' exchange works is seen with two of them, in tests/engine_matrix.
+The exchange between two workers is tested in tests/engine_matrix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_without_a_pipeline_a_worker_asks_nothing(tmp_path: Path, monkeypatch: p
 
 
 def test_without_a_pipeline_the_scheduler_asks_whether_ranks_hold_the_same(tmp_path: Path, region: HostRegion) -> None:
-    """It sees MLA in the first layer, the workers a drafter's heads in another."""
+    """The scheduler sees MLA in the first layer, and the workers see the heads of a drafter in another."""
     of_each = replace(FIRST, ranks_hold_the_same=False)
     rows = region.create_kv_memoryview().cast("B")
     write_layout(rows, 0, 4096, {"layers": ["a layer"]}, of_each.as_layout())

@@ -1,4 +1,4 @@
-"""What a shared tier is given, and when: few rows are pinned, and prefixes come whole."""
+"""The chunks that a shared tier is given, and when: few rows are pinned, and prefixes come whole."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class EngineProcess:
         return tokens
 
     def matched_in_store(self, name: str, adapter: LoRARequest) -> int:
-        """As :meth:`matched`, asked again at every step until the shared tier has answered and loaded."""
+        """Tokens that a new request is offered once the shared tier, asked at every step, has answered and loaded."""
         request = self.request(name, adapter)
         self.half.on_new_request(request)
         while (tokens := self.half.get_num_new_matched_tokens(request, 0)[0]) is None:
@@ -162,7 +162,7 @@ class EngineProcess:
 
 @pytest.fixture(autouse=True)
 def one_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on every engine that shares a store; without it each engine's hashes begin with bytes of their own."""
+    """Set the hash seed, as all engines of a store do; without it, each engine's hashes begin with bytes of its own."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
@@ -224,7 +224,7 @@ def keys_of(engine: EngineProcess, name: str) -> list[bytes]:
 
 
 def test_one_name_and_other_weights_are_other_keys(engine: EngineProcess, tmp_path: Path, folder: Path):
-    """What two engines with one store and one adapter name would ask it for."""
+    """Engines with one store and one adapter name ask it for the same keys only if the adapter's weights are equal."""
     theirs = write_adapter(tmp_path / "theirs", b"theirs")
     seen = set()
     for number, place in enumerate((folder, theirs, write_adapter(tmp_path / "copy", b"ours"))):
@@ -284,7 +284,7 @@ def test_keys_of_a_reloaded_adapter_grow_with_the_request(engine: EngineProcess,
 
 
 def test_where_only_adapters_are_computed_rightly_nothing_else_is_stored(engine: EngineProcess, folder: Path):
-    """As on CPUs: KV of the base model would be stored, and shared, as if its weights had computed it."""
+    """On CPUs an adapter may compute KV of the base model, which would be stored, and shared, as the model's own."""
     engine.half._stores_adapters_alone = True
     engine.load(adapter(folder))
 
@@ -487,7 +487,7 @@ def test_events_carry_the_hashes_that_the_device_s_events_carry(engine: EnginePr
 
 
 def test_vllm_still_finds_what_an_rpc_s_argument_is():
-    """It converts messages by the annotations of the method that it calls."""
+    """vLLM converts messages by the annotations of the method that it calls."""
     patch_vllm("adapter-loads", "adapter-of-request", "adapter-version-in-hash")
     parameters = inspect.signature(EngineCore.add_lora).parameters
     assert list(parameters) == ["self", "lora_request"]

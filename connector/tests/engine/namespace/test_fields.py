@@ -273,7 +273,7 @@ def test_another_vllm_or_torch_or_plugin_is_another_namespace(model: Path, monke
 
 
 def test_another_transformers_is_another_namespace(model: Path, monkeypatch: pytest.MonkeyPatch):
-    """It computes models without vLLM's own code, and its processors turn media into a model's input."""
+    """Transformers computes models without vLLM's own code, and its processors turn media into a model's input."""
     installed = namespace_fields.importlib.metadata.version
     config = engine(model)
     seen = {namespace(config).hex}

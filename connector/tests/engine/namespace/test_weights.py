@@ -92,7 +92,7 @@ def test_vllm_s_rpcs_that_change_weights_are_reported_before_they_run(core: Engi
 
 
 def test_every_rpc_of_vllm_s_workers_has_been_looked_at():
-    """Those that read only must not close the shared tier: 0.32 sends one after each request to a scoring route."""
+    """RPCs that only read must not close the shared tier: vLLM 0.32 sends one after each request to a scoring route."""
     known = {name for name, _ in inspect.getmembers(Worker, callable) if not name.startswith("_")}
 
     assert known - HARMLESS - CHANGING == set()

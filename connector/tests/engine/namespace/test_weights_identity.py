@@ -1,4 +1,4 @@
-"""What a model was loaded from counts, wherever it is; where that is unknown, nothing is shared."""
+"""A model is identified by what it was loaded from, wherever that is; if that is unknown, nothing is shared."""
 
 from __future__ import annotations
 

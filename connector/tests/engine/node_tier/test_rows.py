@@ -76,7 +76,7 @@ class Node:
             os.close(descriptor)
 
     def kill(self, tier: NodeRows) -> None:
-        """What the kernel does when the last process of an engine has ended."""
+        """Release an engine's lease, as the kernel does when the engine's last process has ended."""
         tier._node.lease.release()
         self.engines.remove(tier)
 
@@ -102,7 +102,7 @@ def looked_up(tier: NodeRows, number: int) -> object:
 
 
 def see_nothing_of_it(tier: NodeRows) -> None:
-    """What others have just changed, by a defect."""
+    """Mark all that other engines have just changed as seen, as a defect might."""
     tier._seen_array[:] = tier._index.stamp_array
     tier._version[:] = tier._index.counts.tobytes()
 
@@ -120,7 +120,7 @@ def test_a_chunk_is_a_hit_for_every_engine_of_its_namespace_and_for_no_other(nod
 def test_a_row_that_another_engine_takes_right_after_it_was_published_is_not_the_publisher_s_chunk(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """It publishes without the lock, and may be stopped before it notes what it has published."""
+    """The engine publishes without the lock, and may be stopped before it notes what it has published."""
     first, second = node.engine(), node.engine()
     publish = first._index.publish
 
@@ -934,12 +934,12 @@ def test_what_was_not_published_when_an_engine_left_is_published_when_it_comes_b
 
 
 def remove_lease(tier: NodeRows) -> None:
-    """As an operator does who cleans up."""
+    """Delete the lease of an engine that runs, as an operator does who cleans up."""
     (tier._node.path / "writers" / f"{tier._node.lease.number:016x}").unlink()
 
 
 def be_taken_for_dead(node: Node, tier: NodeRows, judge: NodeRows) -> None:
-    """It is stopped meanwhile, for longer than any step lasts."""
+    """Let an engine be taken for dead: its lease is gone, and it is stopped for longer than any step lasts."""
     remove_lease(tier)
     for seconds in (0.5, REMOVED_LEASE_MS / 1000, DEAD_ROWS_KEPT_MS / 1000):
         node.seconds += seconds
@@ -996,7 +996,7 @@ def test_an_engine_that_was_taken_for_dead_neither_pins_nor_unpins_for_the_one_i
 
 
 def test_an_engine_whose_lease_is_removed_within_a_long_step_keeps_its_rows_for_it(node: Node):
-    """Its devices go on writing: nothing else tells others that it runs."""
+    """The engine's devices go on writing although, without the lease, nothing tells others that it runs."""
     first, second = node.engine(), node.engine()
     first.prepare_store([key(1)], CONTEXT)
     remove_lease(first)
@@ -1032,7 +1032,7 @@ def test_no_chunk_leaves_for_the_reserve_that_a_client_retains_or_a_waiting_requ
 
 
 def stop_at_a_stamp(node: Node, tier: NodeRows, judge: NodeRows, meanwhile: Callable[[], object]) -> None:
-    """It is stopped between a look at a row and its next stamp until it was taken for dead and others have acted."""
+    """Stop an engine between its look at a row and its next stamp, until it is taken for dead and others have acted."""
 
     class Stopped:
         def __init__(self, stamps: memoryview) -> None:

@@ -135,7 +135,7 @@ def test_a_block_that_another_connector_loads_waits_for_its_store(scheduler, had
 
 
 def admit(scheduler, request, blocks: list[int], computed_tokens: int) -> None:
-    """As vLLM does with a request for which the connector has nothing."""
+    """Admit a request as vLLM does if the connector has nothing for it."""
     if request.request_id not in scheduler._req_status:
         scheduler.on_new_request(request)
     scheduler.get_num_new_matched_tokens(request, computed_tokens)
@@ -254,7 +254,7 @@ def test_answers_that_nobody_sends_back_are_stored_no_longer_until_the_weights_c
 
 @pytest.mark.parametrize("prompt_only", [False, True])
 def test_chunks_of_an_answer_count_as_asked_for_once(scheduler, monkeypatch, prompt_only):
-    """As those of a prompt do, so that a full shared tier admits both when they are stored again."""
+    """Chunks of a prompt count likewise, so that a full shared tier admits both when they are stored again."""
     scheduler.config = scheduler.config._replace(offload_prompt_only=prompt_only)
     counted: list[bytes] = []
     monkeypatch.setattr(scheduler.manager, "count_request", counted.extend)

@@ -1,5 +1,4 @@
-"""What a store of chunks of several blocks may hold: whatever it holds lies in its place, and all that a load reads is
-there."""
+"""Stores of chunks of several blocks: each stored block lies in its place, and none that a load reads is missing."""
 
 from __future__ import annotations
 
@@ -124,7 +123,7 @@ def test_every_block_of_a_store_lies_in_its_place_and_none_that_a_load_reads_is_
 def asked(
     found: dict[int | None, int], computed: int, total: int, **fields: Any
 ) -> tuple[int | None, list[int | None]]:
-    """What is found in the end, and the bounds of the searches. found: by bound."""
+    """The number of tokens that is found in the end, and the bounds of the searches. found: tokens by bound."""
     bounds: list[int | None] = []
     request: Any = SimpleNamespace(
         num_locally_computed_tokens=computed, req=SimpleNamespace(num_tokens=total), **fields

@@ -1,4 +1,4 @@
-"""What waiting requests need stays in the CPU tier until they have blocks: the real scheduler half and manager."""
+"""Chunks for waiting requests stay in the CPU tier until these have blocks: the real scheduler half and manager."""
 
 from __future__ import annotations
 

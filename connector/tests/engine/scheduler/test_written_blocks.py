@@ -1,4 +1,4 @@
-"""What the next step may take; the tests of the scheduler half prove what a step writes to."""
+"""The blocks that the next step may take; the tests of the scheduler half prove which blocks a step writes to."""
 
 from __future__ import annotations
 

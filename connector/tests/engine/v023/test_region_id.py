@@ -17,7 +17,7 @@ class _Stop(Exception):
 
 
 def parallel_config_in(monkeypatch: pytest.MonkeyPatch, *, rank: int, is_moe: bool) -> ParallelConfig:
-    """As vLLM leaves it in the process of a data parallel rank, when that makes its engine core."""
+    """The configuration that vLLM leaves in the process of a data parallel rank when that makes its engine core."""
     seen: list[ParallelConfig] = []
 
     def begin(_: Any, *, vllm_config: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler half does in vLLM 0.23 alone."""
+"""Behaviour of the scheduler half in vLLM 0.23 alone."""
 
 from __future__ import annotations
 

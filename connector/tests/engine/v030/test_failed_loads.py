@@ -32,7 +32,7 @@ def request(name: str, status: RequestStatus = RequestStatus.RUNNING) -> Request
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """As much in it as these methods read."""
+    """A scheduler with just the attributes that these methods read."""
     patch_vllm("failed-step-loads")
     scheduler = Scheduler.__new__(Scheduler)
     scheduler.running, scheduler.waiting = [], FCFSRequestQueue()
@@ -98,7 +98,7 @@ def test_a_block_that_two_wait_with_is_computed_by_each(scheduler: Scheduler) ->
 
 
 class Connector:
-    """As much as these methods read. loading: device blocks of loads within steps under way."""
+    """The one method of the connector that is called. loading: device blocks of loads within steps under way."""
 
     def __init__(self, loading: set[int]) -> None:
         self.loading = loading
@@ -119,7 +119,7 @@ def test_an_asynchronous_load_that_fails_costs_no_other_prefix(scheduler: Schedu
 
 
 def test_blocks_of_a_step_whose_request_was_aborted_since_cost_all_prefixes(scheduler: Scheduler) -> None:
-    """Its own later blocks, computed with bad ones, may be in the prefix cache."""
+    """Later blocks of the aborted request, computed with bad ones, may be in the prefix cache."""
     scheduler.connector = Connector({11})
     assert scheduler._update_requests_with_invalid_blocks(scheduler.running, {11}, {}) == (set(), 0, set())
     assert not cached(scheduler)

@@ -1,4 +1,4 @@
-"""What vLLM 0.30 and later ask of a manager beyond 0.23: where a hit came from, and part of a failed job."""
+"""Duties of a manager that came with vLLM 0.30: to tell where a hit came from, and to keep part of a failed job."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def region() -> Iterator[HostRegion]:
 
 
 class Rank:
-    """Its KV caches and its part of this generation's worker half."""
+    """One rank's KV caches and its part of this generation's worker half."""
 
     def __init__(self, rank: int, region: HostRegion, kv: torch.Tensor) -> None:
         self.kv = kv.clone()

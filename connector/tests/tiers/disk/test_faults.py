@@ -1,4 +1,4 @@
-"""What a sick, full, locked or killed disk tier promises, in both layouts. Real files, real kills; only errors that a
+"""The promises of a sick, full, locked or killed disk tier, in both layouts. Real files, real kills; only errors that a
 healthy kernel does not give on request (EIO) are injected, at the system call."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an NVMe tier, in both layouts, finds in the place that it was given."""
+"""The directory of an NVMe tier, in both layouts: damaged, missing, open to all, or prepared while the tier closes."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ def test_a_bound_on_disk_is_a_promise(tmp_path: Path) -> None:
 
 
 def folder_changed(root: Path, clock: SteppedClock) -> None:
-    """As a later tick of the kernel's clock shows it."""
+    """Let the folder's change be seen, as it is after the next tick of the kernel's clock."""
     os.utime(root / BOUNDS_FOLDER, ns=(int(clock() * 1e9), int(clock() * 1e9)))
     clock.advance(0.001)
 
 
 def unseen_change(_root: Path, clock: SteppedClock) -> None:
-    """As a network file system shows it: nothing, for a while."""
+    """Leave the folder's change unseen for a while, as a network file system does."""
     clock.advance(CHECK_SECONDS)
 
 

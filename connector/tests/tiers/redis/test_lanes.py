@@ -14,7 +14,7 @@ from spillway_connector.tiers.redis.lanes import Lanes
 
 
 class WorkedOn:
-    """What a thread holds while it moves a stripe."""
+    """Stands for an object that a thread holds while it moves a stripe."""
 
 
 @pytest.fixture

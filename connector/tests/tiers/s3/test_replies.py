@@ -171,7 +171,7 @@ def test_every_refusal_is_a_sentence_without_the_secret(
 def test_credentials_that_expire_under_load_are_renewed_before_the_store_refuses_them(
     store: ReplyingStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As a pod's identity gives them. The store takes the newest alone, and each expires a minute after it is given."""
+    """A pod's identity gives such credentials: the store takes the newest alone, and each expires after a minute."""
     given = 0
 
     def answer(request: StoreRequest) -> None:

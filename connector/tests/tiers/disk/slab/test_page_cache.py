@@ -78,7 +78,7 @@ def place_of(tier: SlabTier, key: bytes) -> tuple[int, int]:
 
 
 def drop(tier: SlabTier, key: bytes, offset: int = 0, size: int = SLOT_BYTES) -> None:
-    """As the kernel does when it wants the memory."""
+    """Drop a frame's pages, as the kernel does when it wants the memory."""
     descriptor, start = place_of(tier, key)
     os.posix_fadvise(descriptor, start + offset, size, os.POSIX_FADV_DONTNEED)
 

@@ -164,7 +164,7 @@ def test_a_process_killed_at_any_instant_leaves_only_whole_frames(children: Chil
 
 
 def claim(tier: SlabTier, seed: int) -> Claim | StoreOutcome:
-    """What a store does before it writes."""
+    """Claim a slot, as a store does before it writes."""
     tier.prepare(soon())
     return tier._claims.claim(fingerprint_of(key_of(seed), tier._pair), tier._pair[0], 0, soon())
 

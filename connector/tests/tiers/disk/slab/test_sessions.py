@@ -237,7 +237,7 @@ def test_a_session_that_another_engine_of_the_node_serves_on_is_the_same_session
 
 
 def test_a_process_that_stores_nothing_still_tells_the_others_of_its_sessions(node: Node):
-    """Its maintenance thread does, soon after each use: it would otherwise run once a minute."""
+    """The process's maintenance thread writes its sessions soon after each use; otherwise it runs once a minute."""
     tier = node.start()
     fill(node, tier)
     before = node.sessions.read_bytes()

@@ -719,7 +719,7 @@ def test_a_write_that_misses_its_deadline_gives_its_slot_back(make_tier: MakeTie
 def test_a_directory_that_is_removed_again_and_again_leaves_nothing_open(
     make_tier: MakeTier, medium: SlabMedium
 ) -> None:
-    """What is let go of is closed at once, not when the interpreter next looks for cycles: engines rarely do."""
+    """Files that were let go of are closed at once, not by the garbage collector, which engines rarely run."""
     tier = make_tier()
     open_files = []
     gc.collect()

@@ -80,7 +80,7 @@ def test_a_password_file_is_read_each_time(tmp_path: Path) -> None:
 
 
 def test_reading_a_url_does_not_import_redis_py() -> None:
-    """It takes 25 MB and half a second, which an engine without a Redis tier is to be spared."""
+    """The import of redis-py takes 25 MB and half a second, which an engine without a Redis tier is to be spared."""
     code = f"import sys, {RedisEndpoint.__module__}, spillway_connector.config; sys.exit('redis' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

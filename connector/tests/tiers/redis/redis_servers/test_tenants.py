@@ -1,4 +1,4 @@
-"""What tenants hold on a real server and on a real cluster, at every moment and after every interruption."""
+"""Tenants' quotas on a real server and on a real cluster, at every moment and after every interruption."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_blocks_pass_through_tls_whole(front, authority, tier_on: MakeTier) -> N
 
 
 def test_an_encrypted_connection_is_used_again(front, authority, valkey: ValkeyServer, tier_on: MakeTier) -> None:
-    """What TLS itself sends while a connection is idle is no reason to replace it."""
+    """Bytes that TLS itself sends while a connection is idle are no reason to replace the connection."""
     server = front(_behind(authority.issue()))
     tier = tier_on(_endpoint(server.port, authority.file))
     tier.prepare(soon())
