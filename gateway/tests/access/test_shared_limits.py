@@ -121,7 +121,7 @@ def end(limits: SharedLimits, who: Tenant, usage: TenantUsage, reply_tokens: int
 
 
 async def test_few_of_many_tenants_are_reported_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when Redis answers again: no iteration of the event loop begins work for all of them."""
+    """When Redis answers again, no iteration of the event loop begins work for all tenants."""
     tenants, asked, at_once, tasks = 2_000, set[str](), [0, 0], len(asyncio.all_tasks())
     async with replica(shared(1)) as limits:
 

@@ -17,7 +17,7 @@ def scope(method: str, path: str) -> dict[str, Any]:
 
 
 class Sent(list[MutableMapping[str, Any]]):
-    """What an application sent; like a server, it takes one start alone."""
+    """The messages that an application sent; like a server, it takes only one start."""
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start" and self:

@@ -1,4 +1,4 @@
-"""What a client may send of the members that steer an engine, on every route and in every place that vLLM reads."""
+"""The members that steer an engine: which ones clients may send, on each route and in each place that vLLM reads."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ steering_fields = st.builds(
 
 
 def arriving(sent: EngineFields, members: dict[str, Any]) -> dict[str, Any]:
-    """What the engine gets of the members."""
+    """The members of the body that reach the engine."""
     given_members = {name: value for name, value in msgspec.structs.asdict(sent).items() if value is not msgspec.UNSET}
     return {name: value for name, value in (given_members | members).items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""What routing reads of the bodies of each API, and that no body can break a parser."""
+"""The facts that routing reads from the bodies of each API; no body can break a parser."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_so_is_the_number_of_answers(n: Any) -> None:
 
 @pytest.mark.parametrize("n", ["0" * 40 + "3", "3." + "0" * 40, " " * 40 + "3"])
 def test_a_number_of_answers_that_only_engines_would_read_is_refused(n: str) -> None:
-    """They take it as 3."""
+    """Engines would take each of these as 3."""
     for path in ("/v1/chat/completions", "/v1/completions"):
         body, _, _ = LENGTHS[path]
         parse = next(route.parse for route in ROUTES if route.path == path)

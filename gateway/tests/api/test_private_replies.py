@@ -1,4 +1,4 @@
-"""What engines say of their transfers reaches routers that stand in front, and no tenant."""
+"""Transfer parameters in engines' replies reach routers that stand in front, and no tenant."""
 
 from __future__ import annotations
 

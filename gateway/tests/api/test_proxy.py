@@ -1,4 +1,4 @@
-"""What passes through: bytes, headers, errors; and what the gateway answers itself."""
+"""Bytes, headers and errors that pass through the gateway, and answers of its own."""
 
 from __future__ import annotations
 

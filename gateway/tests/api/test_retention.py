@@ -1,4 +1,4 @@
-"""What clients ask the tiers to keep: read once, refused if unreadable, bounded, and said by the gateway alone."""
+"""Clients' requests to keep a prompt: read once, refused if unreadable, bounded, and passed on by the gateway alone."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Client:
         return int(head.split()[1]), json.loads(await self.reader.readexactly(size))
 
     async def ended(self) -> bytes:
-        """What is said until the gateway closes."""
+        """The bytes that the gateway sends until it closes; none if the connection breaks."""
         try:
             return await self.reader.read()
         except ConnectionError:
@@ -66,7 +66,7 @@ async def client_of(running: RunningGateway) -> AsyncIterator[Client]:
 
 
 def pass_seconds(running: RunningGateway, seconds: float) -> None:
-    """As if so much time had passed, for deadlines that count now."""
+    """Check the deadlines that count now as if so many seconds had passed."""
     running.gateway.open_connections.tick(asyncio.get_running_loop().time() + seconds)
 
 

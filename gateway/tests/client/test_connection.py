@@ -1,4 +1,4 @@
-"""What the server's connection adds to uvicorn's: heads sent with bodies, disconnect callbacks, whole replies."""
+"""Additions of the server's connection to uvicorn's: heads sent with bodies, disconnect callbacks, whole replies."""
 
 from __future__ import annotations
 

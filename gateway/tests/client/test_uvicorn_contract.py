@@ -1,5 +1,5 @@
-"""What the gateway's servers use of uvicorn without its promise to keep it: a release that moves any of it fails here,
-by name, before a connection does. pyproject.toml bounds the version; raise the bound once this passes."""
+"""The names of uvicorn that the gateway's servers use without its promise to keep them: a release that moves one fails
+here, by name, before a connection does. pyproject.toml bounds the version; raise the bound once this passes."""
 
 from __future__ import annotations
 

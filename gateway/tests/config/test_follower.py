@@ -35,7 +35,7 @@ async def read(client: aiohttp.ClientSession, url: str) -> str:
 
 
 async def reread(running: RunningGateway, document: dict[str, Any] | None) -> None:
-    """As SIGHUP does, and wait until the file has been acted upon. None: until it has been refused."""
+    """Reread the file as SIGHUP does, and wait until `document` is in effect; None: until the file has been refused."""
     follower = running.gateway.follower
     assert follower is not None
     follower.read_soon()

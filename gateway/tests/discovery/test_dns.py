@@ -155,7 +155,7 @@ def test_names_of_srv_targets_are_unique(found: list[tuple[str, int, list[str]]]
 
 
 async def test_a_cancellation_that_the_resolver_loses_still_ends_it(server: NameServer) -> None:
-    """As asyncio.wait_for of Python 3.11 does when an answer comes in the same moment."""
+    """asyncio.wait_for of Python 3.11 loses a cancellation when an answer comes in the same moment."""
 
     class Resolver:
         asked = asyncio.Event()

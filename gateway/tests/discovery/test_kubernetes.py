@@ -442,7 +442,7 @@ async def test_a_change_during_an_outage_is_seen_one_pause_after_the_api_server_
 
 
 class ForgetfulApi(RestartedApi):
-    """Its history is always too short, even for the list before."""
+    """An API server whose history is always too short, even for the list that it has just given."""
 
     def list(self) -> tuple[dict[str, EndpointSlice], str]:
         return {}, "1"

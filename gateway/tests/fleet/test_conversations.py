@@ -70,7 +70,7 @@ def send(
 
 
 def much_continued(entries_max: int = 100) -> Conversations:
-    """Those of a model of which most requests continued a conversation, which is over."""
+    """Conversations of a model whose requests mostly continued one; all of them are over."""
     conversations = Conversations(entries_max)
     for turns in range(1, 100):
         send(conversations, range(turns), "gone", now=-10_000.0)

@@ -42,7 +42,7 @@ async def test_states_follow_the_answers(start_engine: Any) -> None:
 
 
 async def test_an_engine_that_was_lost_is_asked_again_soon_while_it_may_return(start_engine: Any) -> None:
-    """Whatever the period is: requests may wait for it."""
+    """Requests may wait for a lost engine, so the period does not delay the next poll."""
     fake = await start_engine()
     engine = watched(fake)
     config = HealthConfig(period_seconds=3600, return_seconds=UNTIL_SECONDS_MAX)

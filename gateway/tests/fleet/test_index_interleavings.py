@@ -1,4 +1,4 @@
-"""Whatever engines announce, and between whichever steps, no exception leaves the index, its books agree, and what it
+"""No exception leaves the index, whatever engines announce and however steps interleave; its books agree, and what it
 remembers of runs of blocks is what it would read.
 
 Events, prompts, departures and clears take turns in steps of one block, as they do on the event loop with steps of

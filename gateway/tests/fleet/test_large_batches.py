@@ -234,7 +234,7 @@ FIELDS = [
 def test_whatever_the_fields_hold_is_an_event_or_undecodable(
     tag: object, changed: dict[str, object], short_bytes: int
 ) -> None:
-    """What raised anything else would end the task that follows the engine's events, and again at each replay."""
+    """Any other exception would end the task that follows the engine's events, and again at each replay."""
     payload = msgspec.msgpack.encode([1.0, [{**stored_fields(3, 2, shape="map"), **changed, "type": tag}]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large_batches, "SHORT_BYTES_MAX", short_bytes)

@@ -283,7 +283,7 @@ def test_a_prefix_ends_for_an_engine_at_the_first_block_that_only_a_tier_it_decl
 
 
 def test_an_engine_whose_events_are_followed_again_declines_what_it_did() -> None:
-    """Its metrics say the same as before, and the index hears of changes alone."""
+    """The engine's metrics say the same as before, and the index hears of changes alone."""
     made = index()
     made.apply("b", stored([1], None, PROMPT[:4]))
     made.apply("b", in_store([1], S3))
@@ -614,8 +614,8 @@ def test_a_retired_engine_is_gone_at_once_and_freed_in_steps() -> None:
 
 
 def test_blocks_are_nothing_to_the_garbage_collector() -> None:
-    """It would visit them on the event loop, and those of many events at once: evicted ones offset the new ones in the
-    count that starts it."""
+    """The collector would visit the blocks on the event loop, and those of many events at once: evicted ones offset the
+    new ones in the count that starts it."""
     made = index(bytes_max=1_000 * (ENTRY_BYTES + 2 * HOLDER_BYTES))
     made.apply("a", stored([0], None, list(range(BLOCK))))
     gc.collect()
@@ -937,7 +937,7 @@ def test_a_smaller_bound_is_reached_over_several_events() -> None:
 
 
 def test_a_store_that_is_forgotten_takes_no_block_that_an_engine_announced_early() -> None:
-    """Its entries are freed in steps; what was added behind them would lead to an unused slot."""
+    """The store's entries are freed in steps; a block that was added behind them would lead to an unused slot."""
     clock = Clock()
     made = index(clock=clock)
     made.add_engine("c")

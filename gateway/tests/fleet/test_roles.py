@@ -47,7 +47,7 @@ def fleet_of(roles: Sequence[str], mode: str, now: list[float], **terms: object)
 
 
 class Load:
-    """What one fleet is asked, and the engines that it chose."""
+    """The requests to one fleet, and the engines that it chose for them."""
 
     def __init__(self, fleet: ModelFleet, now: list[float], leg: Leg) -> None:
         self._fleet, self._now, self._leg = fleet, now, leg
@@ -96,7 +96,7 @@ steps = st.lists(
 def test_auto_sends_each_request_to_the_engine_that_equal_engines_without_roles_would_get(
     roles: list[str], load: list[tuple], hand_over_ms: float
 ) -> None:
-    """Whatever came before: promised blocks, queues, rates and busy shares are those of the same engines."""
+    """Promised blocks, queues, rates and busy shares of the two fleets stay equal, whatever came before."""
     now = [100.0]
     split = Load(fleet_of(roles, "auto", now, hand_over_ms=hand_over_ms), now, Leg.OPEN)
     plain = Load(fleet_of(["both"] * len(roles), "off", now), now, Leg.WHOLE)

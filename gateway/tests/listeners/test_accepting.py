@@ -113,7 +113,7 @@ def test_clients_that_connect_at_once_are_accepted_in_few_iterations(
 def test_each_event_of_a_stream_leaves_at_once(
     listening: Callable[[str, int], socket.socket], new_loop: Callable[[], asyncio.AbstractEventLoop]
 ):
-    """Whatever the loop sets: else the kernel holds what follows an event until its client has acknowledged it."""
+    """The listener sets TCP_NODELAY: else the kernel holds what follows an event until the client has confirmed it."""
 
     async def nodelay() -> int:
         loop, accepted = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()

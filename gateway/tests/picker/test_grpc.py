@@ -819,7 +819,7 @@ async def flow(call: Call) -> None:
 
 
 async def test_a_client_that_reads_more_slowly_than_it_is_sent_is_not_ended() -> None:
-    """What is unread of a call stays the same meanwhile, and what is unread of the connection grows."""
+    """The call's unread bytes stay the same meanwhile, and the connection's grow."""
     opened = OpenConnections(BOUNDS, 1024)
     peer = await Peer(opened, INITIAL_WINDOW_SIZE=100).connect()
     peer.connection._methods = {b"/test.Service/Echo": flow}

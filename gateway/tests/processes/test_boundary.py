@@ -26,7 +26,7 @@ def is_private(name: str) -> bool:
 
 
 def imported(tree: ast.Module) -> dict[str, Any]:
-    """What the module imports from other rooms of the gateway, by the name that it has here."""
+    """The objects that the module imports from other rooms of the gateway, by their names in the module."""
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:

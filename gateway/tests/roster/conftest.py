@@ -1,4 +1,4 @@
-"""What tests of several modules of this room start."""
+"""Fixtures for several modules of this room."""
 
 from __future__ import annotations
 

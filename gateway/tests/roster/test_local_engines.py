@@ -81,7 +81,7 @@ async def test_a_model_that_comes_back_while_its_engines_leave_has_its_own(roste
 
 
 async def test_none_comes_once_they_have_stopped(roster: Roster) -> None:
-    """Its tasks would outlive the process's others."""
+    """The tasks of an engine that is added later would outlive the process's others."""
     engines = roster.models["m"].fleet.engines
     await roster.apply(config(*names("b")))
     await roster._engines.stop()

@@ -1,4 +1,4 @@
-"""What a reload adds is no work for later garbage collections, and what it removes is freed without one."""
+"""Objects that a reload adds are no work for later garbage collections, and those it removes are freed without one."""
 
 from __future__ import annotations
 

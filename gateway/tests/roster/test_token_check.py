@@ -15,7 +15,7 @@ from spillway_gateway.testing.running import until
 
 
 class Reader:
-    """What the check needs of a PromptReader."""
+    """The attributes of a PromptReader that the check reads."""
 
     def __init__(self) -> None:
         self.tokenizer: Any = WordTokenizer()

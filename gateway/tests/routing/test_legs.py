@@ -206,7 +206,7 @@ def test_a_prefill_engine_answers_only_if_nothing_else_can() -> None:
 
 
 def test_a_session_that_stays_at_a_price_is_no_reason_for_two_legs() -> None:
-    """Its engine may hold more than the index knows; the whole request is cheaper on the prefill engine."""
+    """The session's engine may hold more than the index knows; the whole request is cheaper on the prefill engine."""
     own = engine("d", "decode", busy=0.45, events_live=False)
     request = RouteRequest(8192, 7, in_session=True, session_engine="d", leg=Leg.OPEN, any_role=True, splitting=TERMS)
     decision = plan_route(request, FleetView((engine("p", "prefill"), own)), FACTOR)

@@ -230,7 +230,7 @@ def test_loads_from_the_tier_below_are_waited_for_at_its_rate_by_those_who_load_
 
 
 def test_an_unknown_prompt_goes_to_an_idle_engine() -> None:
-    """Whatever its hash prefers, it goes to one of the cheapest."""
+    """Such a prompt goes to one of the cheapest engines, whichever its hash prefers."""
     for key in range(50):
         view = FleetView((engine("a", queued=100), engine("b"), engine("c")))
         decision = plan_route(RouteRequest(50_000, key), view, FACTOR)

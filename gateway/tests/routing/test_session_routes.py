@@ -1,4 +1,4 @@
-"""What a session's last engine may change about a choice, and what it may not."""
+"""The influence of a session's last engine on a choice, and its limits."""
 
 from __future__ import annotations
 

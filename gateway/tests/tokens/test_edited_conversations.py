@@ -1,4 +1,4 @@
-"""What is remembered of a conversation never changes how its next request is read, however the client has edited it."""
+"""Facts remembered of a conversation never change how its next request is read, however the client has edited it."""
 
 from __future__ import annotations
 

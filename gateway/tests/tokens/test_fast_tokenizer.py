@@ -83,7 +83,7 @@ def grown(encode: Callable[[str], object]) -> int:
 
 @pytest.mark.parametrize("name", [name for name, (_, by_thread) in SHAPES.items() if by_thread])
 def test_no_word_is_kept(name: str) -> None:
-    """What is kept takes memory: 200,000 words some 15 MB."""
+    """Kept words take memory: 200,000 of them some 15 MB."""
     tokenizer = trained(SHAPES[name][0])
     kept = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
     fast = FastTokenizer(tokenizer.to_str())

@@ -32,7 +32,7 @@ NOT_SAMPLED = f"00-{TRACE_ID}-{'cd' * 8}-00"
 
 
 class Collector:
-    """What was exported, by span name. Complete once the gateway has stopped."""
+    """Collects exported spans, by name. Complete once the gateway has stopped."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,4 +1,4 @@
-"""What an event is: the table of every dialect, with events as vLLM 0.23 and 0.32 write them."""
+"""The kinds of events: the table of every dialect, with events as vLLM 0.23 and 0.32 write them."""
 
 from __future__ import annotations
 

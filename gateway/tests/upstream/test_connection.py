@@ -74,7 +74,7 @@ class SilentTransport(asyncio.Transport):
 
 
 def deliver(connection: EngineConnection, packet: bytes) -> None:
-    """As an event loop does with what it reads."""
+    """Deliver a packet as an event loop does when it has read one."""
     connection.get_buffer(-1)[: len(packet)] = packet
     connection.buffer_updated(len(packet))
 

@@ -65,7 +65,7 @@ async def counted(client: aiohttp.ClientSession, running: RunningGateway, family
 
 
 def as_asked(answer: SpelledAnswer, path: str) -> bytes:
-    """What a client gets that is connected to an engine."""
+    """The stream that an engine sends to a client that is connected to it directly."""
     shown = answer.events(chat=path == CHAT, asked_ids=False)
     return b"".join([*(b"data: " + json.dumps(json.loads(event[6:])).encode() + b"\n\n" for event in shown), DONE])
 
@@ -253,7 +253,7 @@ async def test_a_first_silence_is_as_long_as_configured(start_engine: Any, clien
 
 
 def _exchange(engine: Any) -> Any:
-    """That of the engine's one request."""
+    """The exchange of the engine's only request."""
     (exchange,) = engine.requests
     assert isinstance(exchange, Exchange)
     return exchange

@@ -114,7 +114,7 @@ class Waiting:
         await settle()
 
     async def cause(self) -> type[BaseException] | None:
-        """What ended the wait; None if it goes on. Ends the task."""
+        """End the task, and return the error that ended its wait; None if it still waited."""
         if not self.task.done():
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
@@ -256,7 +256,7 @@ async def test_a_cancelled_task_is_no_cause_of_the_exchange() -> None:
 
 
 def expected_cause(waiting: Waiting, event: Event) -> type[BaseException] | None:
-    """What the promises say, state by state; the tables are not asked."""
+    """The error that an exchange promises for this event in its state; the tables are not consulted."""
     exchange = waiting.exchange
     state = exchange.state
     if state is State.DONE:

@@ -414,7 +414,7 @@ async def test_engines_that_are_all_lost_for_a_moment_cost_time_and_no_answer(
 async def test_a_request_whose_last_engine_is_lost_before_it_is_routed_waits_too(
     start_engine: Any, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that waits for its turn to be computed."""
+    """A request that has its place waits for an engine to return, as one does that still waits for its turn."""
     engine = await start_engine()
     enter = LocalRouter.enter
     losses = iter([True])
@@ -532,7 +532,7 @@ async def test_engines_that_do_not_return_are_named_once_they_are_expected_no_lo
 async def test_a_refusal_closes_the_connection_too_if_engines_do_not_even_refuse_theirs(
     start_engine: Any, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a network does that drops packets."""
+    """Connects to the engine time out, as on a network that drops packets."""
 
     async def open_none(self: ConnectionPool, engine: Engine) -> None:
         raise EngineConnectTimeout("late")
@@ -756,7 +756,7 @@ async def test_an_engine_whose_streams_break_is_taken_out(
 
 
 async def test_a_client_that_disconnects_at_done_got_the_whole_reply(start_engine: Any) -> None:
-    """As SDKs do. The connection to the engine stays usable."""
+    """SDKs disconnect at [DONE]; the connection to the engine stays usable."""
     engine = await start_engine()
     engine.end_seconds = 0.05
     async with running_gateway(gateway_config([engine])) as running:

@@ -404,7 +404,7 @@ async def test_an_answer_that_every_engine_gives_takes_two_legs_by_connector(sta
 
 
 async def test_a_place_is_not_named_again_when_a_reused_connection_ends(start_engine, client):
-    """Its engine, or one of several servers of it, may have got the request and read the place."""
+    """The engine, or one of several servers of it, may have received the request and read the place."""
     async with split(start_engine, **BY_CONNECTOR) as (running, prefill, (decode,)):
         prefill.script = connector(PLACE)
         assert (await ask(client, running.url))[:2] == (200, "d")

@@ -1,4 +1,4 @@
-"""What connect timeouts do when the event loop itself runs late."""
+"""Connect timeouts when the event loop itself runs late, and the TLS context of an engine's connections."""
 
 from __future__ import annotations
 

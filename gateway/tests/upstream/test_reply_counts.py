@@ -1,4 +1,4 @@
-"""What a request takes of its tenant's limits, whatever an engine says of it, through a real gateway."""
+"""The place and the tokens that a request takes of its tenant's limits, whatever an engine says, on a real gateway."""
 
 from __future__ import annotations
 

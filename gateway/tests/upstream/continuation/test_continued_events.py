@@ -69,7 +69,7 @@ def junction_of(sent: SentAnswer, plan: Plan, answer: SpelledAnswer) -> Junction
 
 
 def continued(answer: SpelledAnswer, sent: SentAnswer, plan: Plan, *, stop_after: int | None = None) -> bytes:
-    """What the client gets from an engine that continues, and that dies after so many events."""
+    """The rest of an answer, as the client gets it from an engine that continues it and dies after so many events."""
     junction = junction_of(sent, plan, answer)
     left = (answer.tokens_max or 100) - junction.tokens
     body = msgspec.json.decode(body_of(plan, sent, junction.tokens, left))
