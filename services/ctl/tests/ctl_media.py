@@ -68,7 +68,7 @@ class Medium(Protocol):
     def store(self) -> Store: ...
 
     def aged(self, namespace: Namespace, keys: list[bytes], seconds: float) -> AbstractContextManager[None]:
-        """What is stored within it under ``keys`` is so old afterwards."""
+        """Return a context. Chunks that are stored within it under ``keys`` are so many seconds old afterwards."""
         ...
 
     def overwrite(self, namespace: Namespace, key: bytes, offset: int, new: bytes) -> None:

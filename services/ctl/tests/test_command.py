@@ -1,4 +1,4 @@
-"""What a person sees who gets something wrong, and the exit statuses that scripts rely on."""
+"""The messages to a user who gets something wrong, and the exit statuses that scripts rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is concluded from what gateway and engines say: one broken thing at a time, and releases that say less."""
+"""The conclusions from what gateway and engines report: one broken thing at a time, and releases that report less."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 def opened(path: Path) -> NodeRegion:
-    """As an engine does it that waits for the keeper."""
+    """Open the node's rows as an engine does that waits for the keeper."""
     return NodeRegion(path, ROWS, ROW_BYTES, new_number(), kept_seconds=WAIT_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""What doctor says of engines with roles."""
+"""The findings of doctor about engines with roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is of a bucket alone: how it is named, and its measured rates."""
+"""Commands on a bucket, as far as it differs from other stores: its name, the age of its blocks, its measured rates."""
 
 from __future__ import annotations
 

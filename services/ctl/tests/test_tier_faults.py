@@ -34,7 +34,7 @@ KEY = b"k" * 32
 
 
 def page_of(tier: Tier, *, idle: bool = False) -> Exposition:
-    """What an engine's /metrics says after one store and one load of a chunk; idle: after a failed check alone."""
+    """An engine's /metrics after one store and one load of a chunk; idle: after a failed check alone."""
     rows = np.zeros(2 * PAYLOAD_BYTES, np.uint8)
     shared = SharedTier(tier, rows=memoryview(rows), row_bytes=PAYLOAD_BYTES, payload_bytes=PAYLOAD_BYTES)
     try:

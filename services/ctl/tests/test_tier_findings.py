@@ -1,4 +1,4 @@
-"""What doctor makes of the reasons that an engine has counted."""
+"""The findings of doctor about the reasons that an engine has counted."""
 
 from __future__ import annotations
 

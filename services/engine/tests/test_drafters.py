@@ -1,4 +1,4 @@
-"""What speculative decoding is asked for, and the layers that it adds."""
+"""The drafter that speculative decoding is asked for, and the layers that it adds."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def test_every_data_parallel_rank_needs_what_an_engine_needs(
     cores=st.integers(1, 4),
 )
 def test_following_the_advice_ends_in_a_start(shape: ModelShape, machine: Machine, chunks: int, cores: int) -> None:
-    """Whatever is advised about the CPU tier, doing so leaves no complaint about the CPU tier."""
+    """An engine that follows the advice about the CPU tier gets no further complaint about the CPU tier."""
     given = read_settings(
         EngineSettings,
         {

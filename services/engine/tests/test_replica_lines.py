@@ -131,7 +131,7 @@ def test_a_pod_that_says_nothing_is_lost_after_the_bound_and_not_before(leader: 
 
 
 def test_a_leader_that_was_held_up_takes_no_pod_for_lost(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has not read yet is not unsaid."""
+    """A pod's bytes count even if the leader has not read them yet."""
     with leader.connect(hello(1)) as line:
         line.sendall(b".")
         later = time.monotonic() + 10 * SILENT_SECONDS

@@ -1,4 +1,4 @@
-"""What runs in vLLM's process before vLLM does."""
+"""The checks that run in vLLM's process before vLLM starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = SettingNames(others="engine.{path}")
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes --eager alone."""
+    """Put a parser that knows the flag --eager alone in place of vLLM's."""
     parser = ArgumentParser(add_help=False)
     parser.error = argument_verdicts._raise  # type: ignore[method-assign]
     parser.add_argument("model_tag", nargs="?")
@@ -54,7 +54,7 @@ def test_a_vllm_without_such_a_parser_judges_when_it_starts(monkeypatch: pytest.
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands in for vLLM writes its command line there."""
+    """The file to which the stand-in for vLLM writes its command line."""
     written = tmp_path / "arguments.json"
     program = f"import json, pathlib, sys\nif __name__ == '__main__':\n    pathlib.Path({str(written)!r}).write_text("
     (tmp_path / "stand_in_server.py").write_text(f"{program}json.dumps(sys.argv[1:]))\n")

@@ -1,4 +1,4 @@
-"""What the drain of an engine asks of its EngineCore, by a double of vLLM's line to it."""
+"""The questions of a draining engine to its EngineCore, through a double of vLLM's client."""
 
 from __future__ import annotations
 

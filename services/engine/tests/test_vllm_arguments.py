@@ -429,7 +429,7 @@ def test_what_is_shown_holds_no_value_of_the_environment() -> None:
     ],
 )
 def test_event_endpoints_are_ones_that_vllm_binds(host: str, endpoint: str) -> None:
-    """It connects, silently and forever, to an endpoint without `*` or `::`."""
+    """vLLM connects, silently and forever, to an endpoint without `*` or `::`."""
     settings = replace(EngineSettings(model=ModelSettings(path="/m")), host=host)
     found = kv_events_config(settings)["endpoint"]
     assert found == endpoint

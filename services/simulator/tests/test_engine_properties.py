@@ -45,7 +45,7 @@ work = st.lists(
 
 
 class Mirror:
-    """What a listener derives of one engine from its events alone."""
+    """The state of one engine that a listener derives from its events alone."""
 
     def __init__(self) -> None:
         self.held: dict[Medium, set[int]] = defaultdict(set)

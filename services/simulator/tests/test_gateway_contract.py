@@ -1,4 +1,4 @@
-"""What the gateway makes of a simulated engine's bytes: its index must say what the engine's caches hold."""
+"""The gateway's reading of a simulated engine's bytes: its index must say what the engine's caches hold."""
 
 from __future__ import annotations
 

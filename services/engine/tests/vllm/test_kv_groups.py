@@ -96,7 +96,7 @@ def engine_config() -> VllmConfig:
 
 
 def configured(specs: dict[str, KVCacheSpec], memory_bytes: int) -> Any:
-    """What vLLM configures for one worker with these layers."""
+    """The KV cache configuration that vLLM makes for one worker with these layers."""
     config = engine_config()
     groups_of = getattr(planning, "get_global_kv_cache_groups", None)  # apart since vLLM 0.33
     groups = () if groups_of is None else (groups_of(config, [specs]),)
@@ -105,7 +105,7 @@ def configured(specs: dict[str, KVCacheSpec], memory_bytes: int) -> Any:
 
 
 def block_bytes(config: Any) -> int:
-    """What a block of all its KV groups takes on one worker."""
+    """The bytes that a block of all KV groups takes on one worker."""
     if LAYOUT is None:
         return int(sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks)
     return int(config.kv_cache_tensors[0].size // config.num_blocks)  # each describes a place in one allocation

@@ -1,4 +1,4 @@
-"""What vLLM's server says in the Messages API of a prompt that was cached, on every supported vLLM."""
+"""The usage that vLLM's server reports in the Messages API for a cached prompt, on every supported vLLM."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_the_chart_knows_the_names_of_methods_and_connectors() -> None:
 
 
 def test_the_server_knows_every_kv_dtype_and_rank(parser: Any) -> None:
-    """It knows every value that the settings accept, so that none is refused only when the engine starts."""
+    """The server takes every value that the settings accept, so that none is refused only when the engine starts."""
     for dtype in get_args(KvCacheDtype):
         assert parser.parse_args(["--kv-cache-dtype", dtype]).kv_cache_dtype == dtype
     for rank in get_args(LoraRank):
